@@ -1,0 +1,40 @@
+#include "bindings/completion_queue.h"
+#include "bindings/register_apis.h"
+
+#include <pybind11/chrono.h>
+
+namespace py = pybind11;
+
+namespace commhooks {
+
+void register_completion_queue(py::module_& module) {
+  py::class_<CompletionQueue>(module, "CompletionQueue", R"(
+A queue of integer tokens on which one thread can wait for many collectives.)")
+      .def(py::init<>())
+      .def("put", &CompletionQueue::put, py::arg("token"), "Append `token`.")
+      .def(
+          "watch",
+          &CompletionQueue::watch,
+          py::arg("work"),
+          py::arg("token"),
+          py::call_guard<py::gil_scoped_release>(),
+          R"(
+Append `token` once `work` has completed, with or without an error. The thread that completes the
+work does not take the GIL. Works without a future (point-to-point on Gloo) are supported.)")
+      .def(
+          "get",
+          [](CompletionQueue& self, std::optional<double> timeout_seconds) {
+            py::gil_scoped_release no_gil;
+            std::optional<std::chrono::duration<double>> timeout;
+            if (timeout_seconds) {
+              timeout.emplace(*timeout_seconds);
+            }
+            return self.get(timeout);
+          },
+          py::arg("timeout_seconds") = py::none(),
+          R"(
+Remove and return the oldest token, waiting for one without the GIL; `None` once `timeout_seconds`
+have passed.)");
+}
+
+}  // namespace commhooks

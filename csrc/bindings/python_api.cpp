@@ -1,0 +1,7 @@
+#include "bindings/register_apis.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "The compiled part of the reducer.";
+  commhooks::register_completion_queue(module);
+  commhooks::register_grad_bucket(module);
+}

@@ -1,0 +1,13 @@
+// One function per topic; python_api.cpp calls them all.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace commhooks {
+
+void register_completion_queue(pybind11::module_& module);
+void register_grad_bucket(pybind11::module_& module);
+void register_hooks(pybind11::module_& module);
+void register_reducer(pybind11::module_& module);
+
+}  // namespace commhooks
