@@ -1,0 +1,72 @@
+# Every target sets up what it needs: a virtual environment in $(VENV) with the package installed in
+# place and its C++ extension compiled. Nothing but Python 3.11, a C++ compiler and make is expected.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= test,demo,bench,dev,docs
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CUDA_SOURCES := $(shell find csrc commhooks -name '*.cu')
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test build lint types format bench gpu-check cuda docs clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED) ## Train a small GPT on 2 ranks with three hooks, show what each cost and saved
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: $(INSTALLED) ## Set up the virtual environment and compile the extension
+
+lint: $(INSTALLED) ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CUDA_SOURCES)
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Rewrite Python, C++ and CUDA sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES) $(CUDA_SOURCES)
+
+bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
+	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
+
+gpu-check: $(INSTALLED) cuda ## Compile the CUDA sources and run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+
+cuda: ## Compile every CUDA source to machine code, if there is any and nvcc is installed
+	@if [ -z "$(CUDA_SOURCES)" ]; then echo "no CUDA sources"; \
+	elif ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
+	else set -e; for source in $(CUDA_SOURCES); do for arch in sm_80 sm_90; do \
+	  echo "nvcc -arch=$$arch $$source"; \
+	  nvcc -std=c++17 -I csrc -arch=$$arch -cubin -o /dev/null "$$source"; \
+	done; done; fi
+
+docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+clean: ## Remove the virtual environment and everything that was built
+	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
+	rm -f reducer/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first: the extension is compiled against the torch that will load it, which build
+# isolation would replace with a download of its own.
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) $(CUDA_SOURCES) | $(BIN)/python
+	$(BIN)/python -m pip install --constraint constraints.txt torch numpy ninja setuptools wheel
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation \
+	  --editable '.[$(EXTRAS)]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed; name one with: make PYTHON=python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
