@@ -1,0 +1,11 @@
+"""The engine: gradients are bucketed, handed to a communication hook and written back.
+
+It knows nothing of any algorithm; see :mod:`commhooks` for those.
+"""
+
+import torch  # noqa: F401  (loads the libraries that the compiled module links to)
+
+from reducer._C import GradBucket, Reducer
+from reducer.distributed import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel", "GradBucket", "Reducer"]

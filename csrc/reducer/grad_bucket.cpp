@@ -43,6 +43,7 @@ std::shared_ptr<const BucketLayout> make_bucket_layout(
   for (const auto& parameter : parameters) {
     layout->offsets.push_back(offset);
     layout->lengths.push_back(static_cast<size_t>(parameter.numel()));
+    layout->strides.push_back(gradient_strides(parameter));
     offset += layout->lengths.back();
   }
   layout->key = digest(names);

@@ -2,14 +2,26 @@
 
 #include <ATen/ops/as_strided.h>
 
+#include <algorithm>
+
 namespace commhooks {
 
-at::Tensor gradient_view(const at::Tensor& flat, const at::Tensor& parameter, int64_t offset) {
-  const int64_t start = flat.storage_offset() + offset;
+std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) {
-    return flat.as_strided(parameter.sizes(), parameter.strides(), start);
+    return parameter.strides().vec();
   }
-  return flat.narrow(0, offset, parameter.numel()).view(parameter.sizes());
+  std::vector<int64_t> strides(parameter.dim());
+  int64_t stride = 1;
+  for (int64_t dim = parameter.dim() - 1; dim >= 0; --dim) {
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(parameter.size(dim), 1);
+  }
+  return strides;
+}
+
+at::Tensor gradient_view(const at::Tensor& flat, const at::Tensor& parameter, int64_t offset) {
+  return flat.as_strided(
+      parameter.sizes(), gradient_strides(parameter), flat.storage_offset() + offset);
 }
 
 }  // namespace commhooks

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
 namespace commhooks {
 
 // Note [Bucket views]
@@ -15,7 +17,8 @@ namespace commhooks {
 //   * with `gradient_as_bucket_view` the view itself can serve as `.grad`,
 //   * element [i, j, ...] of `GradBucket::gradients()[k]` is element [i, j, ...] of the gradient,
 //     whatever its memory format.
-// This function is the only place that decides the layout; the reducer and GradBucket both use it.
+// These functions are the only place that decides the layout; the reducer and GradBucket both use them.
+std::vector<int64_t> gradient_strides(const at::Tensor& parameter);
 at::Tensor gradient_view(const at::Tensor& flat, const at::Tensor& parameter, int64_t offset);
 
 }  // namespace commhooks

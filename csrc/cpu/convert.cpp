@@ -1,0 +1,139 @@
+#include "cpu/convert.h"
+
+#include "cpu/half.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+namespace commhooks {
+namespace {
+
+// Enough work for a thread to be worth waking: about 10 microseconds of copying.
+constexpr int64_t kGrainElements = 1 << 15;
+
+using Kernel = void (*)(const void* source, void* destination, int64_t numel, double scale);
+
+// The general case, one element at a time; the common pairs have faster kernels in half.cpp.
+template <typename From, typename To>
+void convert_elements(const void* source, void* destination, int64_t numel, double scale) {
+  using Math = std::conditional_t<
+      std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
+  const auto* in = static_cast<const From*>(source);
+  auto* out = static_cast<To*>(destination);
+  const auto factor = static_cast<Math>(scale);
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = static_cast<To>(static_cast<Math>(in[i]) * factor);
+  }
+}
+
+template <size_t element_size>
+void copy(const void* source, void* destination, int64_t numel, double /*scale*/) {
+  if (source != destination) {
+    std::memcpy(destination, source, static_cast<size_t>(numel) * element_size);
+  }
+}
+
+template <typename From>
+Kernel kernel_from(c10::ScalarType to) {
+  switch (to) {
+    case c10::kDouble:
+      return convert_elements<From, double>;
+    case c10::kFloat:
+      return convert_elements<From, float>;
+    case c10::kHalf:
+      return convert_elements<From, c10::Half>;
+    case c10::kBFloat16:
+      return convert_elements<From, c10::BFloat16>;
+    default:
+      TORCH_CHECK(false, "Expected a floating type to convert to, found ", to, ".");
+  }
+}
+
+Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale) {
+  if (from == to && scale == 1.0) {
+    switch (c10::elementSize(from)) {
+      case 2:
+        return copy<2>;
+      case 4:
+        return copy<4>;
+      case 8:
+        return copy<8>;
+      default:
+        break;
+    }
+  }
+  if (from == c10::kFloat && to == c10::kFloat) {
+    return scale_float;
+  }
+  if (from == c10::kFloat && to == c10::kBFloat16) {
+    return float_to_bfloat16;
+  }
+  if (from == c10::kBFloat16 && to == c10::kFloat) {
+    return bfloat16_to_float;
+  }
+  if (from == c10::kFloat && to == c10::kHalf) {
+    return float_to_half;
+  }
+  if (from == c10::kHalf && to == c10::kFloat) {
+    return half_to_float;
+  }
+  switch (from) {
+    case c10::kDouble:
+      return kernel_from<double>(to);
+    case c10::kFloat:
+      return kernel_from<float>(to);
+    case c10::kHalf:
+      return kernel_from<c10::Half>(to);
+    case c10::kBFloat16:
+      return kernel_from<c10::BFloat16>(to);
+    default:
+      TORCH_CHECK(false, "Expected a floating type to convert from, found ", from, ".");
+  }
+}
+
+}  // namespace
+
+void convert(
+    const std::vector<Piece>& pieces, c10::ScalarType from, c10::ScalarType to, double scale) {
+  if (pieces.empty()) {
+    return;
+  }
+  const Kernel kernel = choose_kernel(from, to, scale);
+  const size_t from_size = c10::elementSize(from);
+  const size_t to_size = c10::elementSize(to);
+
+  // ends[i]: number of elements up to and including piece i; the pieces laid end to end are cut into
+  // even ranges, whatever their own sizes.
+  std::vector<int64_t> ends;
+  ends.reserve(pieces.size());
+  int64_t total = 0;
+  for (const auto& piece : pieces) {
+    ends.push_back(total += piece.numel);
+  }
+
+  at::parallel_for(0, total, kGrainElements, [&](int64_t begin, int64_t end) {
+    size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    while (begin < end) {
+      const Piece& piece = pieces[i];
+      const int64_t start = begin - (ends[i] - piece.numel);
+      const int64_t numel = std::min(end, ends[i]) - begin;
+      auto* destination = static_cast<char*>(piece.destination) + start * to_size;
+      if (piece.source == nullptr) {
+        std::memset(destination, 0, static_cast<size_t>(numel) * to_size);
+      } else {
+        kernel(
+            static_cast<const char*>(piece.source) + start * from_size, destination, numel, scale);
+      }
+      begin += numel;
+      ++i;
+    }
+  });
+}
+
+}  // namespace commhooks

@@ -1,0 +1,25 @@
+// Copies, scales and casts many pieces of memory in one parallel pass.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace commhooks {
+
+// `numel` consecutive elements; a null source stands for zeros. Source and destination may be the
+// same memory, but must not overlap otherwise.
+struct Piece {
+  const void* source;
+  void* destination;
+  int64_t numel;
+};
+
+// destination = cast<to>(scale * source) for every piece. One pass over the memory, spread over
+// ATen's threads by elements, so that neither many small pieces nor one large one leave threads idle.
+// Half-precision values are multiplied in fp32, fp64 in fp64; casts round to nearest even.
+// Floating types only (fp64, fp32, fp16, bf16).
+void convert(const std::vector<Piece>& pieces, c10::ScalarType from, c10::ScalarType to, double scale);
+
+}  // namespace commhooks

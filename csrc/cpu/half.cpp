@@ -1,0 +1,171 @@
+#include "cpu/half.h"
+
+#include <c10/util/Half.h>
+
+#include <cstring>
+
+// The compiler makes one version of a function per instruction set, and the loader picks the right
+// one on the machine at hand.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define COMMHOOKS_X86 1
+#define COMMHOOKS_MULTIVERSIONED \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#include <immintrin.h>
+#else
+#define COMMHOOKS_MULTIVERSIONED
+#endif
+
+namespace commhooks {
+namespace {
+
+// The bits of the bfloat16 nearest to `value`.
+inline uint16_t bfloat16_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
+}
+
+void float_to_half_portable(const float* in, uint16_t* out, int64_t numel, float factor) {
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = c10::Half(in[i] * factor).x;
+  }
+}
+
+void half_to_float_portable(const uint16_t* in, float* out, int64_t numel, float factor) {
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = static_cast<float>(c10::Half(in[i], c10::Half::from_bits())) * factor;
+  }
+}
+
+#ifdef COMMHOOKS_X86
+// Compilers do not vectorise the conversion from and to half by themselves.
+__attribute__((target("arch=x86-64-v4"))) void float_to_half_avx512(
+    const float* in, uint16_t* out, int64_t numel, float factor) {
+  const __m512 factors = _mm512_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + 16 <= numel; i += 16) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(in + i), factors);
+    const __m256i half = _mm512_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), half);
+  }
+  float_to_half_portable(in + i, out + i, numel - i, factor);
+}
+
+__attribute__((target("arch=x86-64-v4"))) void half_to_float_avx512(
+    const uint16_t* in, float* out, int64_t numel, float factor) {
+  const __m512 factors = _mm512_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + 16 <= numel; i += 16) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+    _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtph_ps(half), factors));
+  }
+  half_to_float_portable(in + i, out + i, numel - i, factor);
+}
+
+__attribute__((target("arch=x86-64-v3"))) void float_to_half_avx2(
+    const float* in, uint16_t* out, int64_t numel, float factor) {
+  const __m256 factors = _mm256_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + 8 <= numel; i += 8) {
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(in + i), factors);
+    const __m128i half = _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
+  }
+  float_to_half_portable(in + i, out + i, numel - i, factor);
+}
+
+__attribute__((target("arch=x86-64-v3"))) void half_to_float_avx2(
+    const uint16_t* in, float* out, int64_t numel, float factor) {
+  const __m256 factors = _mm256_set1_ps(factor);
+  int64_t i = 0;
+  for (; i + 8 <= numel; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factors));
+  }
+  half_to_float_portable(in + i, out + i, numel - i, factor);
+}
+#endif
+
+using ToHalf = void (*)(const float*, uint16_t*, int64_t, float);
+using FromHalf = void (*)(const uint16_t*, float*, int64_t, float);
+
+ToHalf choose_to_half() {
+#ifdef COMMHOOKS_X86
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    return float_to_half_avx512;
+  }
+  if (__builtin_cpu_supports("x86-64-v3")) {
+    return float_to_half_avx2;
+  }
+#endif
+  return float_to_half_portable;
+}
+
+FromHalf choose_from_half() {
+#ifdef COMMHOOKS_X86
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    return half_to_float_avx512;
+  }
+  if (__builtin_cpu_supports("x86-64-v3")) {
+    return half_to_float_avx2;
+  }
+#endif
+  return half_to_float_portable;
+}
+
+}  // namespace
+
+COMMHOOKS_MULTIVERSIONED
+void scale_float(const void* source, void* destination, int64_t numel, double scale) {
+  const auto* in = static_cast<const float*>(source);
+  auto* out = static_cast<float*>(destination);
+  const auto factor = static_cast<float>(scale);
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = in[i] * factor;
+  }
+}
+
+COMMHOOKS_MULTIVERSIONED
+void float_to_bfloat16(const void* source, void* destination, int64_t numel, double scale) {
+  const auto* __restrict in = static_cast<const float*>(source);
+  auto* __restrict out = static_cast<uint16_t*>(destination);
+  const auto factor = static_cast<float>(scale);
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = bfloat16_bits(in[i] * factor);
+  }
+}
+
+COMMHOOKS_MULTIVERSIONED
+void bfloat16_to_float(const void* source, void* destination, int64_t numel, double scale) {
+  const auto* __restrict in = static_cast<const uint16_t*>(source);
+  auto* __restrict out = static_cast<float*>(destination);
+  const auto factor = static_cast<float>(scale);
+  for (int64_t i = 0; i < numel; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    out[i] = value * factor;
+  }
+}
+
+void float_to_half(const void* source, void* destination, int64_t numel, double scale) {
+  static const ToHalf kernel = choose_to_half();
+  kernel(
+      static_cast<const float*>(source),
+      static_cast<uint16_t*>(destination),
+      numel,
+      static_cast<float>(scale));
+}
+
+void half_to_float(const void* source, void* destination, int64_t numel, double scale) {
+  static const FromHalf kernel = choose_from_half();
+  kernel(
+      static_cast<const uint16_t*>(source),
+      static_cast<float*>(destination),
+      numel,
+      static_cast<float>(scale));
+}
+
+}  // namespace commhooks

@@ -1,0 +1,81 @@
+// Gradients that travel together, and the memory they travel in.
+#pragma once
+
+#include "reducer/hook.h"
+
+#include <atomic>
+#include <chrono>
+
+namespace commhooks {
+
+// Sums over the steps since the last reset.
+struct BucketStats {
+  int64_t steps = 0;
+  int64_t packed_bytes = 0;   // what was handed to the hook
+  double hook_seconds = 0;    // from handing over to completion
+  double exposed_seconds = 0; // of these, what the thread that runs backward spent in or for the hook
+};
+
+class Bucket {
+ public:
+  Bucket(std::shared_ptr<const BucketLayout> layout, std::vector<size_t> indices, bool grads_are_views);
+
+  // Gathers the gradients into one tensor in `format` and returns it. Parameters without a gradient
+  // count as zeros. With `grads_are_views`, `.grad` of each parameter that has one becomes a view of
+  // `flat()`, whose contents are undefined until `unpack`, unless the returned tensor is `flat()`.
+  at::Tensor pack(const PackFormat& format);
+
+  // Writes `result` (flat, any floating dtype) into `.grad` of the parameters at `positions`; these
+  // get a gradient if they have none.
+  void unpack(const at::Tensor& result, const std::vector<size_t>& positions);
+
+  const BucketLayout& layout() const {
+    return *layout_;
+  }
+  const std::shared_ptr<const BucketLayout>& shared_layout() const {
+    return layout_;
+  }
+  // Indices of the parameters, in the order of the layout.
+  const std::vector<size_t>& indices() const {
+    return indices_;
+  }
+  int64_t numel() const {
+    return numel_;
+  }
+  c10::ScalarType dtype() const {
+    return layout_->parameters.front().scalar_type();
+  }
+  c10::Device device() const {
+    return layout_->parameters.front().device();
+  }
+  // The view of `flat` through which the gradient at `position` is seen.
+  at::Tensor view(const at::Tensor& flat, size_t position) const;
+
+  // --- of the current step ---
+  size_t missing = 0;  // gradients that have not arrived yet
+  std::unique_ptr<PendingResult> pending;
+  std::chrono::steady_clock::time_point handed_over;
+  // When the hook completed, in `handed_over`'s clock; zero until the callback that sets it has run.
+  std::shared_ptr<std::atomic<std::chrono::steady_clock::duration>> completed;
+
+  BucketStats stats;
+
+ private:
+  const at::Tensor& flat();
+  const at::Tensor& wire(c10::ScalarType dtype);
+  // Whether the memory of `grad` is the place in `flat_` that is reserved for it.
+  bool is_own_view(const at::Tensor& grad, size_t position) const;
+  // Whether moving `grad` is moving consecutive numbers on the CPU.
+  bool is_plain(const at::Tensor& grad, size_t position) const;
+  void check_gradient(const at::Tensor& grad, size_t position) const;
+
+  std::shared_ptr<const BucketLayout> layout_;
+  std::vector<size_t> indices_;
+  bool grads_are_views_;
+  int64_t numel_;
+  at::Tensor flat_;                // in the gradients' dtype; made when first needed
+  std::vector<at::Tensor> views_;  // of flat_
+  at::Tensor wire_;                // in the dtype that a hook asked for; made when first needed
+};
+
+}  // namespace commhooks

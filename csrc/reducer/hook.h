@@ -1,0 +1,60 @@
+// What the reducer asks of a communication hook.
+#pragma once
+
+#include "reducer/grad_bucket.h"
+
+#include <ATen/core/ivalue.h>
+
+#include <memory>
+#include <optional>
+
+namespace commhooks {
+
+// How the reducer packs gradients for a hook: cast to `dtype` (default: the gradients' own), times
+// `scale`. Both cost nothing: packing passes over the memory anyway.
+struct PackFormat {
+  std::optional<c10::ScalarType> dtype;
+  double scale = 1.0;
+};
+
+// One bucket of one step, packed.
+struct BucketCall {
+  std::shared_ptr<const BucketLayout> layout;
+  at::Tensor buffer;
+  size_t index;
+  size_t bucket_count;
+  int64_t step;
+};
+
+// A hook's answer that is on its way.
+class PendingResult {
+ public:
+  virtual ~PendingResult() = default;
+
+  // Completes when the result is there, or an error.
+  virtual c10::ivalue::Future& future() = 0;
+
+  // The average, flat, with one element per element of the bucket; its dtype may be that of the
+  // gradients or of the packed buffer. Throws what the hook threw. Only after `future()` completed.
+  virtual at::Tensor result() = 0;
+};
+
+// There is always a hook; the default one averages.
+class Hook {
+ public:
+  virtual ~Hook() = default;
+
+  virtual PackFormat format() const {
+    return {};
+  }
+
+  // Called on the thread that runs backward, in bucket order, without the GIL and without any lock of
+  // the reducer that autograd needs. Must not wait for other ranks.
+  virtual std::unique_ptr<PendingResult> run(const BucketCall& call) = 0;
+
+  // The step ended early, for a reason that may lie outside the hook; buckets that are on their way
+  // have been handed out, others of this step will not come.
+  virtual void abandon() {}
+};
+
+}  // namespace commhooks

@@ -1,0 +1,59 @@
+#include "reducer/native_hooks.h"
+
+namespace commhooks {
+namespace {
+
+// For hooks that work in place.
+class InPlaceResult final : public PendingResult {
+ public:
+  InPlaceResult(c10::intrusive_ptr<c10::ivalue::Future> future, at::Tensor buffer)
+      : future_(std::move(future)), buffer_(std::move(buffer)) {}
+
+  c10::ivalue::Future& future() override {
+    return *future_;
+  }
+
+  at::Tensor result() override {
+    if (future_->hasError()) {
+      std::rethrow_exception(future_->exception_ptr());
+    }
+    return buffer_;
+  }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  at::Tensor buffer_;
+};
+
+std::unique_ptr<PendingResult> completed(const at::Tensor& buffer) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  future->markCompleted(buffer);
+  return std::make_unique<InPlaceResult>(std::move(future), buffer);
+}
+
+}  // namespace
+
+AverageHook::AverageHook(
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+    std::optional<c10::ScalarType> wire_dtype)
+    : process_group_(std::move(process_group)), wire_dtype_(wire_dtype) {}
+
+PackFormat AverageHook::format() const {
+  // Dividing first keeps the sum inside the range of half precision.
+  return {wire_dtype_, 1.0 / process_group_->getSize()};
+}
+
+std::unique_ptr<PendingResult> AverageHook::run(const BucketCall& call) {
+  if (process_group_->getSize() == 1) {
+    return completed(call.buffer);
+  }
+  std::vector<at::Tensor> tensors = {call.buffer};
+  return std::make_unique<InPlaceResult>(
+      process_group_->allreduce(tensors)->getFuture(), call.buffer);
+}
+
+std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& call) {
+  return completed(call.buffer);
+}
+
+}  // namespace commhooks

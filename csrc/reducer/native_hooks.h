@@ -1,0 +1,33 @@
+// Hooks that never take the GIL.
+#pragma once
+
+#include "reducer/hook.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace commhooks {
+
+// The exact average by one all-reduce, which the backend is free to overlap with backward. With a wire
+// dtype the gradients are divided by the number of ranks in fp32, cast once while they are packed, and
+// cast back while they are unpacked; the sum itself is taken in the wire dtype.
+class AverageHook final : public Hook {
+ public:
+  AverageHook(
+      c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+      std::optional<c10::ScalarType> wire_dtype);
+
+  PackFormat format() const override;
+  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::optional<c10::ScalarType> wire_dtype_;
+};
+
+// Sends nothing: every rank keeps its own gradients. Shows what everything but the wire costs.
+class NoopHook final : public Hook {
+ public:
+  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+};
+
+}  // namespace commhooks
