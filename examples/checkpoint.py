@@ -1,0 +1,129 @@
+"""Checkpoints that are either whole or not there.
+
+A checkpoint is a folder ``step-00000200`` with ``shared.pt`` (what all ranks have in common),
+``rank-00000.pt``, ``rank-00001.pt``, ... (what each has of its own) and ``about.json``. It is
+written under another name and renamed when all ranks have flushed their part to the disk, so that
+a run that is killed meanwhile leaves the one before intact. All ranks must see the same folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class CheckpointError(RuntimeError):
+    """The checkpoint does not belong to this run, or cannot be read."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, for this rank.
+
+    ``about`` is small, JSON-able and describes the run; the others are what ``torch.load`` with
+    ``weights_only=True`` accepts.
+    """
+
+    step: int
+    about: dict[str, Any]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
+    """Write a checkpoint and remove all but the ``keep`` newest. To be called on every rank."""
+    rank = dist.get_rank()
+    final = folder / f"step-{checkpoint.step:08d}"
+    partial = folder / f"partial-{checkpoint.step:08d}"
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    if rank == 0:
+        _save_file(checkpoint.shared, partial / "shared.pt")
+        about = {"step": checkpoint.step, "world_size": dist.get_world_size(), **checkpoint.about}
+        (partial / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+    _save_file(checkpoint.own, partial / f"rank-{rank:05d}.pt")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        _flush_folder(folder)
+        for old in find_all(folder)[:-keep]:
+            shutil.rmtree(old)
+
+
+def find_all(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in ``folder``, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def load(path: Path, about: dict[str, Any]) -> Checkpoint:
+    """Read this rank's part of the checkpoint at ``path``.
+
+    To be called on every rank: a failure on one is raised on all.
+
+    Raises:
+        CheckpointError: it was made by a run that ``about`` does not describe, by another number of
+            ranks, or it is damaged.
+
+    """
+    result = _load(path, {"world_size": dist.get_world_size(), **about})
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, result if isinstance(result, str) else None)
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise CheckpointError(f"rank {rank} cannot resume from checkpoint {path}: {error}")
+    assert isinstance(result, Checkpoint)
+    return result
+
+
+def _load(path: Path, expected: dict[str, Any]) -> Checkpoint | str:
+    """Return the checkpoint, or what is wrong with it."""
+    try:
+        about = json.loads((path / "about.json").read_text())
+        difference = _first_difference(expected, about)
+        if difference is not None:
+            return difference
+        shared = torch.load(path / "shared.pt", weights_only=True)
+        own = torch.load(path / f"rank-{dist.get_rank():05d}.pt", weights_only=True)
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        return f"{type(error).__name__}: {error}"
+    return Checkpoint(int(about["step"]), about, shared, own)
+
+
+def _first_difference(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
+    for key, value in expected.items():
+        other = found.get(key)
+        if isinstance(value, dict) and isinstance(other, dict):
+            difference = _first_difference(value, other)
+            if difference is not None:
+                return difference
+        elif other != value:
+            return (
+                f"it was made with {key} = {other!r}, this run has {value!r}; "
+                "use the same, or another --checkpoint-dir"
+            )
+    return None
+
+
+def _save_file(content: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
