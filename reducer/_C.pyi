@@ -4,6 +4,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 @final
 class CompletionQueue:
@@ -13,7 +14,7 @@ class CompletionQueue:
     def get(self, timeout_seconds: float | None = None) -> int | None: ...
 
 @final
-class GradBucket(dist.GradBucket):
+class GradBucket(c10d.GradBucket):
     def __init__(
         self,
         buffer: Tensor,

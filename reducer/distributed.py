@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType, _broadcast_coalesced
 
 from reducer._C import AverageHook, GradBucket, Reducer
 from reducer.outputs import tensors_in
@@ -38,7 +39,7 @@ _resolve_hook: HookResolver | None = None
 
 def set_hook_resolver(resolver: HookResolver) -> None:
     """Let `resolver` handle the `hook` argument of the wrapper; `commhooks` does when imported."""
-    global _resolve_hook  # noqa: PLW0603
+    global _resolve_hook
     _resolve_hook = resolver
 
 
@@ -46,9 +47,9 @@ class DistributedDataParallel(nn.Module):
     """Trains `module` on all ranks of a process group, each with its own part of the data.
 
     A drop-in for :class:`torch.nn.parallel.DistributedDataParallel` with a reducer of its own. At
-    construction all ranks take over rank 0's parameters and buffers; in every backward, gradients are
-    handed bucket by bucket to a communication hook, which averages them while backward goes on. When
-    ``backward()`` returns, ``.grad`` of every parameter holds the average.
+    construction all ranks take over rank 0's parameters and buffers; in every backward, gradients
+    are handed bucket by bucket to a communication hook, which averages them while backward goes on.
+    When ``backward()`` returns, ``.grad`` of every parameter holds the average.
 
     Args:
         module: the module to train; its parameters must not change afterwards.
@@ -58,22 +59,22 @@ class DistributedDataParallel(nn.Module):
         init_sync: check that all ranks hold the same parameters, and broadcast rank 0's values.
         process_group: the ranks that train together; default: all.
         bucket_cap_mb: size at which a bucket is closed, in MiB; default 25. The first is 1 MiB.
-        find_unused_parameters: look for parameters that a forward did not use, every time. Those that
-            no rank used keep their ``.grad`` as it is.
+        find_unused_parameters: look for parameters that a forward did not use, every time. Those
+            that no rank used keep their ``.grad`` as it is.
         gradient_as_bucket_view: make ``.grad`` views of the buckets, so that nothing is copied.
         static_graph: promise that every iteration uses the same parameters in the same way; allows
             parameters to be used several times, and activation checkpointing of any kind.
         check_reduction, dim: accepted for compatibility; without effect.
-        hook, hook_options: a communication hook by name, as an object or as a config, and its options;
-            needs ``import commhooks``. Default: the exact average by all-reduce.
-        stable_buckets: keep the first assignment of parameters to buckets. Otherwise buckets are cut
-            anew after the first step, in the order in which gradients arrived.
+        hook, hook_options: a communication hook by name, as an object or as a config, and its
+            options; needs ``import commhooks``. Default: the exact average by all-reduce.
+        stable_buckets: keep the first assignment of parameters to buckets. Otherwise buckets are
+            cut anew after the first step, in the order in which gradients arrived.
         group_key: maps (name, parameter) to a key; only parameters of one key share a bucket.
 
-    Errors:
-        RuntimeError if ranks hold different parameters, if no parameter requires a gradient, or, from
-        the forward after it, if a backward left parameters without gradients (they are named).
-        Exceptions of hooks come out of ``backward()``; the next iteration starts clean.
+    Raises:
+        RuntimeError: ranks hold different parameters; no parameter requires a gradient; or, from
+            the forward after it, a backward left parameters without gradients (they are named).
+            Exceptions of hooks come out of ``backward()``; the next iteration starts clean.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class DistributedDataParallel(nn.Module):
         ]
         if not named_parameters:
             raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameters that "
-                "require a gradient."
+                "DistributedDataParallel is not needed when a module doesn't have any parameters "
+                "that require a gradient."
             )
         self.device = _single_device(named_parameters)
         self.device_ids, self.output_device = _check_devices(self.device, device_ids, output_device)
@@ -210,7 +211,7 @@ class DistributedDataParallel(nn.Module):
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         if tensors and self.process_group.size() > 1:
-            dist._broadcast_coalesced(self.process_group, list(tensors), BROADCAST_BYTES, 0)
+            _broadcast_coalesced(self.process_group, list(tensors), BROADCAST_BYTES, 0)
 
     # --------------------------------------------------------------------------------- hooks
 
@@ -219,19 +220,19 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         """Torch's way of registering a hook: ``hook(state, bucket)``, once.
 
-        The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names of
-        arguments do not matter, and any callable will do. `commhooks.register` offers more.
+        The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names
+        of arguments do not matter, and any callable will do. `commhooks.register` offers more.
         """
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, found {hook!r}.")
         self._claim_comm_hook()
         self.reducer.set_hook(lambda bucket: hook(state, bucket))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Torch's built-in hooks, which are ours as well: ALLREDUCE and FP16_COMPRESS."""
         wire_dtypes = {
-            dist.BuiltinCommHookType.ALLREDUCE: None,
-            dist.BuiltinCommHookType.FP16_COMPRESS: torch.float16,
+            BuiltinCommHookType.ALLREDUCE: None,
+            BuiltinCommHookType.FP16_COMPRESS: torch.float16,
         }
         if comm_hook_type not in wire_dtypes:
             raise ValueError(
@@ -267,8 +268,8 @@ def _single_device(named_parameters: Sequence[tuple[str, Tensor]]) -> torch.devi
     for name, parameter in named_parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
-                f'Parameter "{name}" is uninitialized; run a dummy forward pass before wrapping the '
-                "module, so that lazy modules know their shapes."
+                f'Parameter "{name}" is uninitialized; run a dummy forward pass before wrapping '
+                "the module, so that lazy modules know their shapes."
             )
         if parameter.device.type != first.device.type:
             raise ValueError(
@@ -286,9 +287,9 @@ def _check_devices(
     if device.type == "cpu":
         if device_ids or output_device is not None:
             raise ValueError(
-                "device_ids and output_device are for modules on one CUDA device; this module is on "
-                f"the CPU. Found device_ids={device_ids}, output_device={output_device}: leave them "
-                "out, or move the module to a CUDA device first."
+                "device_ids and output_device are for modules on one CUDA device; this module is "
+                f"on the CPU. Found device_ids={device_ids}, output_device={output_device}: leave "
+                "them out, or move the module to a CUDA device first."
             )
         return None, None
     ids = list(device_ids) if device_ids else None

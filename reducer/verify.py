@@ -35,7 +35,7 @@ def verify_parameters(
     value = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
     gathered = [torch.empty_like(value) for _ in range(size)]
     dist.all_gather(gathered, value, group=process_group)
-    if torch.cat(gathered).unique().numel() == 1:
+    if all(torch.equal(value, other) for other in gathered):
         return
     everyone: list[list[Description]] = [[] for _ in range(size)]
     dist.all_gather_object(everyone, mine, group=process_group)
@@ -56,8 +56,8 @@ def _first_difference(everyone: Sequence[Sequence[Description]]) -> str:
             longer = max(reference, theirs, key=len)
             extra = longer[min(len(reference), len(theirs))][0]
             return (
-                f"Ranks have different parameters: {len(reference)} parameters require gradients on "
-                f"rank 0, {len(theirs)} on rank {rank}; the first that only one of them has is "
+                f"Ranks have different parameters: {len(reference)} require gradients on rank 0, "
+                f"{len(theirs)} on rank {rank}; the first that only one of them has is "
                 f'"{extra}". {advice}'
             )
     raise AssertionError("digests differ, descriptions do not")
