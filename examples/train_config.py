@@ -31,6 +31,14 @@ def non_negative(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
+    value = non_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {text}")
+    return value
+
+
 def option(default: Any, parse: Callable[[str], Any], text: str) -> Any:
     """Declare a dataclass field that is also a command-line option."""
     return field(default=default, metadata={"parse": parse, "help": text})
@@ -52,7 +60,7 @@ class TrainConfig:
     warmup_steps: int = option(60, positive_int, "steps of linear warm-up before the cosine decay")
     weight_decay: float = option(0.1, non_negative, "weight decay of matrices")
     clip_norm: float = option(1.0, non_negative, "largest norm of the averaged gradient")
-    bucket_mb: float = option(25.0, non_negative, "size limit of a gradient bucket in MiB")
+    bucket_mb: float = option(25.0, positive, "size limit of a gradient bucket in MiB")
     seed: int = option(0, int, "seed of the weights and of the batches")
 
     @property

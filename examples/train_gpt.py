@@ -68,10 +68,13 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = GPT(config.model)
-        # Without the rebuild, a resumed run has from its first step the buckets of the run before,
-        # and so adds in the same order, to the last bit.
+        # Stable buckets: a resumed run has the buckets of the run before from its first step on, and
+        # so adds numbers in the same order, to the last bit.
         self.ddp = commhooks.DistributedDataParallel(
-            self.model, bucket_cap_mb=config.bucket_mb, gradient_as_bucket_view=True
+            self.model,
+            bucket_cap_mb=config.bucket_mb,
+            gradient_as_bucket_view=True,
+            stable_buckets=True,
         )
         self.hook = commhooks.register(self.ddp, config.hook)
         self.optimizer = make_optimizer(self.model, config)
