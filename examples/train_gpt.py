@@ -68,8 +68,8 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = GPT(config.model)
-        # Stable buckets: a resumed run has the buckets of the run before from its first step on, and
-        # so adds numbers in the same order, to the last bit.
+        # Stable buckets: from its first step on, a resumed run has the buckets of the run before,
+        # and so adds numbers in the same order, to the last bit.
         self.ddp = commhooks.DistributedDataParallel(
             self.model,
             bucket_cap_mb=config.bucket_mb,
