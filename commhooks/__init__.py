@@ -1,0 +1,1 @@
+"""Communication hooks for data-parallel training: named, pluggable, measurable."""

@@ -1,0 +1,156 @@
+"""run_ranks: results by rank, errors with their rank, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commhooks.testing import RankError
+
+
+def add_ranks(rank: int, world_size: int, offset: int, *, scale: int = 1) -> tuple[int, float, int]:
+    total = torch.tensor(float(rank * scale + offset))
+    dist.all_reduce(total)
+    assert dist.get_world_size() == world_size
+    return rank, total.item(), os.getpid()
+
+
+def raise_on_one_rank(rank: int, _: int) -> None:
+    if rank == 1:
+        raise KeyError("lost")
+    dist.barrier()  # waits for rank 1 and fails when it leaves
+
+
+class UnpicklableError(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def raise_unpicklable(rank: int, _: int) -> None:
+    if rank == 0:
+        raise UnpicklableError(1, 2)
+
+
+def return_unpicklable(_rank: int, _: int) -> Any:
+    return lambda: None
+
+
+def sleep_on_one_rank(rank: int, _: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
+def die_on_one_rank(rank: int, _: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def warn(_rank: int, _: int) -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def read_seed(_rank: int, _: int) -> int:
+    return torch.initial_seed()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_back_by_rank(run_ranks: Any, world_size: int) -> None:
+    results = run_ranks(add_ranks, world_size, 5, scale=2)
+    total = sum(2 * rank + 5 for rank in range(world_size))
+    assert [result[:2] for result in results] == [(rank, total) for rank in range(world_size)]
+
+
+def test_processes_are_used_again(run_ranks: Any) -> None:
+    first, second = (run_ranks(add_ranks, 2, 0) for _ in range(2))
+    assert [result[2] for result in first] == [result[2] for result in second]
+
+
+def test_seeds_are_equal_on_all_ranks(run_ranks: Any) -> None:
+    assert len(set(run_ranks(read_seed) + run_ranks(read_seed))) == 1
+
+
+def test_error_keeps_its_type_and_names_the_rank(run_ranks: Any) -> None:
+    with pytest.raises(KeyError, match="lost") as caught:
+        run_ranks(raise_on_one_rank)
+    note = "\n".join(caught.value.__notes__)
+    assert "rank 1 of 2" in note
+    assert "raise_on_one_rank" in note
+    run_ranks(add_ranks, 2, 0)
+
+
+def test_error_that_cannot_be_pickled(run_ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 2.*UnpicklableError: 1 2"):
+        run_ranks(raise_unpicklable)
+
+
+def test_result_that_cannot_be_pickled(run_ranks: Any) -> None:
+    with pytest.raises(Exception, match="lambda"):
+        run_ranks(return_unpicklable)
+
+
+def test_function_that_cannot_be_pickled(run_ranks: Any) -> None:
+    with pytest.raises(Exception, match="lambda"):
+        run_ranks(lambda rank, world_size: None)
+    run_ranks(add_ranks, 2, 0)
+
+
+def test_timeout_shows_where_the_rank_is(run_ranks: Any) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2") as caught:
+        run_ranks(sleep_on_one_rank, timeout=1.0)
+    assert "sleep_on_one_rank" in "\n".join(caught.value.__notes__)
+    run_ranks(add_ranks, 2, 0)
+
+
+def test_death_of_a_rank(run_ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 died with exit code -9"):
+        run_ranks(die_on_one_rank)
+    run_ranks(add_ranks, 2, 0)
+
+
+def test_warnings_are_treated_as_in_the_caller(run_ranks: Any) -> None:
+    with pytest.raises(UserWarning, match="careful"):
+        run_ranks(warn)
+
+
+def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(
+        "import os\nimport time\n"
+        "from commhooks.testing import run_ranks\n"
+        "def pid(rank, world_size):\n    return os.getpid()\n"
+        "def hang(rank, world_size):\n    time.sleep(600)\n"
+        "if __name__ == '__main__':\n"
+        "    print(*run_ranks(pid), flush=True)\n"
+        "    run_ranks(hang)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {pids}"
+        time.sleep(0.05)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    # A process that has ended stays a zombie where nobody collects orphans, as in a container.
+    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
