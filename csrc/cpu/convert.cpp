@@ -39,6 +39,11 @@ void copy(const void* source, void* destination, int64_t numel, double /*scale*/
   }
 }
 
+template <size_t element_size>
+void copy_streaming(const void* source, void* destination, int64_t numel, double /*scale*/) {
+  stream_bytes(source, destination, static_cast<size_t>(numel) * element_size);
+}
+
 template <typename From>
 Kernel kernel_from(c10::ScalarType to) {
   switch (to) {
@@ -55,21 +60,21 @@ Kernel kernel_from(c10::ScalarType to) {
   }
 }
 
-Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale) {
+Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale, bool stream) {
   if (from == to && scale == 1.0) {
     switch (c10::elementSize(from)) {
       case 2:
-        return copy<2>;
+        return stream ? copy_streaming<2> : copy<2>;
       case 4:
-        return copy<4>;
+        return stream ? copy_streaming<4> : copy<4>;
       case 8:
-        return copy<8>;
+        return stream ? copy_streaming<8> : copy<8>;
       default:
         break;
     }
   }
   if (from == c10::kFloat && to == c10::kFloat) {
-    return scale_float;
+    return stream ? scale_float_streaming : scale_float;
   }
   if (from == c10::kFloat && to == c10::kBFloat16) {
     return float_to_bfloat16;
@@ -100,11 +105,17 @@ Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale) {
 }  // namespace
 
 void convert(
-    const std::vector<Piece>& pieces, c10::ScalarType from, c10::ScalarType to, double scale) {
+    const std::vector<Piece>& pieces,
+    c10::ScalarType from,
+    c10::ScalarType to,
+    double scale,
+    bool stream) {
   if (pieces.empty()) {
     return;
   }
-  const Kernel kernel = choose_kernel(from, to, scale);
+  const Kernel kernel = choose_kernel(from, to, scale, stream);
+  // What is in place has just been read, so it is in a cache already.
+  const Kernel kernel_in_place = choose_kernel(from, to, scale, /*stream=*/false);
   const size_t from_size = c10::elementSize(from);
   const size_t to_size = c10::elementSize(to);
 
@@ -127,8 +138,8 @@ void convert(
       if (piece.source == nullptr) {
         std::memset(destination, 0, static_cast<size_t>(numel) * to_size);
       } else {
-        kernel(
-            static_cast<const char*>(piece.source) + start * from_size, destination, numel, scale);
+        const auto* source = static_cast<const char*>(piece.source) + start * from_size;
+        (source == destination ? kernel_in_place : kernel)(source, destination, numel, scale);
       }
       begin += numel;
       ++i;

@@ -20,6 +20,14 @@ struct Piece {
 // ATen's threads by elements, so that neither many small pieces nor one large one leave threads idle.
 // Half-precision values are multiplied in fp32, fp64 in fp64; casts round to nearest even.
 // Floating types only (fp64, fp32, fp16, bf16).
-void convert(const std::vector<Piece>& pieces, c10::ScalarType from, c10::ScalarType to, double scale);
+//
+// `stream`: write around the caches, where the CPU can. Right for destinations that are larger than a
+// cache: it saves reading each line before it is overwritten, a third of the traffic of a copy.
+void convert(
+    const std::vector<Piece>& pieces,
+    c10::ScalarType from,
+    c10::ScalarType to,
+    double scale,
+    bool stream);
 
 }  // namespace commhooks

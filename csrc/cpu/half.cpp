@@ -2,6 +2,7 @@
 
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstring>
 
 // The compiler makes one version of a function per instruction set, and the loader picks the right
@@ -86,7 +87,83 @@ __attribute__((target("arch=x86-64-v3"))) void half_to_float_avx2(
   }
   half_to_float_portable(in + i, out + i, numel - i, factor);
 }
+
+// Splits [0, numel) so that the middle part starts at a cache line of `out` and is a multiple of it.
+template <typename T>
+struct CacheLines {
+  static constexpr int64_t kPerLine = 64 / sizeof(T);
+  CacheLines(const T* out, int64_t numel) {
+    const auto misaligned = reinterpret_cast<uintptr_t>(out) % 64 / sizeof(T);
+    begin = std::min<int64_t>(misaligned == 0 ? 0 : kPerLine - misaligned, numel);
+    end = begin + (numel - begin) / kPerLine * kPerLine;
+  }
+  int64_t begin;
+  int64_t end;
+};
+
+__attribute__((target("arch=x86-64-v4"))) void scale_float_stream_avx512(
+    const float* in, float* out, int64_t numel, float factor) {
+  const CacheLines<float> lines(out, numel);
+  for (int64_t i = 0; i < lines.begin; ++i) {
+    out[i] = in[i] * factor;
+  }
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (int64_t i = lines.begin; i < lines.end; i += 16) {
+    _mm512_stream_ps(out + i, _mm512_mul_ps(_mm512_loadu_ps(in + i), factors));
+  }
+  _mm_sfence();
+  for (int64_t i = lines.end; i < numel; ++i) {
+    out[i] = in[i] * factor;
+  }
+}
+
+__attribute__((target("arch=x86-64-v3"))) void scale_float_stream_avx2(
+    const float* in, float* out, int64_t numel, float factor) {
+  const CacheLines<float> lines(out, numel);
+  for (int64_t i = 0; i < lines.begin; ++i) {
+    out[i] = in[i] * factor;
+  }
+  const __m256 factors = _mm256_set1_ps(factor);
+  for (int64_t i = lines.begin; i < lines.end; i += 8) {
+    _mm256_stream_ps(out + i, _mm256_mul_ps(_mm256_loadu_ps(in + i), factors));
+  }
+  _mm_sfence();
+  for (int64_t i = lines.end; i < numel; ++i) {
+    out[i] = in[i] * factor;
+  }
+}
+
+void stream_bytes_x86(const char* in, char* out, int64_t bytes) {
+  const CacheLines<char> lines(out, bytes);
+  std::memcpy(out, in, static_cast<size_t>(lines.begin));
+  for (int64_t i = lines.begin; i < lines.end; i += 16) {
+    const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+    _mm_stream_si128(reinterpret_cast<__m128i*>(out + i), value);
+  }
+  _mm_sfence();
+  std::memcpy(out + lines.end, in + lines.end, static_cast<size_t>(bytes - lines.end));
+}
 #endif
+
+void scale_float_portable(const float* in, float* out, int64_t numel, float factor) {
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = in[i] * factor;
+  }
+}
+
+using Scale = void (*)(const float*, float*, int64_t, float);
+
+Scale choose_streaming_scale() {
+#ifdef COMMHOOKS_X86
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    return scale_float_stream_avx512;
+  }
+  if (__builtin_cpu_supports("x86-64-v3")) {
+    return scale_float_stream_avx2;
+  }
+#endif
+  return scale_float_portable;
+}
 
 using ToHalf = void (*)(const float*, uint16_t*, int64_t, float);
 using FromHalf = void (*)(const uint16_t*, float*, int64_t, float);
@@ -125,6 +202,27 @@ void scale_float(const void* source, void* destination, int64_t numel, double sc
   for (int64_t i = 0; i < numel; ++i) {
     out[i] = in[i] * factor;
   }
+}
+
+void scale_float_streaming(const void* source, void* destination, int64_t numel, double scale) {
+  static const Scale kernel = choose_streaming_scale();
+  kernel(
+      static_cast<const float*>(source),
+      static_cast<float*>(destination),
+      numel,
+      static_cast<float>(scale));
+}
+
+void stream_bytes(const void* source, void* destination, size_t bytes) {
+  if (source == destination) {
+    return;
+  }
+#ifdef COMMHOOKS_X86
+  stream_bytes_x86(
+      static_cast<const char*>(source), static_cast<char*>(destination), static_cast<int64_t>(bytes));
+#else
+  std::memcpy(destination, source, bytes);
+#endif
 }
 
 COMMHOOKS_MULTIVERSIONED

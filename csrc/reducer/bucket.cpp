@@ -1,6 +1,5 @@
 #include "reducer/bucket.h"
 
-#include "cpu/convert.h"
 #include "reducer/layout.h"
 
 #include <ATen/ops/_foreach_copy.h>
@@ -28,22 +27,26 @@ char* at_offset(const at::Tensor& flat, size_t elements) {
   return static_cast<char*>(flat.data_ptr()) + elements * flat.itemsize();
 }
 
-// Copies that `convert` cannot do (other devices, other layouts, complex numbers) are left to ATen,
-// also in one call.
-struct TensorCopies {
-  std::vector<at::Tensor> sources;
-  std::vector<at::Tensor> destinations;
+// Gradients are copied once this much has gathered: few enough to be in a core's cache still, enough
+// for one pass over many small ones.
+constexpr int64_t kFlushBytes = 1 << 20;
 
-  void run(double scale) {
-    if (destinations.empty()) {
-      return;
-    }
-    at::_foreach_copy_(destinations, sources);
-    if (scale != 1.0) {
-      at::_foreach_mul_(destinations, scale);
-    }
+// Buckets above this size have left the caches before they are read again.
+constexpr int64_t kStreamBytes = 4 << 20;
+
+// What `convert` cannot do (other devices, other layouts, complex numbers), ATen does.
+void copy_tensors(
+    const std::vector<at::Tensor>& sources,
+    const std::vector<at::Tensor>& destinations,
+    double scale) {
+  if (destinations.empty()) {
+    return;
   }
-};
+  at::_foreach_copy_(destinations, sources);
+  if (scale != 1.0) {
+    at::_foreach_mul_(destinations, scale);
+  }
+}
 
 }  // namespace
 
@@ -71,11 +74,19 @@ const at::Tensor& Bucket::flat() {
   return flat_;
 }
 
-const at::Tensor& Bucket::wire(c10::ScalarType dtype) {
-  if (!wire_.defined() || wire_.scalar_type() != dtype) {
-    wire_ = at::empty({numel_}, at::TensorOptions().dtype(dtype).device(device()));
+const at::Tensor& Bucket::packed(const PackFormat& format) {
+  const auto wire_dtype = format.dtype.value_or(dtype());
+  if (wire_dtype == dtype()) {
+    return flat();
+  }
+  if (!wire_.defined() || wire_.scalar_type() != wire_dtype) {
+    wire_ = at::empty({numel_}, at::TensorOptions().dtype(wire_dtype).device(device()));
   }
   return wire_;
+}
+
+bool Bucket::streams() const {
+  return numel_ * static_cast<int64_t>(c10::elementSize(dtype())) >= kStreamBytes;
 }
 
 bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
@@ -88,49 +99,76 @@ bool Bucket::is_plain(const at::Tensor& grad, size_t position) const {
       same_memory_order(grad, layout_->strides[position]);
 }
 
-at::Tensor Bucket::pack(const PackFormat& format) {
-  const auto wire_dtype = format.dtype.value_or(dtype());
-  const bool packs_into_flat = wire_dtype == dtype();
+void Bucket::begin_step() {
+  gathered_.assign(indices_.size(), 0);
+  pieces_.clear();
+  pieces_numel_ = 0;
+  sources_.clear();
+  destinations_.clear();
+  replaced_.clear();
+}
+
+void Bucket::gather(const PackFormat& format, size_t i) {
+  gathered_[i] = 1;
+  const at::Tensor target = packed(format);
+  const auto length = static_cast<int64_t>(layout_->lengths[i]);
+  at::Tensor& grad = layout_->parameters[i].mutable_grad();
+  if (!grad.defined()) {
+    if (target.is_cpu() && target.is_floating_point()) {
+      pieces_.push_back({nullptr, at_offset(target, layout_->offsets[i]), length});
+    } else {
+      view(target, i).zero_();
+    }
+    return;
+  }
+  check_gradient(grad, i);
   if (grads_are_views_) {
     flat();
   }
-  const at::Tensor packed = packs_into_flat ? flat() : wire(wire_dtype);
+  const bool is_view = grads_are_views_ && is_own_view(grad, i);
+  if (is_view && target.is_same(flat_) && format.scale == 1.0) {
+    return;
+  }
+  if (is_plain(grad, i)) {
+    pieces_.push_back({grad.data_ptr(), at_offset(target, layout_->offsets[i]), length});
+    pieces_numel_ += length;
+  } else {
+    sources_.push_back(grad.detach());
+    destinations_.push_back(view(target, i));
+  }
+  if (grads_are_views_ && !is_view) {
+    replaced_.push_back(std::exchange(grad, views_[i]));
+  }
+}
 
-  std::vector<Piece> pieces;
-  pieces.reserve(indices_.size());
-  TensorCopies copies;
-  std::vector<at::Tensor> replaced;  // read below, so they must live until then
+void Bucket::flush(const PackFormat& format) {
+  convert(pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, streams());
+  copy_tensors(sources_, destinations_, format.scale);
+  pieces_.clear();
+  pieces_numel_ = 0;
+  sources_.clear();
+  destinations_.clear();
+  replaced_.clear();
+}
+
+void Bucket::pack_early(const PackFormat& format, size_t position) {
+  if (!device().is_cpu()) {
+    return;
+  }
+  gather(format, position);
+  if (pieces_numel_ * static_cast<int64_t>(c10::elementSize(dtype())) >= kFlushBytes) {
+    flush(format);
+  }
+}
+
+at::Tensor Bucket::pack(const PackFormat& format) {
   for (size_t i = 0; i < indices_.size(); ++i) {
-    at::Tensor& grad = layout_->parameters[i].mutable_grad();
-    if (!grad.defined()) {
-      if (packed.is_cpu() && packed.is_floating_point()) {
-        pieces.push_back(
-            {nullptr,
-             at_offset(packed, layout_->offsets[i]),
-             static_cast<int64_t>(layout_->lengths[i])});
-      } else {
-        view(packed, i).zero_();
-      }
-      continue;
-    }
-    check_gradient(grad, i);
-    const bool is_view = grads_are_views_ && is_own_view(grad, i);
-    if (is_view && packs_into_flat && format.scale == 1.0) {
-      continue;
-    }
-    if (is_plain(grad, i)) {
-      pieces.push_back({grad.data_ptr(), at_offset(packed, layout_->offsets[i]), grad.numel()});
-    } else {
-      copies.sources.push_back(grad.detach());
-      copies.destinations.push_back(view(packed, i));
-    }
-    if (grads_are_views_ && !is_view) {
-      replaced.push_back(std::exchange(grad, views_[i]));
+    if (!gathered_[i]) {
+      gather(format, i);
     }
   }
-  convert(pieces, dtype(), wire_dtype, format.scale);
-  copies.run(format.scale);
-  return packed;
+  flush(format);
+  return packed(format);
 }
 
 void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positions) {
@@ -138,7 +176,8 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
   const at::Tensor source = result.reshape({-1});
   std::vector<Piece> pieces;
   pieces.reserve(positions.size());
-  TensorCopies copies;
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> destinations;
   for (const size_t i : positions) {
     at::Tensor& grad = layout_->parameters[i].mutable_grad();
     if (!grad.defined()) {
@@ -154,12 +193,12 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
       pieces.push_back({at_offset(source, layout_->offsets[i]), grad.data_ptr(), grad.numel()});
       torch::autograd::impl::bump_version(grad);
     } else {
-      copies.sources.push_back(view(source, i));
-      copies.destinations.push_back(grad.detach());
+      sources.push_back(view(source, i));
+      destinations.push_back(grad.detach());
     }
   }
-  convert(pieces, source.scalar_type(), dtype(), 1.0);
-  copies.run(1.0);
+  convert(pieces, source.scalar_type(), dtype(), 1.0, streams());
+  copy_tensors(sources, destinations, 1.0);
 }
 
 void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {

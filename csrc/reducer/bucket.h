@@ -1,6 +1,7 @@
 // Gradients that travel together, and the memory they travel in.
 #pragma once
 
+#include "cpu/convert.h"
 #include "reducer/hook.h"
 
 #include <atomic>
@@ -20,10 +21,18 @@ class Bucket {
  public:
   Bucket(std::shared_ptr<const BucketLayout> layout, std::vector<size_t> indices, bool grads_are_views);
 
+  // Packs the gradient at `position` as soon as it is there, or some time later, together with others:
+  // many small ones are worth one pass, and a large one is worth reading while it is still in a cache.
+  // Optional; CPU only.
+  void pack_early(const PackFormat& format, size_t position);
+
   // Gathers the gradients into one tensor in `format` and returns it. Parameters without a gradient
   // count as zeros. With `grads_are_views`, `.grad` of each parameter that has one becomes a view of
   // `flat()`, whose contents are undefined until `unpack`, unless the returned tensor is `flat()`.
   at::Tensor pack(const PackFormat& format);
+
+  // Forgets what was packed early.
+  void begin_step();
 
   // Writes `result` (flat, any floating dtype) into `.grad` of the parameters at `positions`; these
   // get a gradient if they have none.
@@ -61,12 +70,17 @@ class Bucket {
   BucketStats stats;
 
  private:
+  // The tensor that gradients are packed into.
+  const at::Tensor& packed(const PackFormat& format);
+  void gather(const PackFormat& format, size_t position);
+  void flush(const PackFormat& format);
   const at::Tensor& flat();
-  const at::Tensor& wire(c10::ScalarType dtype);
   // Whether the memory of `grad` is the place in `flat_` that is reserved for it.
   bool is_own_view(const at::Tensor& grad, size_t position) const;
   // Whether moving `grad` is moving consecutive numbers on the CPU.
   bool is_plain(const at::Tensor& grad, size_t position) const;
+  // Whether the bucket is too large to stay in a cache.
+  bool streams() const;
   void check_gradient(const at::Tensor& grad, size_t position) const;
 
   std::shared_ptr<const BucketLayout> layout_;
@@ -76,6 +90,13 @@ class Bucket {
   at::Tensor flat_;                // in the gradients' dtype; made when first needed
   std::vector<at::Tensor> views_;  // of flat_
   at::Tensor wire_;                // in the dtype that a hook asked for; made when first needed
+
+  std::vector<char> gathered_;        // per position, in this step
+  std::vector<Piece> pieces_;         // gathered, but not copied yet
+  int64_t pieces_numel_ = 0;
+  std::vector<at::Tensor> sources_;       // what `convert` cannot copy is left to ATen, in one call too
+  std::vector<at::Tensor> destinations_;
+  std::vector<at::Tensor> replaced_;  // former `.grad`s, which `pieces_` still point to
 };
 
 }  // namespace commhooks

@@ -48,6 +48,11 @@ class Hook {
     return {};
   }
 
+  // Whether the gradients come out as they go in. Nothing is packed then, and `run` not called.
+  virtual bool passes_through() const {
+    return false;
+  }
+
   // Called on the thread that runs backward, in bucket order, without the GIL and without any lock of
   // the reducer that autograd needs. Must not wait for other ranks.
   virtual std::unique_ptr<PendingResult> run(const BucketCall& call) = 0;

@@ -25,12 +25,6 @@ class InPlaceResult final : public PendingResult {
   at::Tensor buffer_;
 };
 
-std::unique_ptr<PendingResult> completed(const at::Tensor& buffer) {
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
-  future->markCompleted(buffer);
-  return std::make_unique<InPlaceResult>(std::move(future), buffer);
-}
-
 }  // namespace
 
 AverageHook::AverageHook(
@@ -43,17 +37,18 @@ PackFormat AverageHook::format() const {
   return {wire_dtype_, 1.0 / process_group_->getSize()};
 }
 
+bool AverageHook::passes_through() const {
+  return process_group_->getSize() == 1;
+}
+
 std::unique_ptr<PendingResult> AverageHook::run(const BucketCall& call) {
-  if (process_group_->getSize() == 1) {
-    return completed(call.buffer);
-  }
   std::vector<at::Tensor> tensors = {call.buffer};
   return std::make_unique<InPlaceResult>(
       process_group_->allreduce(tensors)->getFuture(), call.buffer);
 }
 
-std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& call) {
-  return completed(call.buffer);
+std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& /*call*/) {
+  TORCH_INTERNAL_ASSERT(false, "passes through");
 }
 
 }  // namespace commhooks

@@ -17,6 +17,7 @@ class AverageHook final : public Hook {
       std::optional<c10::ScalarType> wire_dtype);
 
   PackFormat format() const override;
+  bool passes_through() const override;  // with one rank
   std::unique_ptr<PendingResult> run(const BucketCall& call) override;
 
  private:
@@ -27,6 +28,9 @@ class AverageHook final : public Hook {
 // Sends nothing: every rank keeps its own gradients. Shows what everything but the wire costs.
 class NoopHook final : public Hook {
  public:
+  bool passes_through() const override {
+    return true;
+  }
   std::unique_ptr<PendingResult> run(const BucketCall& call) override;
 };
 

@@ -146,6 +146,7 @@ void Reducer::begin_step_locked() {
   for (auto& bucket : buckets_) {
     bucket->missing = bucket->indices().size();
     bucket->pending.reset();
+    bucket->begin_step();
   }
   arrived_.assign(parameters_.size(), 0);
   arrival_order_.clear();
@@ -260,6 +261,10 @@ void Reducer::on_gradient(size_t index) {
     arrive_locked(index);
     bucket_ready =
         next_launch_ < buckets_.size() && buckets_[next_launch_]->missing == 0;
+  }
+  if (!hook_->passes_through() && !may_be_unused(index)) {
+    const Location& location = locations_[index];
+    buckets_[location.bucket]->pack_early(hook_->format(), location.position);
   }
   if (bucket_ready) {
     launch_ready_buckets();
@@ -376,6 +381,9 @@ void Reducer::launch_ready_buckets() {
 
 void Reducer::launch(size_t bucket_index) {
   Bucket& bucket = *buckets_[bucket_index];
+  if (hook_->passes_through()) {
+    return;
+  }
   if (options_.gradient_as_bucket_view && needs_outputs()) {
     // In view mode the hook works in place on whatever an unused parameter's gradient holds; if no
     // rank used the parameter, the gradient must come out as it was.
@@ -414,6 +422,10 @@ void Reducer::drain() {
   std::exception_ptr error;
   std::vector<std::pair<Bucket*, at::Tensor>> unfinished;
   for (auto& bucket : buckets_) {
+    bucket->stats.steps += 1;
+    if (!bucket->pending) {
+      continue;  // passed through
+    }
     const auto start = Clock::now();
     bucket->pending->future().wait();
     const auto end = Clock::now();
@@ -422,7 +434,6 @@ void Reducer::drain() {
     const Clock::time_point completed(bucket->completed->load());
     bucket->stats.hook_seconds +=
         seconds_between(bucket->handed_over, completed > bucket->handed_over ? completed : end);
-    bucket->stats.steps += 1;
     if (error) {
       continue;  // but wait for all, so that no memory is in use when the next step begins
     }
