@@ -1,0 +1,83 @@
+"""The four products of low-rank compression, on k matrices of one shape at a time.
+
+G: (k, n, m)  gradients, in the bucket's memory and dtype; may be strided along k
+E: (k, n, m)  error memory, contiguous, or None where no error is kept
+M: (k, n, m)  E + G, what is to be sent. It is never stored: it exists for one tile at a time
+P: (k, n, r)  left factors          M ≈ P·Q: one factor is orthonormal, and the other one is
+Q: (k, r, m)  right factors         M multiplied by it (this Q is the transpose of the paper's)
+
+E, P and Q have one dtype, float32 or float64, whatever the dtype of G. No function keeps anything or
+synchronises a device; outputs may not overlap inputs, except as said.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from commhooks.algorithms.matrix_plan import Side
+
+__all__ = ["absorb", "orthonormalise", "project"]
+
+# A tile of M, E and G fits in a core's second-level cache, so that the passes which make it and use
+# it read the main memory once.
+_TILE_ELEMENTS = 1 << 17
+
+
+def project(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:
+    """Writes the factors of M on ``side``, given those on the other side: M·Qᵀ or Pᵀ·M."""
+    for matrices, rows in _tiles(G):
+        M = G[matrices, rows].to(out.dtype) if E is None else E[matrices, rows] + G[matrices, rows]
+        if side is Side.LEFT:
+            torch.bmm(M, basis[matrices].mT, out=out[matrices, rows])
+        else:
+            beta = 0 if rows.start == 0 else 1
+            out[matrices].baddbmm_(basis[matrices, rows].mT, M, beta=beta)
+
+
+def absorb(
+    side: Side, E: Tensor | None, G: Tensor, basis: Tensor, *, own: Tensor, mean: Tensor
+) -> None:
+    """Ends a step: E becomes M less what this rank sent, and G becomes what all sent on average.
+
+    ``own`` and ``mean`` are factors on ``side``, and ``basis`` those on the other side.
+    """
+    P, Q = (own, basis) if side is Side.LEFT else (basis, own)
+    mean_P, mean_Q = (mean, basis) if side is Side.LEFT else (basis, mean)
+    for matrices, rows in _tiles(G):
+        tile = G[matrices, rows]
+        if E is not None:
+            E[matrices, rows].add_(tile).baddbmm_(P[matrices, rows], Q[matrices], alpha=-1)
+        if tile.dtype == mean.dtype:
+            torch.bmm(mean_P[matrices, rows], mean_Q[matrices], out=tile)
+        else:
+            tile.copy_(torch.bmm(mean_P[matrices, rows], mean_Q[matrices]))
+
+
+def orthonormalise(side: Side, factor: Tensor) -> Tensor:
+    """An orthonormal basis of every matrix's factor: columns of P, rows of Q.
+
+    By Householder's QR, which needs no small constant to be safe: where a factor lacks rank, zero
+    included, the basis is completed with other directions and is orthonormal all the same.
+    """
+    if side is Side.LEFT:
+        return torch.linalg.qr(factor).Q.contiguous()
+    return torch.linalg.qr(factor.mT).Q.mT.contiguous()
+
+
+def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cuts (k, n, m) into runs of whole matrices, or blocks of rows where one matrix is too large.
+
+    Other devices than CPUs get everything at once: there the number of launches counts.
+    """
+    k, n, m = G.shape
+    limit = _TILE_ELEMENTS if G.device.type == "cpu" else G.numel()
+    if n * m <= limit:
+        step = limit // (n * m)
+        for i in range(0, k, step):
+            yield slice(i, min(i + step, k)), slice(0, n)
+        return
+    step = max(1, limit // m)
+    for i in range(k):
+        for row in range(0, n, step):
+            yield slice(i, i + 1), slice(row, min(row + step, n))

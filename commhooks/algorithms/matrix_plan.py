@@ -1,0 +1,214 @@
+"""Which parts of a bucket are compressed as matrices, and which are sent as they are.
+
+Plans depend on names, shapes, strides and options only, so all ranks make the same one.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+__all__ = ["CompressionRule", "MatrixBatch", "MatrixPlan", "Piece", "Side"]
+
+
+class Side(Enum):
+    """One of the two factors of a matrix, M ≈ P·Q."""
+
+    LEFT = 0  # P: (n, r)
+    RIGHT = 1  # Q: (r, m)
+
+    @property
+    def other(self) -> "Side":
+        return Side.RIGHT if self is Side.LEFT else Side.LEFT
+
+
+@dataclass(frozen=True)
+class CompressionRule:
+    """Decides whether sending factors instead of a matrix is worth it.
+
+    A matrix is compressed when that divides what is sent for it by ``min_rate`` or more. Two-sided:
+    r·(n + m) elements are sent for n·m; one-sided: r·n and r·m in turn, half of that on average.
+    """
+
+    rank: int
+    min_rate: float
+    two_sided: bool
+
+    def rank_of(self, rows: int, columns: int) -> int:
+        return min(self.rank, rows, columns)
+
+    def accepts(self, rows: int, columns: int) -> bool:
+        sent = self.rank_of(rows, columns) * (rows + columns) / (1 if self.two_sided else 2)
+        return sent > 0 and rows * columns >= self.min_rate * sent
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements ``start:stop`` of a flat tensor, in ``shape``, belong to ``key``."""
+
+    key: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MatrixBatch:
+    """Matrices of one shape that lie at equal distances in the bucket.
+
+    Equal distances make them one strided tensor (k, n, m) of the bucket's own memory, which is
+    multiplied as one batch and written back without a copy. Repeated layers are laid out like that;
+    two matrices always are, so k matrices of a shape never make more than ⌈k/2⌉ batches.
+    """
+
+    offset: int  # of the first matrix in the bucket, in elements, like all lengths here
+    spacing: int  # from one matrix to the next
+    rows: int  # n
+    columns: int  # m
+    rank: int  # r
+    factor_keys: tuple[str, ...]  # whose factors these are: one key for each matrix
+    error_pieces: tuple[Piece, ...]  # whose error is where in the flat error memory
+
+    @property
+    def count(self) -> int:
+        return len(self.factor_keys)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.count, self.rows, self.columns
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The matrices inside the flat ``buffer``: (k, n, m)."""
+        return buffer.as_strided(
+            self.shape, (self.spacing, self.columns, 1), buffer.storage_offset() + self.offset
+        )
+
+    def factor_shape(self, side: Side) -> tuple[int, int, int]:
+        """(k, n, r) on the left, (k, r, m) on the right."""
+        if side is Side.LEFT:
+            return self.count, self.rows, self.rank
+        return self.count, self.rank, self.columns
+
+    def factor_pieces(self, side: Side) -> tuple[Piece, ...]:
+        shape = self.factor_shape(side)[1:]
+        size = math.prod(shape)
+        return tuple(
+            Piece(key, i * size, (i + 1) * size, shape) for i, key in enumerate(self.factor_keys)
+        )
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """A bucket, cut into matrices and ranges ``(start, stop)`` that are sent as they are."""
+
+    batches: tuple[MatrixBatch, ...]
+    exact: tuple[tuple[int, int], ...]
+
+    @property
+    def exact_elements(self) -> int:
+        return sum(stop - start for start, stop in self.exact)
+
+    def factor_elements(self, side: Side) -> int:
+        return sum(math.prod(batch.factor_shape(side)) for batch in self.batches)
+
+    @classmethod
+    def of_parameters(
+        cls, names: Sequence[str], gradients: Sequence[Tensor], rule: CompressionRule
+    ) -> "MatrixPlan":
+        """One matrix for each gradient that ``rule`` accepts; the gradients tile the bucket."""
+        runs: dict[tuple[int, int], list[list[tuple[str, int]]]] = {}
+        exact: list[tuple[int, int]] = []
+        offset = 0
+        for name, gradient in zip(names, gradients, strict=True):
+            shape = _matrix_shape(gradient)
+            if shape is not None and rule.accepts(*shape):
+                _append_to_run(runs.setdefault(shape, []), name, offset)
+            else:
+                exact.append((offset, offset + gradient.numel()))
+            offset += gradient.numel()
+        batches = (
+            _batch_of_run(run, *shape, rule.rank_of(*shape))
+            for shape, runs_of_shape in runs.items()
+            for run in runs_of_shape
+        )
+        return cls(tuple(batches), _merge(exact))
+
+    @classmethod
+    def of_bucket(
+        cls, key: str, names: Sequence[str], lengths: Sequence[int], rule: CompressionRule
+    ) -> "MatrixPlan":
+        """The whole bucket as one matrix, as square as can be; the rest exact.
+
+        With m = ⌊√N⌋ and n = ⌊N/m⌋ fewer than m of the N elements are left over. Sending these as
+        they are costs no more than the row of zeros that would make room for them, and no copy.
+        """
+        numel = sum(lengths)
+        columns = math.isqrt(numel)
+        rows = numel // columns if columns else 0
+        if not rule.accepts(rows, columns):
+            return cls((), _merge([(0, numel)]))
+        pieces: list[Piece] = []
+        for name, length in zip(names, lengths, strict=True):
+            start = pieces[-1].stop if pieces else 0
+            pieces.append(Piece(name, start, start + length, (length,)))
+        rank = rule.rank_of(rows, columns)
+        batch = MatrixBatch(0, rows * columns, rows, columns, rank, (key,), tuple(pieces))
+        return cls((batch,), _merge([(rows * columns, numel)]))
+
+
+def _matrix_shape(gradient: Tensor) -> tuple[int, int] | None:
+    """(n, m) of the matrix that a gradient's memory is; None where there is none.
+
+    n is the dimension with the largest stride: the memory of a dense tensor is then n rows of
+    numel/n elements one after the other, whatever its layout. So a convolution's weight is (output
+    channels, the rest) both row-major and channels_last, and is never copied into another order.
+    Dimensions of size 1 have meaningless strides.
+    """
+    strides = [
+        (stride, size) for stride, size in zip(gradient.stride(), gradient.shape, strict=True)
+    ]
+    if gradient.dim() < 2 or gradient.numel() == 0:
+        return None
+    rows = max((entry for entry in strides if entry[1] > 1), default=(1, 1))[1]
+    return rows, gradient.numel() // rows
+
+
+def _append_to_run(runs: list[list[tuple[str, int]]], name: str, offset: int) -> None:
+    """Adds a matrix to the last run if that keeps its distances equal, else begins a new one."""
+    last = runs[-1] if runs else None
+    if last and (len(last) == 1 or offset - last[-1][1] == last[1][1] - last[0][1]):
+        last.append((name, offset))
+    else:
+        runs.append([(name, offset)])
+
+
+def _batch_of_run(
+    run: Sequence[tuple[str, int]], rows: int, columns: int, rank: int
+) -> MatrixBatch:
+    names = tuple(name for name, _ in run)
+    offsets = [offset for _, offset in run]
+    size = rows * columns
+    return MatrixBatch(
+        offset=offsets[0],
+        spacing=offsets[1] - offsets[0] if len(run) > 1 else size,
+        rows=rows,
+        columns=columns,
+        rank=rank,
+        factor_keys=names,
+        error_pieces=tuple(
+            Piece(name, i * size, (i + 1) * size, (rows, columns)) for i, name in enumerate(names)
+        ),
+    )
+
+
+def _merge(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Joins neighbours, drops what is empty."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif stop > start:
+            merged.append((start, stop))
+    return tuple(merged)

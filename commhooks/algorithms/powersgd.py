@@ -1,0 +1,211 @@
+"""PowerSGD: the average of the gradients, through factors of low rank.
+
+Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, https://arxiv.org/abs/1905.13727; the one-sided
+form is that of the authors' later code, https://github.com/epfml/powersgd.
+
+Letters, as in lowrank.py:   G: (n, m) gradient   E: (n, m) error   M = E + G   P: (n, r)   Q: (r, m)
+
+Note [Sent + error]
+~~~~~~~~~~~~~~~~~~~
+A half step turns a given orthonormal factor, say P, into the other one, Q = Pᵀ·M, and averages that:
+
+    rank i:    Q_i = Pᵀ·M_i          "sent":   P·Q_i
+    all:       Q   = mean of Q_i     result:   P·Q = mean of P·Q_i
+    rank i:    E_i = M_i - P·Q_i
+
+P is the same on all ranks, so the result is exactly the mean of what the ranks sent, and each rank
+remembers exactly what it did not send: sent + error == gradient + old error, on every rank. Summed
+over ranks and steps nothing is lost. (Some implementations subtract the *averaged* P·Q. The errors
+have the same mean then, but each also gathers the rank's difference from the mean, which no step
+takes out again.) As P·Pᵀ is a projection, E_i is never longer than M_i.
+
+Note [One commit]
+~~~~~~~~~~~~~~~~~
+Nothing that is kept changes before the last collective of a step has delivered finite numbers:
+products are taken of E + G without storing it, and `absorb` then updates error, factors and bucket.
+Non-finite numbers survive products and sums, so if any rank's gradient has one, every rank finds it in
+what it receives, skips the same collectives, keeps its state bit for bit, and returns NaN, which a
+gradient scaler sees on every rank. The same holds when a collective fails.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Any
+
+import torch
+from annotated_types import Ge
+from torch import Tensor
+
+from commhooks.algorithms.lowrank import absorb, orthonormalise, project
+from commhooks.algorithms.lowrank_payload import Payload
+from commhooks.algorithms.matrix_memory import MatrixMemory, draw_factors
+from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
+from commhooks.communicator import Communicator
+from commhooks.hook import CommHook
+from commhooks.registry import register_hook
+from reducer import GradBucket
+
+__all__ = ["PowerSGD"]
+
+
+@register_hook("powersgd")
+@dataclass
+class PowerSGD(CommHook):
+    """Average matrices through factors of low rank, with error feedback.
+
+    A gradient with two or more dimensions is seen as a matrix (n, m), n being its outermost dimension
+    in memory. Gradients without one, and matrices that would not shrink enough, are averaged exactly.
+    Factors, errors and all numbers on the wire are float32 (float64 for float64 gradients).
+
+    Wire, for each bucket and step, of r·(n + m) elements per matrix and the exact ones: two-sided, two
+    all-reduces (P and all that is exact, then Q); one-sided, one all-reduce (P or Q, and all that is
+    exact), which halves the bytes of the factors. Memory: the errors, as large as the gradients in
+    float32, and the factors.
+
+    A step in which a gradient of any rank is not finite averages to NaN on all ranks and leaves the
+    state as it was. See Note [Sent + error] and Note [One commit].
+    """
+
+    rank: Annotated[int, Ge(1)] = 4
+    """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes."""
+    min_compression_rate: Annotated[float, Ge(0)] = 2.0
+    """Compress a matrix when n·m is at least this many times what is sent for it, r·(n + m), or half
+    of that if one-sided. At 0, compress all."""
+    start_step: Annotated[int, Ge(0)] = 10
+    """Average exactly in the steps before this one. Early gradients change fast, and the buckets are
+    cut anew after the first step. The paper starts at 0, its authors' code at 100, torch at 1000."""
+    two_sided: bool = True
+    """Compute both factors in each step, a full step of power iteration in two collectives; else one
+    of them, left and right in turn, in a single collective."""
+    error_feedback: bool = True
+    """Add what a step did not send to the next gradient. Without, the result is biased."""
+    warm_start: bool = True
+    """Start from the factors of the last step; else from new random ones each time."""
+    seed: int = 0
+    """Of the random factors, which also depend on the parameter's name. All ranks need the same."""
+
+    _cuts: dict[str, "_Cut"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    lossless = False
+    wire = "r·(n + m) elements per matrix in 2 all-reduces; one-sided: half of that, in 1"
+    paper = "https://arxiv.org/abs/1905.13727"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        if bucket.step < self.start_step:
+            return await comm.all_reduce(buffer.div_(comm.size))
+        cut = self._cut(bucket)
+        side = Side.LEFT if self.two_sided or bucket.step % 2 == 0 else Side.RIGHT
+        start = self._starting_factors(cut, side.other, bucket.step)
+        half = await self._half_step(cut, buffer, start, side, comm, has_exact=True)
+        exact = half.mean
+        if self.two_sided and half.is_finite:
+            factors = half.mean.factors
+            half = await self._half_step(cut, buffer, factors, side.other, comm, has_exact=False)
+        if not half.is_finite:
+            return buffer.fill_(torch.nan)
+        half.commit(cut, buffer)
+        exact.store_exact(buffer)
+        return buffer
+
+    async def _half_step(
+        self,
+        cut: "_Cut",
+        buffer: Tensor,
+        factors: Sequence[Tensor],
+        side: Side,
+        comm: Communicator,
+        *,
+        has_exact: bool,
+    ) -> "_HalfStep":
+        """From the factors on the other side to those on ``side``. See Note [Sent + error]."""
+        basis = [orthonormalise(side.other, factor) for factor in factors]
+        own = Payload.empty(cut.plan, side, has_exact=has_exact, like=cut.like)
+        for memory, F, out in zip(cut.memories, basis, own.factors, strict=True):
+            project(side, memory.error, memory.batch.view(buffer), F, out=out)
+        if has_exact:
+            own.load_exact(buffer)
+        own.poison_overflow()
+        total = own.flat.clone()
+        if total.numel() > 0:
+            total = await comm.all_reduce(total)
+        return _HalfStep(basis, own, Payload(cut.plan, side, total.div_(comm.size)))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._cuts.clear()  # their memories are views of the state that was replaced
+
+    def _starting_factors(self, cut: "_Cut", side: Side, step: int) -> list[Tensor]:
+        if self.warm_start:
+            return [memory.factors[side] for memory in cut.memories]
+        return [
+            draw_factors(batch, side, seed=self.seed, step=step, like=cut.like)
+            for batch in cut.plan.batches
+        ]
+
+    def _cut(self, bucket: GradBucket) -> "_Cut":
+        """The bucket's plan and memories, made anew when its composition has changed."""
+        cut = self._cuts.get(bucket.key)
+        if cut is not None:
+            return cut
+        names = frozenset(bucket.names)
+        for key, other in list(self._cuts.items()):
+            if not names.isdisjoint(other.names):
+                del self._cuts[key]  # its memory is freed as soon as the new ones have taken over
+        plan = self._plan(bucket)
+        like = bucket.buffer().new_empty(
+            0, dtype=torch.promote_types(bucket.buffer().dtype, torch.float32)
+        )
+        kept = (Side.RIGHT,) if self.two_sided else (Side.LEFT, Side.RIGHT)
+        memories = [
+            MatrixMemory(
+                batch,
+                self.state,
+                sides=kept if self.warm_start else (),
+                error_feedback=self.error_feedback,
+                seed=self.seed,
+                like=like,
+            )
+            for batch in plan.batches
+        ]
+        cut = self._cuts[bucket.key] = _Cut(names, plan, memories, like)
+        return cut
+
+    def _plan(self, bucket: GradBucket) -> MatrixPlan:
+        return MatrixPlan.of_parameters(bucket.names, bucket.gradients(), self._rule())
+
+    def _rule(self) -> CompressionRule:
+        return CompressionRule(self.rank, self.min_compression_rate, self.two_sided)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How one bucket is compressed. ``like``: an empty tensor, of the device and dtype to use."""
+
+    names: frozenset[str]
+    plan: MatrixPlan
+    memories: list[MatrixMemory]
+    like: Tensor
+
+
+@dataclass(frozen=True)
+class _HalfStep:
+    """The orthonormal factors that were given, and the ones found: this rank's and their mean."""
+
+    basis: list[Tensor]
+    own: Payload
+    mean: Payload
+
+    @cached_property
+    def is_finite(self) -> bool:
+        """The same on all ranks. Waits for the device."""
+        return bool(self.mean.flat.isfinite().all())
+
+    def commit(self, cut: _Cut, buffer: Tensor) -> None:
+        """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
+        side = self.mean.side
+        found = zip(cut.memories, self.basis, self.own.factors, self.mean.factors, strict=True)
+        for memory, basis, own, mean in found:
+            absorb(side, memory.error, memory.batch.view(buffer), basis, own=own, mean=mean)
+            memory.keep(side, mean)
