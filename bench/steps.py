@@ -1,0 +1,118 @@
+"""What the rank processes do: hold wrapped models, run one backward, say how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from bench.models import MODELS
+from reducer import DistributedDataParallel
+
+_models: dict[str, nn.Module] = {}
+_inputs: dict[str, torch.Tensor] = {}
+
+
+def _torch_noop(module: nn.Module, **options: Any) -> nn.Module:
+    wrapped = TorchDDP(module, **options)
+    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+    return wrapped
+
+
+def _torch_fp16(module: nn.Module, **options: Any) -> nn.Module:
+    wrapped = TorchDDP(module, **options)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
+
+
+def _copying_noop(module: nn.Module, **options: Any) -> nn.Module:
+    # The same Python hook as torch's row: the engine cannot know that it changes nothing.
+    wrapped = DistributedDataParallel(module, **options)
+    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+    return wrapped
+
+
+def _ours(hook: str, **hook_options: Any) -> Callable[..., nn.Module]:
+    def wrap(module: nn.Module, **options: Any) -> nn.Module:
+        wrapped = DistributedDataParallel(module, **options)
+        commhooks.register(wrapped, hook, **hook_options)
+        return wrapped
+
+    return wrap
+
+
+WRAPPERS: dict[str, Callable[..., nn.Module]] = {
+    "bare": lambda module, **_: module,
+    "torch": TorchDDP,
+    "torch noop": _torch_noop,
+    "torch fp16": _torch_fp16,
+    "ours": DistributedDataParallel,
+    "ours noop": _ours("noop"),
+    "ours noop, copying": _copying_noop,
+    "ours fp16": _ours("fp16"),
+    "ours bf16": _ours("bf16"),
+    "ours powersgd": _ours("powersgd", rank=4, start_step=0),
+}
+
+
+def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any]) -> int:
+    """Wrap one copy of `model` per wrapper, from the same start; returns its gradient bytes."""
+    _models.clear()
+    for name in wrappers:
+        torch.manual_seed(0)
+        _models[name] = WRAPPERS[name](MODELS[model](), **options)
+    _inputs["x"] = MODELS[model].example(torch.Generator().manual_seed(rank))  # type: ignore[attr-defined]
+    module = next(iter(_models.values()))
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def backward(rank: int, wrapper: str, set_to_none: bool) -> float:
+    """Seconds of one backward that all ranks begin together."""
+    model = _models[wrapper]
+    model.zero_grad(set_to_none=set_to_none)
+    loss = model(_inputs["x"]).square().mean()
+    dist.barrier()
+    start = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - start
+
+
+def largest_difference(rank: int, one: str, other: str) -> float:
+    """Between the gradients of two wrappers, relative to the largest gradient."""
+    pairs = zip(_models[one].parameters(), _models[other].parameters(), strict=True)
+    differences = []
+    scales = []
+    for a, b in pairs:
+        assert a.grad is not None
+        assert b.grad is not None
+        differences.append((a.grad - b.grad).abs().max().item())
+        scales.append(b.grad.abs().max().item())
+    return max(differences) / max(scales)
+
+
+def error_against_mean(rank: int, wrapper: str) -> float:
+    """Relative L2 error of the gradients against the exact mean over ranks, of one backward."""
+    bare, model = _models["bare"], _models[wrapper]
+    squared_error = squared_norm = 0.0
+    for local, got in zip(bare.parameters(), model.parameters(), strict=True):
+        assert local.grad is not None
+        assert got.grad is not None
+        exact = local.grad.double()
+        dist.all_reduce(exact)
+        exact /= dist.get_world_size()
+        squared_error += (got.grad - exact).square().sum().item()
+        squared_norm += exact.square().sum().item()
+    return float((squared_error / squared_norm) ** 0.5)
+
+
+def wire_bytes(rank: int, wrapper: str) -> int:
+    """Bytes that this rank sends per step."""
+    handle = commhooks.handle_of(_models[wrapper])
+    return round(handle.stats().total.wire_bytes)
