@@ -1,4 +1,7 @@
-"""PowerSGD on the whole bucket as one matrix, which is faster and less accurate. See powersgd.py."""
+"""PowerSGD on a whole bucket as one matrix, which sends less and is less accurate.
+
+See powersgd.py for the method and the reasons.
+"""
 
 from dataclasses import dataclass
 
@@ -13,11 +16,11 @@ __all__ = ["BatchedPowerSGD"]
 @register_hook("batched_powersgd")
 @dataclass
 class BatchedPowerSGD(PowerSGD):
-    """Average each bucket through factors of low rank of one matrix, as square as the bucket allows.
+    """Average each bucket through factors of low rank, as one matrix that is nearly square.
 
-    The matrix runs across parameters, so it has less structure to be found than the parameters' own
-    matrices: use a higher rank, or prefer ``powersgd`` where accuracy counts. It compresses vectors
-    as well, costs two products per bucket, and sends the least: about 2·r·√N of N elements.
+    The matrix runs across parameters, so there is less structure to be found in it than in the
+    parameters' own matrices: use a higher rank, or prefer ``powersgd`` where accuracy counts. It
+    compresses vectors as well and sends about 2·r·√N of N elements.
 
     The factors belong to the bucket's composition: when buckets are cut anew they begin anew, while
     errors stay with their parameters.

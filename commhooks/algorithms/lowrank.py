@@ -1,4 +1,4 @@
-"""The four products of low-rank compression, on k matrices of one shape at a time.
+"""The products of low-rank compression, on k matrices of one shape at a time.
 
 G: (k, n, m)  gradients, in the bucket's memory and dtype; may be strided along k
 E: (k, n, m)  error memory, contiguous, or None where no error is kept
@@ -6,8 +6,8 @@ M: (k, n, m)  E + G, what is to be sent. It is never stored: it exists for one t
 P: (k, n, r)  left factors          M ≈ P·Q: one factor is orthonormal, and the other one is
 Q: (k, r, m)  right factors         M multiplied by it (this Q is the transpose of the paper's)
 
-E, P and Q have one dtype, float32 or float64, whatever the dtype of G. No function keeps anything or
-synchronises a device; outputs may not overlap inputs, except as said.
+E, P and Q have one dtype, float32 or float64, whatever the dtype of G. No function keeps anything
+or synchronises a device; outputs may not overlap inputs.
 """
 
 from collections.abc import Iterator

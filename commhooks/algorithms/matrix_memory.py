@@ -1,8 +1,8 @@
 """What low-rank compression remembers from step to step, by parameter name.
 
-The hook's ``state`` holds one entry per key: ``state[key][field]`` with the fields ``error``, ``left``
-and ``right``. All matrices of a batch are multiplied at once, so their entries are views of one
-tensor here. When the buckets are cut anew, new batches take over what the entries hold.
+The hook's ``state`` holds one entry per key: ``state[key][field]`` with the fields ``error``,
+``left`` and ``right``. All matrices of a batch are multiplied at once, so their entries are views
+of one tensor here. When the buckets are cut anew, new batches take over what the entries hold.
 """
 
 import hashlib
@@ -61,7 +61,9 @@ class MatrixMemory:
             self.factors[side].copy_(torch.where(alive, fresh, self.factors[side]))
 
 
-def draw_factors(batch: MatrixBatch, side: Side, *, seed: int, like: Tensor, step: int = 0) -> Tensor:
+def draw_factors(
+    batch: MatrixBatch, side: Side, *, seed: int, like: Tensor, step: int = 0
+) -> Tensor:
     """Random factors, which depend on ``seed``, ``step``, side and key only.
 
     So they are the same on all ranks and devices, however parameters are put into buckets.
@@ -75,7 +77,7 @@ def draw_factors(batch: MatrixBatch, side: Side, *, seed: int, like: Tensor, ste
 
 
 def _take_over(state: State, field: str, pieces: Sequence[Piece], memory: Tensor) -> None:
-    """Copies ``state[key][field]`` of every piece into ``memory``, and lets it be a view of that."""
+    """Copies ``state[key][field]`` of all pieces into ``memory``, and makes them views of it."""
     flat = memory.view(-1)
     for piece in pieces:
         view = flat[piece.start : piece.stop].view(piece.shape)
@@ -83,9 +85,10 @@ def _take_over(state: State, field: str, pieces: Sequence[Piece], memory: Tensor
         if field in entry:
             if entry[field].shape != view.shape:
                 raise CommHookStateError(
-                    f"state of {piece.key!r}: expected {field!r} of shape {tuple(view.shape)}, found "
-                    f"{tuple(entry[field].shape)}. It was saved with another rank or for another "
-                    "model: load a state that fits, or register the hook anew to begin without one."
+                    f"state of {piece.key!r}: expected {field!r} of shape {tuple(view.shape)}, "
+                    f"found {tuple(entry[field].shape)}. It was saved with another rank or for "
+                    "another model: load a state that fits, or register a new hook to begin "
+                    "without one."
                 )
             view.copy_(entry[field])
         entry[field] = view

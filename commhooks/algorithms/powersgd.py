@@ -3,29 +3,29 @@
 Vogels, Karimireddy, Jaggi: PowerSGD, NeurIPS 2019, https://arxiv.org/abs/1905.13727; the one-sided
 form is that of the authors' later code, https://github.com/epfml/powersgd.
 
-Letters, as in lowrank.py:   G: (n, m) gradient   E: (n, m) error   M = E + G   P: (n, r)   Q: (r, m)
+Letters, as in lowrank.py:  G: (n, m) gradient  E: (n, m) error  M = E + G  P: (n, r)  Q: (r, m)
 
 Note [Sent + error]
 ~~~~~~~~~~~~~~~~~~~
-A half step turns a given orthonormal factor, say P, into the other one, Q = Pᵀ·M, and averages that:
+A half step turns a given orthonormal factor, say P, into the other one, Q, and averages that:
 
-    rank i:    Q_i = Pᵀ·M_i          "sent":   P·Q_i
+    rank i:    Q_i = Pᵀ·M_i          sent:     P·Q_i
     all:       Q   = mean of Q_i     result:   P·Q = mean of P·Q_i
     rank i:    E_i = M_i - P·Q_i
 
 P is the same on all ranks, so the result is exactly the mean of what the ranks sent, and each rank
 remembers exactly what it did not send: sent + error == gradient + old error, on every rank. Summed
 over ranks and steps nothing is lost. (Some implementations subtract the *averaged* P·Q. The errors
-have the same mean then, but each also gathers the rank's difference from the mean, which no step
+have the same mean then, but each also gathers its rank's difference from the mean, which no step
 takes out again.) As P·Pᵀ is a projection, E_i is never longer than M_i.
 
 Note [One commit]
 ~~~~~~~~~~~~~~~~~
 Nothing that is kept changes before the last collective of a step has delivered finite numbers:
-products are taken of E + G without storing it, and `absorb` then updates error, factors and bucket.
-Non-finite numbers survive products and sums, so if any rank's gradient has one, every rank finds it in
-what it receives, skips the same collectives, keeps its state bit for bit, and returns NaN, which a
-gradient scaler sees on every rank. The same holds when a collective fails.
+products are taken of E + G without storing it, and `absorb` then updates errors and bucket. What is
+not finite survives products and sums, so if any rank's gradient has such a number, every rank finds
+one in what it receives, skips the same collectives, keeps its state bit for bit, and returns NaN,
+which a gradient scaler sees on every rank. A collective that fails leaves the state alone as well.
 """
 
 from collections.abc import Sequence
@@ -54,14 +54,14 @@ __all__ = ["PowerSGD"]
 class PowerSGD(CommHook):
     """Average matrices through factors of low rank, with error feedback.
 
-    A gradient with two or more dimensions is seen as a matrix (n, m), n being its outermost dimension
-    in memory. Gradients without one, and matrices that would not shrink enough, are averaged exactly.
+    A gradient with two or more dimensions is seen as a matrix (n, m), n being its outermost
+    dimension in memory. Vectors, and matrices that would not shrink enough, are averaged exactly.
     Factors, errors and all numbers on the wire are float32 (float64 for float64 gradients).
 
-    Wire, for each bucket and step, of r·(n + m) elements per matrix and the exact ones: two-sided, two
-    all-reduces (P and all that is exact, then Q); one-sided, one all-reduce (P or Q, and all that is
-    exact), which halves the bytes of the factors. Memory: the errors, as large as the gradients in
-    float32, and the factors.
+    Wire, per bucket and step: r·(n + m) elements for each matrix, and what is exact. Two-sided: two
+    all-reduces, of P and all that is exact, then of Q. One-sided: a single all-reduce of P or Q,
+    and all that is exact, which halves the bytes of the factors. Memory: the errors, as large as
+    the gradients in float32, and the factors.
 
     A step in which a gradient of any rank is not finite averages to NaN on all ranks and leaves the
     state as it was. See Note [Sent + error] and Note [One commit].
@@ -70,14 +70,14 @@ class PowerSGD(CommHook):
     rank: Annotated[int, Ge(1)] = 4
     """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes."""
     min_compression_rate: Annotated[float, Ge(0)] = 2.0
-    """Compress a matrix when n·m is at least this many times what is sent for it, r·(n + m), or half
-    of that if one-sided. At 0, compress all."""
+    """Compress a matrix when n·m is at least this many times what is sent for it: r·(n + m), or
+    half of that if one-sided. At 0, compress all."""
     start_step: Annotated[int, Ge(0)] = 10
-    """Average exactly in the steps before this one. Early gradients change fast, and the buckets are
-    cut anew after the first step. The paper starts at 0, its authors' code at 100, torch at 1000."""
+    """Average exactly in the steps before this one: early gradients change fast, and the buckets
+    are cut anew after the first step. The paper starts at 0, its authors' code at 100."""
     two_sided: bool = True
-    """Compute both factors in each step, a full step of power iteration in two collectives; else one
-    of them, left and right in turn, in a single collective."""
+    """Compute both factors in each step, a full step of power iteration in two collectives; else
+    one of them, left and right in turn, in a single collective."""
     error_feedback: bool = True
     """Add what a step did not send to the next gradient. Without, the result is biased."""
     warm_start: bool = True

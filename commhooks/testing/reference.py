@@ -1,0 +1,62 @@
+"""What hooks compute, written as the papers do: one matrix and one loop at a time, in plain torch.
+
+These are oracles for tests. They take the gradients of all ranks at once and are slow.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["powersgd_one_sided", "powersgd_two_sided"]
+
+
+def powersgd_two_sided(
+    gradients: Sequence[Tensor], errors: Sequence[Tensor], Q: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """One step of Algorithms 1 and 2 of https://arxiv.org/abs/1905.13727.
+
+    Args:
+        gradients: of every rank, (n, m).
+        errors: of every rank, (n, m), as the step before has left them.
+        Q: (m, r), the factor that the step before has left.
+
+    Returns:
+        The average that all ranks get, the new errors of every rank, and the new factor.
+    """
+    M = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+    P = _gram_schmidt(_mean([M_i @ Q for M_i in M]))
+    Q_i = [M_i.T @ P for M_i in M]
+    Q = _mean(Q_i)
+    return P @ Q.T, [M_i - P @ own.T for M_i, own in zip(M, Q_i, strict=True)], Q
+
+
+def powersgd_one_sided(
+    gradients: Sequence[Tensor], errors: Sequence[Tensor], factor: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """One step of https://github.com/epfml/powersgd, from the right factor to the left one.
+
+    For the steps in between, which go from left to right, transpose all matrices.
+
+    Arguments and results are those of :func:`powersgd_two_sided`, except that the ``factor`` of
+    the step before is (m, r), and the new one (n, r).
+    """
+    M = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+    Q = _gram_schmidt(factor)
+    P_i = [M_i @ Q for M_i in M]
+    P = _mean(P_i)
+    return P @ Q.T, [M_i - own @ Q.T for M_i, own in zip(M, P_i, strict=True)], P
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).mean(0)
+
+
+def _gram_schmidt(A: Tensor) -> Tensor:
+    """An orthonormal basis of the columns of A, which are independent."""
+    columns: list[Tensor] = []
+    for column in A.T:
+        for earlier in columns:
+            column = column - (earlier @ column) * earlier
+        columns.append(column / column.norm())
+    return torch.stack(columns, dim=1)
