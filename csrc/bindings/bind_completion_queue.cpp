@@ -13,10 +13,7 @@ A queue of integer tokens on which one thread can wait for many collectives.)")
       .def(py::init<>())
       .def("put", &CompletionQueue::put, py::arg("token"), "Append `token`.")
       .def(
-          "watch",
-          &CompletionQueue::watch,
-          py::arg("work"),
-          py::arg("token"),
+          "watch", &CompletionQueue::watch, py::arg("work"), py::arg("token"),
           py::call_guard<py::gil_scoped_release>(),
           R"(
 Append `token` once `work` has completed, with or without an error. The thread that completes the

@@ -14,8 +14,7 @@ std::shared_ptr<GradBucket> make_grad_bucket(
     size_t count,
     int64_t step) {
   auto layout = make_bucket_layout(std::move(parameters), std::move(names));
-  const int64_t expected =
-      layout->offsets.empty()
+  const int64_t expected = layout->offsets.empty()
       ? 0
       : static_cast<int64_t>(layout->offsets.back() + layout->lengths.back());
   TORCH_CHECK_VALUE(
@@ -45,49 +44,35 @@ What a communication hook sees of a bucket: gradients that travel together.
 
 A subclass of `torch.distributed.GradBucket`, so hooks written for torch accept it.)")
       .def(
-          py::init(&make_grad_bucket),
-          py::arg("buffer"),
-          py::arg("parameters"),
-          py::arg("names"),
-          py::kw_only(),
-          py::arg("index") = 0,
-          py::arg("count") = 1,
-          py::arg("step") = 0,
+          py::init(&make_grad_bucket), py::arg("buffer"), py::arg("parameters"), py::arg("names"),
+          py::kw_only(), py::arg("index") = 0, py::arg("count") = 1, py::arg("step") = 0,
           R"(
 `buffer`: (sum of numel of `parameters`,), the gradients one after the other, without padding.)")
       .def("index", &GradBucket::getIndex, "Position among the buckets of this step.")
       .def(
-          "buffer",
-          [](GradBucket& self) { return self.getBuffer(); },
+          "buffer", [](GradBucket& self) { return self.getBuffer(); },
           "The flat (numel,) tensor with all gradients of the bucket.")
       .def(
-          "set_buffer",
-          [](GradBucket& self, at::Tensor buffer) { self.setBuffer(buffer); },
-          py::arg("buffer"),
-          "Put another tensor in the buffer's place.")
+          "set_buffer", [](GradBucket& self, at::Tensor buffer) { self.setBuffer(buffer); },
+          py::arg("buffer"), "Put another tensor in the buffer's place.")
       .def("gradients", &GradBucket::gradients, R"(
 One view of the buffer per parameter, in the parameter's shape and memory format.)")
       .def(
-          "parameters",
-          [](const GradBucket& self) { return self.layout().parameters; },
+          "parameters", [](const GradBucket& self) { return self.layout().parameters; },
           "The parameters, in the order of `gradients()`.")
       .def("is_last", &GradBucket::isLast, "Whether this is the last bucket of the step.")
       .def_property_readonly(
-          "names",
-          [](const GradBucket& self) { return self.layout().names; },
+          "names", [](const GradBucket& self) { return self.layout().names; },
           "Parameter names, in the order of `gradients()`.")
       .def_property_readonly(
-          "offsets",
-          [](const GradBucket& self) { return self.layout().offsets; },
+          "offsets", [](const GradBucket& self) { return self.layout().offsets; },
           "Where each gradient starts in the buffer, in elements.")
       .def_property_readonly(
-          "lengths",
-          [](const GradBucket& self) { return self.layout().lengths; },
+          "lengths", [](const GradBucket& self) { return self.layout().lengths; },
           "Number of elements of each gradient.")
       .def_property_readonly("shapes", &shapes, "Shape of each gradient.")
       .def_property_readonly(
-          "key",
-          [](const GradBucket& self) { return self.layout().key; },
+          "key", [](const GradBucket& self) { return self.layout().key; },
           "Digest of `names`: the same across processes and restarts.")
       .def_property_readonly(
           "step", &GradBucket::step, "Number of synchronised backward passes before this one.");

@@ -13,8 +13,7 @@ void register_hooks(py::module_& module) {
 The average by one all-reduce on `process_group`, in `wire_dtype` (`None`: that of the gradients).)")
       .def(
           py::init<c10::intrusive_ptr<c10d::ProcessGroup>, std::optional<c10::ScalarType>>(),
-          py::arg("process_group"),
-          py::arg("wire_dtype") = py::none());
+          py::arg("process_group"), py::arg("wire_dtype") = py::none());
 
   py::class_<NoopHook, Hook, std::shared_ptr<NoopHook>>(
       module, "NoopHook", "Sends nothing; every rank keeps its own gradients.")

@@ -36,9 +36,10 @@ void set_hook(Reducer& reducer, const py::object& hook) {
   } else if (PyCallable_Check(hook.ptr())) {
     native = std::make_shared<PythonHook>(hook);
   } else {
-    throw py::type_error(c10::str(
-        "Expected a native hook or a callable that takes a GradBucket, found ",
-        py::repr(hook).cast<std::string>(), "."));
+    throw py::type_error(
+        c10::str(
+            "Expected a native hook or a callable that takes a GradBucket, found ",
+            py::repr(hook).cast<std::string>(), "."));
   }
   py::gil_scoped_release no_gil;
   reducer.set_hook(std::move(native));
@@ -76,30 +77,19 @@ void register_reducer(py::module_& module) {
 Buckets the gradients of `parameters`, hands each bucket to the hook as soon as it is complete, in
 bucket order, and writes the averages back into `.grad`. See Note [How a gradient travels].)")
       .def(
-          py::init(&make_reducer),
-          py::arg("parameters"),
-          py::arg("process_group"),
-          py::kw_only(),
-          py::arg("names"),
-          py::arg("groups"),
-          py::arg("first_bucket_bytes"),
-          py::arg("bucket_bytes"),
-          py::arg("find_unused_parameters") = false,
-          py::arg("static_graph") = false,
-          py::arg("gradient_as_bucket_view") = false,
+          py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
+          py::arg("names"), py::arg("groups"), py::arg("first_bucket_bytes"),
+          py::arg("bucket_bytes"), py::arg("find_unused_parameters") = false,
+          py::arg("static_graph") = false, py::arg("gradient_as_bucket_view") = false,
           py::arg("stable_buckets") = false)
       .def(
-          "prepare_for_backward",
-          &Reducer::prepare_for_backward,
-          py::arg("outputs"),
-          release_gil(),
+          "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), release_gil(),
           R"(
 Announce that the next backward synchronises. `outputs`: the tensors that forward returned where
 `needs_outputs`, else empty. Raises RuntimeError, naming the parameters, if the previous backward left
 some without a gradient; the reducer is usable afterwards.)")
       .def_property_readonly(
-          "needs_outputs",
-          &Reducer::needs_outputs,
+          "needs_outputs", &Reducer::needs_outputs,
           "Whether `prepare_for_backward` looks at the outputs of forward.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
 Once, after the first synchronised step: cut buckets anew in the order in which rank 0 saw gradients
@@ -115,7 +105,8 @@ One dict per bucket: index, names, key, gradient_bytes, and since the last reset
 (handed to the hook), hook_seconds (from handing over to completion), exposed_seconds (time that the
 thread running backward spent in the hook or waiting for it).)")
       .def("reset_stats", &Reducer::reset_stats, release_gil(), "Start `bucket_stats` from zero.")
-      .def_property_readonly("steps", &Reducer::steps, "Synchronised backward passes completed.");
+      .def_property("steps", &Reducer::steps, &Reducer::set_steps, R"(
+Synchronised backward passes so far, the `step` of the next GradBucket. Set it when training resumes.)");
 }
 
 }  // namespace commhooks

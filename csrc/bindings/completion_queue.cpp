@@ -102,8 +102,7 @@ void CompletionQueue::watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t 
   waiter_->add({work, token});
 }
 
-std::optional<int64_t> CompletionQueue::get(
-    std::optional<std::chrono::duration<double>> timeout) {
+std::optional<int64_t> CompletionQueue::get(std::optional<std::chrono::duration<double>> timeout) {
   std::unique_lock<std::mutex> lock(tokens_->mutex);
   const auto some = [&] { return !tokens_->tokens.empty(); };
   if (!timeout) {

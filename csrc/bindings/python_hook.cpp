@@ -25,7 +25,8 @@ void add_note(py::error_already_set& error, const BucketCall& call) {
   const auto& names = call.layout->names;
   error.value().attr("add_note")(c10::str(
       "Raised in the communication hook of bucket ", call.index, " (parameters ", names.front(),
-      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", call.step, "."));
+      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", call.step,
+      "."));
 }
 
 // A Python future, and what the exception of a failing one is annotated with.
@@ -48,10 +49,12 @@ class PythonResult final : public PendingResult {
     try {
       const py::object value = wrapper_->value();
       if (!THPVariable_Check(value.ptr())) {
-        throw py::type_error(c10::str(
-            "Expected the future that a communication hook returns to hold one tensor, found ",
-            py::repr(py::type::of(value)).cast<std::string>(),
-            ". `Work.get_future()` holds a list of tensors: add `.then(lambda f: f.value()[0])`."));
+        throw py::type_error(
+            c10::str(
+                "Expected the future that a communication hook returns to hold one tensor, found ",
+                py::repr(py::type::of(value)).cast<std::string>(),
+                ". `Work.get_future()` holds a list of tensors: add `.then(lambda f: "
+                "f.value()[0])`."));
       }
       return THPVariable_Unpack(value.ptr());
     } catch (py::error_already_set& error) {
@@ -90,9 +93,10 @@ std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
         call.layout, call.buffer, call.index, call.bucket_count, call.step);
     const py::object answer = function_(std::move(bucket));
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
-      throw py::type_error(c10::str(
-          "Expected the communication hook to return a torch.futures.Future, found ",
-          py::repr(py::type::of(answer)).cast<std::string>(), "."));
+      throw py::type_error(
+          c10::str(
+              "Expected the communication hook to return a torch.futures.Future, found ",
+              py::repr(py::type::of(answer)).cast<std::string>(), "."));
     }
     return std::make_unique<PythonResult>(
         answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>(), call);

@@ -22,8 +22,8 @@ using Kernel = void (*)(const void* source, void* destination, int64_t numel, do
 // The general case, one element at a time; the common pairs have faster kernels in half.cpp.
 template <typename From, typename To>
 void convert_elements(const void* source, void* destination, int64_t numel, double scale) {
-  using Math = std::conditional_t<
-      std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
+  using Math =
+      std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
   const auto* in = static_cast<const From*>(source);
   auto* out = static_cast<To*>(destination);
   const auto factor = static_cast<Math>(scale);

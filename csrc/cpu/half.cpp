@@ -207,9 +207,7 @@ void scale_float(const void* source, void* destination, int64_t numel, double sc
 void scale_float_streaming(const void* source, void* destination, int64_t numel, double scale) {
   static const Scale kernel = choose_streaming_scale();
   kernel(
-      static_cast<const float*>(source),
-      static_cast<float*>(destination),
-      numel,
+      static_cast<const float*>(source), static_cast<float*>(destination), numel,
       static_cast<float>(scale));
 }
 
@@ -219,7 +217,8 @@ void stream_bytes(const void* source, void* destination, size_t bytes) {
   }
 #ifdef COMMHOOKS_X86
   stream_bytes_x86(
-      static_cast<const char*>(source), static_cast<char*>(destination), static_cast<int64_t>(bytes));
+      static_cast<const char*>(source), static_cast<char*>(destination),
+      static_cast<int64_t>(bytes));
 #else
   std::memcpy(destination, source, bytes);
 #endif
@@ -251,18 +250,14 @@ void bfloat16_to_float(const void* source, void* destination, int64_t numel, dou
 void float_to_half(const void* source, void* destination, int64_t numel, double scale) {
   static const ToHalf kernel = choose_to_half();
   kernel(
-      static_cast<const float*>(source),
-      static_cast<uint16_t*>(destination),
-      numel,
+      static_cast<const float*>(source), static_cast<uint16_t*>(destination), numel,
       static_cast<float>(scale));
 }
 
 void half_to_float(const void* source, void* destination, int64_t numel, double scale) {
   static const FromHalf kernel = choose_from_half();
   kernel(
-      static_cast<const uint16_t*>(source),
-      static_cast<float*>(destination),
-      numel,
+      static_cast<const uint16_t*>(source), static_cast<float*>(destination), numel,
       static_cast<float>(scale));
 }
 

@@ -90,7 +90,8 @@ bool Bucket::streams() const {
 }
 
 bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
-  return grad.is_alias_of(flat_) && grad.data_ptr() == at_offset(flat_, layout_->offsets[position]) &&
+  return grad.is_alias_of(flat_) &&
+      grad.data_ptr() == at_offset(flat_, layout_->offsets[position]) &&
       same_memory_order(grad, layout_->strides[position]);
 }
 
@@ -206,10 +207,11 @@ void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {
   TORCH_CHECK(
       grad.layout() == c10::kStrided && grad.scalar_type() == parameter.scalar_type() &&
           grad.device() == parameter.device() && grad.sizes() == parameter.sizes(),
-      "Parameter ", layout_->names[position], " has a gradient that cannot travel in its bucket: "
-      "expected a dense ", parameter.scalar_type(), " tensor of shape ", parameter.sizes(), " on ",
-      parameter.device(), ", found layout ", grad.layout(), ", ", grad.scalar_type(), ", shape ",
-      grad.sizes(), " on ", grad.device(), ".");
+      "Parameter ", layout_->names[position],
+      " has a gradient that cannot travel in its bucket: expected a dense ",
+      parameter.scalar_type(), " tensor of shape ", parameter.sizes(), " on ", parameter.device(),
+      ", found layout ", grad.layout(), ", ", grad.scalar_type(), ", shape ", grad.sizes(), " on ",
+      grad.device(), ".");
 }
 
 }  // namespace commhooks

@@ -12,14 +12,18 @@ namespace commhooks {
 // Sums over the steps since the last reset.
 struct BucketStats {
   int64_t steps = 0;
-  int64_t packed_bytes = 0;   // what was handed to the hook
-  double hook_seconds = 0;    // from handing over to completion
-  double exposed_seconds = 0; // of these, what the thread that runs backward spent in or for the hook
+  int64_t packed_bytes = 0;  // what was handed to the hook
+  double hook_seconds = 0;   // from handing over to completion
+  double exposed_seconds =
+      0;  // of these, what the thread that runs backward spent in or for the hook
 };
 
 class Bucket {
  public:
-  Bucket(std::shared_ptr<const BucketLayout> layout, std::vector<size_t> indices, bool grads_are_views);
+  Bucket(
+      std::shared_ptr<const BucketLayout> layout,
+      std::vector<size_t> indices,
+      bool grads_are_views);
 
   // Packs the gradient at `position` as soon as it is there, or some time later, together with others:
   // many small ones are worth one pass, and a large one is worth reading while it is still in a cache.
@@ -91,10 +95,10 @@ class Bucket {
   std::vector<at::Tensor> views_;  // of flat_
   at::Tensor wire_;                // in the dtype that a hook asked for; made when first needed
 
-  std::vector<char> gathered_;        // per position, in this step
-  std::vector<Piece> pieces_;         // gathered, but not copied yet
+  std::vector<char> gathered_;  // per position, in this step
+  std::vector<Piece> pieces_;   // gathered, but not copied yet
   int64_t pieces_numel_ = 0;
-  std::vector<at::Tensor> sources_;       // what `convert` cannot copy is left to ATen, in one call too
+  std::vector<at::Tensor> sources_;  // what `convert` cannot copy is left to ATen, in one call too
   std::vector<at::Tensor> destinations_;
   std::vector<at::Tensor> replaced_;  // former `.grad`s, which `pieces_` still point to
 };

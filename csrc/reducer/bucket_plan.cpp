@@ -35,8 +35,7 @@ std::vector<std::vector<size_t>> plan_buckets(
     const size_t index = order[position];
     const auto& parameter = parameters[index];
     const auto device = parameter.device();
-    auto& bucket =
-        open[{parameter.scalar_type(), device.type(), device.index(), groups[index]}];
+    auto& bucket = open[{parameter.scalar_type(), device.type(), device.index(), groups[index]}];
     bucket.members.push_back(index);
     bucket.bytes += static_cast<int64_t>(parameter.nbytes());
     bucket.last_position = position;

@@ -8,8 +8,9 @@
 namespace commhooks {
 
 struct BucketCaps {
-  int64_t first_bytes;  // of the first bucket of each key: small, so that communication starts early
-  int64_t bytes;        // of all others
+  int64_t
+      first_bytes;  // of the first bucket of each key: small, so that communication starts early
+  int64_t bytes;    // of all others
 };
 
 // Cuts parameters into buckets of at least the cap's size (the last one of a key may be smaller).

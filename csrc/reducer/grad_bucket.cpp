@@ -21,7 +21,8 @@ std::vector<c10::IntArrayRef> sizes_of(const std::vector<at::Tensor>& parameters
 std::string digest(const std::vector<std::string>& names) {
   uint64_t hash = 0xcbf29ce484222325ULL;
   for (const auto& name : names) {
-    for (size_t i = 0; i <= name.size(); ++i) {  // includes the final NUL, so that {ab, c} != {a, bc}
+    for (size_t i = 0; i <= name.size();
+         ++i) {  // includes the final NUL, so that {ab, c} != {a, bc}
       hash = (hash ^ static_cast<unsigned char>(name.c_str()[i])) * 0x100000001b3ULL;
     }
   }
@@ -35,9 +36,8 @@ std::string digest(const std::vector<std::string>& names) {
 std::shared_ptr<const BucketLayout> make_bucket_layout(
     std::vector<at::Tensor> parameters, std::vector<std::string> names) {
   TORCH_CHECK_VALUE(
-      parameters.size() == names.size(),
-      "A bucket needs one name per parameter; got ", parameters.size(), " parameters and ",
-      names.size(), " names.");
+      parameters.size() == names.size(), "A bucket needs one name per parameter; got ",
+      parameters.size(), " parameters and ", names.size(), " names.");
   auto layout = std::make_shared<BucketLayout>();
   size_t offset = 0;
   for (const auto& parameter : parameters) {

@@ -14,10 +14,10 @@ namespace commhooks {
 struct BucketLayout {
   std::vector<at::Tensor> parameters;
   std::vector<std::string> names;
-  std::vector<size_t> offsets;  // in elements, into the flat buffer
-  std::vector<size_t> lengths;  // in elements
+  std::vector<size_t> offsets;                // in elements, into the flat buffer
+  std::vector<size_t> lengths;                // in elements
   std::vector<std::vector<int64_t>> strides;  // of the gradients. See Note [Bucket views]
-  std::string key;              // digest of the names: stable across processes and restarts
+  std::string key;  // digest of the names: stable across processes and restarts
 };
 
 std::shared_ptr<const BucketLayout> make_bucket_layout(

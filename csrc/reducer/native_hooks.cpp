@@ -28,8 +28,7 @@ class InPlaceResult final : public PendingResult {
 }  // namespace
 
 AverageHook::AverageHook(
-    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-    std::optional<c10::ScalarType> wire_dtype)
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::optional<c10::ScalarType> wire_dtype)
     : process_group_(std::move(process_group)), wire_dtype_(wire_dtype) {}
 
 PackFormat AverageHook::format() const {

@@ -89,7 +89,8 @@ void Reducer::attach() {
   for (size_t index = 0; index < parameters_.size(); ++index) {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
     TORCH_CHECK_VALUE(
-        accumulator, "Parameter ", options_.names[index], " is not a leaf that requires a gradient.");
+        accumulator, "Parameter ", options_.names[index],
+        " is not a leaf that requires a gradient.");
     auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
         [weak = weak_from_this(), index](
             const torch::autograd::variable_list& outputs,
@@ -125,18 +126,18 @@ void Reducer::set_buckets(const std::vector<std::vector<size_t>>& plan) {
       parameters.push_back(parameters_[index]);
       names.push_back(options_.names[index]);
     }
-    buckets_.push_back(std::make_unique<Bucket>(
-        make_bucket_layout(std::move(parameters), std::move(names)),
-        plan[b],
-        options_.gradient_as_bucket_view));
+    buckets_.push_back(
+        std::make_unique<Bucket>(
+            make_bucket_layout(std::move(parameters), std::move(names)), plan[b],
+            options_.gradient_as_bucket_view));
   }
 }
 
 void Reducer::set_hook(std::shared_ptr<Hook> hook) {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
-      state_.phase() == Phase::Idle || arrival_order_.empty(),
-      rank_prefix(), "The hook can only be changed between two steps, and a backward is under way.");
+      state_.phase() == Phase::Idle || arrival_order_.empty(), rank_prefix(),
+      "The hook can only be changed between two steps, and a backward is under way.");
   hook_ = std::move(hook);
 }
 
@@ -173,13 +174,14 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
     abandon();
     TORCH_CHECK(
         false, rank_prefix(),
-        "Expected to have finished reduction in the prior iteration before starting a new one. This "
-        "error indicates that your module has parameters that were not used in producing the loss: ",
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "This error indicates that your module has parameters that were not used in producing "
+        "the loss: ",
         describe(missing),
-        ". If they are meant to be unused in some iterations, pass `find_unused_parameters=True`, and "
-        "make sure that all outputs of `forward` take part in the loss; if the same ones are unused in "
-        "every iteration, `static_graph=True` is faster. The reducer has been reset; the next "
-        "iteration starts clean.");
+        ". If they are meant to be unused in some iterations, pass "
+        "`find_unused_parameters=True`, and make sure that all outputs of `forward` take part "
+        "in the loss; if the same ones are unused in every iteration, `static_graph=True` is "
+        "faster. The reducer has been reset; the next iteration starts clean.");
   }
 
   // Outside the lock: the graph may be large, and nothing here depends on the step.
@@ -259,8 +261,7 @@ void Reducer::on_gradient(size_t index) {
       }
     }
     arrive_locked(index);
-    bucket_ready =
-        next_launch_ < buckets_.size() && buckets_[next_launch_]->missing == 0;
+    bucket_ready = next_launch_ < buckets_.size() && buckets_[next_launch_]->missing == 0;
   }
   if (!hook_->passes_through() && !may_be_unused(index)) {
     const Location& location = locations_[index];
@@ -300,11 +301,11 @@ void Reducer::arrive_locked(size_t index) {
       !arrived_[index], rank_prefix(), "Expected to mark a variable ready only once: parameter ",
       describe({index}),
       " got a gradient again in this iteration. Likely causes: 1) a parameter is used outside "
-      "`forward`, or shared between several concurrent forward-backward passes; 2) parameters are "
-      "reused in several reentrant backward passes, e.g. several `checkpoint`s around the same part of "
-      "the model; 3) with `find_unused_parameters=True`, a parameter that `forward`'s outputs do not "
-      "depend on got a gradient after all. If the graph does not change over iterations, "
-      "`static_graph=True` supports all of these.");
+      "`forward`, or shared between several concurrent forward-backward passes; 2) parameters "
+      "are reused in several reentrant backward passes, e.g. several `checkpoint`s around the "
+      "same part of the model; 3) with `find_unused_parameters=True`, a parameter that "
+      "`forward`'s outputs do not depend on got a gradient after all. If the graph does not "
+      "change over iterations, `static_graph=True` supports all of these.");
   arrived_[index] = 1;
   arrival_order_.push_back(index);
   --buckets_[locations_[index].bucket]->missing;
@@ -396,7 +397,8 @@ void Reducer::launch(size_t bucket_index) {
   }
   RECORD_FUNCTION("commhooks::launch", std::vector<c10::IValue>());
   BucketCall call{
-      bucket.shared_layout(), bucket.pack(hook_->format()), bucket_index, buckets_.size(), steps_};
+      bucket.shared_layout(), bucket.pack(hook_->format()), bucket_index, buckets_.size(),
+      first_step_ + completed_};
   bucket.stats.packed_bytes += static_cast<int64_t>(call.buffer.nbytes());
   bucket.handed_over = Clock::now();
   bucket.pending = hook_->run(call);
@@ -408,8 +410,8 @@ void Reducer::launch(size_t bucket_index) {
 }
 
 void Reducer::reduce_used_map() {
-  at::Tensor map = at::tensor(
-      std::vector<int>(used_.begin(), used_.end()), at::TensorOptions().dtype(at::kInt));
+  at::Tensor map =
+      at::tensor(std::vector<int>(used_.begin(), used_.end()), at::TensorOptions().dtype(at::kInt));
   used_map_ = map.to(parameters_.front().device());
   if (process_group_->getSize() > 1) {
     std::vector<at::Tensor> tensors = {used_map_};
@@ -474,7 +476,7 @@ void Reducer::drain() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   kept_grads_.clear();
-  ++steps_;
+  ++completed_;
   state_.finish();
 }
 
@@ -516,9 +518,8 @@ void Reducer::finish_unused(std::vector<std::pair<Bucket*, at::Tensor>>& unfinis
       std::remove_if(kept_grads_.begin(), kept_grads_.end(), used_elsewhere), kept_grads_.end());
   if (options_.static_graph) {
     globally_unused_.resize(parameters_.size());
-    std::transform(uses, uses + parameters_.size(), globally_unused_.begin(), [](int n) {
-      return n == 0;
-    });
+    std::transform(
+        uses, uses + parameters_.size(), globally_unused_.begin(), [](int n) { return n == 0; });
   }
   std::fill(used_.begin(), used_.end(), 0);
 }
@@ -560,14 +561,14 @@ bool Reducer::rebuild_buckets() {
   std::vector<int64_t> order;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (rebuilt_ || options_.stable_buckets || dynamic_graph_locked() || steps_ == 0 ||
+    if (rebuilt_ || options_.stable_buckets || dynamic_graph_locked() || completed_ == 0 ||
         state_.phase() != Phase::Idle) {
       return false;
     }
     order.assign(arrival_order_.begin(), arrival_order_.end());
   }
-  at::Tensor agreed = at::tensor(order, at::TensorOptions().dtype(at::kLong))
-                          .to(parameters_.front().device());
+  at::Tensor agreed =
+      at::tensor(order, at::TensorOptions().dtype(at::kLong)).to(parameters_.front().device());
   if (process_group_->getSize() > 1) {
     std::vector<at::Tensor> tensors = {agreed};
     process_group_->broadcast(tensors)->wait();
@@ -578,9 +579,7 @@ bool Reducer::rebuild_buckets() {
   std::lock_guard<std::mutex> lock(mutex_);
   rebuilt_ = true;
   set_buckets(plan_buckets(
-      parameters_,
-      options_.groups,
-      std::vector<size_t>(indices, indices + agreed.numel()),
+      parameters_, options_.groups, std::vector<size_t>(indices, indices + agreed.numel()),
       options_.caps));
   return true;
 }
@@ -589,8 +588,7 @@ std::vector<Reducer::BucketInfo> Reducer::buckets() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<BucketInfo> infos;
   for (const auto& bucket : buckets_) {
-    const int64_t bytes =
-        bucket->numel() * static_cast<int64_t>(c10::elementSize(bucket->dtype()));
+    const int64_t bytes = bucket->numel() * static_cast<int64_t>(c10::elementSize(bucket->dtype()));
     infos.push_back({bucket->shared_layout(), bytes, bucket->stats});
   }
   return infos;
@@ -605,7 +603,13 @@ void Reducer::reset_stats() {
 
 int64_t Reducer::steps() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return steps_;
+  return first_step_ + completed_;
+}
+
+void Reducer::set_steps(int64_t steps) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK_VALUE(steps >= 0, "The number of steps cannot be negative, found ", steps, ".");
+  first_step_ = steps - completed_;
 }
 
 // ---------------------------------------------------------------------------------------- errors

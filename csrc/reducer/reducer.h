@@ -84,7 +84,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<BucketInfo> buckets() const;
   void reset_stats();
 
+  // Synchronised backward passes so far; `GradBucket::step` of the next one. Set when training resumes.
   int64_t steps() const;
+  void set_steps(int64_t steps);
 
  private:
   Reducer(
@@ -146,16 +148,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::vector<Location> locations_;  // of each parameter
   bool rebuilt_ = false;
-  int64_t steps_ = 0;  // synchronised backward passes that have been completed
+  int64_t completed_ = 0;   // synchronised backward passes of this reducer
+  int64_t first_step_ = 0;  // and those that came before it
 
   // --- of the current step ---
   StepState state_;
-  std::vector<char> arrived_;           // per parameter
+  std::vector<char> arrived_;  // per parameter
   std::vector<size_t> arrival_order_;
-  std::vector<size_t> unreachable_;     // parameters outside the graph of this forward
+  std::vector<size_t> unreachable_;  // parameters outside the graph of this forward
   bool unused_marked_ = false;
-  bool tracks_use_ = false;             // whether ranks tell each other what they used
-  bool end_queued_ = false;             // `on_backward_end` is queued in the running backward
+  bool tracks_use_ = false;  // whether ranks tell each other what they used
+  bool end_queued_ = false;  // `on_backward_end` is queued in the running backward
   size_t next_launch_ = 0;
   std::vector<std::pair<size_t, at::Tensor>> kept_grads_;  // of unused parameters, in view mode
 
