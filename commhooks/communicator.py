@@ -1,0 +1,179 @@
+"""What a hook sends through: awaitable collectives, counted in bytes."""
+
+import hashlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
+
+from commhooks import wire
+from commhooks.errors import CommHookError
+
+__all__ = ["Communicator", "Request"]
+
+_OPERATIONS = {
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+
+
+@dataclass(slots=True)
+class Request:
+    """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
+
+    ``start`` issues it on a channel; once all works have completed, ``result`` is there.
+    ``is_last``: only to be issued when every earlier bucket has finished.
+    """
+
+    operation: str
+    start: Callable[[dist.ProcessGroup], list[Work]]
+    result: Tensor | None
+    wire_bytes: int
+    is_last: bool = False
+
+    def __await__(self) -> Generator["Request", None, Tensor]:
+        yield self
+        assert self.result is not None
+        return self.result
+
+
+class Communicator:
+    """The ranks that train together, as the hook of one bucket sees them.
+
+    Every method returns at once something to ``await``. All ranks must await the same collectives,
+    of the same sizes, in the same order within a bucket; buckets need not care about each other,
+    see Note [Order of collectives]. Tensors must be contiguous and on the bucket's device, and must
+    not be touched until the ``await`` is over. On CUDA an await orders streams only, and does not
+    wait for the device. With one rank nothing is sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, step: int, key: str, seed: int = 0) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.step = step
+        """The number of synchronised backward passes before this one; survives a resume."""
+        self.wire_bytes = 0
+        """What this rank has sent for this bucket so far; see :mod:`commhooks.wire`."""
+        self._key = key
+        self._seed = seed
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Gives the same numbers on every rank, others in each step and bucket. For CPU tensors."""
+        text = f"{self._seed}:{self.step}:{self._key}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Request:
+        """In place, and returned: the sum (or "min", "max", "product") over all ranks."""
+        if op not in _OPERATIONS:
+            raise CommHookError(f"all_reduce: expected op in {sorted(_OPERATIONS)}, found {op!r}")
+        options = AllreduceOptions()
+        options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
+        return Request(
+            "all_reduce",
+            lambda channel: [channel.allreduce([tensor], options)],
+            tensor,
+            wire.all_reduce_bytes(tensor.nbytes, self.size),
+        )
+
+    def all_gather(self, tensor: Tensor) -> Request:
+        """The tensors of all ranks, by rank: ``(size, *tensor.shape)``."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if self.size == 1:
+            gathered[0] = tensor
+        flat = tensor.reshape(-1)
+        return Request(
+            "all_gather",
+            lambda channel: [channel._allgather_base(gathered.view(-1), flat)],  # noqa: SLF001
+            gathered,
+            wire.all_gather_bytes(tensor.nbytes, self.size),
+        )
+
+    def all_to_all(self, tensor: Tensor) -> Request:
+        """Part i along dimension 0 goes to rank i; parts from all ranks come back, by rank."""
+        self._check_parts("all_to_all", tensor)
+        received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
+        return Request(
+            "all_to_all",
+            lambda channel: [channel.alltoall_base(received, tensor, [], [])],
+            received,
+            wire.all_to_all_bytes(tensor.nbytes, self.size),
+        )
+
+    def reduce_scatter(self, tensor: Tensor) -> Request:
+        """The sum over all ranks of this rank's part along dimension 0."""
+        self._check_parts("reduce_scatter", tensor)
+        part = tensor.chunk(self.size)[self.rank]
+        part = part.clone() if self.size == 1 else torch.empty_like(part)
+        options = ReduceScatterOptions()
+        return Request(
+            "reduce_scatter",
+            lambda channel: [channel._reduce_scatter_base(part, tensor, options)],  # noqa: SLF001
+            part,
+            wire.reduce_scatter_bytes(tensor.nbytes, self.size),
+        )
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Request:
+        """In place, and returned: the tensor of rank ``root`` of the group."""
+        self._check_rank("broadcast", "root", root)
+        options = BroadcastOptions()
+        options.rootRank = root
+        return Request(
+            "broadcast",
+            lambda channel: [channel.broadcast([tensor], options)],
+            tensor,
+            wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
+        )
+
+    def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> Request:
+        """Sends ``tensor`` to one rank of the group and returns that of another, of equal shape.
+
+        All ranks take part, so that ``send_to`` of each is the rank that receives from it.
+        """
+        self._check_rank("exchange", "send_to", send_to)
+        self._check_rank("exchange", "receive_from", receive_from)
+        if (send_to == self.rank) != (receive_from == self.rank):
+            raise CommHookError(
+                f"exchange on rank {self.rank}: a rank that sends to itself also receives from "
+                f"itself; found send_to={send_to}, receive_from={receive_from}"
+            )
+        if send_to == self.rank:
+            return Request("exchange", lambda _: [], tensor.clone(), 0)
+        received = torch.empty_like(tensor)
+        return Request(
+            "exchange",
+            lambda channel: [
+                channel.recv([received], receive_from, 0),
+                channel.send([tensor], send_to, 0),
+            ],
+            received,
+            tensor.nbytes,
+        )
+
+    def _check_parts(self, operation: str, tensor: Tensor) -> None:
+        if tensor.dim() == 0 or tensor.shape[0] % self.size != 0:
+            raise CommHookError(
+                f"{operation}: expected dimension 0 to be a multiple of the {self.size} ranks, "
+                f"found shape {tuple(tensor.shape)}; pad the tensor first"
+            )
+
+    def _check_rank(self, operation: str, argument: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise CommHookError(
+                f"{operation}: expected {argument} to be a rank of the group, 0 to "
+                f"{self.size - 1}, found {rank}"
+            )

@@ -1,0 +1,142 @@
+"""The base class of hooks, and what they can rely on.
+
+A hook decides how the gradients of one bucket travel. The contract:
+
+*When.* Once per bucket and synchronised backward, as soon as the bucket's gradients are there, in
+the same order of buckets on every rank. While one bucket's hook waits for a collective, backward goes on,
+and so do the hooks of other buckets. They never run at the same time as each other (on CPU they have
+one thread of their own), so state needs no lock.
+
+*What.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps; the hook may
+overwrite it. It is the hook's until the result has been taken.
+
+*Result.* The **average** over ranks, never the sum: exact, or approximate in a way that the class
+states. A tensor with the number of elements, dtype and device of the buffer; it may be the buffer.
+
+*Streams.* On CUDA the hook runs on the current stream; an ``await`` makes that stream wait for the
+collective, not the host. Nothing synchronises the device.
+
+*State* is kept by parameter name in ``self.state``, because buckets are cut anew after the first
+step. *Failure:* if the hook fails on any rank the step fails on all of them, and
+:meth:`CommHook.recover` is called before the next.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.communicator import Communicator
+from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.options import option_names, to_json, validate
+from reducer import GradBucket
+from reducer._C import NativeHook
+
+__all__ = ["CommHook", "TensorState"]
+
+TensorState = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class CommHook:
+    """How gradients travel. Subclasses are dataclasses whose fields are the hook's options.
+
+    ::
+
+        @commhooks.register_hook("half")
+        @dataclass
+        class Half(commhooks.CommHook):
+            \"\"\"Average in half precision.\"\"\"
+            dtype: torch.dtype = torch.float16
+
+            async def reduce(self, bucket, comm):
+                wire = bucket.buffer().to(self.dtype).div_(comm.size)
+                wire = await comm.all_reduce(wire)
+                return bucket.buffer().copy_(wire)
+
+    Options are checked against their annotations (see :mod:`commhooks.options`). A subclass with a
+    ``__post_init__`` of its own calls ``super().__post_init__()`` first.
+
+    Raises:
+        CommHookOptionError: an option is of the wrong type or out of range.
+        CommHookError: at class definition, when ``reduce`` is not ``async def``.
+    """
+
+    name: ClassVar[str] = ""
+    """Set by :func:`commhooks.register_hook`."""
+    lossless: ClassVar[bool] = False
+    """Whether the result is the exact average, up to rounding."""
+    consensus: ClassVar[bool] = True
+    """Whether the result is the same on all ranks."""
+    backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl", "mpi", "ucc")
+    wire: ClassVar[str] = ""
+    """What is sent, in words."""
+    paper: ClassVar[str] = ""
+
+    state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Tensors by parameter name, then by a name of the hook's choice. Each rank has its own."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not inspect.iscoroutinefunction(cls.reduce):
+            raise CommHookError(
+                f"{cls.__qualname__}.reduce must be a coroutine: write `async def reduce(self, "
+                "bucket, comm)`, and `await` each collective"
+            )
+        if "name" not in cls.__dict__:
+            cls.name = f"{cls.__module__}.{cls.__qualname__}"
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Returns the average of ``bucket.buffer()`` over the ranks of ``comm``."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
+        """The same hook in C++, for our own reducer only, where there is one."""
+        return None
+
+    def recover(self) -> None:
+        """Called on every rank after a failed step, before the next.
+
+        A bucket may have been finished on some ranks and not on others, so state that has to be the
+        same on all ranks must be forgotten here, or made the same.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs; tensors are copies. Default: :attr:`state`."""
+        return {
+            parameter: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            for parameter, tensors in self.state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave; raises CommHookStateError if it is damaged."""
+        self.state = {
+            parameter: {
+                name: _tensor(value, parameter, name).detach().clone()
+                for name, value in _mapping(tensors, parameter).items()
+            }
+            for parameter, tensors in _mapping(state, "the state of a hook").items()
+        }
+
+    def to_config(self) -> dict[str, Any]:
+        """Name and options in JSON's types; :func:`commhooks.create` makes a hook of them."""
+        options = {name: to_json(getattr(self, name)) for name in option_names(type(self))}
+        return {"name": self.name, **options}
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return value
+    raise CommHookStateError(f"{what}: expected a dict with names as keys, found {type(value)}")
+
+
+def _tensor(value: Any, parameter: str, name: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    raise CommHookStateError(f"{name!r} of {parameter!r}: expected a tensor, found {type(value)}")
