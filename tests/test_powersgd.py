@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from commhooks.errors import CommHookStateError
 from lockstep import lockstep, make_bucket
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from commhooks import CommHook
 from commhooks.algorithms.lowrank import orthonormalise
 from commhooks.algorithms.matrix_plan import Side
 from commhooks.algorithms.powersgd import PowerSGD
+from commhooks.errors import CommHookStateError
 from commhooks.testing.reference import powersgd_one_sided, powersgd_two_sided
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -458,6 +458,23 @@ def test_state_of_another_rank_is_refused():
     hook.load_state_dict(saved.state_dict())
     with pytest.raises(CommHookStateError, match=r"'first'.*\(3, 17\).*\(2, 17\)"):
         take_step([hook], [gradients_of(0, 0)], 0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"momentum": torch.zeros(23, 17)}, "'momentum'"),
+        ({"error": torch.full((23, 17), torch.nan)}, "finite"),
+        ({"error": torch.zeros(23, 17, dtype=torch.int64)}, "finite"),
+    ],
+)
+def test_damaged_and_foreign_states_are_refused(entry, message):
+    hook = powersgd()
+    take_step([hook], [gradients_of(0, 0)], 0)
+    before = hook.state_dict()
+    with pytest.raises(CommHookStateError, match=f"'first'.*{message}"):
+        hook.load_state_dict({"first": entry})
+    assert_same_state(hook, before)
 
 
 def test_seed_and_name_decide_the_first_factors():

@@ -3,7 +3,11 @@
 See powersgd.py for the method and the reasons.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from commhooks.algorithms.matrix_plan import MatrixPlan
 from commhooks.algorithms.powersgd import PowerSGD
@@ -28,3 +32,7 @@ class BatchedPowerSGD(PowerSGD):
 
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
         return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.lengths, self._rule())
+
+    def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
+        """Names of parameters, which have errors, and keys of buckets, which have factors."""
+        return key in parameters or re.fullmatch("[0-9a-f]{16}", key) is not None

@@ -60,9 +60,9 @@ def orthonormalise(side: Side, factor: Tensor) -> Tensor:
     By Householder's QR, which needs no small constant to be safe: where a factor lacks rank, zero
     included, the basis is completed with other directions and is orthonormal all the same.
     """
-    if side is Side.LEFT:
-        return torch.linalg.qr(factor).Q.contiguous()
-    return torch.linalg.qr(factor.mT).Q.mT.contiguous()
+    columns = factor if side is Side.LEFT else factor.mT
+    basis: Tensor = torch.linalg.qr(columns).Q
+    return (basis if side is Side.LEFT else basis.mT).contiguous()
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

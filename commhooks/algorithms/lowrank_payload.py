@@ -22,8 +22,8 @@ class Payload:
         self.side = side
         self.flat = flat
         shapes = [batch.factor_shape(side) for batch in plan.batches]
-        *factors, self._exact = flat.split(
-            [k * i * j for k, i, j in shapes] + [flat.numel() - plan.factor_elements(side)]
+        *factors, self._exact = torch.split(
+            flat, [k * i * j for k, i, j in shapes] + [flat.numel() - plan.factor_elements(side)]
         )
         self.factors = [part.view(shape) for part, shape in zip(factors, shapes, strict=True)]
 
@@ -48,4 +48,4 @@ class Payload:
         self.flat.masked_fill_(self.flat.abs() > largest, torch.nan)
 
     def _exact_parts(self) -> tuple[Tensor, ...]:
-        return self._exact.split([stop - start for start, stop in self.plan.exact])
+        return torch.split(self._exact, [stop - start for start, stop in self.plan.exact])

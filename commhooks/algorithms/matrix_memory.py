@@ -6,7 +6,7 @@ of one tensor here. When the buckets are cut anew, new batches take over what th
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from torch import Tensor
 from commhooks.algorithms.matrix_plan import MatrixBatch, Piece, Side
 from commhooks.errors import CommHookStateError
 
-__all__ = ["MatrixMemory", "State", "draw_factors"]
+__all__ = ["MatrixMemory", "State", "check_state", "draw_factors"]
 
 State = dict[str, dict[str, Tensor]]
+_FIELDS = ("error", *(side.name.lower() for side in Side))
 
 
 class MatrixMemory:
@@ -74,6 +75,25 @@ def draw_factors(
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         matrix.normal_(generator=generator)
     return drawn.to(like)
+
+
+def check_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raises CommHookStateError unless these are finite tensors under the names that we give.
+
+    Their shapes are checked when the parameters' are known, by the first step that uses them.
+    """
+    for key, entry in state.items():
+        for field, tensor in entry.items():
+            if field not in _FIELDS:
+                raise CommHookStateError(
+                    f"state of {key!r}: expected some of {_FIELDS}, found {field!r}. It is the "
+                    "state of another hook."
+                )
+            if not (tensor.is_floating_point() and tensor.isfinite().all()):
+                raise CommHookStateError(
+                    f"state of {key!r}: expected {field!r} to hold finite numbers, found others. "
+                    "The file is damaged: load an earlier one, or begin without a state."
+                )
 
 
 def _take_over(state: State, field: str, pieces: Sequence[Piece], memory: Tensor) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from commhooks.algorithms.lowrank import absorb, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
-from commhooks.algorithms.matrix_memory import MatrixMemory, draw_factors
+from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
 from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
@@ -133,6 +133,8 @@ class PowerSGD(CommHook):
         return _HalfStep(basis, own, Payload(cut.plan, side, total.div_(comm.size)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what ``state_dict()`` gave, whatever bucket each parameter is in by now."""
+        check_state(state)
         super().load_state_dict(state)
         self._cuts.clear()  # their memories are views of the state that was replaced
 

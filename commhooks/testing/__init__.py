@@ -1,5 +1,6 @@
 """What an author of hooks needs to test them."""
 
+from commhooks.testing.conformance import ConformanceError, check_hook
 from commhooks.testing.ranks import RankError, close_ranks, run_ranks
 
-__all__ = ["RankError", "close_ranks", "run_ranks"]
+__all__ = ["ConformanceError", "RankError", "check_hook", "close_ranks", "run_ranks"]

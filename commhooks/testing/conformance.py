@@ -1,0 +1,69 @@
+"""The conformance kit: one line tells whether a hook keeps to the rules that all hooks keep to.
+
+::
+
+    def test_my_hook():
+        commhooks.testing.check_hook(functools.partial(MyHook, bits=4))
+"""
+
+import pickle
+
+from commhooks.hook import CommHook
+from commhooks.testing.ranks import run_ranks
+from commhooks.testing.rules import RULES, BrokenRuleError, Factory, Site
+
+__all__ = ["ConformanceError", "check_hook"]
+
+
+class ConformanceError(AssertionError):
+    """A hook breaks a rule; the text names the rule, what it asks for, and what was found."""
+
+
+def check_hook(factory: Factory, world_size: int = 2, *, timeout: float = 60.0) -> None:
+    """Trains on ``world_size`` ranks of this machine to see whether a hook is sound.
+
+    ``factory`` makes the hook, on every rank, in other processes: a class, a function of a module,
+    or a ``functools.partial`` of these, with options that put the hook to work from the first step.
+
+    The rules are the functions of :mod:`commhooks.testing.rules`. Those about the exact mean are
+    for hooks with ``lossless = True``, those about equal results on all ranks for hooks with
+    ``consensus = True``. ``timeout`` is in seconds, per rule.
+
+    Raises :class:`ConformanceError` for the first rule that is broken.
+    """
+    try:
+        pickle.dumps(factory)
+    except Exception as error:
+        raise TypeError(
+            f"check_hook: {factory!r} is called in other processes, so it has to be a class, a "
+            f"function of a module, or a functools.partial of these ({error})"
+        ) from error
+    hook = factory()
+    exempt = _exempt(hook)
+    for name in RULES:
+        if name not in exempt:
+            size = 1 if name == "alone" else world_size
+            try:
+                run_ranks(_check, size, name, factory, timeout=timeout)
+            except Exception as error:
+                raise ConformanceError(_explain(hook, name, error)) from error
+
+
+def _check(rank: int, size: int, name: str, factory: Factory) -> None:
+    RULES[name](Site(rank, size, factory))
+
+
+def _exempt(hook: CommHook) -> set[str]:
+    """The rules that do not concern this hook."""
+    exempt = set() if hook.lossless else {"mean", "alone"}
+    return exempt if hook.consensus else exempt | {"consensus", "wire"}
+
+
+def _explain(hook: CommHook, name: str, error: Exception) -> str:
+    if isinstance(error, BrokenRuleError):
+        found = str(error)
+    elif isinstance(error, TimeoutError):
+        found = f"it hangs: {error}"
+    else:
+        found = f"{type(error).__name__}: {error}"
+    return f"{hook!r} breaks the rule {name!r}. {RULES[name].__doc__} But: {found}"

@@ -1,0 +1,101 @@
+"""A model whose gradients are whatever it is given, to see what a hook makes of them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
+
+import commhooks
+from commhooks.hook import CommHook
+
+__all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
+
+# Small enough to make several buckets of `probe_parameters`.
+_BUCKET_MB = 0.001
+
+
+def probe_parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Zeros of every awkward kind: odd sizes, no dimension, no element, other memory layouts."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "matrix": (12, 10),
+        "vector": (7,),
+        "scalar": (),
+        "empty": (0, 3),
+        "convolution": (6, 4, 3, 3),
+        "odd": (5, 3),
+        "transposed": (9, 8),
+        "spare": (11,),
+    }
+    zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    zeros["convolution"] = zeros["convolution"].contiguous(memory_format=torch.channels_last)
+    zeros["transposed"] = zeros["transposed"].T
+    return zeros
+
+
+def draw_gradients(like: Mapping[str, Tensor], *seeds: int) -> dict[str, Tensor]:
+    """Normal numbers in the shapes, dtypes and layouts of ``like``; others for any other seeds."""
+    generator = torch.Generator()
+    seed = 0
+    for part in seeds:
+        seed = seed * 1009 + part
+    generator.manual_seed(seed)
+    return {
+        name: torch.empty_like(tensor, dtype=torch.float64)
+        .copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
+        .to(tensor.dtype)
+        for name, tensor in like.items()
+    }
+
+
+class GradientProbe(nn.Module):
+    """The gradient of each parameter is the tensor of its name in the input; absent ones unused."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, value in parameters.items():
+            self.register_parameter(name, nn.Parameter(value.detach().clone()))
+
+    def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        terms = [
+            # Summed in one precision, so that no term is lost by the dtype of another one.
+            (parameter * gradients[name]).sum().float()
+            for name, parameter in self.named_parameters()
+            if name in gradients
+        ]
+        return torch.stack(terms).sum()
+
+
+class Trainer:
+    """A :class:`GradientProbe` on our wrapper, or on torch's if ``stock``, under a hook."""
+
+    def __init__(
+        self,
+        hook: CommHook,
+        parameters: Mapping[str, Tensor] | None = None,
+        *,
+        stock: bool = False,
+        **options: Any,
+    ) -> None:
+        probe = GradientProbe(probe_parameters() if parameters is None else parameters)
+        wrapper: Any = StockDistributedDataParallel if stock else commhooks.DistributedDataParallel
+        self.model = wrapper(probe, **{"bucket_cap_mb": _BUCKET_MB} | options)
+        self.parameters = dict(probe.named_parameters())
+        self.handle = commhooks.register(self.model, hook)
+
+    def step(
+        self, gradients: Mapping[str, Tensor], *, before: Iterable[Mapping[str, Tensor]] = ()
+    ) -> dict[str, Tensor]:
+        """One backward, after those of ``before`` without synchronising; what became of them."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for accumulated in before:
+            with self.model.no_sync():
+                self.model(accumulated).backward()
+        self.model(gradients).backward()
+        return {
+            name: parameter.grad.detach().clone()
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+        }

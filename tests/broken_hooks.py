@@ -1,0 +1,171 @@
+"""Hooks that each break one rule of the conformance kit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commhooks
+
+
+@dataclass
+class Average(commhooks.CommHook):
+    """A sound hook, for the others to spoil."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+class Unregistered(Average):
+    pass
+
+
+@commhooks.register_hook("broken_config")
+@dataclass
+class ChangesAnOption(Average):
+    scale: float = 1.0
+
+    def to_config(self) -> dict[str, Any]:
+        return {"name": self.name, "scale": 1.0 + self.scale}
+
+
+@commhooks.register_hook("broken_representation")
+@dataclass
+class HasNoSource(Average):
+    def __repr__(self) -> str:
+        return "<a hook>"
+
+
+@commhooks.register_hook("broken_result")
+@dataclass
+class ReturnsHalf(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        return (await super().reduce(bucket, comm)).half()
+
+
+@commhooks.register_hook("broken_mean")
+@dataclass
+class ReturnsTheSum(Average):
+    lossless = True
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        return await comm.all_reduce(bucket.buffer())
+
+
+@commhooks.register_hook("broken_order")
+@dataclass
+class IgnoresTheMemoryFormat(Average):
+    """Writes results row by row, as torch's own bucket views suggest."""
+
+    lossless = True
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        rows = torch.cat([gradient.reshape(-1) for gradient in bucket.gradients()])
+        return bucket.buffer().copy_(await comm.all_reduce(rows.div_(comm.size)))
+
+
+@commhooks.register_hook("broken_alone")
+@dataclass
+class NeedsPeers(Average):
+    lossless = True
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        if comm.size == 1:
+            return bucket.buffer().mul_(2)
+        return await super().reduce(bucket, comm)
+
+
+@commhooks.register_hook("broken_deterministic")
+@dataclass
+class DrawsFromTheGlobalGenerator(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        average = await super().reduce(bucket, comm)
+        return average.mul_(1 + torch.rand(()).item())
+
+
+@commhooks.register_hook("broken_consensus")
+@dataclass
+class DisagreesWithItself(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        return (await super().reduce(bucket, comm)).mul_(1 + comm.rank)
+
+
+@commhooks.register_hook("broken_zeros")
+@dataclass
+class DividesByTheNorm(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        average = await super().reduce(bucket, comm)
+        return average.div_(average.abs().sum())
+
+
+@commhooks.register_hook("broken_non_finite")
+@dataclass
+class RemembersInfinity(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        average = await super().reduce(bucket, comm)
+        for name, gradient in zip(bucket.names, bucket.gradients(), strict=True):
+            self.state[name] = {"last": gradient.clone()}
+        return average
+
+
+@commhooks.register_hook("broken_resume")
+@dataclass
+class KeepsStateElsewhere(Average):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reduced = 0
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        self.reduced += 1
+        return (await super().reduce(bucket, comm)).div_(self.reduced)
+
+
+@commhooks.register_hook("broken_wire")
+@dataclass
+class SendsOnItsOwn(Average):
+    """Past the communicator, which neither counts nor orders what is sent."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        average = bucket.buffer().div_(comm.size)
+        dist.all_reduce(average)
+        return average
+
+
+@commhooks.register_hook("broken_unused")
+@dataclass
+class NeedsEveryGradient(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        zero = [not gradient.any() for gradient in bucket.gradients() if gradient.numel()]
+        if any(zero) and not all(zero):
+            raise ValueError("expected all gradients")
+        return await super().reduce(bucket, comm)
+
+
+@commhooks.register_hook("broken_failure")
+@dataclass
+class CountsBeforeItSends(Average):
+    """Takes the count back after a step that was not finite, but not after one that failed."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        counts = [self.state.setdefault(name, {"n": torch.zeros(())})["n"] for name in bucket.names]
+        for count in counts:
+            count += 1
+        average = await super().reduce(bucket, comm)
+        if average.isfinite().all():
+            return average.div_(counts[0])
+        for count in counts:
+            count -= 1
+        return average
+
+
+@commhooks.register_hook("broken_stock")
+@dataclass
+class NeedsSmallBuckets(Average):
+    """As on our own wrapper they are: torch's first bucket is of 1 MiB, whatever one asks for."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        if len(bucket.names) == 8:
+            raise ValueError("expected less than everything")
+        return await super().reduce(bucket, comm)

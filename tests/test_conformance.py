@@ -1,0 +1,88 @@
+"""The kit passes every hook there is, and names the rule that a broken one breaks."""
+
+import functools
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+import commhooks
+from commhooks import registry
+from commhooks.testing import check_hook
+from commhooks.testing.conformance import ConformanceError
+from commhooks.testing.rules import RULES
+
+# Options that put a hook to work from the first step; all others are checked as they are.
+OPTIONS: dict[str, list[dict[str, object]]] = {
+    "powersgd": [
+        {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
+        {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
+        {},
+    ],
+    "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
+}
+OWN_HOOKS = sorted(registry._hooks)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in OWN_HOOKS for options in OPTIONS.get(name, [{}])],
+)
+def test_every_hook_conforms(name, options):
+    check_hook(functools.partial(commhooks.create, name, **options))
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+def test_on_three_ranks(name):
+    options = OPTIONS.get(name, [{}])[0]
+    check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
+
+
+# -------------------------------------------------------------------- one broken hook per rule
+
+BROKEN = {
+    "Unregistered": "registered",
+    "ChangesAnOption": "config",
+    "HasNoSource": "representation",
+    "ReturnsHalf": "result",
+    "ReturnsTheSum": "mean",
+    "IgnoresTheMemoryFormat": "mean",
+    "NeedsPeers": "alone",
+    "DrawsFromTheGlobalGenerator": "deterministic",
+    "DisagreesWithItself": "consensus",
+    "DividesByTheNorm": "zeros",
+    "RemembersInfinity": "non_finite",
+    "KeepsStateElsewhere": "resume",
+    "SendsOnItsOwn": "wire",
+    "NeedsEveryGradient": "unused",
+    "CountsBeforeItSends": "failure",
+    "NeedsSmallBuckets": "stock",
+}
+
+
+@pytest.fixture(scope="module")
+def broken_hooks() -> Iterator[ModuleType]:
+    """Loaded here and forgotten again, so that no other test finds these hooks by name."""
+    before = dict(registry._hooks)
+    yield importlib.import_module("broken_hooks")
+    registry._hooks.clear()
+    registry._hooks.update(before)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize(("name", "rule"), BROKEN.items())
+def test_broken_hook_is_told_its_rule(broken_hooks, name, rule):
+    with pytest.raises(ConformanceError, match=f"breaks the rule '{rule}'"):
+        check_hook(getattr(broken_hooks, name))
+
+
+def test_there_is_a_broken_hook_for_every_rule():
+    assert set(BROKEN.values()) == set(RULES)
+
+
+def test_factory_that_cannot_be_sent_is_refused():
+    with pytest.raises(TypeError, match=r"functools\.partial"):
+        check_hook(lambda: commhooks.create("allreduce"))
