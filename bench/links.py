@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces joined by a bridge, each with a shaped link.
 
-Needs root and iproute2. Each host sends at most `rate`; what it receives is bounded by what the others
-send. Everything is removed at the end, also of runs that were killed: names begin with the pid of the
-process that made them, and leftovers of dead processes are removed at the next start.
+Needs root and iproute2. Each host sends at most `rate`; what it receives is bounded by what the
+others send. Everything is removed at the end, also of runs that were killed: names begin with the
+pid of the process that made them, and leftovers of dead processes are removed at the next start.
 """
 
 from __future__ import annotations
@@ -57,7 +57,19 @@ def shaped_link(world_size: int, rate_mbit: int) -> Iterator[Link]:
         for index, host in enumerate(hosts):
             outside = f"{base}v{index}"
             _run("ip", "netns", "add", host)
-            _run("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host)
+            _run(
+                "ip",
+                "link",
+                "add",
+                outside,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                INTERFACE,
+                "netns",
+                host,
+            )
             _run("ip", "link", "set", outside, "master", bridge, "up")
             address = f"{SUBNET}.{index + 1}/24"
             _run("ip", "-n", host, "addr", "add", address, "dev", INTERFACE)

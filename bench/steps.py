@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.models import MODELS
-from reducer import DistributedDataParallel
+from commhooks.wire import all_reduce_bytes
+from reducer import DistributedDataParallel, GradBucket
 
 _models: dict[str, nn.Module] = {}
+_handles: dict[str, commhooks.HookHandle] = {}
 _inputs: dict[str, torch.Tensor] = {}
 
 
@@ -39,10 +42,10 @@ def _copying_noop(module: nn.Module, **options: Any) -> nn.Module:
     return wrapped
 
 
-def _ours(hook: str, **hook_options: Any) -> Callable[..., nn.Module]:
+def _ours(label: str, hook: str, **hook_options: Any) -> Callable[..., nn.Module]:
     def wrap(module: nn.Module, **options: Any) -> nn.Module:
         wrapped = DistributedDataParallel(module, **options)
-        commhooks.register(wrapped, hook, **hook_options)
+        _handles[label] = commhooks.register(wrapped, hook, **hook_options)
         return wrapped
 
     return wrap
@@ -53,18 +56,19 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "torch": TorchDDP,
     "torch noop": _torch_noop,
     "torch fp16": _torch_fp16,
-    "ours": DistributedDataParallel,
-    "ours noop": _ours("noop"),
+    "ours": _ours("ours", "allreduce"),
+    "ours noop": _ours("ours noop", "noop"),
     "ours noop, copying": _copying_noop,
-    "ours fp16": _ours("fp16"),
-    "ours bf16": _ours("bf16"),
-    "ours powersgd": _ours("powersgd", rank=4, start_step=0),
+    "ours fp16": _ours("ours fp16", "fp16"),
+    "ours bf16": _ours("ours bf16", "bf16"),
+    "ours powersgd": _ours("ours powersgd", "powersgd", rank=4, start_step=0),
 }
 
 
 def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any]) -> int:
     """Wrap one copy of `model` per wrapper, from the same start; returns its gradient bytes."""
     _models.clear()
+    _handles.clear()
     for name in wrappers:
         torch.manual_seed(0)
         _models[name] = WRAPPERS[name](MODELS[model](), **options)
@@ -114,5 +118,55 @@ def error_against_mean(rank: int, wrapper: str) -> float:
 
 def wire_bytes(rank: int, wrapper: str) -> int:
     """Bytes that this rank sends per step."""
-    handle = commhooks.handle_of(_models[wrapper])
-    return round(handle.stats().total.wire_bytes)
+    handle = _handles.get(wrapper)
+    if handle is None:  # torch's own, whose traffic is known
+        gradient_bytes = sum(p.numel() * p.element_size() for p in _models[wrapper].parameters())
+        divisor = 2 if wrapper == "torch fp16" else 1
+        return all_reduce_bytes(gradient_bytes // divisor, dist.get_world_size())
+    sent = handle.stats().total.wire_bytes
+    assert sent is not None
+    return round(sent)
+
+
+# ------------------------------------------------------------------- the cost of awaiting
+
+STAGES = 50
+_small = torch.zeros(16)
+
+
+@dataclass
+class ManyStages(commhooks.CommHook):
+    """Dependent collectives of 64 bytes."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> torch.Tensor:
+        """As many as STAGES."""
+        for _ in range(STAGES):
+            await comm.all_reduce(_small)
+        return bucket.buffer()
+
+
+def prepare_stages(rank: int) -> None:
+    """One bucket of one parameter."""
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+    commhooks.register(model, ManyStages())
+    _models.clear()
+    _models["stages"] = model
+    awaited_stages(rank)  # makes the channels
+
+
+def awaited_stages(rank: int) -> float:
+    """Seconds of a backward whose only bucket awaits the stages."""
+    loss = _models["stages"](torch.ones(1, 4)).sum()
+    dist.barrier()
+    start = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - start
+
+
+def bare_stages(rank: int) -> float:
+    """Seconds of the same collectives, one after the other."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(STAGES):
+        dist.all_reduce(_small)
+    return time.perf_counter() - start

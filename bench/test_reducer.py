@@ -1,7 +1,7 @@
 """The reducer against torch's: backward of two models, both gradient modes, 2 ranks over loopback.
 
-Wrappers are measured in turn, round by round, so that whatever else the machine does hits all alike.
-pytest-benchmark's columns show ours; its `extra_info` holds the others and the ratios.
+Wrappers are measured in turn, round by round, so that whatever else the machine does hits all
+alike. pytest-benchmark's columns show ours; its `extra_info` holds the others and the ratios.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from bench.models import MODELS
 ROUNDS = 15
 WARM_UP = 3
 MODES = {"copy": False, "view": True}
+# How gradients are cleared between steps. None is torch's default; with zeros, views stay views.
+CLEARING = {"to none": True, "to zero": False}
 
 
 def measure_in_turn(
     benchmark: Any, ranks: Cluster, subject: str, others: list[str], set_to_none: bool
 ) -> dict[str, float]:
-    """Median seconds of a backward, on the slowest rank, of the subject and of each other wrapper."""
+    """Median seconds of a backward on the slowest rank, for the subject and each other wrapper."""
     seconds: dict[str, list[float]] = {name: [] for name in [subject, *others]}
 
     def others_first() -> None:
@@ -40,16 +42,20 @@ def measure_in_turn(
 
 
 @pytest.mark.benchmark(group="reducer: averaging")
+@pytest.mark.parametrize("clearing", CLEARING)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_averaging(benchmark: Any, two_ranks: Cluster, model: str, mode: str) -> None:
+def test_averaging(
+    benchmark: Any, two_ranks: Cluster, model: str, mode: str, clearing: str
+) -> None:
     """Default averaging; the aim is at most 0.95 of torch's time."""
     options = {"gradient_as_bucket_view": MODES[mode]}
     gradient_bytes = two_ranks(steps.prepare, model, ["torch", "ours"], options)[0]
+    set_to_none = CLEARING[clearing]
     for name in ("torch", "ours"):
-        two_ranks(steps.backward, name, False)
+        two_ranks(steps.backward, name, set_to_none)
     assert max(two_ranks(steps.largest_difference, "ours", "torch")) == 0.0
-    median = measure_in_turn(benchmark, two_ranks, "ours", ["torch"], set_to_none=False)
+    median = measure_in_turn(benchmark, two_ranks, "ours", ["torch"], set_to_none)
     benchmark.extra_info.update(
         gradient_bytes=gradient_bytes,
         seconds=median,
@@ -59,24 +65,26 @@ def test_averaging(benchmark: Any, two_ranks: Cluster, model: str, mode: str) ->
 
 
 @pytest.mark.benchmark(group="reducer: what the engine adds")
+@pytest.mark.parametrize("clearing", CLEARING)
 @pytest.mark.parametrize("subject", ["ours noop", "ours noop, copying"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
 def test_added_to_backward(
-    benchmark: Any, two_ranks: Cluster, model: str, mode: str, subject: str
+    benchmark: Any, two_ranks: Cluster, model: str, mode: str, subject: str, clearing: str
 ) -> None:
     """A hook that sends nothing, so that only the engine's own work shows.
 
-    "noop" tells the engine that nothing changes, so nothing is packed. "noop, copying" is torch's own
-    hook function on our engine, which packs and unpacks everything as torch does.
+    "noop" tells the engine that nothing changes, so nothing is packed. "noop, copying" is torch's
+    own hook function on our engine, which packs and unpacks everything as torch does.
     """
     options = {"gradient_as_bucket_view": MODES[mode]}
     others = ["bare", "torch noop"]
     gradient_bytes = two_ranks(steps.prepare, model, [*others, subject], options)[0]
+    set_to_none = CLEARING[clearing]
     for name in [*others, subject]:
-        two_ranks(steps.backward, name, False)
+        two_ranks(steps.backward, name, set_to_none)
     assert max(two_ranks(steps.largest_difference, subject, "bare")) == 0.0
-    median = measure_in_turn(benchmark, two_ranks, subject, others, set_to_none=False)
+    median = measure_in_turn(benchmark, two_ranks, subject, others, set_to_none)
     added = median[subject] - median["bare"]
     torch_added = median["torch noop"] - median["bare"]
     benchmark.extra_info.update(
