@@ -1,4 +1,4 @@
-"""Turns the JSON of a benchmark run into a table: ``python -m bench.report RUN.json > table.md``."""
+"""Makes a table of a benchmark run's JSON: ``python -m bench.report RUN.json > table.md``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ def number(value: Any) -> str:
 def table(run: dict[str, Any]) -> str:
     """Markdown: where the run took place, then one section per group."""
     cpu = run["machine_info"]["cpu"]
-    lines = [
-        f"# Benchmarks of {run['datetime'][:10]}",
-        "",
+    where = (
         f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu['count']} cores, Python "
         f"{run['machine_info']['python_version']}, torch {torch.__version__}, commit "
-        f"{run['commit_info'].get('id', 'unknown')[:12]}. Columns: see ../README.md.",
-    ]
+        f"{run['commit_info'].get('id', 'unknown')[:12]}. Columns: see ../README.md."
+    )
+    lines = [f"# Benchmarks of {run['datetime'][:10]}", "", where]
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in run["benchmarks"]:
         groups.setdefault(row["group"], []).append(row)
