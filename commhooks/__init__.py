@@ -19,11 +19,15 @@ from commhooks.errors import (
     CommHookStateError,
     UnknownHookError,
 )
+from commhooks.handle import HookHandle, handle_of, register
 from commhooks.hook import CommHook
 from commhooks.registry import HookInfo, available, create, describe, register_hook
+from commhooks.stats import BucketStats, HookStats
 from reducer import DistributedDataParallel, GradBucket
+from reducer.distributed import set_hook_resolver
 
 __all__ = [
+    "BucketStats",
     "CommHook",
     "CommHookError",
     "CommHookMismatchError",
@@ -34,11 +38,17 @@ __all__ = [
     "Communicator",
     "DistributedDataParallel",
     "GradBucket",
+    "HookHandle",
     "HookInfo",
+    "HookStats",
     "UnknownHookError",
     "algorithms",
     "available",
     "create",
     "describe",
+    "handle_of",
+    "register",
     "register_hook",
 ]
+
+set_hook_resolver(lambda model, hook, options: register(model, hook, **options))

@@ -34,14 +34,14 @@ class Request:
     """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
 
     ``start`` issues it on a channel; once all works have completed, ``result`` is there.
-    ``is_last``: only to be issued when every earlier bucket has finished.
+    ``is_vote``: issued when all buckets have finished, see Note [All ranks or none].
     """
 
     operation: str
     start: Callable[[dist.ProcessGroup], list[Work]]
     result: Tensor | None
     wire_bytes: int
-    is_last: bool = False
+    is_vote: bool = False
 
     def __await__(self) -> Generator["Request", None, Tensor]:
         yield self

@@ -3,9 +3,9 @@
 A hook decides how the gradients of one bucket travel. The contract:
 
 *When.* Once per bucket and synchronised backward, as soon as the bucket's gradients are there, in
-the same order of buckets on every rank. While one bucket's hook waits for a collective, backward goes on,
-and so do the hooks of other buckets. They never run at the same time as each other (on CPU they have
-one thread of their own), so state needs no lock.
+the same order of buckets on every rank. While the hook of one bucket waits for a collective,
+backward goes on, and so do the hooks of other buckets. They never run at the same time as each
+other (on CPU they have one thread of their own), so state needs no lock.
 
 *What.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps; the hook may
 overwrite it. It is the hook's until the result has been taken.
@@ -107,6 +107,10 @@ class CommHook:
         same on all ranks must be forgotten here, or made the same.
         """
 
+    def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether ``state[key]`` can belong to a model with ``parameters``."""
+        return key in parameters
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs; tensors are copies. Default: :attr:`state`."""
         return {
@@ -125,7 +129,7 @@ class CommHook:
         }
 
     def to_config(self) -> dict[str, Any]:
-        """Name and options in JSON's types; :func:`commhooks.create` makes a hook of them."""
+        """Name and options in JSON's types; what :func:`commhooks.create` takes."""
         options = {name: to_json(getattr(self, name)) for name in option_names(type(self))}
         return {"name": self.name, **options}
 

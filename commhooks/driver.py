@@ -1,0 +1,319 @@
+"""Runs the coroutines of a hook, so that buckets overlap and all ranks agree on the order.
+
+Note [Order of collectives]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A hook with dependent collectives issues its second one when its first has completed. Completions
+come in a different order on every rank, so issuing at that moment would pair the second collective
+of bucket 3 on one rank with that of bucket 4 on another: Gloo aborts ("Received data size doesn't
+match") or mixes up numbers, NCCL hangs. Instead:
+
+    stage s of bucket b is issued once bucket b-1 has issued its stage s, or has finished with fewer
+    stages; and each stage has a channel of its own.
+
+            channel 0   b0 b1 b2 b3 ...
+            channel 1      b0 b1 b2 ...        columns: time; within a row: bucket order, always
+            channel 2         b0 b1 ...
+
+On each channel the order is that of the buckets, which is the same on every rank as long as each
+bucket awaits the same collectives on every rank. What completes when does not matter. Between
+channels no order is needed: they share no connection. Nor can ranks wait for each other in a
+circle. Take the earliest bucket that has not finished everywhere, and its earliest stage that some
+rank has not issued: all stages before it are issued by all and complete, no bucket is before it.
+
+Note [All ranks or none]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A step that fails on one rank fails on all, or models would drift apart in silence. After its last
+bucket a step therefore ends with a vote: a barrier, which a rank enters when all its buckets have
+finished. Its completion says that all have. A rank that fails, at whatever point,
+
+    1. publishes why, in the store, under the current epoch;
+    2. abandons its channels: connections close, and what peers have pending there fails, so that
+       they do the same (a rank that issued fewest collectives on a channel has none pending that
+       others lack, so it can close; then the others' fail);
+    3. hands out errors when nothing of its own is pending, so that no buffer is in use afterwards;
+    4. counts its epoch up by one. Since nobody gets past the vote, every rank does so in this very
+       step, once, and the next step meets on new channels.
+
+A step in which a hook has sent nothing is not voted on.
+"""
+
+import atexit
+import itertools
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from commhooks.channels import Channels
+from commhooks.errors import CommHookError, CommHookPeerError
+from commhooks.hook import CommHook
+from commhooks.stats import Ledger
+from commhooks.task import Task
+from reducer import GradBucket
+from reducer._C import CompletionQueue
+
+__all__ = ["Driver"]
+
+_ARRIVED = -1  # token: something was put into `arrivals`
+
+
+class Driver:
+    """A hook for a reducer: call it with a bucket, get a future of the average.
+
+    For CPU tensors and Gloo. A thread of its own runs all coroutines, so that launching a bucket
+    costs backward nothing but a queue entry; it ends when the driver is dropped or closed.
+    ``token`` as for :class:`Channels`.
+    """
+
+    def __init__(self, hook: CommHook, group: dist.ProcessGroup, token: int) -> None:
+        self.ledger = Ledger()
+        self._hook = hook
+        self._group = group
+        self._loop = _Loop(hook, Channels(group, token), self.ledger)
+        # Not a reference to self: the thread must not keep the driver alive.
+        self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
+        self._finalizer.atexit = False
+
+    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
+        """Runs the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
+        task = Task(self._hook, bucket, self._group)
+        self._loop.put(task)
+        return task.future
+
+    def abandon(self) -> None:
+        """The current step ends early: buckets on their way fail, on all ranks."""
+        self._loop.put(None)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._finalizer()
+
+
+class _Loop:
+    """What the thread works on. Everything but ``put`` and ``stop`` runs on it."""
+
+    def __init__(self, hook: CommHook, channels: Channels, ledger: Ledger) -> None:
+        self._hook = hook
+        self._channels = channels
+        self._ledger = ledger
+        self._queue = CompletionQueue()
+        self._arrivals: deque[Task | None] = deque()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+        self._tokens = itertools.count()
+        self._pending: dict[int, Task] = {}
+        self._tasks: list[Task] = []  # unfinished, in bucket order
+        # Of the current step:
+        self._last_index = math.inf
+        self._is_open = False  # from the first bucket until the last has finished
+        self._has_sent = False
+        self._failure: CommHookError | None = None
+
+    # ---------------------------------------------------------------------- from other threads
+
+    def put(self, arrival: Task | None) -> None:
+        """Hands over a task, or None where the step ends early."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="commhooks", daemon=True)
+            self._thread.start()
+            _loops.add(self)
+        self._arrivals.append(arrival)
+        self._queue.put(_ARRIVED)
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._channels.close()
+        self._queue.put(_ARRIVED)
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    # -------------------------------------------------------------------------- on the thread
+
+    @torch.no_grad()
+    def _main(self) -> None:
+        while not self._stopped:
+            token = self._queue.get()
+            if token == _ARRIVED:
+                if self._arrivals:
+                    self._arrive(self._arrivals.popleft())
+            elif token is not None:
+                self._complete(token)
+        self._channels.abandon()
+
+    def _arrive(self, task: Task | None) -> None:
+        if task is None:
+            self._end_early()
+            return
+        if task.bucket.index() <= self._last_index:
+            self._begin_step()
+        self._last_index = task.bucket.index()
+        if self._failure is not None:
+            task.close()
+            task.fail(self._failure)
+            return
+        self._is_open = True
+        self._tasks.append(task)
+        self._advance(task)
+        self._give_turns()
+
+    def _begin_step(self) -> None:
+        self._has_sent = False
+        if self._failure is not None:
+            self._failure = None
+            self._hook.recover()
+
+    def _end_early(self) -> None:
+        """Without any bucket launched, peers do not wait for this rank either."""
+        if self._is_open and self._failure is None:
+            rank = dist.get_rank()
+            self._fail(
+                CommHookError(f"[rank {rank}] the backward pass ended before its last bucket")
+            )
+        self._is_open = False
+        self._last_index = math.inf
+
+    def _complete(self, token: int) -> None:
+        task = self._pending.pop(token)
+        task.outstanding -= 1
+        if task.outstanding > 0:
+            return
+        if self._failure is not None:
+            self._finish_failed(task)
+            return
+        error = _first_error(task)
+        if error is not None:
+            self._fail(self._peer_error(task, error))
+            return
+        self._advance(task)
+        self._give_turns()
+
+    def _advance(self, task: Task) -> None:
+        """Runs the hook to its next await, or to its end."""
+        if self._failure is not None:
+            return
+        try:
+            result = task.step()
+        except CommHookError as error:
+            self._fail(error)
+            return
+        if result is None:
+            return
+        self._tasks.remove(task)
+        if task.bucket.is_last():
+            self._is_open = False
+        seconds = time.perf_counter() - task.start
+        self._ledger.record(task.bucket, task.comm.wire_bytes, seconds)
+        task.future.set_result(result)
+
+    def _give_turns(self) -> None:
+        """Issues what may be issued now; see Note [Order of collectives]."""
+        limit: float = math.inf  # the fewest collectives that an earlier bucket has issued
+        for task in list(self._tasks):
+            if task.is_waiting_for_turn and task.issued < limit:
+                self._issue(task)
+            if self._failure is not None:
+                return
+            limit = min(limit, task.issued)
+            if limit == 0:
+                return
+
+    def _issue(self, task: Task) -> None:
+        request = task.request
+        assert request is not None
+        if request.is_vote:
+            if task is not self._tasks[0]:
+                return
+            stage = 0
+            if not self._has_sent:
+                self._advance(task)
+                return
+        else:
+            stage = task.issued
+            task.issued += 1
+        self._has_sent = True
+        try:
+            works = request.start(self._channels.open(stage))
+        except CommHookPeerError as error:
+            self._fail(self._peer_error(task, error))
+            return
+        except Exception as error:
+            self._fail(task.refuse(error.with_traceback(None)))  # frames would keep the channel
+            return
+        task.comm.wire_bytes += request.wire_bytes
+        task.works = works
+        task.outstanding = max(1, len(works))
+        for work in works:
+            self._queue.watch(work, self._expect(task))
+        if not works:
+            self._queue.put(self._expect(task))
+
+    def _expect(self, task: Task) -> int:
+        token = next(self._tokens)
+        self._pending[token] = task
+        return token
+
+    # -------------------------------------------------------------------------------- failure
+
+    def _fail(self, error: CommHookError) -> None:
+        """See Note [All ranks or none]."""
+        self._failure = error
+        self._channels.publish(str(error))
+        self._channels.abandon()
+        for task in list(self._tasks):
+            task.close()
+            if task.outstanding == 0:
+                self._finish_failed(task)
+
+    def _finish_failed(self, task: Task) -> None:
+        assert self._failure is not None
+        self._tasks.remove(task)
+        task.fail(self._failure)
+
+    def _peer_error(self, task: Task, error: Exception) -> CommHookError:
+        """The failure of a collective: most likely not the fault of this rank."""
+        why = self._channels.published()
+        operation = task.request.operation if task.request is not None else "collective"
+        text = (
+            f"another rank failed in this step: {why}"
+            if why is not None
+            else f"{operation} failed, because a peer failed or left, or the network did: {error}"
+        )
+        failure = task.error(text, CommHookPeerError)
+        failure.__cause__ = error
+        return failure
+
+
+def _first_error(task: Task) -> Exception | None:
+    for work in task.works:
+        try:
+            work.wait()
+        except Exception as error:
+            return error.with_traceback(None)
+    return None
+
+
+def _stop(loop: _Loop, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the object, but not its thread
+        loop.stop()
+
+
+_loops: weakref.WeakSet[_Loop] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # A thread that wakes up while the interpreter goes down would crash it.
+    for loop in list(_loops):
+        loop.stop()
+    for loop in list(_loops):
+        loop.join(2.0)

@@ -1,0 +1,236 @@
+"""Registers hooks on wrapped models, and holds them afterwards."""
+
+import functools
+import inspect
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
+
+from commhooks.agreement import check_agreement
+from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
+from commhooks.hook import CommHook
+from commhooks.registry import create
+from commhooks.saved_state import check_saved_state, saved_state
+from commhooks.slot import OwnSlot, Slot, TorchHook
+from commhooks.stats import HookStats
+from commhooks.stock import StockSlot
+from reducer import DistributedDataParallel
+
+__all__ = ["HookHandle", "handle_of", "register"]
+
+Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
+AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
+
+_slots: "weakref.WeakKeyDictionary[nn.Module, Slot]" = weakref.WeakKeyDictionary()
+_handles: "weakref.WeakKeyDictionary[nn.Module, HookHandle]" = weakref.WeakKeyDictionary()
+
+
+def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle":
+    """Lets ``hook`` average the gradients of ``model`` from the next step on. Collective.
+
+    ``model`` is wrapped in ``commhooks.DistributedDataParallel`` or torch's own. ``hook``: a name
+    and its ``options``, a config, a :class:`CommHook`, or a torch-style function ``fn(state,
+    bucket)`` that returns a future of the average, with ``state=`` as its only option.
+
+    Raises:
+        CommHookError: ``model`` is not wrapped, or has a hook already.
+        CommHookMismatchError: ranks registered different hooks or options; on every rank.
+        UnknownHookError, CommHookOptionError: see :func:`create`. The other ranks raise as well.
+    """
+    slot = _slot_of(model)
+    if model in _handles:
+        raise CommHookError(
+            f"the model has a hook already, {_handles[model].hook!r}; use replace() of its handle, "
+            "commhooks.handle_of(model), or remove() it first"
+        )
+    handle = HookHandle(slot, functools.partial(_forget, weakref.ref(model)))
+    handle.replace(hook, **options)
+    _handles[model] = handle
+    return handle
+
+
+def handle_of(model: nn.Module) -> "HookHandle | None":
+    """The handle of the hook that is registered on ``model``, if there is one."""
+    return _handles.get(model)
+
+
+class HookHandle:
+    """A registered hook. All methods are to be called between two steps, on every rank."""
+
+    def __init__(self, slot: Slot, on_remove: Callable[[], None]) -> None:
+        self._slot: Slot | None = slot
+        self._on_remove = on_remove
+        self._hook: CommHook | Function | None = None
+
+    @property
+    def hook(self) -> CommHook | Function:
+        """The hook in use. Raises CommHookError when it has been removed."""
+        if self._slot is None or self._hook is None:
+            raise CommHookError("this hook has been removed; commhooks.register() a new one")
+        return self._hook
+
+    def replace(self, hook: AnyHook, /, **options: Any) -> None:
+        """Uses another hook from the next step on; arguments and errors as of :func:`register`.
+
+        After an error the former hook stays in use. State is not carried over. Collective.
+        """
+        slot = self._in_use()
+        failure: CommHookError | None = None
+        try:
+            new = _resolve(hook, options)
+            _check_backend(new, slot)
+            identity = _identity(new)
+        except CommHookError as error:
+            # Other ranks may have no such error, and would wait.
+            failure, identity = error, f"{type(error).__name__}: {error}"
+        try:
+            token = check_agreement(slot.group, slot.device, "hook and options", identity)
+        except CommHookError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        if isinstance(new, CommHook):
+            slot.install(new, token)
+        else:
+            slot.install_function(_bind(new, options))
+        self._hook = new
+
+    def remove(self) -> None:
+        """Goes back to the plain average; a hook can be registered again."""
+        self._in_use().clear()
+        self._slot = None
+        self._on_remove()
+
+    def stats(self) -> HookStats:
+        """What the hook cost and saved on this rank, since it was registered or replaced."""
+        return self._in_use().stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs. Each rank has its own, to be saved by each."""
+        slot = self._in_use()
+        return saved_state(self._comm_hook(), slot)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, on the same rank of a model alike.
+
+        Raises CommHookStateError if it is damaged or foreign; then nothing has changed.
+        """
+        slot = self._in_use()
+        hook = self._comm_hook()
+        check_saved_state(state, hook, slot)
+        before = hook.state_dict()
+        try:
+            hook.load_state_dict(state["state"])
+        except Exception as error:
+            hook.load_state_dict(before)
+            if isinstance(error, CommHookStateError):
+                raise
+            raise CommHookStateError(
+                f"hook {hook!r} cannot use the saved state: {error}"
+            ) from error
+        slot.steps = state["step"]
+
+    def _in_use(self) -> Slot:
+        if self._slot is None:
+            raise CommHookError("this hook has been removed; commhooks.register() a new one")
+        return self._slot
+
+    def _comm_hook(self) -> CommHook:
+        if not isinstance(self.hook, CommHook):
+            raise CommHookStateError(
+                f"{self.hook!r} is a torch-style function, whose state only its author knows; save "
+                "that instead"
+            )
+        return self.hook
+
+
+def _forget(model: "weakref.ref[nn.Module]") -> None:
+    alive = model()
+    if alive is not None:
+        _handles.pop(alive, None)
+
+
+def _slot_of(model: nn.Module) -> Slot:
+    """Made once per model, because torch takes a hook only once."""
+    if not isinstance(model, DistributedDataParallel | StockDistributedDataParallel):
+        if not dist.is_initialized():
+            raise CommHookError(
+                "there is no process group: call torch.distributed.init_process_group(...) on "
+                "every rank (torchrun sets what it reads), then wrap the model in "
+                "commhooks.DistributedDataParallel"
+            )
+        raise CommHookError(
+            f"expected a model wrapped in commhooks.DistributedDataParallel, or torch's own, found "
+            f"{type(model).__name__}; wrap it first"
+        )
+    if model not in _slots:
+        is_own = isinstance(model, DistributedDataParallel)
+        _slots[model] = OwnSlot(model) if is_own else StockSlot(model)  # type: ignore[arg-type]
+    return _slots[model]
+
+
+def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:
+    if isinstance(hook, str | Mapping):
+        return create(hook, **options)
+    if isinstance(hook, CommHook):
+        if options:
+            raise CommHookOptionError(
+                f"{hook!r} has its options already; found {sorted(options)} besides it"
+            )
+        return hook
+    if isinstance(hook, type) or not callable(hook):
+        raise CommHookError(
+            f"expected the name of a hook, a config, a CommHook or a function fn(state, bucket), "
+            f"found {hook!r}"
+        )
+    _check_arity(hook)
+    if unknown := sorted(options.keys() - {"state"}):
+        raise CommHookOptionError(
+            f"a torch-style function has one option, state=; found {', '.join(unknown)}"
+        )
+    return hook
+
+
+def _check_arity(function: Function) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # compiled functions need not have one
+    try:
+        signature.bind("state", "bucket")
+    except TypeError as error:
+        raise CommHookError(
+            f"expected a function of two arguments, fn(state, bucket), under any names; found "
+            f"{function!r} with {signature}"
+        ) from error
+
+
+def _bind(function: Function, options: Mapping[str, Any]) -> TorchHook:
+    return functools.partial(function, options.get("state"))
+
+
+def _identity(hook: CommHook | Function) -> str:
+    if isinstance(hook, CommHook):
+        return json.dumps(hook.to_config(), sort_keys=True)
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"function {named.__module__}.{named.__qualname__}"
+
+
+def _check_backend(hook: CommHook | Function, slot: Slot) -> None:
+    if not isinstance(hook, CommHook):
+        return
+    backend = slot.group._get_backend(slot.device).name()  # noqa: SLF001
+    if backend not in hook.backends:
+        raise CommHookError(
+            f"hook {hook!r} works on {', '.join(hook.backends)}; the model's process group uses "
+            f"{backend!r} for tensors on {slot.device.type!r}"
+        )

@@ -1,0 +1,149 @@
+"""Hooks on torch's own DistributedDataParallel."""
+
+import weakref
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as TorchBucket
+from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
+
+from commhooks.errors import CommHookError, CommHookResultError
+from commhooks.hook import CommHook
+from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver
+from commhooks.stats import HookStats, Ledger
+from reducer import GradBucket
+
+__all__ = ["StockSlot"]
+
+
+class StockSlot(Slot):
+    """Torch takes one hook per model, once; this is it, and what it calls can be exchanged.
+
+    Torch's reducer does not survive a hook that fails. So it is always given a tensor with which to
+    finish the step, and the error is raised at the end of backward, when torch is done:
+
+        hook of bucket 0 -> queue A          autograd calls at the end of backward: A, finalize, B
+        hook of the last bucket
+        torch queues its `finalize`
+        A queues B, which raises
+    """
+
+    def __init__(self, model: StockDistributedDataParallel) -> None:
+        self.group: dist.ProcessGroup = model.process_group
+        self.parameters = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.device = next(iter(self.parameters.values())).device
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._steps = 0
+        self._ledger = Ledger()
+        self._driver: AnyDriver | None = None
+        self._function: TorchHook = self._average
+        self._error: Exception | None = None
+        try:
+            model.register_comm_hook(weakref.proxy(self), _run)
+        except RuntimeError as error:
+            raise CommHookError(
+                "the model has a hook already, from register_comm_hook(), which can neither be "
+                "replaced nor removed; use commhooks.register() instead"
+            ) from error
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+
+    def install(self, hook: CommHook, token: int) -> None:
+        self._set(make_driver(hook, self.group, self.device, token), self._average)
+
+    def install_function(self, hook: TorchHook) -> None:
+        self._set(None, hook)
+
+    def clear(self) -> None:
+        self._set(None, self._average)
+
+    def stats(self) -> HookStats:
+        ledger = self._ledger if self._driver is None else self._driver.ledger
+        return ledger.stats(self.group.size())
+
+    def run(self, bucket: TorchBucket) -> Future[Tensor]:
+        """Torch's reducer calls this for each bucket."""
+        if bucket.index() == 0:
+            self._error = None
+            _queue_callback(lambda: _queue_callback(self._end_step))
+        try:
+            future = self._launch(bucket)
+        except Exception as error:
+            self._error = self._error or error
+            return _completed(bucket.buffer())
+        return future.then(lambda future: self._settle(future, bucket))
+
+    def _launch(self, bucket: TorchBucket) -> Future[Tensor]:
+        if self._driver is not None:
+            return self._driver(self._with_names(bucket))
+        self._ledger.record(self._with_names(bucket), None, 0.0)
+        future = self._function(bucket)
+        if not isinstance(future, Future):
+            raise CommHookResultError(
+                f"[rank {self.group.rank()}] the hook returned {type(future).__name__} for bucket "
+                f"{bucket.index()}; expected a torch.futures.Future of the average"
+            )
+        return future
+
+    def _settle(self, future: Future[Tensor], bucket: TorchBucket) -> Tensor:
+        try:
+            return future.value()
+        except Exception as error:
+            self._error = self._error or error
+            return bucket.buffer()
+
+    def _end_step(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._steps += 1
+
+    def _set(self, driver: AnyDriver | None, function: TorchHook) -> None:
+        if self._driver is not None:
+            self._driver.close()
+        self._driver = driver
+        self._function = function
+        self._ledger = Ledger()
+
+    def _with_names(self, bucket: TorchBucket) -> GradBucket:
+        parameters = bucket.parameters()
+        index = bucket.index()
+        return GradBucket(
+            bucket.buffer(),
+            parameters,
+            [self._names[id(parameter)] for parameter in parameters],
+            index=index,
+            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell how many
+            step=self._steps,
+        )
+
+    def _average(self, bucket: TorchBucket) -> Future[Tensor]:
+        return allreduce_hook(self.group, cast("Any", bucket))
+
+
+def _run(slot: StockSlot, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    return slot.run(bucket)
+
+
+def _completed(tensor: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+def _queue_callback(callback: Any) -> None:
+    Variable._execution_engine.queue_callback(callback)  # noqa: SLF001

@@ -1,0 +1,135 @@
+"""One run of a hook, on one bucket: a coroutine, where it stands, and what may go wrong in it."""
+
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from commhooks.communicator import Communicator, Request
+from commhooks.errors import CommHookError, CommHookResultError
+from commhooks.hook import CommHook
+from reducer import GradBucket
+
+__all__ = ["Task"]
+
+
+class Task:
+    """The hook's coroutine for one bucket, from launch to result.
+
+    ``issued`` counts the collectives issued so far, ``works`` are the parts of the current one, of
+    which ``outstanding`` have not completed.
+    """
+
+    def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
+        self.bucket = bucket
+        self.comm = Communicator(
+            group, step=bucket.step, key=bucket.key, seed=getattr(hook, "seed", 0)
+        )
+        device = bucket.buffer().device
+        self.future: Future[Tensor] = Future(devices=[] if device.type == "cpu" else [device])
+        self.request: Request | None = None
+        self.issued = 0
+        self.works: list[Work] = []
+        self.outstanding = 0
+        self.start = time.perf_counter()
+        self._hook = hook
+        self._coroutine: Coroutine[Request, None, Tensor] = self._run()
+
+    @property
+    def is_waiting_for_turn(self) -> bool:
+        """Whether the hook awaits a collective that has not been issued."""
+        return self.request is not None and self.outstanding == 0
+
+    def step(self) -> Tensor | None:
+        """Runs the hook to its next ``await``, then ``request`` is set; or returns its result.
+
+        Raises CommHookError for whatever the hook raises.
+        """
+        self.request = None
+        self.works = []
+        try:
+            request = self._coroutine.send(None)
+        except StopIteration as stop:
+            result: Tensor = stop.value
+            return result
+        except CommHookResultError:
+            raise
+        except Exception as error:
+            raise self.error(f"{type(error).__name__}: {error}") from error
+        if not isinstance(request, Request):
+            raise self._result_error(
+                "can await only what methods of its communicator return, e.g. `await "
+                f"comm.all_reduce(tensor)`; it awaits {request!r}"
+            )
+        self.request = request
+        return None
+
+    def refuse(self, error: Exception) -> CommHookError:
+        """The error of a collective that could not be issued, which the hook sees at its await."""
+        try:
+            self._coroutine.throw(error)
+        except Exception as raised:
+            error = raised
+        text = f"{type(error).__name__}: {error}"
+        failure = self.error(text)
+        failure.__cause__ = error
+        return failure
+
+    def fail(self, error: CommHookError) -> None:
+        """Hands out the error in place of a result."""
+        self.works = []
+        self.future.set_exception(error)  # type: ignore[arg-type]  # torch says Tensor
+
+    def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
+        """``text``, with where it happened."""
+        names = self.bucket.names
+        parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        return kind(
+            f"[rank {self.comm.rank}] hook {self._hook!r} failed on bucket {self.bucket.index()} "
+            f"(parameters {parameters}) at step {self.bucket.step}, after {self.issued} "
+            f"collectives: {text}"
+        )
+
+    def close(self) -> None:
+        """Ends the coroutine where it stands."""
+        self.request = None
+        with suppress(Exception):  # of `finally` blocks; there is an error to report already
+            self._coroutine.close()
+
+    async def _run(self) -> Tensor:
+        result = await self._hook.reduce(self.bucket, self.comm)
+        self._check(result)
+        if self.bucket.is_last():
+            await _vote()
+        return result.detach().reshape(-1)
+
+    def _check(self, result: Any) -> None:
+        buffer = self.bucket.buffer()
+        expected = f"{buffer.numel()} elements of {buffer.dtype} on {buffer.device}"
+        if not isinstance(result, Tensor):
+            raise self._result_error(
+                f"returned {type(result).__name__}; expected the average, a tensor of {expected}"
+            )
+        if (result.numel(), result.dtype, result.device) != (
+            buffer.numel(),
+            buffer.dtype,
+            buffer.device,
+        ):
+            raise self._result_error(
+                f"returned {result.numel()} elements of {result.dtype} on {result.device}; "
+                f"expected the average, {expected}"
+            )
+
+    def _result_error(self, text: str) -> CommHookError:
+        return self.error(text, CommHookResultError)
+
+
+def _vote() -> Request:
+    """See Note [All ranks or none]."""
+    return Request("vote", lambda channel: [channel.barrier()], torch.empty(0), 0, is_vote=True)
