@@ -59,7 +59,7 @@ BROKEN = {
     "SendsOnItsOwn": "wire",
     "NeedsEveryGradient": "unused",
     "CountsBeforeItSends": "failure",
-    "NeedsSmallBuckets": "stock",
+    "NeedsOneBucketForEver": "stock",
 }
 
 

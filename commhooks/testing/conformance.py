@@ -6,6 +6,7 @@
         commhooks.testing.check_hook(functools.partial(MyHook, bits=4))
 """
 
+import inspect
 import pickle
 
 from commhooks.hook import CommHook
@@ -66,4 +67,5 @@ def _explain(hook: CommHook, name: str, error: Exception) -> str:
         found = f"it hangs: {error}"
     else:
         found = f"{type(error).__name__}: {error}"
-    return f"{hook!r} breaks the rule {name!r}. {RULES[name].__doc__} But: {found}"
+    rule = inspect.getdoc(RULES[name])
+    return f"{hook!r} breaks the rule {name!r}. {rule} But: {found}"

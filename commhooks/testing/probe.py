@@ -13,7 +13,7 @@ from commhooks.hook import CommHook
 __all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
 
 # Small enough to make several buckets of `probe_parameters`.
-_BUCKET_MB = 0.001
+_BUCKET_MB = 0.0003
 
 
 def probe_parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -174,10 +174,13 @@ def zeros(site: Site) -> None:
 
 
 def non_finite(site: Site) -> None:
-    """Where a gradient of one rank is not finite, results show it and no rank's state changes."""
+    """Where a gradient of one rank is not finite, results show it and no rank's state changes.
+
+    Within a bucket: others are reduced before the number is seen, or know nothing of it.
+    """
     parameters = probe_parameters()
     hook = site.make_hook()
-    trainer = Trainer(hook, parameters)
+    trainer = Trainer(hook, parameters, bucket_cap_mb=25)
     for step in range(2):
         trainer.step(draw_gradients(parameters, site.rank, step))
     before = through_file(hook.state_dict())
