@@ -24,7 +24,6 @@ from gpt import GPT
 from run_log import RunLog
 from stdlib_text import load_corpus, train_batch, validation_batches
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 from train_config import RunConfig, TrainConfig, make_parser, parse_args
 
 import commhooks
@@ -212,7 +211,7 @@ def start_process_group() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def main() -> None:
