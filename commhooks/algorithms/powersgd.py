@@ -21,11 +21,12 @@ takes out again.) As P·Pᵀ is a projection, E_i is never longer than M_i.
 
 Note [One commit]
 ~~~~~~~~~~~~~~~~~
-Nothing that is kept changes before the last collective of a step has delivered finite numbers:
+Nothing that is kept of a bucket changes before its last collective has delivered finite numbers:
 products are taken of E + G without storing it, and `absorb` then updates errors and bucket. What is
 not finite survives products and sums, so if any rank's gradient has such a number, every rank finds
 one in what it receives, skips the same collectives, keeps its state bit for bit, and returns NaN,
 which a gradient scaler sees on every rank. A collective that fails leaves the state alone as well.
+Other buckets of the same step, if their own gradients are finite, go on as usual.
 """
 
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ class PowerSGD(CommHook):
     and all that is exact, which halves the bytes of the factors. Memory: the errors, as large as
     the gradients in float32, and the factors.
 
-    A step in which a gradient of any rank is not finite averages to NaN on all ranks and leaves the
-    state as it was. See Note [Sent + error] and Note [One commit].
+    A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
+    the state of its parameters as it was. See Note [Sent + error] and Note [One commit].
     """
 
     rank: Annotated[int, Ge(1)] = 4
