@@ -81,6 +81,7 @@ class Communicator:
         """In place, and returned: the sum (or "min", "max", "product") over all ranks."""
         if op not in _OPERATIONS:
             raise CommHookError(f"all_reduce: expected op in {sorted(_OPERATIONS)}, found {op!r}")
+        _check_contiguous("all_reduce", tensor)
         options = AllreduceOptions()
         options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
         return Request(
@@ -130,6 +131,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, root: int = 0) -> Request:
         """In place, and returned: the tensor of rank ``root`` of the group."""
         self._check_rank("broadcast", "root", root)
+        _check_contiguous("broadcast", tensor)
         options = BroadcastOptions()
         options.rootRank = root
         return Request(
@@ -144,6 +146,7 @@ class Communicator:
 
         All ranks take part, so that ``send_to`` of each is the rank that receives from it.
         """
+        _check_contiguous("exchange", tensor)
         self._check_rank("exchange", "send_to", send_to)
         self._check_rank("exchange", "receive_from", receive_from)
         if (send_to == self.rank) != (receive_from == self.rank):
@@ -165,6 +168,7 @@ class Communicator:
         )
 
     def _check_parts(self, operation: str, tensor: Tensor) -> None:
+        _check_contiguous(operation, tensor)
         if tensor.dim() == 0 or tensor.shape[0] % self.size != 0:
             raise CommHookError(
                 f"{operation}: expected dimension 0 to be a multiple of the {self.size} ranks, "
@@ -177,3 +181,12 @@ class Communicator:
                 f"{operation}: expected {argument} to be a rank of the group, 0 to "
                 f"{self.size - 1}, found {rank}"
             )
+
+
+def _check_contiguous(operation: str, tensor: Tensor) -> None:
+    """Gloo would send the wrong memory."""
+    if not tensor.is_contiguous():
+        raise CommHookError(
+            f"{operation}: expected a contiguous tensor, found shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}; call .contiguous() first"
+        )

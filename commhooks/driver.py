@@ -84,8 +84,9 @@ class Driver:
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Runs the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
         task = Task(self._hook, bucket, self._group)
+        future = task.future
         self._loop.put(task)
-        return task.future
+        return future
 
     def abandon(self) -> None:
         """The current step ends early: buckets on their way fail, on all ranks."""
@@ -281,14 +282,15 @@ class _Loop:
 
     def _peer_error(self, task: Task, error: Exception) -> CommHookError:
         """The failure of a collective: most likely not the fault of this rank."""
-        why = self._channels.published()
-        operation = task.request.operation if task.request is not None else "collective"
-        text = (
-            f"another rank failed in this step: {why}"
-            if why is not None
-            else f"{operation} failed, because a peer failed or left, or the network did: {error}"
-        )
-        failure = task.error(text, CommHookPeerError)
+        failure: CommHookError
+        if why := self._channels.published():
+            failure = CommHookPeerError(f"[rank {task.comm.rank}] another rank failed: {why}")
+        else:
+            operation = task.request.operation if task.request is not None else "collective"
+            failure = task.error(
+                f"{operation} failed: a peer failed or left, or the network did ({error})",
+                CommHookPeerError,
+            )
         failure.__cause__ = error
         return failure
 

@@ -35,16 +35,17 @@ class InlineDriver:
             self._has_failed = False
             self._hook.recover()
         task = Task(self._hook, bucket, self._group)
+        future = task.future
         try:
             with torch.no_grad():
                 result = self._run(task)
         except CommHookError as error:
             self._has_failed = True
             task.fail(error)
-            return task.future
+            return future
         self.ledger.record(bucket, task.comm.wire_bytes, time.perf_counter() - task.start)
-        task.future.set_result(result)
-        return task.future
+        future.set_result(result)
+        return future
 
     def abandon(self) -> None:
         """Nothing is ever on its way."""

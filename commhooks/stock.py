@@ -103,6 +103,7 @@ class StockSlot(Slot):
         try:
             return future.value()
         except Exception as error:
+            error = error.with_traceback(None)  # this frame holds the future, which holds the error
             self._error = self._error or error
             return bucket.buffer()
 

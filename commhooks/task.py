@@ -82,9 +82,19 @@ class Task:
         return failure
 
     def fail(self, error: CommHookError) -> None:
-        """Hands out the error in place of a result."""
+        """Hands out a copy of ``error`` in place of a result; the task gives up its future.
+
+        Once raised, an error leads through its traceback to whatever the caller has, the model
+        included; so what is raised must not be what we keep. And its cause leads back here, and
+        through the future to the error: a circle that the garbage collector does not see, as the
+        future is in C++.
+        """
         self.works = []
-        self.future.set_exception(error)  # type: ignore[arg-type]  # torch says Tensor
+        future = self.future
+        del self.future
+        copy = type(error)(*error.args)
+        copy.__cause__ = error.__cause__
+        future.set_exception(copy)  # type: ignore[arg-type]  # torch says Tensor
 
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
         """``text``, with where it happened."""
@@ -114,7 +124,7 @@ class Task:
         expected = f"{buffer.numel()} elements of {buffer.dtype} on {buffer.device}"
         if not isinstance(result, Tensor):
             raise self._result_error(
-                f"returned {type(result).__name__}; expected the average, a tensor of {expected}"
+                f"returned {type(result).__name__}; expected the average, {expected}"
             )
         if (result.numel(), result.dtype, result.device) != (
             buffer.numel(),
