@@ -27,12 +27,11 @@ from run_log import read_log
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 
-# What travels differs between the runs, and nothing else. PowerSGD starts after a few steps of
-# plain averaging, while gradients still change too fast for factors kept from step to step.
+# Only what travels differs between the runs.
 HOOKS: dict[str, list[str]] = {
     "allreduce": [],
     "bf16": [],
-    "powersgd": ["rank=8", "start_step=20"],
+    "powersgd": ["rank=8"],
 }
 
 
