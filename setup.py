@@ -15,6 +15,7 @@ CXX_FLAGS = [
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-maybe-uninitialized",
+    "-Wno-psabi",
     "-DUSE_DISTRIBUTED",
 ]
 

@@ -28,8 +28,17 @@ def functions(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return found
 
 
-def test_same_classes() -> None:
-    assert set(CLASSES) == public(vars(_C))
+FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_same_names() -> None:
+    assert {*CLASSES, *FUNCTIONS} == public(vars(_C))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_same_function_arguments(name: str) -> None:
+    arguments = [argument.arg for argument in FUNCTIONS[name].args.args]
+    assert [argument for argument, _ in documented_arguments(getattr(_C, name))] == arguments
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -8,6 +8,9 @@ Q: (k, r, m)  right factors         M multiplied by it (this Q is the transpose 
 
 E, P and Q have one dtype, float32 or float64, whatever the dtype of G. No function keeps anything
 or synchronises a device; outputs may not overlap inputs.
+
+Float32 on the CPU goes through compiled kernels, each of which is one pass over the memory; all
+else goes through torch's products, tile by tile.
 """
 
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.matrix_plan import Side
+from reducer import _C
 
 __all__ = ["absorb", "orthonormalise", "project"]
 
@@ -26,6 +30,10 @@ _TILE_ELEMENTS = 1 << 17
 
 def project(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:
     """Writes the factors of M on ``side``, given those on the other side: M·Qᵀ or Pᵀ·M."""
+    if _has_kernels(G):
+        kernel = _C.project_left if side is Side.LEFT else _C.project_right
+        kernel(E, G, basis, out)
+        return
     for matrices, rows in _tiles(G):
         M = G[matrices, rows].to(out.dtype) if E is None else E[matrices, rows] + G[matrices, rows]
         if side is Side.LEFT:
@@ -44,6 +52,9 @@ def absorb(
     """
     P, Q = (own, basis) if side is Side.LEFT else (basis, own)
     mean_P, mean_Q = (mean, basis) if side is Side.LEFT else (basis, mean)
+    if _has_kernels(G):
+        _C.absorb(E, G, P, Q, mean_P, mean_Q)
+        return
     for matrices, rows in _tiles(G):
         tile = G[matrices, rows]
         if E is not None:
@@ -63,6 +74,10 @@ def orthonormalise(side: Side, factor: Tensor) -> Tensor:
     columns = factor if side is Side.LEFT else factor.mT
     basis: Tensor = torch.linalg.qr(columns).Q
     return (basis if side is Side.LEFT else basis.mT).contiguous()
+
+
+def _has_kernels(G: Tensor) -> bool:
+    return G.device.type == "cpu" and G.dtype == torch.float32
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

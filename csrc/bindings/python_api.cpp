@@ -5,5 +5,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   commhooks::register_completion_queue(module);
   commhooks::register_grad_bucket(module);
   commhooks::register_hooks(module);
+  commhooks::register_lowrank(module);
   commhooks::register_reducer(module);
 }

@@ -8,6 +8,7 @@ namespace commhooks {
 void register_completion_queue(pybind11::module_& module);
 void register_grad_bucket(pybind11::module_& module);
 void register_hooks(pybind11::module_& module);
+void register_lowrank(pybind11::module_& module);
 void register_reducer(pybind11::module_& module);
 
 }  // namespace commhooks
