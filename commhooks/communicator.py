@@ -33,12 +33,12 @@ _OPERATIONS = {
 class Request:
     """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
 
-    ``start`` issues it on a channel; once all works have completed, ``result`` is there.
+    ``start`` issues it on a channel; once that has completed, ``result`` is there.
     ``is_vote``: issued when all buckets have finished, see Note [All ranks or none].
     """
 
     operation: str
-    start: Callable[[dist.ProcessGroup], list[Work]]
+    start: Callable[[dist.ProcessGroup], Work]
     result: Tensor | None
     wire_bytes: int
     is_vote: bool = False
@@ -86,7 +86,7 @@ class Communicator:
         options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
         return Request(
             "all_reduce",
-            lambda channel: [channel.allreduce([tensor], options)],
+            lambda channel: channel.allreduce([tensor], options),
             tensor,
             wire.all_reduce_bytes(tensor.nbytes, self.size),
         )
@@ -99,7 +99,7 @@ class Communicator:
         flat = tensor.reshape(-1)
         return Request(
             "all_gather",
-            lambda channel: [channel._allgather_base(gathered.view(-1), flat)],  # noqa: SLF001
+            lambda channel: channel._allgather_base(gathered.view(-1), flat),  # noqa: SLF001
             gathered,
             wire.all_gather_bytes(tensor.nbytes, self.size),
         )
@@ -110,7 +110,7 @@ class Communicator:
         received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
         return Request(
             "all_to_all",
-            lambda channel: [channel.alltoall_base(received, tensor, [], [])],
+            lambda channel: channel.alltoall_base(received, tensor, [], []),
             received,
             wire.all_to_all_bytes(tensor.nbytes, self.size),
         )
@@ -123,7 +123,7 @@ class Communicator:
         options = ReduceScatterOptions()
         return Request(
             "reduce_scatter",
-            lambda channel: [channel._reduce_scatter_base(part, tensor, options)],  # noqa: SLF001
+            lambda channel: channel._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
             part,
             wire.reduce_scatter_bytes(tensor.nbytes, self.size),
         )
@@ -136,7 +136,7 @@ class Communicator:
         options.rootRank = root
         return Request(
             "broadcast",
-            lambda channel: [channel.broadcast([tensor], options)],
+            lambda channel: channel.broadcast([tensor], options),
             tensor,
             wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
         )
@@ -144,27 +144,25 @@ class Communicator:
     def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> Request:
         """Sends ``tensor`` to one rank of the group and returns that of another, of equal shape.
 
-        All ranks take part, so that ``send_to`` of each is the rank that receives from it.
+        All ranks take part: each receives from the rank that sends to it, which may be itself.
         """
         _check_contiguous("exchange", tensor)
         self._check_rank("exchange", "send_to", send_to)
         self._check_rank("exchange", "receive_from", receive_from)
-        if (send_to == self.rank) != (receive_from == self.rank):
-            raise CommHookError(
-                f"exchange on rank {self.rank}: a rank that sends to itself also receives from "
-                f"itself; found send_to={send_to}, receive_from={receive_from}"
-            )
-        if send_to == self.rank:
-            return Request("exchange", lambda _: [], tensor.clone(), 0)
+        # As an all-to-all, in which all other parts are empty: NCCL would need sends and receives
+        # to be grouped, and on Gloo they have no future.
         received = torch.empty_like(tensor)
+        sent_sizes, received_sizes = ([0] * self.size for _ in range(2))
+        sent_sizes[send_to] = received_sizes[receive_from] = tensor.numel()
+        if self.size == 1:
+            received.copy_(tensor)
         return Request(
             "exchange",
-            lambda channel: [
-                channel.recv([received], receive_from, 0),
-                channel.send([tensor], send_to, 0),
-            ],
+            lambda channel: channel.alltoall_base(
+                received.view(-1), tensor.view(-1), received_sizes, sent_sizes
+            ),
             received,
-            tensor.nbytes,
+            0 if send_to == self.rank else tensor.nbytes,
         )
 
     def _check_parts(self, operation: str, tensor: Tensor) -> None:

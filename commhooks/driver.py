@@ -49,6 +49,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from commhooks.channels import Channels
@@ -144,11 +145,17 @@ class _Loop:
     def _main(self) -> None:
         while not self._stopped:
             token = self._queue.get()
-            if token == _ARRIVED:
-                if self._arrivals:
-                    self._arrive(self._arrivals.popleft())
-            elif token is not None:
-                self._complete(token)
+            try:
+                if token == _ARRIVED:
+                    if self._arrivals:
+                        self._arrive(self._arrivals.popleft())
+                elif token is not None:
+                    self._complete(token)
+            except Exception as error:
+                # A bug of ours. Were this thread to end, all ranks would wait for ever.
+                failure = CommHookError(f"commhooks failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._fail(failure)
         self._channels.abandon()
 
     def _arrive(self, task: Task | None) -> None:
@@ -169,9 +176,15 @@ class _Loop:
 
     def _begin_step(self) -> None:
         self._has_sent = False
-        if self._failure is not None:
-            self._failure = None
+        if self._failure is None:
+            return
+        self._failure = None
+        try:
             self._hook.recover()
+        except Exception as error:
+            failure = CommHookError(f"recover() of hook {self._hook!r} raised {error!r}")
+            failure.__cause__ = error
+            self._fail(failure)
 
     def _end_early(self) -> None:
         """Without any bucket launched, peers do not wait for this rank either."""
@@ -185,13 +198,13 @@ class _Loop:
 
     def _complete(self, token: int) -> None:
         task = self._pending.pop(token)
-        task.outstanding -= 1
-        if task.outstanding > 0:
-            return
+        work, task.work = task.work, None
         if self._failure is not None:
             self._finish_failed(task)
             return
-        error = _first_error(task)
+        assert work is not None
+        error = _error_of(work)
+        del work  # an error that is reported must not find it here
         if error is not None:
             self._fail(self._peer_error(task, error))
             return
@@ -243,7 +256,7 @@ class _Loop:
             task.issued += 1
         self._has_sent = True
         try:
-            works = request.start(self._channels.open(stage))
+            task.work = request.start(self._channels.open(stage))
         except CommHookPeerError as error:
             self._fail(self._peer_error(task, error))
             return
@@ -251,17 +264,9 @@ class _Loop:
             self._fail(task.refuse(error.with_traceback(None)))  # frames would keep the channel
             return
         task.comm.wire_bytes += request.wire_bytes
-        task.works = works
-        task.outstanding = max(1, len(works))
-        for work in works:
-            self._queue.watch(work, self._expect(task))
-        if not works:
-            self._queue.put(self._expect(task))
-
-    def _expect(self, task: Task) -> int:
         token = next(self._tokens)
         self._pending[token] = task
-        return token
+        self._queue.watch(task.work, token)
 
     # -------------------------------------------------------------------------------- failure
 
@@ -272,7 +277,7 @@ class _Loop:
         self._channels.abandon()
         for task in list(self._tasks):
             task.close()
-            if task.outstanding == 0:
+            if task.work is None:
                 self._finish_failed(task)
 
     def _finish_failed(self, task: Task) -> None:
@@ -295,12 +300,12 @@ class _Loop:
         return failure
 
 
-def _first_error(task: Task) -> Exception | None:
-    for work in task.works:
-        try:
-            work.wait()
-        except Exception as error:
-            return error.with_traceback(None)
+def _error_of(work: Work) -> Exception | None:
+    """Of a collective that has completed."""
+    try:
+        work.wait()
+    except Exception as error:
+        return error.with_traceback(None)  # whose frame would keep the work
     return None
 
 

@@ -61,8 +61,7 @@ class InlineDriver:
                 continue
             task.issued += 1
             try:
-                for work in request.start(self._group):
-                    work.wait()
+                request.start(self._group).wait()
             except Exception as error:
                 raise task.refuse(error) from error
             task.comm.wire_bytes += request.wire_bytes

@@ -22,8 +22,7 @@ __all__ = ["Task"]
 class Task:
     """The hook's coroutine for one bucket, from launch to result.
 
-    ``issued`` counts the collectives issued so far, ``works`` are the parts of the current one, of
-    which ``outstanding`` have not completed.
+    ``issued`` counts the collectives issued so far; ``work`` is the one under way.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -35,8 +34,7 @@ class Task:
         self.future: Future[Tensor] = Future(devices=[] if device.type == "cpu" else [device])
         self.request: Request | None = None
         self.issued = 0
-        self.works: list[Work] = []
-        self.outstanding = 0
+        self.work: Work | None = None
         self.start = time.perf_counter()
         self._hook = hook
         self._coroutine: Coroutine[Request, None, Tensor] = self._run()
@@ -44,15 +42,14 @@ class Task:
     @property
     def is_waiting_for_turn(self) -> bool:
         """Whether the hook awaits a collective that has not been issued."""
-        return self.request is not None and self.outstanding == 0
+        return self.request is not None and self.work is None
 
     def step(self) -> Tensor | None:
         """Runs the hook to its next ``await``, then ``request`` is set; or returns its result.
 
         Raises CommHookError for whatever the hook raises.
         """
-        self.request = None
-        self.works = []
+        self.request = self.work = None
         try:
             request = self._coroutine.send(None)
         except StopIteration as stop:
@@ -89,7 +86,7 @@ class Task:
         through the future to the error: a circle that the garbage collector does not see, as the
         future is in C++.
         """
-        self.works = []
+        self.work = None
         future = self.future
         del self.future
         copy = type(error)(*error.args)
@@ -142,4 +139,4 @@ class Task:
 
 def _vote() -> Request:
     """See Note [All ranks or none]."""
-    return Request("vote", lambda channel: [channel.barrier()], torch.empty(0), 0, is_vote=True)
+    return Request("vote", lambda channel: channel.barrier(), torch.empty(0), 0, is_vote=True)
