@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import Future as AnyFuture  # that of collectives is not a torch.futures.Future
 from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -92,7 +93,7 @@ class StockSlot(Slot):
             return self._driver(self._with_names(bucket))
         self._ledger.record(self._with_names(bucket), None, 0.0)
         future = self._function(bucket)
-        if not isinstance(future, Future):
+        if not isinstance(future, AnyFuture):
             raise CommHookResultError(
                 f"[rank {self.group.rank()}] the hook returned {type(future).__name__} for bucket "
                 f"{bucket.index()}; expected a torch.futures.Future of the average"

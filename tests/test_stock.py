@@ -1,0 +1,109 @@
+"""Hooks on torch's own wrapper, with its special modes."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+
+
+@dataclass
+class Recording(commhooks.CommHook):
+    """The average; keeps what it was told of each bucket."""
+
+    seen: list[tuple[int, int, bool, tuple[str, ...]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    broken: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if self.broken:
+            raise ValueError("broken")
+        self.seen.append((comm.step, bucket.index(), bucket.is_last(), tuple(bucket.names)))
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.shape == parameter.shape
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+class Net(nn.Module):
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.twice = twice
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.first(inputs)
+        if self.twice:
+            hidden = checkpoint(self.second, hidden, use_reentrant=False)
+        return self.second(hidden)
+
+
+def train(rank: int, size: int, mode: dict[str, bool]) -> list[Any]:
+    torch.manual_seed(0)
+    net = Net(twice=mode.get("static_graph", False))
+    reference = copy.deepcopy(net)
+    model = StockDistributedDataParallel(net, bucket_cap_mb=0.0001, **mode)
+    hook = Recording()
+    commhooks.register(model, hook)
+    for step in range(4):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        if step == 2:
+            hook.broken = rank == 0
+            with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+                model(inputs).square().sum().backward()
+            hook.broken = False
+            continue
+        model(inputs).square().sum().backward()
+        reference.zero_grad()
+        reference(inputs).square().sum().backward()
+        for (name, found), expected in zip(
+            net.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert expected.grad is not None
+            dist.all_reduce(expected.grad.div_(size))
+            torch.testing.assert_close(found.grad, expected.grad, msg=name)
+    return hook.seen
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+)
+def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
+    for seen in run_ranks(train, 2, mode):
+        steps = sorted({step for step, *_ in seen})
+        assert steps == [0, 1, 2]  # the step that failed did not count
+        last = [record for record in seen if record[0] == 2]
+        names = {name for *_, bucket_names in last for name in bucket_names}
+        assert names == {"first.weight", "first.bias", "second.weight", "second.bias"}
+        assert [is_last for *_, is_last, _ in last].count(True) >= 1
+
+
+def accumulate(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    net = Net(twice=False)
+    model = StockDistributedDataParallel(net)
+    hook = Recording()
+    commhooks.register(model, hook)
+    with model.no_sync():
+        model(torch.ones(1, 6)).sum().backward()
+    assert hook.seen == []
+    model(torch.ones(1, 6)).sum().backward()
+    assert len(hook.seen) == 1
+
+
+def test_no_sync(run_ranks: Any) -> None:
+    run_ranks(accumulate, 2)
