@@ -21,11 +21,18 @@ from commhooks.errors import CommHookError
 
 __all__ = ["Communicator", "Request"]
 
-_OPERATIONS = {
-    "sum": ReduceOp.SUM,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "product": ReduceOp.PRODUCT,
+
+def _reducing(operation: ReduceOp.RedOpType) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(operation)
+    return options
+
+
+_ALL_REDUCE = {
+    "sum": _reducing(ReduceOp.SUM),
+    "min": _reducing(ReduceOp.MIN),
+    "max": _reducing(ReduceOp.MAX),
+    "product": _reducing(ReduceOp.PRODUCT),
 }
 
 
@@ -33,14 +40,15 @@ _OPERATIONS = {
 class Request:
     """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
 
-    ``start`` issues it on a channel; once that has completed, ``result`` is there.
+    ``start`` issues it on a channel; once that has completed, ``result`` is there. ``count`` tells
+    the bytes on the wire: a function, to be called when others do not wait for it.
     ``is_vote``: issued when all buckets have finished, see Note [All ranks or none].
     """
 
     operation: str
     start: Callable[[dist.ProcessGroup], Work]
     result: Tensor | None
-    wire_bytes: int
+    count: Callable[[], int]
     is_vote: bool = False
 
     def __await__(self) -> Generator["Request", None, Tensor]:
@@ -79,16 +87,15 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Request:
         """In place, and returned: the sum (or "min", "max", "product") over all ranks."""
-        if op not in _OPERATIONS:
-            raise CommHookError(f"all_reduce: expected op in {sorted(_OPERATIONS)}, found {op!r}")
+        options = _ALL_REDUCE.get(op)
+        if options is None:
+            raise CommHookError(f"all_reduce: expected op in {sorted(_ALL_REDUCE)}, found {op!r}")
         _check_contiguous("all_reduce", tensor)
-        options = AllreduceOptions()
-        options.reduceOp = _OPERATIONS[op]  # type: ignore[assignment]
         return Request(
             "all_reduce",
             lambda channel: channel.allreduce([tensor], options),
             tensor,
-            wire.all_reduce_bytes(tensor.nbytes, self.size),
+            lambda: wire.all_reduce_bytes(tensor.nbytes, self.size),
         )
 
     def all_gather(self, tensor: Tensor) -> Request:
@@ -101,7 +108,7 @@ class Communicator:
             "all_gather",
             lambda channel: channel._allgather_base(gathered.view(-1), flat),  # noqa: SLF001
             gathered,
-            wire.all_gather_bytes(tensor.nbytes, self.size),
+            lambda: wire.all_gather_bytes(tensor.nbytes, self.size),
         )
 
     def all_to_all(self, tensor: Tensor) -> Request:
@@ -112,7 +119,7 @@ class Communicator:
             "all_to_all",
             lambda channel: channel.alltoall_base(received, tensor, [], []),
             received,
-            wire.all_to_all_bytes(tensor.nbytes, self.size),
+            lambda: wire.all_to_all_bytes(tensor.nbytes, self.size),
         )
 
     def reduce_scatter(self, tensor: Tensor) -> Request:
@@ -125,7 +132,7 @@ class Communicator:
             "reduce_scatter",
             lambda channel: channel._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
             part,
-            wire.reduce_scatter_bytes(tensor.nbytes, self.size),
+            lambda: wire.reduce_scatter_bytes(tensor.nbytes, self.size),
         )
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Request:
@@ -138,7 +145,7 @@ class Communicator:
             "broadcast",
             lambda channel: channel.broadcast([tensor], options),
             tensor,
-            wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
+            lambda: wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
         )
 
     def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> Request:
@@ -162,7 +169,7 @@ class Communicator:
                 received.view(-1), tensor.view(-1), received_sizes, sent_sizes
             ),
             received,
-            0 if send_to == self.rank else tensor.nbytes,
+            lambda: 0 if send_to == self.rank else tensor.nbytes,
         )
 
     def _check_parts(self, operation: str, tensor: Tensor) -> None:

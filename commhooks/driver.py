@@ -263,10 +263,10 @@ class _Loop:
         except Exception as error:
             self._fail(task.refuse(error.with_traceback(None)))  # frames would keep the channel
             return
-        task.comm.wire_bytes += request.wire_bytes
         token = next(self._tokens)
         self._pending[token] = task
         self._queue.watch(task.work, token)
+        task.comm.wire_bytes += request.count()
 
     # -------------------------------------------------------------------------------- failure
 

@@ -64,5 +64,5 @@ class InlineDriver:
                 request.start(self._group).wait()
             except Exception as error:
                 raise task.refuse(error) from error
-            task.comm.wire_bytes += request.wire_bytes
+            task.comm.wire_bytes += request.count()
         return result

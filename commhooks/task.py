@@ -139,4 +139,4 @@ class Task:
 
 def _vote() -> Request:
     """See Note [All ranks or none]."""
-    return Request("vote", lambda channel: channel.barrier(), torch.empty(0), 0, is_vote=True)
+    return Request("vote", lambda channel: channel.barrier(), torch.empty(0), int, is_vote=True)
