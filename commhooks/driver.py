@@ -77,7 +77,7 @@ class Driver:
         self.ledger = Ledger()
         self._hook = hook
         self._group = group
-        self._loop = _Loop(hook, Channels(group, token), self.ledger)
+        self._loop = _Loop(hook, group.rank(), Channels(group, token), self.ledger)
         # Not a reference to self: the thread must not keep the driver alive.
         self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
         self._finalizer.atexit = False
@@ -101,8 +101,9 @@ class Driver:
 class _Loop:
     """What the thread works on. Everything but ``put`` and ``stop`` runs on it."""
 
-    def __init__(self, hook: CommHook, channels: Channels, ledger: Ledger) -> None:
+    def __init__(self, hook: CommHook, rank: int, channels: Channels, ledger: Ledger) -> None:
         self._hook = hook
+        self._rank = rank
         self._channels = channels
         self._ledger = ledger
         self._queue = CompletionQueue()
@@ -153,9 +154,7 @@ class _Loop:
                     self._complete(token)
             except Exception as error:
                 # A bug of ours. Were this thread to end, all ranks would wait for ever.
-                failure = CommHookError(f"commhooks failed: {type(error).__name__}: {error}")
-                failure.__cause__ = error
-                self._fail(failure)
+                self._fail(self._error("the driver failed", error))
         self._channels.abandon()
 
     def _arrive(self, task: Task | None) -> None:
@@ -182,17 +181,13 @@ class _Loop:
         try:
             self._hook.recover()
         except Exception as error:
-            failure = CommHookError(f"recover() of hook {self._hook!r} raised {error!r}")
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(self._error(f"recover() of hook {self._hook!r} failed", error))
 
     def _end_early(self) -> None:
         """Without any bucket launched, peers do not wait for this rank either."""
         if self._is_open and self._failure is None:
-            rank = dist.get_rank()
-            self._fail(
-                CommHookError(f"[rank {rank}] the backward pass ended before its last bucket")
-            )
+            text = f"[rank {self._rank}] the backward pass ended before its last bucket"
+            self._fail(CommHookError(text))
         self._is_open = False
         self._last_index = math.inf
 
@@ -285,11 +280,16 @@ class _Loop:
         self._tasks.remove(task)
         task.fail(self._failure)
 
+    def _error(self, what: str, cause: Exception) -> CommHookError:
+        error = CommHookError(f"[rank {self._rank}] {what}: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
     def _peer_error(self, task: Task, error: Exception) -> CommHookError:
         """The failure of a collective: most likely not the fault of this rank."""
         failure: CommHookError
         if why := self._channels.published():
-            failure = CommHookPeerError(f"[rank {task.comm.rank}] another rank failed: {why}")
+            failure = CommHookPeerError(f"[rank {self._rank}] another rank failed: {why}")
         else:
             operation = task.request.operation if task.request is not None else "collective"
             failure = task.error(

@@ -84,6 +84,7 @@ class HookHandle:
         failure: CommHookError | None = None
         try:
             new = _resolve(hook, options)
+            self._check_unused(new)
             _check_backend(new, slot)
             identity = _identity(new)
         except CommHookError as error:
@@ -136,6 +137,14 @@ class HookHandle:
                 f"hook {hook!r} cannot use the saved state: {error}"
             ) from error
         slot.steps = state["step"]
+
+    def _check_unused(self, hook: CommHook | Function) -> None:
+        others = [handle for handle in _handles.values() if handle is not self]
+        if isinstance(hook, CommHook) and any(handle.hook is hook for handle in others):
+            raise CommHookError(
+                f"{hook!r} is in use on another model, and its state is of that model's "
+                "parameters; make another one, e.g. commhooks.create(hook.to_config())"
+            )
 
     def _in_use(self) -> Slot:
         if self._slot is None:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 
 import commhooks
 from commhooks import driver as driver_module
+from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.testing import RankError
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: StockDistributedDataParallel}
@@ -300,6 +301,45 @@ def backward_oddly(rank: int, size: int, how: str) -> str:
 def test_odd_awaits(run_ranks: Any, how: str, expected: str) -> None:
     for message in run_ranks(backward_oddly, 2, how):
         assert expected in message
+
+
+@dataclass
+class FragilePowerSGD(PowerSGD):
+    """Fails on rank 1 in one step, after rank 1 has issued its part of the first bucket."""
+
+    broken: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if self.broken and comm.rank == 0:
+            time.sleep(0.1)  # so that rank 1 has failed by the time that the first bucket is done
+        if self.broken and comm.rank == 1 and bucket.index() == 1:
+            raise ValueError("broken")
+        return await super().reduce(bucket, comm)
+
+
+def train_one_sided(rank: int, size: int) -> tuple[list[Tensor], bool]:
+    model = make_model(False, buckets=2)
+    hook = FragilePowerSGD(2, min_compression_rate=1.0, start_step=0, two_sided=False)
+    commhooks.register(model, hook)
+    for step in range(3):
+        backward(model, rank, step)
+    before = hook.state_dict()
+    hook.broken = True
+    with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+        backward(model, rank, 3)
+    hook.broken = False
+    after = hook.state_dict()
+    has_committed = not all(
+        torch.equal(before[name][key], after[name][key]) for name in before for key in before[name]
+    )
+    return backward(model, rank, 3), has_committed
+
+
+def test_state_that_only_some_ranks_have_changed(run_ranks: Any) -> None:
+    """PowerSGD need not recover: a step that is repeated starts from the same factors."""
+    (first, first_committed), (second, second_committed) = run_ranks(train_one_sided)
+    assert (first_committed, second_committed) == (True, False)
+    assert all(map(torch.equal, first, second))
 
 
 class BreaksBackward(torch.autograd.Function):

@@ -279,6 +279,8 @@ def refuse(rank: int, size: int, stock: bool) -> None:
             handle.replace(hook, **options)
     with pytest.raises(commhooks.CommHookError, match=r"has a hook already, Scaled\(factor=2.0"):
         commhooks.register(model, Scaled())
+    with pytest.raises(commhooks.CommHookError, match="in use on another model"):
+        commhooks.register(make_model(stock), handle.hook)
     torch.testing.assert_close(backward(model, rank), 2 * average(rank, size))
 
 
