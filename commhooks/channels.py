@@ -66,10 +66,8 @@ class Channels:
     def abandon(self) -> None:
         """Gives up all connections and starts the next epoch. Does not block."""
         self._epoch += 1
-        groups, self._groups = self._groups, []
-        for group in groups:
-            _drop([group])
-            del group
+        while self._groups:
+            _drop([self._groups.pop()])  # no other reference may be left, here either
 
     def close(self) -> None:
         """Ends :meth:`open` in whatever thread it is waiting."""
