@@ -37,7 +37,7 @@ class Channels:
         self._rank = group.rank()
         self._size = group.size()
         self._epoch = 0
-        self._groups: list[ProcessGroupGloo] = []
+        self._groups: list[dist.ProcessGroup] = []
         self._closed = threading.Event()
 
     def open(self, stage: int) -> dist.ProcessGroup:
@@ -47,8 +47,7 @@ class Channels:
         """
         while len(self._groups) <= stage:
             self._groups.append(self._connect(len(self._groups)))
-        # A backend, with the methods for collectives of a process group.
-        return cast("dist.ProcessGroup", self._groups[stage])
+        return self._groups[stage]
 
     def publish(self, failure: str) -> None:
         """Tells peers why this epoch ends; the first rank to do so is heard."""
@@ -73,10 +72,12 @@ class Channels:
         """Ends :meth:`open` in whatever thread it is waiting."""
         self._closed.set()
 
-    def _connect(self, stage: int) -> ProcessGroupGloo:
+    def _connect(self, stage: int) -> dist.ProcessGroup:
         self._meet(stage)
         store = PrefixStore(self._key(str(stage)), self._store)
-        return ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+        channel = ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+        # A backend only, but with a process group's methods for collectives.
+        return cast("dist.ProcessGroup", channel)
 
     def _meet(self, stage: int) -> None:
         """See Note [Meeting before connecting]."""

@@ -49,10 +49,10 @@ from collections import deque
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from commhooks.channels import Channels
+from commhooks.communicator import Request
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook import CommHook
 from commhooks.stats import Ledger
@@ -193,13 +193,10 @@ class _Loop:
 
     def _complete(self, token: int) -> None:
         task = self._pending.pop(token)
-        work, task.work = task.work, None
+        error = task.end_collective()
         if self._failure is not None:
             self._finish_failed(task)
             return
-        assert work is not None
-        error = _error_of(work)
-        del work  # an error that is reported must not find it here
         if error is not None:
             self._fail(self._peer_error(task, error))
             return
@@ -228,28 +225,28 @@ class _Loop:
         """Issues what may be issued now; see Note [Order of collectives]."""
         limit: float = math.inf  # the fewest collectives that an earlier bucket has issued
         for task in list(self._tasks):
-            if task.is_waiting_for_turn and task.issued < limit:
-                self._issue(task)
-            if self._failure is not None:
-                return
-            limit = min(limit, task.issued)
-            if limit == 0:
-                return
+            if task.request is not None and task.issued < limit:
+                self._issue(task, task.request)
+                if self._failure is not None:
+                    return
+            if task.issued < limit:
+                limit = task.issued
+                if limit == 0:
+                    return
 
-    def _issue(self, task: Task) -> None:
-        request = task.request
-        assert request is not None
+    def _issue(self, task: Task, request: Request) -> None:
+        stage = task.issued
         if request.is_vote:
             if task is not self._tasks[0]:
                 return
             stage = 0
-            if not self._has_sent:
-                self._advance(task)
-                return
-        else:
-            stage = task.issued
-            task.issued += 1
+        task.request = None
+        if request.is_vote and not self._has_sent:
+            self._advance(task)
+            return
         self._has_sent = True
+        task.issued += 1
+        task.operation = request.operation
         try:
             task.work = request.start(self._channels.open(stage))
         except CommHookPeerError as error:
@@ -291,22 +288,12 @@ class _Loop:
         if why := self._channels.published():
             failure = CommHookPeerError(f"[rank {self._rank}] another rank failed: {why}")
         else:
-            operation = task.request.operation if task.request is not None else "collective"
             failure = task.error(
-                f"{operation} failed: a peer failed or left, or the network did ({error})",
+                f"{task.operation} failed: a peer failed or left, or the network did ({error})",
                 CommHookPeerError,
             )
         failure.__cause__ = error
         return failure
-
-
-def _error_of(work: Work) -> Exception | None:
-    """Of a collective that has completed."""
-    try:
-        work.wait()
-    except Exception as error:
-        return error.with_traceback(None)  # whose frame would keep the work
-    return None
 
 
 def _stop(loop: _Loop, pid: int) -> None:

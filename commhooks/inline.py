@@ -55,7 +55,7 @@ class InlineDriver:
 
     def _run(self, task: Task) -> Tensor:
         while (result := task.step()) is None:
-            request = task.request
+            request, task.request = task.request, None
             assert request is not None
             if task.comm.size == 1 or request.is_vote:
                 continue

@@ -22,7 +22,8 @@ __all__ = ["Task"]
 class Task:
     """The hook's coroutine for one bucket, from launch to result.
 
-    ``issued`` counts the collectives issued so far; ``work`` is the one under way.
+    ``request`` is the collective that the hook awaits and that is yet to be issued, ``work`` the
+    one under way; ``issued`` counts those issued so far, the last of which was an ``operation``.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -34,22 +35,19 @@ class Task:
         self.future: Future[Tensor] = Future(devices=[] if device.type == "cpu" else [device])
         self.request: Request | None = None
         self.issued = 0
+        self.operation = ""
         self.work: Work | None = None
         self.start = time.perf_counter()
         self._hook = hook
         self._coroutine: Coroutine[Request, None, Tensor] = self._run()
 
-    @property
-    def is_waiting_for_turn(self) -> bool:
-        """Whether the hook awaits a collective that has not been issued."""
-        return self.request is not None and self.work is None
-
     def step(self) -> Tensor | None:
         """Runs the hook to its next ``await``, then ``request`` is set; or returns its result.
 
+        Only when there is neither a request nor a collective under way.
+
         Raises CommHookError for whatever the hook raises.
         """
-        self.request = self.work = None
         try:
             request = self._coroutine.send(None)
         except StopIteration as stop:
@@ -65,6 +63,20 @@ class Task:
                 f"comm.all_reduce(tensor)`; it awaits {request!r}"
             )
         self.request = request
+        return None
+
+    def end_collective(self) -> Exception | None:
+        """Lets go of the collective that has completed, and returns its error.
+
+        No frame may hold the work when the hook runs on: what the hook raises keeps all frames
+        below it, and the work its channel's connections, by whose end peers learn of a failure.
+        """
+        work, self.work = self.work, None
+        assert work is not None
+        try:
+            work.wait()
+        except Exception as error:
+            return error.with_traceback(None)  # whose frame is this one
         return None
 
     def refuse(self, error: Exception) -> CommHookError:

@@ -113,8 +113,8 @@ def train_naively(rank: int, size: int) -> bool:
 
     def give_turns(loop: Any) -> None:
         for task in list(loop._tasks):
-            if task.is_waiting_for_turn and loop._failure is None:
-                loop._issue(task)
+            if task.request is not None and loop._failure is None:
+                loop._issue(task, task.request)
 
     def open_first(channels: Any, stage: int) -> Any:
         return open_channel(channels, 0)
