@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.models import MODELS
+from commhooks.channels import Channels
 from commhooks.wire import all_reduce_bytes
 from reducer import DistributedDataParallel, GradBucket
 
@@ -163,10 +165,25 @@ def awaited_stages(rank: int) -> float:
     return time.perf_counter() - start
 
 
-def bare_stages(rank: int) -> float:
-    """Seconds of the same collectives, one after the other."""
+def bare_stages(rank: int, groups: int) -> float:
+    """Seconds of the same collectives, one after the other, each on the next of so many groups.
+
+    The groups are what hooks send on. A hook's stages have one each, and a group that was not used
+    a moment ago answers later, whoever uses it.
+    """
+    while len(_channels) < groups:
+        _channels.append(_maker().open(len(_channels)))
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(STAGES):
-        dist.all_reduce(_small)
+    for stage in range(STAGES):
+        _channels[stage % groups].allreduce([_small]).wait()
     return time.perf_counter() - start
+
+
+_channels: list[dist.ProcessGroup] = []
+
+
+@functools.cache
+def _maker() -> Channels:
+    assert dist.group.WORLD is not None
+    return Channels(dist.group.WORLD, token=0)

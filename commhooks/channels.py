@@ -33,6 +33,12 @@ class Channels:
     def __init__(self, group: dist.ProcessGroup, token: int) -> None:
         backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
         self._timeout: timedelta = backend.options._timeout  # noqa: SLF001
+        # One thread that serves the sockets of all channels is woken up less often than one each;
+        # and one that runs collectives suffices, as those of a channel go one after the other.
+        self._options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        self._options._devices = backend.options._devices  # type: ignore[attr-defined]  # noqa: SLF001
+        self._options._timeout = self._timeout
+        self._options._threads = 1
         self._store = PrefixStore(f"commhooks/{token:x}", group.get_group_store())
         self._rank = group.rank()
         self._size = group.size()
@@ -75,7 +81,7 @@ class Channels:
     def _connect(self, stage: int) -> dist.ProcessGroup:
         self._meet(stage)
         store = PrefixStore(self._key(str(stage)), self._store)
-        channel = ProcessGroupGloo(store, self._rank, self._size, self._timeout)
+        channel = ProcessGroupGloo(store, self._rank, self._size, self._options)
         # A backend only, but with a process group's methods for collectives.
         return cast("dist.ProcessGroup", channel)
 
