@@ -37,8 +37,8 @@ class Channels:
         # and one that runs collectives suffices, as those of a channel go one after the other.
         self._options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         self._options._devices = backend.options._devices  # type: ignore[attr-defined]  # noqa: SLF001
-        self._options._timeout = self._timeout
-        self._options._threads = 1
+        self._options._timeout = self._timeout  # noqa: SLF001
+        self._options._threads = 1  # noqa: SLF001
         self._store = PrefixStore(f"commhooks/{token:x}", group.get_group_store())
         self._rank = group.rank()
         self._size = group.size()
