@@ -75,6 +75,13 @@ class Communicator:
         """The number of synchronised backward passes before this one; survives a resume."""
         self.wire_bytes = 0
         """What this rank has sent for this bucket so far; see :mod:`commhooks.wire`."""
+        self.wants_contribution = False
+        """Whether a hook around this one asks for :attr:`contribution`."""
+        self.contribution: Tensor | None = None
+        """What of this rank's gradients is in the average, flat; the rest is this rank's error.
+
+        Set by a lossy hook, if wanted, before it returns.
+        """
         self._key = key
         self._seed = seed
 
