@@ -14,9 +14,8 @@ from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
 from commhooks.inline import InlineDriver
 from commhooks.stats import HookStats, bucket_stats
-from commhooks.wire import all_reduce_bytes
+from commhooks.wire import all_gather_bytes, all_reduce_bytes
 from reducer import DistributedDataParallel
-from reducer._C import AverageHook
 
 __all__ = ["AnyDriver", "OwnSlot", "Slot", "TorchHook", "make_driver"]
 
@@ -31,9 +30,13 @@ class Slot(ABC):
     ``parameters``: the trained ones by name, as :class:`CommHook` knows them.
     """
 
-    group: dist.ProcessGroup
     device: torch.device
     parameters: dict[str, Tensor]
+
+    @property
+    @abstractmethod
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gradients are averaged over."""
 
     @property
     @abstractmethod
@@ -70,12 +73,16 @@ class OwnSlot(Slot):
                 "the model has a hook already, from register_comm_hook(), which can neither be "
                 "replaced nor removed; use commhooks.register() instead"
             )
-        self.group = model.process_group
         self.device = model.device
         self.parameters = dict(model.module.named_parameters())
         self._reducer = model.reducer
+        self._default_hook = model.default_hook
         self._driver: AnyDriver | None = None
         self._is_native = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._reducer.process_group
 
     @property
     def steps(self) -> int:
@@ -94,14 +101,14 @@ class OwnSlot(Slot):
         self._set(hook, None, is_native=False)
 
     def clear(self) -> None:
-        self._set(AverageHook(self.group), None, is_native=True)
+        self._set(self._default_hook(), None, is_native=True)
 
     def stats(self) -> HookStats:
         size = self.group.size()
         rows = self._reducer.bucket_stats()
         buckets = [
             bucket_stats(
-                size,
+                row["ranks"],
                 index=row["index"],
                 names=row["names"],
                 gradient_bytes=row["gradient_bytes"],
@@ -122,11 +129,15 @@ class OwnSlot(Slot):
         self._is_native = is_native
 
     def _wire_bytes(self, row: dict[str, Any]) -> float | None:
+        packed = row["packed_bytes"] // max(row["steps"], 1)
+        if row["is_sparse"]:  # ranks send their rows to all others
+            return all_gather_bytes(packed, row["ranks"])
+        if row["lane"] != 0:
+            return all_reduce_bytes(packed, row["ranks"])
         if self._driver is not None:
             return self._driver.ledger.wire_bytes(row["key"])
         if self._is_native:  # one all-reduce of what was packed, or nothing was packed
-            packed = row["packed_bytes"] // max(row["steps"], 1)
-            return all_reduce_bytes(packed, self.group.size())
+            return all_reduce_bytes(packed, row["ranks"])
         return None
 
 

@@ -34,7 +34,7 @@ class StockSlot(Slot):
     """
 
     def __init__(self, model: StockDistributedDataParallel) -> None:
-        self.group: dist.ProcessGroup = model.process_group
+        self._group: dist.ProcessGroup = model.process_group
         self.parameters = {
             name: parameter
             for name, parameter in model.module.named_parameters()
@@ -54,6 +54,10 @@ class StockSlot(Slot):
                 "the model has a hook already, from register_comm_hook(), which can neither be "
                 "replaced nor removed; use commhooks.register() instead"
             ) from error
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
 
     @property
     def steps(self) -> int:
