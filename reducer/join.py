@@ -43,10 +43,10 @@ class Plans:
         syncs_buffers: bool = False,
     ) -> Plans:
         """Collective: one all-gather of three bytes."""
-        own = torch.tensor([is_active, synchronises, syncs_buffers], dtype=torch.uint8)
-        rows = torch.empty(group.size(), 3, dtype=torch.uint8, device=device)
-        dist.all_gather_into_tensor(rows.view(-1), own.to(device), group=group)
-        of_ranks = rows.tolist()
+        own = torch.tensor([is_active, synchronises, syncs_buffers], dtype=torch.uint8).to(device)
+        rows = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(rows, own, group=group)
+        of_ranks = torch.stack(rows).tolist()
         return cls(
             [rank for rank, row in enumerate(of_ranks) if row[0]],
             any(row[1] for row in of_ranks),
