@@ -75,6 +75,7 @@ class Driver:
 
     def __init__(self, hook: CommHook, group: dist.ProcessGroup, token: int) -> None:
         self.ledger = Ledger()
+        self.name = hook.name
         self._hook = hook
         self._group = group
         self._loop = _Loop(hook, group.rank(), Channels(group, token), self.ledger)

@@ -25,6 +25,7 @@ class InlineDriver:
 
     def __init__(self, hook: CommHook, group: dist.ProcessGroup) -> None:
         self.ledger = Ledger()
+        self.name = hook.name
         self._hook = hook
         self._group = group
         self._has_failed = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -262,10 +263,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             stable_buckets=self.stable_buckets,
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             release_buckets=self.lazy_bucket_allocation,
+            frozen={name: p for name, p in self._named_parameters() if not p.requires_grad},
         )
         self.reducer.set_hook(self.default_hook())
         self.gradient_observers: list[GradientObserver] = []
         self.step_sampler = StepSampler()
+        self._forward_seconds = 0.0
         self._has_comm_hook = False
         self._has_run_forward = False
 
@@ -300,9 +303,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
             plans = self._before_forward(synchronises)
             inputs, kwargs = self._move_inputs(inputs, kwargs)
+            start = time.perf_counter()
             with self._casting() as keep_casts, self._inside_forward():
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
+            if synchronises:
+                self._forward_seconds = time.perf_counter() - start
             if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
                 self._sync_buffers(plans)
             self.require_forward_param_sync = synchronises
@@ -317,7 +323,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._has_run_forward = True
         if synchronises:
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
-            self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
+            self.step_sampler.sample(
+                self.reducer.steps, self.reducer.last_times(), self._forward_seconds
+            )
         if work := Join.notify_join_context(self):
             work.wait()
         plans = None
