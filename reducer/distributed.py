@@ -46,10 +46,15 @@ _resolve_hook: HookResolver | None = None
 _DELAYED = "reducer: delayed"  # key of delay_all_reduce_named_params
 
 
-def _outside_graphs(function: Function) -> Function:
-    """For torch.compile: it compiles what the function calls, but not the function itself."""
+def _outside_graphs(function: Function, *, recursive: bool = False) -> Function:
+    """For torch.compile: it does not compile the function, only what that calls."""
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    return cast("Function", disable(function, recursive=False))
+    return cast("Function", disable(function, recursive=recursive))
+
+
+def _not_compiled(function: Function) -> Function:
+    """For torch.compile: nor what it calls."""
+    return _outside_graphs(function, recursive=True)
 
 
 def set_hook_resolver(resolver: HookResolver) -> None:
@@ -307,16 +312,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             with self._casting() as keep_casts, self._inside_forward():
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
-            if synchronises:
-                self._forward_seconds = time.perf_counter() - start
-            if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
-                self._sync_buffers(plans)
-            self.require_forward_param_sync = synchronises
-            if synchronises:
-                watched = list(tensors_in(output)) if self.reducer.needs_outputs else []
-                self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
+            self._after_forward(output, plans, synchronises, time.perf_counter() - start)
             return output
 
+    @_not_compiled
     def _before_forward(self, synchronises: bool) -> Plans | None:
         if not self._has_run_forward:
             take_over_in_backward_optimizers(self)
@@ -343,6 +342,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._sync_buffers(plans)
         return plans
 
+    @_not_compiled
+    def _after_forward(
+        self, output: Any, plans: Plans | None, synchronises: bool, seconds: float
+    ) -> None:
+        if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+            self._sync_buffers(plans)
+        self.require_forward_param_sync = synchronises
+        if synchronises:
+            self._forward_seconds = seconds
+            watched = list(tensors_in(output)) if self.reducer.needs_outputs else []
+            self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
+
+    @_not_compiled
     def _move_inputs(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
