@@ -34,6 +34,7 @@ from reducer.logging_data import StepSampler, logging_data
 from reducer.mixed_precision import CastModule, MixedPrecision
 from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
 from reducer.outputs import map_tensors, tensors_in
+from reducer.sink import through_sink
 from reducer.verify import verify_parameters
 
 __all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
@@ -184,6 +185,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_forward_param_sync = True
         self.require_manual_backward_finalization = False
         self.divide_by_initial_world_size = True
+        self._sink_clones = True
         self._bucket_sizes = bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = self._bucket_sizes[-1]
         self._group_key = _with_delayed(group_key, delay_all_reduce_named_params)
@@ -312,8 +314,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             with self._casting() as keep_casts, self._inside_forward():
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
-            self._after_forward(output, plans, synchronises, time.perf_counter() - start)
-            return output
+            return self._after_forward(output, plans, synchronises, time.perf_counter() - start)
 
     @_not_compiled
     def _before_forward(self, synchronises: bool) -> Plans | None:
@@ -345,14 +346,18 @@ class DistributedDataParallel(nn.Module, Joinable):
     @_not_compiled
     def _after_forward(
         self, output: Any, plans: Plans | None, synchronises: bool, seconds: float
-    ) -> None:
+    ) -> Any:
         if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
             self._sync_buffers(plans)
         self.require_forward_param_sync = synchronises
         if synchronises:
             self._forward_seconds = seconds
-            watched = list(tensors_in(output)) if self.reducer.needs_outputs else []
+            watched: list[Tensor] = []
+            if self.reducer.needs_outputs:
+                output = through_sink(output, clones=self._sink_clones)
+                watched = list(tensors_in(output))
             self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
+        return output
 
     @_not_compiled
     def _move_inputs(
@@ -672,7 +677,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.check_finalized()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Without effect: outputs are never cloned, and may be modified in place."""
+        """Whether outputs are cloned where a sink is needed, so as to be modified in place."""
+        self._sink_clones = val
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

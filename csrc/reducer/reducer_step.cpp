@@ -115,9 +115,8 @@ void Reducer::check_complete(const char* advice) {
         describe(missing),
         switched_off.empty() ? "" : " (of which requires_grad was switched off: ",
         describe(switched_off), switched_off.empty() ? "" : ")",
-        ". If they are meant to be unused in some iterations, pass "
-        "`find_unused_parameters=True`, and make sure that all outputs of `forward` take part "
-        "in the loss; if the same ones are unused in every iteration, `static_graph=True` is "
+        ". If they are meant to be unused in some iterations, or if not all outputs of `forward` "
+        "take part in the loss, pass `find_unused_parameters=True`; if the same ones are unused in every iteration, `static_graph=True` is "
         "faster. The reducer has been reset; the next iteration starts clean.");
   }
 }
