@@ -131,10 +131,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
-        *,
         batched_grad_copy: bool = False,
-        lazy_bucket_allocation: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
         hook: Any = None,
         hook_options: Mapping[str, Any] | None = None,
         stable_buckets: bool = False,
@@ -405,9 +405,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether :meth:`finalize_backward` is to be called, after backward has returned."""
+        return self.require_manual_backward_finalization
+
     def finalize_backward(self) -> None:
-        """Ends a backward under ``require_manual_backward_finalization``: waits for all buckets."""
+        """Ends a backward under ``require_manual_backward_finalization``: waits for all buckets.
+
+        Raises RuntimeError where there is nothing to finalize.
+        """
+        before = self.reducer.steps
         self.reducer.finalize_backward()
+        if self.reducer.steps == before:
+            raise RuntimeError(
+                "Expected a synchronised backward that waits to be finalized: call "
+                "finalize_backward() once after each, with require_manual_backward_finalization "
+                f"set before its forward (it is {self.require_manual_backward_finalization})."
+            )
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
         """As in torch, for code that overrides it."""

@@ -262,6 +262,10 @@ def manual(rank: int, world_size: int) -> None:
             m(inputs_of(rank, step)).sum().backward()
         model.finalize_backward()
         assert torch.equal(model.module[0].weight.grad, reference.module[0].weight.grad)
+    with pytest.raises(RuntimeError, match="waits to be finalized"):
+        model.finalize_backward()
+    assert model.should_finalize_after_backward
+    assert not reference.should_finalize_after_backward
     model(inputs_of(rank)).sum().backward()
     with pytest.raises(RuntimeError, match=r"call finalize_backward\(\)"):
         model(inputs_of(rank))
