@@ -20,6 +20,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
         {},
     ],
+    "gossip": [{"average_every": 2}, {"what": "parameters", "average_every": 2}],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
 }
 OWN_HOOKS = sorted(
@@ -37,7 +38,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+@pytest.mark.parametrize("name", ["allreduce", "gossip", "powersgd"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)

@@ -2,8 +2,9 @@
 
 from commhooks.algorithms.allreduce import AllReduce
 from commhooks.algorithms.batched_powersgd import BatchedPowerSGD
+from commhooks.algorithms.gossip import Gossip
 from commhooks.algorithms.half import Bfloat16, Float16
 from commhooks.algorithms.noop import Noop
 from commhooks.algorithms.powersgd import PowerSGD
 
-__all__ = ["AllReduce", "BatchedPowerSGD", "Bfloat16", "Float16", "Noop", "PowerSGD"]
+__all__ = ["AllReduce", "BatchedPowerSGD", "Bfloat16", "Float16", "Gossip", "Noop", "PowerSGD"]
