@@ -6,5 +6,15 @@ from commhooks.algorithms.gossip import Gossip
 from commhooks.algorithms.half import Bfloat16, Float16
 from commhooks.algorithms.noop import Noop
 from commhooks.algorithms.powersgd import PowerSGD
+from commhooks.algorithms.push_sum import PushSum
 
-__all__ = ["AllReduce", "BatchedPowerSGD", "Bfloat16", "Float16", "Gossip", "Noop", "PowerSGD"]
+__all__ = [
+    "AllReduce",
+    "BatchedPowerSGD",
+    "Bfloat16",
+    "Float16",
+    "Gossip",
+    "Noop",
+    "PowerSGD",
+    "PushSum",
+]

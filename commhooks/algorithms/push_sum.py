@@ -1,0 +1,122 @@
+"""Push-sum: parameters are mixed with whoever sends some, and rightly weighted all the same.
+
+Assran et al.: Stochastic Gradient Push, ICML 2019, https://arxiv.org/abs/1811.10792; push-sum is
+from Kempe et al., FOCS 2003. A is the mixing matrix of step t, see topologies.py; its columns sum
+to 1, its rows need not, so a rank may hear from several others or from none. With x_i the numbers
+that are pushed around, w_i the weights, z_i = x_i/w_i the de-biased parameters, with which the
+model computes, and u an optimizer's step:
+
+    x_i(t) = Σ_j A_ij·(x_j(t-1) - u_j)      w_i(t) = Σ_j A_ij·w_j(t-1)      z_i(t) = x_i(t)/w_i(t)
+
+No sum over ranks changes but by the optimizers' steps, and the weights tell how much of it a rank
+has: z_i goes to the mean.
+
+How that fits a hook of gradients: the model holds z, so its optimizer turns z into p = z - u. The
+hook keeps x and w; what it pushes, x - u, is x + (p - x/w), whatever the optimizer does. It returns
+this rank's gradients as they are.
+
+    step t    backward:   gradients of p = z(t-1) - u
+              hook:       pushes x(t-1) - u and w(t-1), keeps x(t) and w(t), the model becomes z(t)
+              optimizer:  p = z(t) - u, with the gradients from above
+
+The paper takes the gradients of z(t), after the messages have arrived. Here both go on at the same
+time, as in D-PSGD. Under permutations all weights stay 1: gossip of parameters does the same then,
+without keeping anything.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.bucket_parameters import pack, store
+from commhooks.algorithms.consensus_distance import ConsensusDistance
+from commhooks.communicator import Communicator
+from commhooks.hook import CommHook
+from commhooks.registry import register_hook
+from commhooks.topologies import Push, check_topology, round_at
+from reducer import GradBucket
+
+__all__ = ["PushSum"]
+
+
+@register_hook("push_sum")
+@dataclass
+class PushSum(CommHook):
+    """Push parameters to one rank per step, who need not push any back; models may differ.
+
+    Every rank gets another result, so save and load each rank's own model. Gradients are not sent.
+    Nothing is averaged exactly, but the ranks' models tend to their common, weighted mean.
+
+    Wire, per bucket and step: its parameters and one weight, in float32 (float64 for float64
+    parameters), to one rank. Memory: one number per parameter element, in the same dtype. A
+    parameter that is not finite reaches whom it is sent to. With one rank nothing changes. After a
+    step that failed all ranks begin anew, with their models as they are.
+    """
+
+    topology: Push = "uniform"
+    """Who sends to whom, see :mod:`commhooks.topologies`."""
+    seed: int = 0
+    """Of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
+
+    _biased: BucketMemory = field(
+        default_factory=lambda: BucketMemory("biased"), init=False, repr=False, compare=False
+    )
+    _distance: ConsensusDistance = field(
+        default_factory=ConsensusDistance, init=False, repr=False, compare=False
+    )
+
+    consensus = False
+    wire = "the parameters and a weight once, in float32, to one rank"
+    paper = "https://arxiv.org/abs/1811.10792"
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raises CommHookError if the topology cannot be built of the group's ranks."""
+        super().prepare(parameters, group)
+        check_topology(self.topology, group.size())
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        if comm.size > 1:
+            half = self._pushed(bucket).mul_(0.5)
+            round_ = round_at(self.topology, comm.size, bucket.step, self.seed)
+            received = await comm.push(
+                half, send_to=round_.targets[comm.rank], receive_from=round_.sources(comm.rank)
+            )
+            if len(received) > 0:
+                difference = _debiased(received[0]) - _debiased(half)
+                self._distance.add(bucket.step, difference, partner_of=comm.size)
+            self._keep(bucket, half.add_(received.sum(0)))
+        return bucket.buffer()
+
+    def metrics(self) -> dict[str, float]:
+        """``consensus_distance``, see :class:`ConsensusDistance`, of the last step that knew it."""
+        return self._distance.metrics()
+
+    def recover(self) -> None:
+        """What was sent may not have arrived, so the sums over ranks are others."""
+        self.state = {}
+
+    def _pushed(self, bucket: GradBucket) -> Tensor:
+        """(numel + 1,): x - u and w."""
+        parameters = pack(bucket.parameters())
+        dtype = torch.promote_types(parameters.dtype, torch.float32)
+        weight = self.state.get(bucket.names[0], {}).get("weight")
+        if weight is None:
+            return torch.cat([parameters.to(dtype), parameters.new_ones(1, dtype=dtype)])
+        biased = self._biased.of(bucket, self.state)
+        step = parameters - (biased / weight).to(parameters.dtype)
+        return torch.cat([biased + step, weight.reshape(1)])
+
+    def _keep(self, bucket: GradBucket, pushed: Tensor) -> None:
+        self._biased.of(bucket, self.state).copy_(pushed[:-1])
+        for name in bucket.names:  # the same for all, as each step moves all parameters
+            self.state[name]["weight"] = pushed[-1].clone()
+        store(_debiased(pushed), bucket.parameters())
+
+
+def _debiased(pushed: Tensor) -> Tensor:
+    """Z = x/w"""
+    return pushed[:-1] / pushed[-1]
