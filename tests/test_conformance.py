@@ -21,6 +21,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {},
     ],
     "gossip": [{"average_every": 2}, {"what": "parameters", "average_every": 2}],
+    "local_sgd": [
+        {"period": 2, "outer": "nesterov", "fragments": 2},
+        {"period": 1, "ranks_per_node": 2},
+    ],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
 }
 OWN_HOOKS = sorted(
@@ -38,7 +42,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "gossip", "powersgd", "push_sum"])
+@pytest.mark.parametrize("name", ["allreduce", "gossip", "local_sgd", "powersgd", "push_sum"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)

@@ -4,6 +4,7 @@ from commhooks.algorithms.allreduce import AllReduce
 from commhooks.algorithms.batched_powersgd import BatchedPowerSGD
 from commhooks.algorithms.gossip import Gossip
 from commhooks.algorithms.half import Bfloat16, Float16
+from commhooks.algorithms.local_sgd import LocalSGD
 from commhooks.algorithms.noop import Noop
 from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.algorithms.push_sum import PushSum
@@ -14,6 +15,7 @@ __all__ = [
     "Bfloat16",
     "Float16",
     "Gossip",
+    "LocalSGD",
     "Noop",
     "PowerSGD",
     "PushSum",
