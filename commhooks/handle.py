@@ -5,6 +5,7 @@ import inspect
 import json
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -86,6 +87,7 @@ class HookHandle:
             new = _resolve(hook, options)
             self._check_unused(new)
             _check_backend(new, slot)
+            _prepare(new, slot)
             identity = _identity(new)
         except CommHookError as error:
             # Other ranks may have no such error, and would wait.
@@ -111,7 +113,9 @@ class HookHandle:
 
     def stats(self) -> HookStats:
         """What the hook cost and saved on this rank, since it was registered or replaced."""
-        return self._in_use().stats()
+        stats = self._in_use().stats()
+        hook = self.hook
+        return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs. Each rank has its own, to be saved by each."""
@@ -243,3 +247,16 @@ def _check_backend(hook: CommHook | Function, slot: Slot) -> None:
             f"hook {hook!r} works on {', '.join(hook.backends)}; the model's process group uses "
             f"{backend!r} for tensors on {slot.device.type!r}"
         )
+
+
+def _prepare(hook: CommHook | Function, slot: Slot) -> None:
+    if not isinstance(hook, CommHook):
+        return
+    try:
+        hook.prepare(slot.parameters, slot.group)
+    except CommHookError:
+        raise
+    except Exception as error:
+        raise CommHookError(
+            f"prepare() of hook {hook!r} failed: {type(error).__name__}: {error}"
+        ) from error

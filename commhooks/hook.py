@@ -92,6 +92,17 @@ class CommHook:
     def __post_init__(self) -> None:
         validate(self)
 
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Called on every rank when the hook is registered, before any step.
+
+        Raise CommHookError here for what cannot work with this model or group: then the hook is
+        refused on all ranks. Nothing may be sent. Called again each time the hook is registered.
+
+        Args:
+            parameters: those that are trained, by name, in the model's order.
+            group: the ranks that train together.
+        """
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Returns the average of ``bucket.buffer()`` over the ranks of ``comm``."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
@@ -106,6 +117,13 @@ class CommHook:
         A bucket may have been finished on some ranks and not on others, so state that has to be the
         same on all ranks must be forgotten here, or made the same.
         """
+
+    def metrics(self) -> dict[str, float]:
+        """What the hook wants to be known of its work on this rank, by name.
+
+        Called between two steps; shown by ``handle.stats()``.
+        """
+        return {}
 
     def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
         """Whether ``state[key]`` can belong to a model with ``parameters``."""

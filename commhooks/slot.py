@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from commhooks.driver import Driver
@@ -18,7 +18,7 @@ from commhooks.wire import all_reduce_bytes
 from reducer import DistributedDataParallel
 from reducer._C import AverageHook
 
-__all__ = ["AnyDriver", "OwnSlot", "Slot", "TorchHook", "make_driver"]
+__all__ = ["AnyDriver", "OwnSlot", "Slot", "TorchHook", "make_driver", "trained_parameters"]
 
 AnyDriver = Driver | InlineDriver
 TorchHook = Callable[[Any], Future[Tensor]]
@@ -72,7 +72,7 @@ class OwnSlot(Slot):
             )
         self.group = model.process_group
         self.device = model.device
-        self.parameters = dict(model.module.named_parameters())
+        self.parameters = trained_parameters(model.module)
         self._reducer = model.reducer
         self._driver: AnyDriver | None = None
         self._is_native = False
@@ -128,6 +128,16 @@ class OwnSlot(Slot):
             packed = row["packed_bytes"] // max(row["steps"], 1)
             return all_reduce_bytes(packed, self.group.size())
         return None
+
+
+def trained_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """By name, in the module's order, without those that a wrapper was told to ignore."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
 
 
 def make_driver(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook import CommHook
-from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver
+from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver, trained_parameters
 from commhooks.stats import HookStats, Ledger
 from reducer import GradBucket
 
@@ -35,11 +35,7 @@ class StockSlot(Slot):
 
     def __init__(self, model: StockDistributedDataParallel) -> None:
         self.group: dist.ProcessGroup = model.process_group
-        self.parameters = {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
-        }
+        self.parameters = trained_parameters(model.module)
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._steps = 0
