@@ -85,6 +85,22 @@ class Communicator:
         self._key = key
         self._seed = seed
 
+    def within(
+        self, hook: object, *, key: str | None = None, wants_contribution: bool = False
+    ) -> "Communicator":
+        """The communicator for a hook that is nested in the present one, with that hook's seed.
+
+        ``key``: of the bucket it gets, if that is another one. Its ``contribution`` is its own.
+        """
+        nested = Communicator(
+            self.group,
+            step=self.step,
+            key=self._key if key is None else key,
+            seed=getattr(hook, "seed", 0),
+        )
+        nested.wants_contribution = wants_contribution
+        return nested
+
     @cached_property
     def generator(self) -> torch.Generator:
         """Gives the same numbers on every rank, others in each step and bucket. For CPU tensors."""
