@@ -101,6 +101,15 @@ class Communicator:
         nested.wants_contribution = wants_contribution
         return nested
 
+    def contribute(self, share: Tensor) -> None:
+        """Says, if wanted, that the average is the sum of what each rank gives here, flat.
+
+        Sets :attr:`contribution` to ``size`` times ``share``, of which nothing is kept.
+        """
+        if self.wants_contribution:
+            exact = torch.promote_types(share.dtype, torch.float32)
+            self.contribution = share.to(exact, copy=True).mul_(self.size)
+
     @cached_property
     def generator(self) -> torch.Generator:
         """Gives the same numbers on every rank, others in each step and bucket. For CPU tensors."""

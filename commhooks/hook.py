@@ -85,6 +85,8 @@ class CommHook:
     """Whether the result is the exact average, up to rounding."""
     consensus: ClassVar[bool] = True
     """Whether the result is the same on all ranks."""
+    tells_contribution: ClassVar[bool] = False
+    """Whether ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``."""
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl", "mpi", "ucc")
     wire: ClassVar[str] = ""
     """What is sent, in words."""
@@ -123,6 +125,13 @@ class CommHook:
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Returns the average of ``bucket.buffer()`` over the ranks of ``comm``."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:  # noqa: ARG002
+        """What this rank sends for ``bucket`` in a step, of ``size`` ranks; None if that varies.
+
+        The cost formula of the hook, against which the conformance kit holds what is sent.
+        """
+        return None
 
     def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
         """The same hook in C++, for our own reducer only, where there is one."""

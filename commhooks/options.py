@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import re
+import types
 import typing
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -107,6 +108,7 @@ def _describe(field: dataclasses.Field[Any], hint: Any) -> OptionInfo:
 
 def _constraint(extra: Any) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "a multiple of"}
+    signs["min_length"] = "length >="
     for attribute, sign in signs.items():
         if hasattr(extra, attribute):
             return f"{sign} {getattr(extra, attribute)}"
@@ -114,9 +116,19 @@ def _constraint(extra: Any) -> str:
 
 
 def _type_name(hint: Any) -> str:
-    if isinstance(hint, type) and typing.get_origin(hint) is None:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _type_name(members[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_type_name, members))
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__}[{', '.join(map(_type_name, members))}]"
+    if hint is type(None):
+        return "None"
+    if isinstance(hint, type):
         return hint.__name__
-    return re.sub(r"\b(\w+\.)+(?=\w)", "", str(hint))  # without modules
+    text = str(hint).replace("typing.", "")
+    return text if origin is typing.Literal else re.sub(r"(\w+\.)+", "", text)  # without modules
 
 
 def _reason(detail: Any) -> str:
