@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["pack", "store"]
+__all__ = ["at_least_float32", "pack", "store"]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
@@ -39,3 +39,8 @@ def store(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     torch._foreach_copy_(list(tensors), views)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers are kept that are added up over ranks and steps."""
+    return torch.promote_types(dtype, torch.float32)

@@ -28,6 +28,7 @@ from commhooks.communicator import Communicator, Request
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.topologies import Permutation, check_topology, round_at
+from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 
 __all__ = ["Gossip"]
@@ -78,15 +79,27 @@ class Gossip(CommHook):
             # Halved first, so that sums of large half-precision numbers do not overflow.
             received = await self._from_partner(buffer.div_(2), bucket, comm)
             buffer += received
-        if self.average_every and bucket.step > 0 and bucket.step % self.average_every == 0:
+        if self._averages_in(bucket.step):
             await self._average_parameters(bucket, comm)
         elif self.what == "parameters":
             await self._mix_parameters(bucket, comm)
         return buffer
 
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        if size == 1:
+            return 0
+        parameter_bytes = sum(parameter.nbytes for parameter in bucket.parameters())
+        sent = bucket.buffer().nbytes if self.what == "gradients" else 0
+        if self._averages_in(bucket.step):
+            return sent + all_reduce_bytes(parameter_bytes, size)
+        return sent or parameter_bytes
+
     def metrics(self) -> dict[str, float]:
         """``consensus_distance``, see :class:`ConsensusDistance`, of the last step that knew it."""
         return self._distance.metrics()
+
+    def _averages_in(self, step: int) -> bool:
+        return self.average_every > 0 and step > 0 and step % self.average_every == 0
 
     async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
         own = pack(bucket.parameters())

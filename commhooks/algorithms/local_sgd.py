@@ -38,13 +38,14 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import pack, store
+from commhooks.algorithms.bucket_parameters import at_least_float32, pack, store
 from commhooks.algorithms.consensus_distance import ConsensusDistance
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
 from commhooks.nodes import check_nodes, ranks_of_node
 from commhooks.registry import register_hook
+from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 
 __all__ = ["LocalSGD"]
@@ -119,6 +120,17 @@ class LocalSGD(CommHook):
             buffer.fill_(torch.nan)
         return buffer
 
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        gradient_bytes = bucket.buffer().nbytes
+        if bucket.step < self.start_step:
+            return all_reduce_bytes(gradient_bytes, size)
+        averaged_bytes = sum(
+            parameter.numel() * at_least_float32(parameter.dtype).itemsize
+            for parameter in self._due(bucket).values()
+        )
+        in_node = all_reduce_bytes(gradient_bytes, self.ranks_per_node)
+        return in_node + all_reduce_bytes(averaged_bytes, size)
+
     def metrics(self) -> dict[str, float]:
         """``consensus_distance``, see :class:`ConsensusDistance`, of what was averaged last."""
         return self._distance.metrics()
@@ -140,7 +152,7 @@ class LocalSGD(CommHook):
         """Whether the average was finite; the same on all ranks."""
         parameters = list(due.values())
         own = pack(parameters)
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        own = own.to(at_least_float32(own.dtype))
         mean = await comm.all_reduce(own / comm.size)
         if not mean.isfinite().all():
             return False

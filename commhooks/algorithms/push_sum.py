@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.bucket_parameters import pack, store
+from commhooks.algorithms.bucket_parameters import at_least_float32, pack, store
 from commhooks.algorithms.consensus_distance import ConsensusDistance
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
@@ -91,6 +91,11 @@ class PushSum(CommHook):
             self._keep(bucket, half.add_(received.sum(0)))
         return bucket.buffer()
 
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        parameters = bucket.parameters()
+        elements = sum(parameter.numel() for parameter in parameters) + 1
+        return elements * at_least_float32(parameters[0].dtype).itemsize if size > 1 else 0
+
     def metrics(self) -> dict[str, float]:
         """``consensus_distance``, see :class:`ConsensusDistance`, of the last step that knew it."""
         return self._distance.metrics()
@@ -102,7 +107,7 @@ class PushSum(CommHook):
     def _pushed(self, bucket: GradBucket) -> Tensor:
         """(numel + 1,): x - u and w."""
         parameters = pack(bucket.parameters())
-        dtype = torch.promote_types(parameters.dtype, torch.float32)
+        dtype = at_least_float32(parameters.dtype)
         weight = self.state.get(bucket.names[0], {}).get("weight")
         if weight is None:
             return torch.cat([parameters.to(dtype), parameters.new_ones(1, dtype=dtype)])
