@@ -133,6 +133,11 @@ class CommHook:
         """
         return None
 
+    @property
+    def changes_parameters(self) -> bool:
+        """Whether ``reduce`` changes the bucket's parameters too, or a nested hook does."""
+        return any(hook.changes_parameters for hook in self.nested().values())
+
     def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
         """The same hook in C++, for our own reducer only, where there is one."""
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 import commhooks
 from commhooks import registry
@@ -23,6 +24,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {},
     ],
     "gossip": [{"average_every": 2}, {"what": "parameters", "average_every": 2}],
+    "hierarchical": [
+        {"inner": "allreduce", "ranks_per_node": 1},
+        {"inner": POWERSGD, "ranks_per_node": 1},
+    ],
     "local_sgd": [
         {"period": 2, "outer": "nesterov", "fragments": 2},
         {"period": 3, "start_step": 1},
@@ -59,6 +64,18 @@ def test_every_hook_conforms(name, options):
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize("inner", ["allreduce", POWERSGD])
+def test_nodes_of_two_ranks(inner):
+    check_hook(functools.partial(make_nodes_of_two, inner), world_size=4)
+
+
+def make_nodes_of_two(inner):
+    """On one rank, where the kit checks what a hook does alone, there is one node of one rank."""
+    ranks_per_node = 2 if dist.is_initialized() and dist.get_world_size() > 1 else 1
+    return commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)
 
 
 # -------------------------------------------------------------------- one broken hook per rule

@@ -6,6 +6,7 @@ from commhooks.algorithms.cast import Cast
 from commhooks.algorithms.error_feedback import ErrorFeedback
 from commhooks.algorithms.gossip import Gossip
 from commhooks.algorithms.half import Bfloat16, Float16
+from commhooks.algorithms.hierarchical import Hierarchical
 from commhooks.algorithms.local_sgd import LocalSGD
 from commhooks.algorithms.noop import Noop
 from commhooks.algorithms.powersgd import PowerSGD
@@ -22,6 +23,7 @@ __all__ = [
     "ErrorFeedback",
     "Float16",
     "Gossip",
+    "Hierarchical",
     "LocalSGD",
     "Noop",
     "PowerSGD",

@@ -85,6 +85,10 @@ class Gossip(CommHook):
             await self._mix_parameters(bucket, comm)
         return buffer
 
+    @property
+    def changes_parameters(self) -> bool:
+        return self.what == "parameters" or self.average_every > 0
+
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         if size == 1:
             return 0

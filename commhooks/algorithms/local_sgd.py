@@ -120,6 +120,10 @@ class LocalSGD(CommHook):
             buffer.fill_(torch.nan)
         return buffer
 
+    @property
+    def changes_parameters(self) -> bool:
+        return True
+
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         gradient_bytes = bucket.buffer().nbytes
         if bucket.step < self.start_step:

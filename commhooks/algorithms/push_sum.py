@@ -91,6 +91,10 @@ class PushSum(CommHook):
             self._keep(bucket, half.add_(received.sum(0)))
         return bucket.buffer()
 
+    @property
+    def changes_parameters(self) -> bool:
+        return True
+
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         parameters = bucket.parameters()
         elements = sum(parameter.numel() for parameter in parameters) + 1
