@@ -33,7 +33,7 @@ of a parameter has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -121,6 +121,13 @@ class CommHook:
         """
         for hook in self.nested().values():
             hook.prepare(parameters, group)
+
+    def bucket_key(self, parameter: str) -> Hashable:
+        """Parameters with other keys are better not in one bucket. Asked after :meth:`prepare`.
+
+        A preference: torch's own wrapper, and ours with a ``group_key`` of its own, do not know it.
+        """
+        return tuple(hook.bucket_key(parameter) for hook in self.nested().values())
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Returns the average of ``bucket.buffer()`` over the ranks of ``comm``."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook import CommHook
-from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver, trained_parameters
+from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver
 from commhooks.stats import HookStats, Ledger
 from reducer import GradBucket
 
@@ -34,8 +34,12 @@ class StockSlot(Slot):
     """
 
     def __init__(self, model: StockDistributedDataParallel) -> None:
-        self.group: dist.ProcessGroup = model.process_group
-        self.parameters = trained_parameters(model.module)
+        self._group: dist.ProcessGroup = model.process_group
+        self.parameters = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        }
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._steps = 0
@@ -50,6 +54,10 @@ class StockSlot(Slot):
                 "the model has a hook already, from register_comm_hook(), which can neither be "
                 "replaced nor removed; use commhooks.register() instead"
             ) from error
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
 
     @property
     def steps(self) -> int:

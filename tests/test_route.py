@@ -155,6 +155,90 @@ def test_each_hook_gets_its_own(
     run_ranks(split, size, stock, bucket_cap_mb)
 
 
+def cut(rank: int, size: int, options: dict[str, bool]) -> None:
+    """On our wrapper no bucket is mixed, and everything is as before when the hook goes."""
+    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, bucket_cap_mb=25, **options)
+
+    def train(step: int) -> list[set[str]]:
+        of_ranks = [draw_gradients(PARAMETERS, peer, step) for peer in range(size)]
+        found = trainer.step(of_ranks[rank])
+        assert not differences(found, mean_over_ranks(of_ranks, PARAMETERS), size)
+        return [set(bucket.names) for bucket in trainer.handle.stats().buckets]
+
+    everything = [set(PARAMETERS)]
+    assert train(0) == train(1) == everything
+    rules: Any = [("m*", "allreduce"), ("v*", Recorder())]
+    routed = commhooks.create("route", rules=rules, default="allreduce")
+    trainer.handle.replace("schedule", stages=[(0, routed)])
+    rest = set(PARAMETERS) - {"matrix", "vector"}
+    for step in (2, 3):
+        buckets = train(step)
+        assert len(buckets) == 3
+        assert all(names in buckets for names in ({"matrix"}, {"vector"}, rest))
+    trainer.handle.replace("allreduce")
+    assert train(4) == everything
+    trainer.handle.replace("route", rules=[["m*", "noop"]], default="allreduce")
+    assert len(trainer.handle.stats().buckets) == 2
+    trainer.handle.remove()
+    trainer.handle = commhooks.register(trainer.model, "allreduce")
+    assert train(5) == everything
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_buckets_are_cut_by_route(run_ranks: Any, options: dict[str, bool]) -> None:
+    run_ranks(cut, 2, options)
+
+
+def keep_keys(rank: int, size: int) -> None:
+    """A model with keys of its own keeps them, and routes are told apart in its buckets."""
+    trainer = Trainer(
+        commhooks.create("route", rules=[["[mv]*", Recorder()]], default="allreduce"),
+        PARAMETERS,
+        bucket_cap_mb=25,
+        group_key=lambda name, parameter: name[0] in "ms",
+    )
+    of_ranks = [draw_gradients(PARAMETERS, peer, 0) for peer in range(size)]
+    found = trainer.step(of_ranks[rank])
+    assert not differences(found, mean_over_ranks(of_ranks, PARAMETERS), size)
+    buckets = [set(bucket.names) for bucket in trainer.handle.stats().buckets]
+    assert {name[0] in "ms" for name in buckets[0]} != {name[0] in "ms" for name in buckets[1]}
+    assert len(buckets) == 2
+
+
+def test_keys_of_the_model_are_kept(run_ranks: Any) -> None:
+    run_ranks(keep_keys, 2)
+
+
+class Lanes(torch.nn.Module):
+    """A parameter with sparse gradients, which hooks do not get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 3, sparse=True)
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.second(self.first(self.embedding(indices)))
+
+
+def leave_out(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(Lanes())
+    hooks = [Recorder(tag="a"), Recorder(tag="b")]
+    rules: Any = [("first.*", hooks[0]), ("second.*", hooks[1])]
+    handle = commhooks.register(model, "route", rules=rules)
+    model(torch.tensor([1, rank])).sum().backward()
+    for hook in hooks:
+        assert [call.is_last for call in hook.calls][-1]
+    with pytest.raises(commhooks.CommHookError, match=r"rule 'embedding\.\*' fits no parameter"):
+        handle.replace("route", rules=[["embedding.*", "fp16"]], default="fp16")
+
+
+def test_parameters_that_hooks_do_not_get(run_ranks: Any) -> None:
+    run_ranks(leave_out, 2)
+
+
 def feed_back(rank: int, size: int) -> None:
     """An error around it is that of each route."""
     rules: Any = [("m*", Recorder(threshold=1.0)), ("v*", commhooks.create("bf16"))]

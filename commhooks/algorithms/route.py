@@ -2,11 +2,12 @@
 
 A bucket with parameters of several routes is taken apart: the gradients of each route are copied
 into a bucket of their own, the hooks run on these in the order of the rules, and their averages are
-copied back. Where buckets can be cut by route beforehand, none is mixed and nothing is copied.
+copied back. On our own wrapper buckets are cut by route beforehand, so none is mixed and nothing is
+copied, unless the model has a ``group_key`` of its own.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, cast
@@ -77,6 +78,11 @@ class Route(CommHook):
                 hook.prepare(own, group)
         self._routes = routes
 
+    def bucket_key(self, parameter: str) -> Hashable:
+        """The route, and what its hook says. None for a parameter that hooks do not see."""
+        i = self._routes.get(parameter)
+        return None if i is None else (i, self._hooks[i].bucket_key(parameter))
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         contribution = _empty_contribution(buffer) if comm.wants_contribution else None
@@ -112,6 +118,9 @@ class Route(CommHook):
         for i, members in self._members(bucket):
             progress, part = self._progress[i], Part(bucket, members)
             index, is_last = progress.advance(len(members))
+            # In the last bucket of all, each part is the last of its route, even if others of the
+            # route were left out because no rank used their parameters.
+            is_last = is_last or bucket.is_last()
             yield self._hooks[i], part, part.bucket(index, is_last=is_last)
 
     def _members(self, bucket: GradBucket) -> list[tuple[int, list[int]]]:
