@@ -233,7 +233,10 @@ class _Loop:
                 self._issue(task, request)
                 if self._failure is not None:
                     return
-            fewest = task.issued if fewest is None else _fewest(fewest, task.issued)
+            if fewest is None:
+                fewest = task.issued
+            elif fewest != task.issued:
+                fewest = _fewest(fewest, task.issued)
             if not fewest:
                 return
 

@@ -26,7 +26,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "pack", "store"]
+from reducer import GradBucket
+
+__all__ = ["at_least_float32", "pack", "parameters_of", "store"]
+
+
+def parameters_of(bucket: GradBucket) -> list[Tensor]:
+    """Those of a bucket, complex ones as their real views, as gradients are in the bucket."""
+    return [
+        torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+        for parameter in bucket.parameters()
+    ]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

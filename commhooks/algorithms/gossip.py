@@ -22,7 +22,7 @@ import torch.distributed as dist
 from annotated_types import Ge
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import pack, store
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import ConsensusDistance
 from commhooks.communicator import Communicator, Request
 from commhooks.hook import CommHook
@@ -92,7 +92,7 @@ class Gossip(CommHook):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         if size == 1:
             return 0
-        parameter_bytes = sum(parameter.nbytes for parameter in bucket.parameters())
+        parameter_bytes = sum(parameter.nbytes for parameter in parameters_of(bucket))
         sent = bucket.buffer().nbytes if self.what == "gradients" else 0
         if self._averages_in(bucket.step):
             return sent + all_reduce_bytes(parameter_bytes, size)
@@ -106,16 +106,16 @@ class Gossip(CommHook):
         return self.average_every > 0 and step > 0 and step % self.average_every == 0
 
     async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
-        own = pack(bucket.parameters())
+        own = pack(parameters_of(bucket))
         difference = (await self._from_partner(own, bucket, comm)).sub_(own)
         self._distance.add(bucket.step, difference, partner_of=comm.size)
-        store(own.add_(difference, alpha=0.5), bucket.parameters())
+        store(own.add_(difference, alpha=0.5), parameters_of(bucket))
 
     async def _average_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
-        own = pack(bucket.parameters())
+        own = pack(parameters_of(bucket))
         mean = await comm.all_reduce(own / comm.size)
         self._distance.add(bucket.step, own - mean)
-        store(mean, bucket.parameters())
+        store(mean, parameters_of(bucket))
 
     def _from_partner(self, tensor: Tensor, bucket: GradBucket, comm: Communicator) -> Request:
         partners = round_at(self.topology, comm.size, bucket.step, self.seed)

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, pack, store
+from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import ConsensusDistance
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError
@@ -148,7 +148,7 @@ class LocalSGD(CommHook):
         turn = (bucket.step - self.start_step) % self.period
         return {
             name: parameter
-            for name, parameter in zip(bucket.names, bucket.parameters(), strict=True)
+            for name, parameter in zip(bucket.names, parameters_of(bucket), strict=True)
             if turn == self._fragment_of.get(name, 0) * self.period // self.fragments
         }
 

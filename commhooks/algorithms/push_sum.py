@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.bucket_parameters import at_least_float32, pack, store
+from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import ConsensusDistance
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
@@ -96,7 +96,7 @@ class PushSum(CommHook):
         return True
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        parameters = bucket.parameters()
+        parameters = parameters_of(bucket)
         elements = sum(parameter.numel() for parameter in parameters) + 1
         return elements * at_least_float32(parameters[0].dtype).itemsize if size > 1 else 0
 
@@ -110,7 +110,7 @@ class PushSum(CommHook):
 
     def _pushed(self, bucket: GradBucket) -> Tensor:
         """(numel + 1,): x - u and w."""
-        parameters = pack(bucket.parameters())
+        parameters = pack(parameters_of(bucket))
         dtype = at_least_float32(parameters.dtype)
         weight = self.state.get(bucket.names[0], {}).get("weight")
         if weight is None:
@@ -123,7 +123,7 @@ class PushSum(CommHook):
         self._biased.of(bucket, self.state).copy_(pushed[:-1])
         for name in bucket.names:  # the same for all, as each step moves all parameters
             self.state[name]["weight"] = pushed[-1].clone()
-        store(_debiased(pushed), bucket.parameters())
+        store(_debiased(pushed), parameters_of(bucket))
 
 
 def _debiased(pushed: Tensor) -> Tensor:
