@@ -56,14 +56,18 @@ def simulate(
     }
     results: dict[int, Tensor] = {}
     waiting: dict[int, Request] = {}
-    with torch.no_grad():
-        while len(results) < size:
-            for rank in runs.keys() - waiting.keys() - results.keys():
-                try:
-                    waiting[rank] = runs[rank].send(None)
-                except StopIteration as stop:
-                    results[rank] = stop.value
-            _complete(waiting, comms, list(range(size)))
+    try:
+        with torch.no_grad():
+            while len(results) < size:
+                for rank in runs.keys() - waiting.keys() - results.keys():
+                    try:
+                        waiting[rank] = runs[rank].send(None)
+                    except StopIteration as stop:
+                        results[rank] = stop.value
+                _complete(waiting, comms, list(range(size)))
+    finally:
+        for run in runs.values():
+            run.close()
     return [results[rank] for rank in range(size)], comms
 
 

@@ -23,7 +23,8 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
         {},
     ],
-    "gossip": [{"average_every": 2}, {"what": "parameters", "average_every": 2}],
+    "gossip": [{"what": "gradients", "average_every": 2}, {"average_every": 2}],
+    "push_sum": [{"topology": "uniform"}, {}],
     "hierarchical": [
         {"inner": "allreduce", "ranks_per_node": 1},
         {"inner": POWERSGD, "ranks_per_node": 1},

@@ -67,7 +67,7 @@ def take_step(
 
 @pytest.mark.parametrize(("topology", "size"), CASES)
 def test_gradients_are_mixed_by_the_topology(topology: str, size: int) -> None:
-    hooks = [Gossip(topology=topology) for _ in range(size)]
+    hooks = [Gossip("gradients", topology) for _ in range(size)]
     parameters = [draw(rank, 99) for rank in range(size)]
     before = rows(parameters)
     for step in range(5):
@@ -130,7 +130,7 @@ def test_all_ranks_average_their_parameters_now_and_then(what: str) -> None:
 def test_large_half_precision_gradients_do_not_overflow() -> None:
     parameters = [[torch.zeros(4, dtype=torch.float16)] for _ in range(2)]
     buckets = [make_bucket([torch.full((4,), 6e4).half()], p, 0) for p in parameters]
-    for result in simulate([Gossip(), Gossip()], buckets)[0]:
+    for result in simulate([Gossip("gradients")] * 2, buckets)[0]:
         assert torch.equal(result, torch.full((4,), 6e4).half())
 
 

@@ -41,7 +41,7 @@ def test_the_average_and_its_cost(size: int, ranks_per_node: int) -> None:
 
 def test_a_lossy_hook_sees_one_gradient_per_node() -> None:
     """Gossip in a ring of three nodes: each leader has its node's mean and the one before."""
-    found, _ = reduce({"name": "gossip", "topology": "ring"}, 2, 6)
+    found, _ = reduce({"name": "gossip", "what": "gradients", "topology": "ring"}, 2, 6)
     gradients = torch.stack(
         [make_bucket(draw(rank, 0), draw(0, 99), 0).buffer() for rank in range(6)]
     )
@@ -83,7 +83,7 @@ def test_resumes_bitwise(run_ranks: Any) -> None:
         {"name": "local_sgd"},
         {"name": "push_sum"},
         {"name": "gossip", "what": "parameters"},
-        {"name": "gossip", "average_every": 5},
+        {"name": "gossip", "what": "gradients", "average_every": 5},
         {"name": "cast", "inner": {"name": "local_sgd"}},
     ],
 )
@@ -98,7 +98,7 @@ def refuse(rank: int, size: int) -> None:
         commhooks.register(model, "hierarchical", inner="bf16", ranks_per_node=2)
     with pytest.raises(commhooks.CommHookError, match="LOCAL_WORLD_SIZE"):
         commhooks.register(model, "hierarchical", inner="bf16")
-    hypercube = {"name": "gossip", "topology": "hypercube"}
+    hypercube = {"name": "gossip", "what": "gradients", "topology": "hypercube"}
     with pytest.raises(commhooks.CommHookError, match=r"hypercube.*found 3 ranks"):
         commhooks.register(model, "hierarchical", inner=hypercube, ranks_per_node=1)
     # Three ranks are no hypercube, but one node is.

@@ -10,7 +10,7 @@ import commhooks
 
 HOOKS: list[dict[str, Any]] = [
     {"name": "gossip", "what": "parameters"},
-    {"name": "gossip", "average_every": 1},
+    {"name": "gossip", "what": "gradients", "average_every": 1},
     {"name": "push_sum"},
     {"name": "local_sgd", "period": 2, "outer": "nesterov"},
 ]

@@ -59,7 +59,7 @@ def test_models_tend_to_the_mean_and_weights_keep_their_sum(topology: str, size:
 def test_half_precision_models_lose_nothing_on_the_way(dtype: torch.dtype) -> None:
     """What is pushed is float32, so the mean does not drift as that of rounded models would."""
     size = 5
-    hooks = [PushSum() for _ in range(size)]
+    hooks = [PushSum("uniform") for _ in range(size)]
     parameters = [draw(rank, 99, dtype) for rank in range(size)]
     mean = rows(parameters).double().mean(0)
     for step in range(100):
@@ -75,7 +75,7 @@ def test_half_precision_models_lose_nothing_on_the_way(dtype: torch.dtype) -> No
 
 def test_one_rank_changes_no_bit() -> None:
     parameters = [draw(0, 99)]
-    hook = PushSum()
+    hook = PushSum("uniform")
     push([hook], parameters, 0)
     assert torch.equal(rows(parameters), rows([draw(0, 99)]))
     assert hook.state == {}
@@ -104,22 +104,24 @@ def simulate_training(size: int, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(("size", "stock"), [(1, False), (2, False), (3, True), (4, False)])
 def test_training_is_what_the_definition_says(run_ranks: Any, size: int, stock: bool) -> None:
-    results = run_ranks(train, size, PushSum(), range(8), stock)
+    results = run_ranks(train, size, PushSum("uniform"), range(8), stock)
     expected = simulate_training(size, 8)
     for (found, *_), of_rank in zip(results, expected, strict=True):
         torch.testing.assert_close(found, of_rank, rtol=1e-12, atol=1e-14)
 
 
 def test_resumes_bitwise(run_ranks: Any) -> None:
-    whole = run_ranks(train, 3, PushSum(), range(7), False)
-    half = run_ranks(train, 3, PushSum(), range(3), False)
-    resumed = run_ranks(train, 3, PushSum(), range(3, 7), False, [saved for _, saved, *_ in half])
+    whole = run_ranks(train, 3, PushSum("uniform"), range(7), False)
+    half = run_ranks(train, 3, PushSum("uniform"), range(3), False)
+    resumed = run_ranks(
+        train, 3, PushSum("uniform"), range(3, 7), False, [saved for _, saved, *_ in half]
+    )
     for (found, *_), (expected, *_) in zip(resumed, whole, strict=True):
         assert torch.equal(found, expected)
 
 
 def test_begins_anew_after_a_failed_step() -> None:
-    hooks = [PushSum() for _ in range(4)]
+    hooks = [PushSum("uniform") for _ in range(4)]
     parameters = [draw(rank, 99) for rank in range(4)]
     for step in range(5):
         push(hooks, parameters, step)
@@ -129,6 +131,13 @@ def test_begins_anew_after_a_failed_step() -> None:
     for step in range(5, 120):
         push(hooks, parameters, step)
     torch.testing.assert_close(rows(parameters), mean.expand(4, -1))
+
+
+def test_the_state_of_another_model_is_refused() -> None:
+    hook = PushSum()
+    hook.state = {str(i): {"biased": torch.ones(3), "weight": torch.tensor(1.0)} for i in range(4)}
+    with pytest.raises(commhooks.CommHookStateError, match=r"expected 64 numbers.*found 12"):
+        push([hook, PushSum()], [draw(rank, 99) for rank in range(2)], 0)
 
 
 def test_the_registry_knows_it() -> None:

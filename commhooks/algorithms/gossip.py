@@ -48,9 +48,9 @@ class Gossip(CommHook):
     has no state; with one rank it changes nothing.
     """
 
-    what: Literal["gradients", "parameters"] = "gradients"
-    """What is averaged. Gradients: models stay close only as long as the learning rate is small or
-    ``average_every`` brings them together. Parameters: mixing pulls them together in each step."""
+    what: Literal["gradients", "parameters"] = "parameters"
+    """What is averaged. Parameters: mixing pulls models together in each step. Gradients: nothing
+    does but ``average_every``, so without that models part as steadily as without communication."""
     topology: Permutation = "dissemination"
     """Who sends to whom, see :mod:`commhooks.topologies`."""
     average_every: Annotated[int, Ge(0)] = 0

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import ConsensusDistance
 from commhooks.communicator import Communicator
+from commhooks.errors import CommHookStateError
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.topologies import Push, check_topology, round_at
@@ -57,14 +57,11 @@ class PushSum(CommHook):
     step that failed all ranks begin anew, with their models as they are.
     """
 
-    topology: Push = "uniform"
-    """Who sends to whom, see :mod:`commhooks.topologies`."""
+    topology: Push = "exponential"
+    """Who sends to whom, see :mod:`commhooks.topologies`. With "uniform" weights differ."""
     seed: int = 0
     """Of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
 
-    _biased: BucketMemory = field(
-        default_factory=lambda: BucketMemory("biased"), init=False, repr=False, compare=False
-    )
     _distance: ConsensusDistance = field(
         default_factory=ConsensusDistance, init=False, repr=False, compare=False
     )
@@ -112,18 +109,25 @@ class PushSum(CommHook):
         """(numel + 1,): x - u and w."""
         parameters = pack(parameters_of(bucket))
         dtype = at_least_float32(parameters.dtype)
-        weight = self.state.get(bucket.names[0], {}).get("weight")
-        if weight is None:
+        if any(name not in self.state for name in bucket.names):
             return torch.cat([parameters.to(dtype), parameters.new_ones(1, dtype=dtype)])
-        biased = self._biased.of(bucket, self.state)
+        biased = pack([self.state[name]["biased"] for name in bucket.names])
+        if biased.shape != parameters.shape:
+            raise CommHookStateError(
+                f"state of {bucket.names}: expected {parameters.numel()} numbers as 'biased', "
+                f"found {biased.numel()}: it was saved for another model"
+            )
+        weight = self.state[bucket.names[0]]["weight"]
         step = parameters - (biased / weight).to(parameters.dtype)
-        return torch.cat([biased + step, weight.reshape(1)])
+        return torch.cat([biased.add_(step), weight.reshape(1)])
 
     def _keep(self, bucket: GradBucket, pushed: Tensor) -> None:
-        self._biased.of(bucket, self.state).copy_(pushed[:-1])
-        for name in bucket.names:  # the same for all, as each step moves all parameters
-            self.state[name]["weight"] = pushed[-1].clone()
-        store(_debiased(pushed), parameters_of(bucket))
+        parameters = parameters_of(bucket)
+        parts = torch.split(pushed[:-1], [parameter.numel() for parameter in parameters])
+        for name, parameter, part in zip(bucket.names, parameters, parts, strict=True):
+            # One weight for all, as each step moves all parameters.
+            self.state[name] = {"biased": part.view(parameter.shape), "weight": pushed[-1]}
+        store(_debiased(pushed), parameters)
 
 
 def _debiased(pushed: Tensor) -> Tensor:
