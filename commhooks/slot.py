@@ -1,7 +1,7 @@
 """The place in a wrapped model that takes a hook: what our wrapper and torch's have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -74,8 +74,13 @@ class OwnSlot(Slot):
                 "replaced nor removed; use commhooks.register() instead"
             )
         self.device = model.device
-        self.parameters = dict(model.module.named_parameters())
         self._reducer = model.reducer
+        rows = self._reducer.bucket_stats()
+        reduced = {name for row in rows if row["lane"] == 0 for name in row["names"]}
+        self.parameters = {name: p for p, name in model.parameter_names.items() if name in reduced}
+        self._names = list(model.parameter_names.values())
+        self._keys = [0] * len(self._names)
+        self._has_own_keys = model._group_key is not None  # noqa: SLF001
         self._default_hook = model.default_hook
         self._driver: AnyDriver | None = None
         self._is_native = False
@@ -95,13 +100,27 @@ class OwnSlot(Slot):
     def install(self, hook: CommHook, token: int) -> None:
         native = hook.native(self.group)
         driver = make_driver(hook, self.group, self.device, token) if native is None else None
+        self.regroup(hook.bucket_key)
         self._set(native if driver is None else driver, driver, is_native=native is not None)
 
     def install_function(self, hook: TorchHook) -> None:
+        self.regroup(_no_key)
         self._set(hook, None, is_native=False)
 
     def clear(self) -> None:
+        self.regroup(_no_key)
         self._set(self._default_hook(), None, is_native=True)
+
+    def regroup(self, key_of: Callable[[str], Hashable]) -> None:
+        """Cuts the buckets so that only parameters of equal keys, by their names, share one.
+
+        Leaves them as they are in a model that has keys of its own, which hooks have to cope with.
+        """
+        numbers: dict[Hashable, int] = {}
+        keys = [numbers.setdefault(key_of(name), len(numbers)) for name in self._names]
+        if not self._has_own_keys and keys != self._keys:
+            self._reducer.set_keys(keys)
+            self._keys = keys
 
     def stats(self) -> HookStats:
         size = self.group.size()
@@ -141,6 +160,10 @@ class OwnSlot(Slot):
         return None
 
 
+def _no_key(name: str) -> None:
+    """All parameters may share buckets."""
+
+
 def make_driver(
     hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
 ) -> AnyDriver:
@@ -148,4 +171,4 @@ def make_driver(
     backend = group._get_backend(device).name()  # noqa: SLF001
     if device.type == "cpu" and backend == "gloo" and group.size() > 1:
         return Driver(hook, group, token)
-    return InlineDriver(hook, group)
+    return InlineDriver(hook, group, device, token)

@@ -38,7 +38,7 @@ class StockSlot(Slot):
         self.parameters = {
             name: parameter
             for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad and name not in model.parameters_to_ignore
         }
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 import commhooks
 from commhooks import registry
@@ -13,14 +14,37 @@ from commhooks.testing import check_hook
 from commhooks.testing.conformance import ConformanceError
 from commhooks.testing.rules import RULES
 
-# Options that put a hook to work from the first step; all others are checked as they are.
+# One line per hook: options that put it to work from the first step, `{}` for its defaults. Hooks
+# that are not listed are checked with their defaults.
+POWERSGD = {"name": "powersgd", "rank": 2, "min_compression_rate": 1.0, "start_step": 0}
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
         {},
     ],
+    "gossip": [{"what": "gradients", "average_every": 2}, {"average_every": 2}],
+    "push_sum": [{"topology": "uniform"}, {}],
+    "hierarchical": [
+        {"inner": "allreduce", "ranks_per_node": 1},
+        {"inner": POWERSGD, "ranks_per_node": 1},
+    ],
+    "local_sgd": [
+        {"period": 2, "outer": "nesterov", "fragments": 2},
+        {"period": 3, "start_step": 1},
+    ],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
+    "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
+    "error_feedback": [{"inner": "bf16"}, {"inner": {"name": "cast", "inner": "allreduce"}}],
+    "route": [
+        {"rules": [["*r", "allreduce"], ["m*", POWERSGD]], "default": "bf16"},
+        {"rules": [["*", "allreduce"]]},
+    ],
+    "schedule": [
+        {"stages": [[0, "allreduce"], [1, POWERSGD]]},
+        {"stages": [[0, POWERSGD], [1, "bf16"]], "cycle": 5, "keep_state": False},
+    ],
+    "skip_nonfinite": [{"inner": "allreduce"}, {"inner": POWERSGD, "whole_steps": True}],
 }
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
@@ -37,10 +61,22 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+@pytest.mark.parametrize("name", ["allreduce", "gossip", "local_sgd", "powersgd", "push_sum"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize("inner", ["allreduce", POWERSGD])
+def test_nodes_of_two_ranks(inner):
+    check_hook(functools.partial(make_nodes_of_two, inner), world_size=4)
+
+
+def make_nodes_of_two(inner):
+    """On one rank, where the kit checks what a hook does alone, there is one node of one rank."""
+    ranks_per_node = 2 if dist.is_initialized() and dist.get_world_size() > 1 else 1
+    return commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)
 
 
 # -------------------------------------------------------------------- one broken hook per rule
@@ -53,14 +89,21 @@ BROKEN = {
     "ReturnsTheSum": "mean",
     "IgnoresTheMemoryFormat": "mean",
     "NeedsPeers": "alone",
+    "DividesByTheDeviation": "sizes",
     "DrawsFromTheGlobalGenerator": "deterministic",
     "DisagreesWithItself": "consensus",
     "DividesByTheNorm": "zeros",
     "RemembersInfinity": "non_finite",
+    "LooksAtItsOwnGradient": "non_finite",
+    "KeepsStateByBucket": "keys",
     "KeepsStateElsewhere": "resume",
     "SendsOnItsOwn": "wire",
+    "StatesTooLittle": "cost",
     "NeedsEveryGradient": "unused",
     "CountsBeforeItSends": "failure",
+    "IsSetUpByTheEngine": "nested",
+    "ClaimsToHaveSentAll": "contribution",
+    "TellsUnasked": "contribution",
     "NeedsOneBucketForEver": "stock",
 }
 
