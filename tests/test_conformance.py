@@ -20,6 +20,12 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
         {},
     ],
+    "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
+    "int4": [{}, {"stochastic": True, "error_feedback": False}],
+    "int8": [{}, {"stochastic": True, "error_feedback": False}],
+    "qsgd": [{}, {"levels": 1, "norm": "l2"}],
+    "signsgd": [{}, {"error_feedback": False}],
+    "terngrad": [{}, {"clip": 0.0}],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
 }
 OWN_HOOKS = sorted(
@@ -37,7 +43,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+@pytest.mark.parametrize("name", ["allreduce", "powersgd", "int8", "onebit"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)

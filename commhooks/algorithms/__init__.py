@@ -2,8 +2,30 @@
 
 from commhooks.algorithms.allreduce import AllReduce
 from commhooks.algorithms.batched_powersgd import BatchedPowerSGD
+from commhooks.algorithms.fp8 import Fp8
 from commhooks.algorithms.half import Bfloat16, Float16
+from commhooks.algorithms.integer import Int4, Int8
+from commhooks.algorithms.natural import Natural
 from commhooks.algorithms.noop import Noop
+from commhooks.algorithms.onebit import OneBit
 from commhooks.algorithms.powersgd import PowerSGD
+from commhooks.algorithms.qsgd import QSGD
+from commhooks.algorithms.signsgd import SignSGD
+from commhooks.algorithms.terngrad import TernGrad
 
-__all__ = ["AllReduce", "BatchedPowerSGD", "Bfloat16", "Float16", "Noop", "PowerSGD"]
+__all__ = [
+    "QSGD",
+    "AllReduce",
+    "BatchedPowerSGD",
+    "Bfloat16",
+    "Float16",
+    "Fp8",
+    "Int4",
+    "Int8",
+    "Natural",
+    "Noop",
+    "OneBit",
+    "PowerSGD",
+    "SignSGD",
+    "TernGrad",
+]
