@@ -78,60 +78,81 @@ async def average_encoded(
 
     Values are flat, float32 or float64. If those of any rank are not finite, the result is NaN on
     all ranks and ``feedback`` stays as it was; else it takes over the errors of this step. The
-    codec's random numbers depend on ``seed``, the rank, the step and the kind of message.
+    codec's random numbers depend on ``seed``, the rank, the step and the message.
 
-    If asked for, ``comm.contribution`` is what of these values is in the average, the error of this
-    rank's part included; that has a meaning only without ``feedback``.
+    Without ``feedback``, ``comm.contribution`` is set if wanted: what of these values is in the
+    average, where the error of the average of this rank's part counts as this rank's.
 
     Wire: 2·(N-1) messages of ⌈numel / N⌉ values; nothing if there are no values.
     """
-    numel = values.numel()
-    if numel == 0:
-        comm.contribution = values if comm.wants_contribution else None
-        return values
-    given = values.clone() if comm.wants_contribution else None
-    keep_residual = feedback is not None or given is not None
-    parts = [part_of(numel, comm.size, rank) for rank in range(comm.size)]
-    own_part = parts[comm.rank]
-
-    message_bytes = codec.encoded_bytes(part_length(numel, comm.size))
-    messages = values.new_empty((comm.size, message_bytes), dtype=torch.uint8)
-    for peer, part in enumerate(parts):
-        codec.encode(
-            values[part],
-            messages[peer],
-            error=None if feedback is None else feedback.own[part],
-            seed=_hash(seed, comm, peer),
-            keep_residual=keep_residual,
-        )
-    received = await comm.all_to_all(messages)
-
-    average = values.new_empty(own_part.stop - own_part.start, dtype=torch.float32)
-    codec.decode(received, average)
-    message = messages[comm.rank]  # which has been sent
-    codec.encode(
-        average,
-        message,
-        error=None if feedback is None else feedback.average,
-        seed=_hash(seed, comm, "average"),
-        keep_residual=keep_residual,
-    )
-    gathered = await comm.all_gather(message)
-
-    if given is not None:
-        comm.contribution = given.sub_(values)
-        comm.contribution[own_part] -= comm.size * average
-    rows = [gathered[peer : peer + 1] for peer in range(comm.size)]
-    lengths = [part.stop - part.start for part in parts]
-    if not all(map(codec.is_finite, rows, lengths)):
-        return values.fill_(torch.nan)
-    for row, part in zip(rows, parts, strict=True):
-        codec.decode(row, values[part], kept=None if feedback is None else feedback.own[part])
-    if feedback is not None:
-        feedback.average.copy_(average)
+    exchange = _Exchange(values, comm, codec, seed, feedback)
+    if values.numel() > 0:
+        received = await comm.all_to_all(exchange.encode_parts())
+        gathered = await comm.all_gather(exchange.encode_average(received))
+        exchange.finish(gathered)
     return values
 
 
-def _hash(seed: str, comm: Communicator, message: object) -> int:
-    text = f"{seed}:{comm.step}:{comm.rank}:{message}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+class _Exchange:
+    """What happens to the values of one bucket before, between and after the two collectives."""
+
+    def __init__(
+        self,
+        values: Tensor,
+        comm: Communicator,
+        codec: Codec,
+        seed: str,
+        feedback: Feedback | None,
+    ) -> None:
+        self._values = values
+        self._comm = comm
+        self._codec = codec
+        self._seed = seed
+        self._feedback = feedback
+        self._parts = [part_of(values.numel(), comm.size, rank) for rank in range(comm.size)]
+        own = self._parts[comm.rank]
+        self._average = values.new_empty(own.stop - own.start, dtype=torch.float32)
+        if comm.wants_contribution and feedback is None:
+            comm.contribution = values.clone()
+        self._keep_residual = feedback is not None or comm.contribution is not None
+
+    def encode_parts(self) -> Tensor:
+        """(N, bytes): a message for each rank. Values become what these leave out, if kept."""
+        longest = self._parts[0].stop
+        shape = (len(self._parts), self._codec.encoded_bytes(longest))
+        messages = self._values.new_empty(shape, dtype=torch.uint8)
+        for peer, part in enumerate(self._parts):
+            error = None if self._feedback is None else self._feedback.own[part]
+            self._encode(self._values[part], messages[peer], error, peer)
+        return messages
+
+    def encode_average(self, received: Tensor) -> Tensor:
+        """(bytes,): of this rank's part. The average becomes what this leaves out, if kept."""
+        self._codec.decode(received, self._average)
+        message = torch.empty_like(received[0])
+        error = None if self._feedback is None else self._feedback.average
+        self._encode(self._average, message, error, "average")
+        return message
+
+    def finish(self, gathered: Tensor) -> None:
+        """Takes over the averages of all parts, (N, bytes). See Note [One verdict]."""
+        if self._comm.contribution is not None:
+            self._comm.contribution -= self._values
+            self._comm.contribution[self._parts[self._comm.rank]] -= self._comm.size * self._average
+        rows = [gathered[peer : peer + 1] for peer in range(len(self._parts))]
+        lengths = [part.stop - part.start for part in self._parts]
+        if not all(map(self._codec.is_finite, rows, lengths)):
+            self._values.fill_(torch.nan)
+            return
+        for row, part in zip(rows, self._parts, strict=True):
+            kept = None if self._feedback is None else self._feedback.own[part]
+            self._codec.decode(row, self._values[part], kept=kept)
+        if self._feedback is not None:
+            self._feedback.average.copy_(self._average)
+
+    def _encode(self, values: Tensor, message: Tensor, error: Tensor | None, what: object) -> None:
+        text = f"{self._seed}:{self._comm.step}:{self._comm.rank}:{what}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        self._codec.encode(
+            values, message, error=error, seed=seed, keep_residual=self._keep_residual
+        )
