@@ -31,47 +31,63 @@ inline codecs::Random random_for(uint64_t seed, int64_t first) {
   return codecs::Random(seed + (static_cast<uint64_t>(first) >> 32) * 0x9e3779b97f4a7c15u);
 }
 
-// The bits of the largest |y|.
-COMMHOOKS_INLINE uint32_t largest_bits(const float* y, int64_t count) {
+// y = values + error, or values alone; returns the bits of the largest |y|.
+template <typename T>
+COMMHOOKS_INLINE uint32_t load_sums(
+    const T* __restrict values, const T* __restrict error, float* __restrict y, int64_t count) {
   int32_t largest = 0;  // magnitudes have no sign bit, and signed maxima are an instruction
-  for (int64_t i = 0; i < count; ++i) {
-    largest = std::max(largest, static_cast<int32_t>(codecs::magnitude_bits(y[i])));
+  if (error == nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = static_cast<float>(values[i]);
+      largest = std::max(largest, static_cast<int32_t>(codecs::magnitude_bits(y[i])));
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = static_cast<float>(values[i] + error[i]);
+      largest = std::max(largest, static_cast<int32_t>(codecs::magnitude_bits(y[i])));
+    }
   }
   return static_cast<uint32_t>(largest);
 }
 
-// The sum of |y| or of y^2. In float64, where neither overflows nor vanishes, and in one fixed order.
+constexpr int64_t kLanes = 16;
+using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+
+// The sum of |y| / largest, or of its square: sizes that neither overflow nor vanish. In one fixed
+// order, by lanes and then by eights, so that few roundings meet in a number. y is padded with zeros
+// to a multiple of kPadding.
+constexpr int64_t kPadding = 8 * kLanes;
 template <bool squares>
-COMMHOOKS_INLINE double sum_of(const float* y, int64_t count) {
-  constexpr int64_t kLanes = 8;
-  using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
-  using Doubles = double __attribute__((vector_size(kLanes * sizeof(double))));
-  using Integers = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
-  Doubles sums[2] = {};
-  for (int64_t i = 0; i < count; i += 2 * kLanes) {
-    for (int64_t half = 0; half < 2; ++half) {  // y is padded with zeros
-      Floats part;
-      std::memcpy(&part, y + i + half * kLanes, sizeof(part));
-      const auto size = reinterpret_cast<Floats>(reinterpret_cast<Integers>(part) & 0x7fffffff);
-      const Doubles wide = __builtin_convertvector(size, Doubles);
-      sums[half] += squares ? wide * wide : wide;
+COMMHOOKS_INLINE double sum_of_ratios(const float* y, int64_t count, float largest) {
+  const float inverse = 1.0f / largest;
+  Lanes totals = {};
+  for (int64_t i = 0; i < count; i += kPadding) {
+    Lanes sums = {};
+    for (int64_t j = i; j < i + kPadding; j += kLanes) {
+      Lanes ratios;
+      std::memcpy(&ratios, y + j, sizeof(ratios));
+      ratios *= inverse;
+      sums += squares ? ratios * ratios : (ratios < 0 ? -ratios : ratios);
     }
+    totals += sums;
   }
   double total = 0;
   for (int64_t lane = 0; lane < kLanes; ++lane) {
-    total += sums[0][lane] + sums[1][lane];
+    total += totals[lane];
   }
   return total;
 }
 
 COMMHOOKS_INLINE float norm_of(codecs::Norm norm, const float* y, int64_t count, float largest) {
+  const auto size = static_cast<double>(largest);
+  const auto terms = static_cast<double>(count);
   switch (norm) {
     case codecs::Norm::kMean:
-      return static_cast<float>(sum_of<false>(y, count) / static_cast<double>(count));
+      return static_cast<float>(size * (sum_of_ratios<false>(y, count, largest) / terms));
     case codecs::Norm::kRootMean:
-      return static_cast<float>(std::sqrt(sum_of<true>(y, count) / static_cast<double>(count)));
+      return static_cast<float>(size * std::sqrt(sum_of_ratios<true>(y, count, largest) / terms));
     case codecs::Norm::kEuclidean:
-      return static_cast<float>(std::sqrt(sum_of<true>(y, count)));
+      return static_cast<float>(size * std::sqrt(sum_of_ratios<true>(y, count, largest)));
     default:
       return largest;
   }
@@ -139,7 +155,7 @@ COMMHOOKS_INLINE void prefetch(const T* from, int64_t count) {
 template <typename Codec, typename T>
 COMMHOOKS_INLINE void encode_blocks(
     const Codec& codec, const EncodeCall& call, int64_t begin, int64_t end) {
-  alignas(64) float y[kMaxBlockSize + 16];
+  alignas(64) float y[kMaxBlockSize];
   alignas(64) uint8_t codes[kMaxBlockSize + 8];
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = block * call.block_size;
@@ -148,20 +164,13 @@ COMMHOOKS_INLINE void encode_blocks(
     const T* __restrict const error =
         call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + first;
     prefetch(values + kAhead, count);
-    if (error == nullptr) {
-      for (int64_t i = 0; i < count; ++i) {
-        y[i] = static_cast<float>(values[i]);
-      }
-    } else {
+    if (error != nullptr) {
       prefetch(error + kAhead, count);
-      for (int64_t i = 0; i < count; ++i) {
-        y[i] = static_cast<float>(values[i] + error[i]);
-      }
     }
-    std::fill(y + count, y + (count + 15) / 16 * 16, 0.0f);
+    const uint32_t largest = load_sums(values, error, y, count);
+    std::fill(y + count, y + (count + kPadding - 1) / kPadding * kPadding, 0.0f);
 
     uint8_t* const packed = call.codes + block * (call.block_size * Codec::kBits / 8);
-    const uint32_t largest = largest_bits(y, count);
     const bool has_scale = codecs::has_scale(largest);
     float scale = codecs::scale_without(largest);
     if (has_scale) {
@@ -170,7 +179,8 @@ COMMHOOKS_INLINE void encode_blocks(
       const float inverse = 1.0f / scale;
       const codecs::Random random = random_for(call.seed, first);
       const auto index = static_cast<uint32_t>(first);
-      for (int64_t i = 0; i < count; ++i) {
+      const auto end_of_block = static_cast<int32_t>(count);
+      for (int32_t i = 0; i < end_of_block; ++i) {  // as wide as the numbers, for narrow vectors
         codes[i] = static_cast<uint8_t>(
             codec.code(y[i] * inverse, random, index + static_cast<uint32_t>(i)));
       }
