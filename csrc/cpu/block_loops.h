@@ -16,6 +16,12 @@ constexpr int64_t kMaxBlockSize = 4096;
 // How many elements ahead of its use memory is asked for.
 constexpr int64_t kAhead = 1024;
 
+// Up to whole vectors of codes: loops over scratch memory need no remainder, which costs as much as
+// the loop where blocks are small.
+COMMHOOKS_INLINE int64_t pad(int64_t count) {
+  return (count + 63) / 64 * 64;
+}
+
 inline float load_float(const uint8_t* from) {
   float value;
   std::memcpy(&value, from, sizeof(value));
@@ -179,8 +185,8 @@ COMMHOOKS_INLINE void encode_blocks(
       const float inverse = 1.0f / scale;
       const codecs::Random random = random_for(call.seed, first);
       const auto index = static_cast<uint32_t>(first);
-      const auto end_of_block = static_cast<int32_t>(count);
-      for (int32_t i = 0; i < end_of_block; ++i) {  // as wide as the numbers, for narrow vectors
+      const auto padded = static_cast<int32_t>(pad(count));
+      for (int32_t i = 0; i < padded; ++i) {  // an index as wide as the numbers
         codes[i] = static_cast<uint8_t>(
             codec.code(y[i] * inverse, random, index + static_cast<uint32_t>(i)));
       }
@@ -214,11 +220,12 @@ template <Several several, typename Codec, typename T>
 COMMHOOKS_INLINE void decode_blocks(
     const Codec& codec, const DecodeCall& call, int64_t begin, int64_t end) {
   alignas(64) float sums[kMaxBlockSize];
-  alignas(64) uint8_t codes[kMaxBlockSize + 8];
+  alignas(64) uint8_t codes[kMaxBlockSize + 8] = {};
   const float share = 1.0f / static_cast<float>(call.message_count);
   for (int64_t block = begin; block < end; ++block) {
     const int64_t first = block * call.block_size;
     const int64_t count = std::min(call.block_size, call.numel - first);
+    const int64_t padded = pad(count);
     float mean_scale = 0.0f;
     for (int64_t k = 0; k < call.message_count; ++k) {
       const uint8_t* const message = call.messages + k * call.message_stride;
@@ -230,17 +237,17 @@ COMMHOOKS_INLINE void decode_blocks(
       const bool is_vote = several == Several::kMajority;
       const float weight = is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share;
       if (k == 0) {
-        for (int64_t i = 0; i < count; ++i) {
+        for (int64_t i = 0; i < padded; ++i) {
           sums[i] = codec.value(codes[i]) * weight;
         }
       } else {
-        for (int64_t i = 0; i < count; ++i) {
+        for (int64_t i = 0; i < padded; ++i) {
           sums[i] += codec.value(codes[i]) * weight;
         }
       }
     }
     if constexpr (several == Several::kMajority) {
-      for (int64_t i = 0; i < count; ++i) {
+      for (int64_t i = 0; i < padded; ++i) {
         sums[i] = codecs::clamp(sums[i], 1.0f) * mean_scale;
       }
     }
