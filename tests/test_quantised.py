@@ -9,7 +9,7 @@ from lockstep import LockstepCommunicator, lockstep, make_bucket
 from torch import Tensor
 
 import commhooks
-from commhooks import CommHook, CommHookOptionError
+from commhooks import CommHook, CommHookOptionError, CommHookStateError
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -335,6 +335,17 @@ def test_errors_survive_a_change_of_the_number_of_ranks():
     torch.testing.assert_close(
         result + flat(unsent([alone], SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
     )
+
+
+@pytest.mark.parametrize("start", [None, -2, 23])
+def test_damaged_state_is_refused(start):
+    entry = {"error": torch.zeros(23), "average_error": torch.ones(3)}
+    if start is not None:
+        entry["average_start"] = torch.tensor(start)
+    hook = commhooks.create("int8")
+    hook.load_state_dict({"bias": entry})
+    with pytest.raises(CommHookStateError, match=r"'bias': expected 'average_error' of elements 0"):
+        take_step([hook], [gradients_of(0, 0)], 0)
 
 
 @pytest.mark.parametrize(("name", "options", "bits"), ALL)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.communicator import Communicator
+from commhooks.errors import CommHookStateError
 from commhooks.hook import TensorState
 from commhooks.transport import Feedback, part_of
 from reducer import GradBucket
@@ -53,10 +54,11 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements of one parameter, counted in its own memory, and where this begins in the bucket."""
+    """Elements ``start`` to ``stop`` of one parameter, which is at ``offset`` in the bucket."""
 
     name: str
     offset: int
+    length: int
     start: int
     stop: int
 
@@ -66,20 +68,32 @@ def _take_over(bucket: GradBucket, comm: Communicator, state: TensorState, own: 
     average = own.new_zeros(part.stop - part.start, dtype=torch.float32)
     for piece in _pieces(bucket, part):
         entry = state[piece.name]
-        start, kept = entry.pop("average_start", None), entry.pop("average_error", None)
         begin = piece.offset + piece.start - part.start
         error = average[begin : begin + piece.stop - piece.start]
-        if start is not None and kept is not None:
-            first = int(start)
-            if (first, first + kept.numel()) == (piece.start, piece.stop):
+        if "average_error" in entry:
+            start, kept = _pop_average(piece, entry)
+            if (start, start + kept.numel()) == (piece.start, piece.stop):
                 error.copy_(kept)
             else:
-                first += piece.offset
-                own[first : first + kept.numel()] += comm.size * kept
+                start += piece.offset
+                own[start : start + kept.numel()] += comm.size * kept
         if error.numel() > 0:
             entry["average_start"] = torch.tensor(piece.start)
             entry["average_error"] = error
     return Feedback(own, average)
+
+
+def _pop_average(piece: _Piece, entry: dict[str, Tensor]) -> tuple[int, Tensor]:
+    """What was kept of averages: where it starts in the parameter, and the errors."""
+    kept = entry.pop("average_error")
+    start = int(entry.pop("average_start", torch.tensor(-1)))
+    if kept.dim() != 1 or not 0 <= start <= piece.length - kept.numel():
+        raise CommHookStateError(
+            f"state of {piece.name!r}: expected 'average_error' of elements 0 to {piece.length}, "
+            f"flat, and in 'average_start' the first one's place; found shape {tuple(kept.shape)} "
+            f"at {start}: it is damaged, or was saved for another model"
+        )
+    return start, kept
 
 
 def _pieces(bucket: GradBucket, part: slice) -> Iterator[_Piece]:
@@ -87,4 +101,4 @@ def _pieces(bucket: GradBucket, part: slice) -> Iterator[_Piece]:
     for name, offset, length in zip(bucket.names, bucket.offsets, bucket.lengths, strict=True):
         start = min(max(part.start - offset, 0), length)
         stop = min(max(part.stop - offset, start), length)
-        yield _Piece(name, offset, start, stop)
+        yield _Piece(name, offset, length, start, stop)

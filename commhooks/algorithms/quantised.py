@@ -1,6 +1,5 @@
 """What hooks that send codes of a few bits have in common."""
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -37,9 +36,9 @@ class Quantised(CommHook):
         super().__post_init__()
         self._codec = self.codec()
 
-    @abstractmethod
     def codec(self) -> Codec:
         """What turns numbers into codes, as the options say."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no `codec`")
 
     @property
     def feeds_back(self) -> bool:
