@@ -33,6 +33,12 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"period": 2, "outer": "nesterov", "fragments": 2},
         {"period": 3, "start_step": 1},
     ],
+    "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
+    "int4": [{}, {"stochastic": True, "error_feedback": False}],
+    "int8": [{}, {"stochastic": True, "error_feedback": False}],
+    "qsgd": [{}, {"levels": 1, "norm": "l2"}],
+    "signsgd": [{}, {"error_feedback": False}],
+    "terngrad": [{}, {"clip": 0.0}],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
     "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
     "error_feedback": [{"inner": "bf16"}, {"inner": {"name": "cast", "inner": "allreduce"}}],
@@ -61,7 +67,9 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "gossip", "local_sgd", "powersgd", "push_sum"])
+@pytest.mark.parametrize(
+    "name", ["allreduce", "gossip", "int8", "local_sgd", "onebit", "powersgd", "push_sum"]
+)
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
