@@ -21,6 +21,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {},
     ],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
+    "topk": [{"density": 0.1}, {"density": 0.5, "error_feedback": False}, {}],
 }
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
@@ -37,7 +38,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+@pytest.mark.parametrize("name", ["allreduce", "powersgd", "topk"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
