@@ -21,6 +21,9 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {},
     ],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
+    "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
+    "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": False}],
+    "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],
     "topk": [{"density": 0.1}, {"density": 0.5, "error_feedback": False}, {}],
 }
 OWN_HOOKS = sorted(
@@ -38,7 +41,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd", "topk"])
+@pytest.mark.parametrize("name", ["allreduce", "powersgd", "topk", "threshold", "randomk", "dgc"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)

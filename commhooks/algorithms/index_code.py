@@ -47,9 +47,9 @@ class IndexCode:
     @property
     def high_bits(self) -> int:
         """The length of the bitmap."""
-        if not self.adds_rank:
-            return self.numel
-        return ((self.numel - 1) >> self.low_bits) + self.count if self.numel > 0 else 0
+        if self.count == 0:
+            return 0
+        return ((self.numel - 1) >> self.low_bits) + self.count if self.adds_rank else self.numel
 
     @property
     def nbytes(self) -> int:

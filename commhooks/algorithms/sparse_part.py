@@ -14,13 +14,42 @@ from torch import Tensor
 from commhooks.algorithms.index_code import IndexCode
 from commhooks.algorithms.sparse import scatter_add
 from commhooks.communicator import Communicator
+from commhooks.wire import all_gather_bytes
+from reducer import GradBucket
 
-__all__ = ["SparseLayout", "SparsePart", "are_finite", "gather", "store_mean", "to_memory_dtype"]
+__all__ = [
+    "SparseLayout",
+    "SparsePart",
+    "are_finite",
+    "fit",
+    "gather",
+    "gather_bytes",
+    "kept_elements",
+    "store_mean",
+    "to_memory_dtype",
+]
 
 
 def to_memory_dtype(buffer: Tensor) -> Tensor:
     """The same tensor in float32 or float64; a copy where it is in half precision."""
     return buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+
+
+def kept_elements(density: float, numel: int) -> int:
+    """How many of a bucket's elements are sent: the nearest integer, but one if there is any."""
+    return min(numel, max(1, round(density * numel)))
+
+
+def fit(values: Tensor, dtype: torch.dtype, share: int = 1) -> Tensor:
+    """Rounded to ``dtype``; finite numbers beyond its range, or that share of it, are cut.
+
+    With error feedback, what is rounded or cut off remains to be sent. Infinity there would be the
+    end: the error would stay as it is, and be too large again in the next step.
+    """
+    if dtype != values.dtype:
+        largest = torch.finfo(dtype).max / share
+        values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
+    return values.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -32,16 +61,12 @@ class SparsePart:
 
     @classmethod
     def of(cls, total: Tensor, indices: Tensor, dtype: torch.dtype) -> "SparsePart":
-        """Copies ``total[indices]``, rounded to ``dtype``.
+        """Copies ``total[indices]``, made to :func:`fit` ``dtype``."""
+        return cls(indices, fit(total.index_select(0, indices), dtype))
 
-        A number beyond the range of ``dtype`` is sent as the largest one; the rest remains to be
-        sent, as what is rounded off does.
-        """
-        values = total.index_select(0, indices)
-        if dtype != values.dtype:
-            largest = torch.finfo(dtype).max
-            values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
-        return cls(indices, values.to(dtype))
+    @property
+    def count(self) -> int:
+        return self.indices.numel()
 
     def leave(self, total: Tensor, error: Tensor) -> None:
         """``error`` becomes what is not sent of ``total``: sent + error == total, exactly."""
@@ -91,17 +116,24 @@ async def gather(
 ) -> list[SparsePart]:
     """The parts of all ranks, by rank, in one all-gather padded to the longest of them.
 
-    ``counts``: of each rank's part.
+    ``counts``: of the numbers in each rank's part. If there are none at all, nothing is sent.
     """
     dtype = own.values.dtype
     longest = SparseLayout(numel, max(counts), dtype).nbytes
     message = own.indices.new_zeros(longest, dtype=torch.uint8)
     SparseLayout(numel, counts[comm.rank], dtype).write(own, message)
-    messages = await comm.all_gather(message)
+    messages = await comm.all_gather(message) if longest > 0 else [message] * comm.size
     return [
         SparseLayout(numel, count, dtype).read(message)
         for count, message in zip(counts, messages, strict=True)
     ]
+
+
+def gather_bytes(bucket: GradBucket, density: float, size: int) -> int:
+    """What each of ``size`` ranks sends when :func:`gather` has that share of the elements."""
+    buffer = bucket.buffer()
+    count = kept_elements(density, buffer.numel())
+    return all_gather_bytes(SparseLayout(buffer.numel(), count, buffer.dtype).nbytes, size)
 
 
 def are_finite(parts: Sequence[SparsePart]) -> bool:

@@ -291,7 +291,7 @@ at::Tensor select_largest(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t count) {
   const int64_t numel = gradient.numel();
   TORCH_CHECK(
-      0 < count && count <= numel, "Expected to select 1 to ", numel, " elements, found ", count,
+      0 <= count && count <= numel, "Expected to select 0 to ", numel, " elements, found ", count,
       ".");
   return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
     return largest(sums, errors, numel, count);
