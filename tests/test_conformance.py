@@ -18,6 +18,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
+        {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "num_iters_per_step": 2},
         {},
     ],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
