@@ -23,9 +23,13 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     ],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
     "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
-    "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": False}],
+    "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": True}],
     "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],
-    "topk": [{"density": 0.1}, {"density": 0.5, "error_feedback": False}, {}],
+    "topk": [
+        {"density": 0.1, "warmup_steps": 2},
+        {"density": 0.5, "warmup_steps": 0, "error_feedback": False},
+        {},
+    ],
 }
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")

@@ -5,6 +5,7 @@ import torch
 from lockstep import lockstep, make_bucket
 from torch import Tensor
 
+from commhooks.algorithms.density import Density
 from commhooks.algorithms.dgc import DGC
 from commhooks.algorithms.topk import TopK
 
@@ -68,16 +69,16 @@ def test_follows_the_paper(masking, clip, size):
 
 
 def test_without_momentum_is_topk():
-    hooks = [DGC(density=0.05, momentum=0.0, warmup_steps=0), TopK(density=0.05)]
+    hooks = [DGC(density=0.05, momentum=0.0, warmup_steps=0), TopK(density=0.05, warmup_steps=0)]
     for step in range(4):
         found, expected = (run([hook], step)[0] for hook in hooks)
         assert torch.equal(found, expected)
 
 
 def test_density_falls_exponentially():
-    hook = DGC(density=0.001, warmup_steps=4)
-    found = [hook.density_at(step) for step in range(6)]
+    density = Density(last=0.001, first=0.25, warmup_steps=4)
     ratio = (0.001 / 0.25) ** 0.25
-    assert found == pytest.approx([0.25 * ratio**step for step in range(4)] + [0.001, 0.001])
-    dense = DGC(density=0.5, warmup_steps=4)
-    assert [dense.density_at(step) for step in range(6)] == [0.5] * 6
+    expected = [0.25 * ratio**step for step in range(4)] + [0.001, 0.001]
+    assert [density.at(step) for step in range(6)] == pytest.approx(expected)
+    dense = Density(last=0.5, first=0.25, warmup_steps=4)
+    assert [dense.at(step) for step in range(6)] == [0.5] * 6

@@ -29,15 +29,15 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 # With what makes each of them leave something out.
 HOOKS: dict[str, Callable[[], CommHook]] = {
-    "topk": functools.partial(TopK, density=0.1),
-    "topk, dense": functools.partial(TopK, density=0.6),
+    "topk": functools.partial(TopK, density=0.1, warmup_steps=2),
+    "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
     "threshold": functools.partial(Threshold, value=1.5),
     "threshold, dense": functools.partial(Threshold, value=0.3),
-    "randomk": functools.partial(RandomK, density=0.2),
+    "randomk": functools.partial(RandomK, density=0.2, error_feedback=True),
     "dgc": functools.partial(DGC, density=0.1, warmup_steps=2),
 }
 WITHOUT_ERROR: dict[str, Callable[[], CommHook]] = {
-    "topk": functools.partial(TopK, density=0.1, error_feedback=False),
+    "topk": functools.partial(TopK, density=0.1, warmup_steps=0, error_feedback=False),
     "threshold": functools.partial(Threshold, value=1.5, error_feedback=False),
 }
 
@@ -182,7 +182,7 @@ def test_bytes_of_a_fixed_share(dtype, density):
     bucket = make_bucket(gradients_of(0, 0, dtype), step=1)
     count = max(1, round(density * NUMEL))
     for hook, expected_bytes in [
-        (TopK(density=density), message_bytes(NUMEL, count, dtype.itemsize)),
+        (TopK(density=density, warmup_steps=0), message_bytes(NUMEL, count, dtype.itemsize)),
         (DGC(density=density, warmup_steps=0), message_bytes(NUMEL, count, dtype.itemsize)),
         (RandomK(density=density), (count + 1) * dtype.itemsize),
     ]:
@@ -228,7 +228,7 @@ def test_bytes_are_counted_on_the_engine(run_ranks, size):
     gathered = (size - 1) * message_bytes(numel, count, 4)
     reduced = 2 * (size - 1) * math.ceil(4 * (count + 1) / size)
     for hook, expected in [
-        (TopK(density=0.05), gathered),
+        (TopK(density=0.05, warmup_steps=0), gathered),
         (DGC(density=0.05, warmup_steps=0), gathered),
         (RandomK(density=0.05), reduced),
     ]:

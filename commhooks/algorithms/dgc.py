@@ -23,6 +23,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.density import Density
 from commhooks.algorithms.sparse import select_largest
 from commhooks.algorithms.sparse_part import (
     SparsePart,
@@ -66,7 +67,7 @@ class DGC(CommHook):
     """The largest norm of the average gradient of a bucket: each rank's is cut to this over √N."""
     masking: bool = True
     """Forget the velocity of what has been sent, so that no stale gradient carries it on."""
-    warmup_steps: Annotated[int, Ge(0)] = 100
+    warmup_steps: Annotated[int, Ge(0)] = 200
     """Steps in which the density falls exponentially, from ``warmup_density``."""
     warmup_density: Annotated[float, Gt(0), Le(1)] = 0.25
     """The density of the first step, unless ``density`` is higher."""
@@ -81,13 +82,6 @@ class DGC(CommHook):
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1712.01887"
 
-    def density_at(self, step: int) -> float:
-        """Falls by the same factor in each step of the warm-up."""
-        if step >= self.warmup_steps:
-            return self.density
-        fall = self.density / self.warmup_density
-        return max(self.density, self.warmup_density * math.pow(fall, step / self.warmup_steps))
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         velocity = self._velocities.of(bucket, self.state)
@@ -95,7 +89,7 @@ class DGC(CommHook):
         gradient = self._clipped(to_memory_dtype(buffer), comm.size)
         u = gradient.add_(velocity, alpha=self.momentum)
         v = u.clone()
-        count = kept_elements(self.density_at(bucket.step), buffer.numel())
+        count = kept_elements(self._density.at(bucket.step), buffer.numel())
         own = SparsePart.of(v, select_largest(v, error, count), buffer.dtype)
         parts = await gather(own, [count] * comm.size, buffer.numel(), comm)
         if not are_finite(parts):
@@ -107,7 +101,11 @@ class DGC(CommHook):
         return store_mean(parts, buffer)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return gather_bytes(bucket, self.density_at(bucket.step), size)
+        return gather_bytes(bucket, self._density.at(bucket.step), size)
+
+    @property
+    def _density(self) -> Density:
+        return Density(self.density, self.warmup_density, self.warmup_steps)
 
     def _clipped(self, gradient: Tensor, size: int) -> Tensor:
         """In place. What is not finite becomes NaN."""

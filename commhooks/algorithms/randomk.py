@@ -47,9 +47,9 @@ def draw_indices(numel: int, count: int, generator: torch.Generator) -> Tensor:
 class RandomK(CommHook):
     """Average a random choice of each bucket's numbers, the same on all ranks.
 
-    With error feedback what is not sent is added next time; the result is biased. Without, what is
-    sent is multiplied by n/k, which makes the result unbiased; error feedback around that would not
-    converge, so the contribution is not told.
+    What is sent is multiplied by n/k, which makes the result unbiased, with n/k times the second
+    moment. With error feedback it is sent as it is, and what is not sent is added next time: the
+    result is biased, and consists of sums of the gradients of some n/k steps.
 
     Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
     one says whether all gradients are finite. Memory: with error feedback, the errors, as large as
@@ -59,10 +59,12 @@ class RandomK(CommHook):
     ranks and leaves the errors as they were.
     """
 
-    density: Annotated[float, Gt(0), Le(1)] = 0.1
+    density: Annotated[float, Gt(0), Le(1)] = 0.25
     """k, as a share of the bucket's elements. At least one is sent."""
-    error_feedback: bool = True
-    """Add what a step did not send to the next gradient; else multiply what is sent by n/k."""
+    error_feedback: bool = False
+    """Add what a step did not send to the next gradient, instead of multiplying what is sent. There
+    can be no other error feedback around this hook: around an unbiased form it does not converge,
+    so the contribution is not told."""
     seed: int = 0
     """Of the choice, which also depends on the step and the bucket. All ranks need the same."""
 

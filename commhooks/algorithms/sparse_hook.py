@@ -50,7 +50,7 @@ class SparseHook(CommHook):
         """Not with errors of its own: another error feedback would count them twice."""
         return not self.error_feedback
 
-    def select(self, gradient: Tensor, error: Tensor | None) -> Tensor:
+    def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:
         """Adds ``error`` to ``gradient``; the indices of what is sent, int32, ascending."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class SparseHook(CommHook):
         buffer = bucket.buffer()
         error = self._errors.of(bucket, self.state) if self.error_feedback else None
         total = to_memory_dtype(buffer)
-        own = SparsePart.of(total, self.select(total, error), buffer.dtype)
+        own = SparsePart.of(total, self.select(total, error, bucket.step), buffer.dtype)
         if comm.wants_contribution:
             comm.contribution = own.dense(total)
         counts = await self.counts(own, comm)

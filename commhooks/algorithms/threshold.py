@@ -41,14 +41,14 @@ class Threshold(SparseHook):
     the errors as they were.
     """
 
-    value: Annotated[float, Gt(0), Lt(math.inf)] = 0.01
+    value: Annotated[float, Gt(0), Lt(math.inf)] = 0.001
     """Numbers of this magnitude or more are sent, of gradient plus error as they are on the rank. A
     gradient scaler multiplies gradients, so multiply this with its scale."""
 
     wire = "an all-gather of 8 bytes, then one of values and indices, padded to the longest"
     paper = "https://arxiv.org/abs/2108.00951"
 
-    def select(self, gradient: Tensor, error: Tensor | None) -> Tensor:
+    def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:  # noqa: ARG002
         return select_above(gradient, error, self.value)
 
     async def counts(self, own: SparsePart, comm: Communicator) -> list[int]:

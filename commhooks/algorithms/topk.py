@@ -8,9 +8,10 @@ https://arxiv.org/abs/1704.05021; Stich, Cordonnier, Jaggi: Sparsified SGD with 
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from commhooks.algorithms.density import Density
 from commhooks.algorithms.sparse import select_largest
 from commhooks.algorithms.sparse_hook import SparseHook
 from commhooks.algorithms.sparse_part import SparsePart, gather_bytes, kept_elements
@@ -39,16 +40,26 @@ class TopK(SparseHook):
     """
 
     density: Annotated[float, Gt(0), Le(1)] = 0.01
-    """k, as a share of the bucket's elements."""
+    """k, as a share of the bucket's elements, after the warm-up."""
+    warmup_steps: Annotated[int, Ge(0)] = 200
+    """Steps in which the density falls exponentially, from ``warmup_density``: what is held back in
+    early steps is out of date when it is sent."""
+    warmup_density: Annotated[float, Gt(0), Le(1)] = 1.0
+    """The density of the first step, unless ``density`` is higher."""
 
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1809.07599"
 
-    def select(self, gradient: Tensor, error: Tensor | None) -> Tensor:
-        return select_largest(gradient, error, kept_elements(self.density, gradient.numel()))
+    def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:
+        count = kept_elements(self._density.at(step), gradient.numel())
+        return select_largest(gradient, error, count)
 
     async def counts(self, own: SparsePart, comm: Communicator) -> list[int]:
         return [own.count] * comm.size
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return gather_bytes(bucket, self.density, size)
+        return gather_bytes(bucket, self._density.at(bucket.step), size)
+
+    @property
+    def _density(self) -> Density:
+        return Density(self.density, self.warmup_density, self.warmup_steps)
