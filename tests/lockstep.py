@@ -44,6 +44,11 @@ class LockstepCommunicator:
         self.sent.append(tensor.clone())
         return Collective(tensor, torch.stack)
 
+    def all_to_all(self, tensor: Tensor) -> Collective:
+        self.sent.append(tensor.clone())
+        rank, size = self.rank, self.size
+        return Collective(tensor, lambda ts: torch.cat([t.chunk(size)[rank] for t in ts]))
+
 
 def lockstep(
     hooks: Sequence[CommHook], buckets: Sequence[GradBucket], *, wants_contribution: bool = False

@@ -40,6 +40,11 @@ COMMHOOKS_HD u32 magnitude_bits(float value) {
   return bits_of(value) & 0x7fffffffu;
 }
 
+// condition ? yes : no, without a branch, which would keep compilers from vectorising the loop.
+COMMHOOKS_HD u32 select(bool condition, u32 yes, u32 no) {
+  return no ^ ((yes ^ no) & (0u - (u32)condition));
+}
+
 COMMHOOKS_HD float clamp(float value, float limit) {
   const float above = value < -limit ? -limit : value;
   return above > limit ? limit : above;

@@ -3,6 +3,7 @@
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define COMMHOOKS_X86 1
 #define COMMHOOKS_MULTIVERSIONED \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
