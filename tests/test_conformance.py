@@ -21,6 +21,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
+        {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "num_iters_per_step": 2},
         {},
     ],
     "gossip": [{"what": "gradients", "average_every": 2}, {"average_every": 2}],
@@ -51,6 +52,14 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"stages": [[0, POWERSGD], [1, "bf16"]], "cycle": 5, "keep_state": False},
     ],
     "skip_nonfinite": [{"inner": "allreduce"}, {"inner": POWERSGD, "whole_steps": True}],
+    "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
+    "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": True}],
+    "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],
+    "topk": [
+        {"density": 0.1, "warmup_steps": 2},
+        {"density": 0.5, "warmup_steps": 0, "error_feedback": False},
+        {},
+    ],
 }
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
@@ -67,9 +76,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize(
-    "name", ["allreduce", "gossip", "int8", "local_sgd", "onebit", "powersgd", "push_sum"]
-)
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"noop", "fp16", "batched_powersgd"}))
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)

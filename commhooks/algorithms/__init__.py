@@ -3,6 +3,7 @@
 from commhooks.algorithms.allreduce import AllReduce
 from commhooks.algorithms.batched_powersgd import BatchedPowerSGD
 from commhooks.algorithms.cast import Cast
+from commhooks.algorithms.dgc import DGC
 from commhooks.algorithms.error_feedback import ErrorFeedback
 from commhooks.algorithms.fp8 import Fp8
 from commhooks.algorithms.gossip import Gossip
@@ -16,13 +17,17 @@ from commhooks.algorithms.onebit import OneBit
 from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.algorithms.push_sum import PushSum
 from commhooks.algorithms.qsgd import QSGD
+from commhooks.algorithms.randomk import RandomK
 from commhooks.algorithms.route import Route
 from commhooks.algorithms.schedule import Schedule
 from commhooks.algorithms.signsgd import SignSGD
 from commhooks.algorithms.skip_nonfinite import SkipNonfinite
 from commhooks.algorithms.terngrad import TernGrad
+from commhooks.algorithms.threshold import Threshold
+from commhooks.algorithms.topk import TopK
 
 __all__ = [
+    "DGC",
     "QSGD",
     "AllReduce",
     "BatchedPowerSGD",
@@ -41,9 +46,12 @@ __all__ = [
     "OneBit",
     "PowerSGD",
     "PushSum",
+    "RandomK",
     "Route",
     "Schedule",
     "SignSGD",
     "SkipNonfinite",
     "TernGrad",
+    "Threshold",
+    "TopK",
 ]

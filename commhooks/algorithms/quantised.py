@@ -46,7 +46,7 @@ class Quantised(CommHook):
         return False
 
     @property
-    def tells_contribution(self) -> bool:
+    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
         """Whether ``comm.contribution`` is set when wanted: where no error is kept here."""
         return not self.feeds_back
 

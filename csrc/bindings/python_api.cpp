@@ -8,4 +8,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   commhooks::register_hooks(module);
   commhooks::register_lowrank(module);
   commhooks::register_reducer(module);
+  commhooks::register_sparse(module);
 }
