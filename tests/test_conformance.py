@@ -50,7 +50,7 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd"])
+@pytest.mark.parametrize("name", ["allreduce", "error_feedback", "powersgd", "route"])
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
