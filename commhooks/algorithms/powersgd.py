@@ -38,7 +38,6 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from commhooks.algorithms.finite import all_finite
 from commhooks.algorithms.lowrank import absorb, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
@@ -204,7 +203,7 @@ class _HalfStep:
     @cached_property
     def is_finite(self) -> bool:
         """The same on all ranks. Waits for the device."""
-        return bool(all_finite(self.mean.flat))
+        return bool(self.mean.flat.isfinite().all())
 
     def commit(self, cut: _Cut, buffer: Tensor) -> None:
         """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
