@@ -85,6 +85,31 @@ class Communicator:
         self._key = key
         self._seed = seed
 
+    def within(
+        self, hook: object, *, key: str | None = None, wants_contribution: bool = False
+    ) -> "Communicator":
+        """The communicator for a hook that is nested in the present one, with that hook's seed.
+
+        ``key``: of the bucket it gets, if that is another one. Its ``contribution`` is its own.
+        """
+        nested = Communicator(
+            self.group,
+            step=self.step,
+            key=self._key if key is None else key,
+            seed=getattr(hook, "seed", 0),
+        )
+        nested.wants_contribution = wants_contribution
+        return nested
+
+    def contribute(self, share: Tensor) -> None:
+        """Says, if wanted, that the average is the sum of what each rank gives here, flat.
+
+        Sets :attr:`contribution` to ``size`` times ``share``, of which nothing is kept.
+        """
+        if self.wants_contribution:
+            exact = torch.promote_types(share.dtype, torch.float32)
+            self.contribution = share.to(exact, copy=True).mul_(self.size)
+
     @cached_property
     def generator(self) -> torch.Generator:
         """Gives the same numbers on every rank, others in each step and bucket. For CPU tensors."""

@@ -17,6 +17,9 @@ __all__ = [
 class CommHookError(RuntimeError):
     """Base of all errors of this package; raised as such when a hook's own code raises."""
 
+    path: str = ""
+    """Of the option that it is about, in a hook's config: "rank", "inner.density"."""
+
 
 class UnknownHookError(CommHookError, LookupError):
     """No hook has this name."""

@@ -5,6 +5,7 @@ import inspect
 import json
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -14,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 
 from commhooks.agreement import check_agreement
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
-from commhooks.hook import CommHook
+from commhooks.hook import CommHook, tree
+from commhooks.nesting import check_nesting
 from commhooks.registry import create
 from commhooks.saved_state import check_saved_state, saved_state
 from commhooks.slot import OwnSlot, Slot, TorchHook
@@ -84,8 +86,8 @@ class HookHandle:
         failure: CommHookError | None = None
         try:
             new = _resolve(hook, options)
-            self._check_unused(new)
-            _check_backend(new, slot)
+            if isinstance(new, CommHook):
+                self._check(new, slot)
             identity = _identity(new)
         except CommHookError as error:
             # Other ranks may have no such error, and would wait.
@@ -111,7 +113,9 @@ class HookHandle:
 
     def stats(self) -> HookStats:
         """What the hook cost and saved on this rank, since it was registered or replaced."""
-        return self._in_use().stats()
+        stats = self._in_use().stats()
+        hook = self.hook
+        return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs. Each rank has its own, to be saved by each."""
@@ -138,13 +142,24 @@ class HookHandle:
             ) from error
         slot.steps = state["step"]
 
-    def _check_unused(self, hook: CommHook | Function) -> None:
-        others = [handle for handle in _handles.values() if handle is not self]
-        if isinstance(hook, CommHook) and any(handle.hook is hook for handle in others):
-            raise CommHookError(
-                f"{hook!r} is in use on another model, and its state is of that model's "
-                "parameters; make another one, e.g. commhooks.create(hook.to_config())"
-            )
+    def _check(self, hook: CommHook, slot: Slot) -> None:
+        """Whatever can be known to be wrong before the first step."""
+        check_nesting(hook)
+        self._check_unused(hook)
+        for each in tree(hook):
+            _check_backend(each, slot)
+        _prepare(hook, slot)
+
+    def _check_unused(self, hook: CommHook) -> None:
+        others = [handle.hook for handle in _handles.values() if handle is not self]
+        hooks = [other for other in others if isinstance(other, CommHook)]
+        in_use = {id(each) for other in hooks for each in tree(other)}
+        for each in tree(hook):
+            if id(each) in in_use:
+                raise CommHookError(
+                    f"{each!r} is in use on another model, and its state is of that model's "
+                    "parameters; make another one, e.g. commhooks.create(hook.to_config())"
+                )
 
     def _in_use(self) -> Slot:
         if self._slot is None:
@@ -234,12 +249,21 @@ def _identity(hook: CommHook | Function) -> str:
     return f"function {named.__module__}.{named.__qualname__}"
 
 
-def _check_backend(hook: CommHook | Function, slot: Slot) -> None:
-    if not isinstance(hook, CommHook):
-        return
+def _check_backend(hook: CommHook, slot: Slot) -> None:
     backend = slot.group._get_backend(slot.device).name()  # noqa: SLF001
     if backend not in hook.backends:
         raise CommHookError(
             f"hook {hook!r} works on {', '.join(hook.backends)}; the model's process group uses "
             f"{backend!r} for tensors on {slot.device.type!r}"
         )
+
+
+def _prepare(hook: CommHook, slot: Slot) -> None:
+    try:
+        hook.prepare(slot.parameters, slot.group)
+    except CommHookError:
+        raise
+    except Exception as error:
+        raise CommHookError(
+            f"prepare() of hook {hook!r} failed: {type(error).__name__}: {error}"
+        ) from error

@@ -1,24 +1,25 @@
 """Checks a hook's options, which are the fields of its dataclass, against their annotations.
 
 ``Annotated[int, Ge(1)]`` (annotated_types) states a range. Types are taken strictly: no number is
-made from a string, and none from a bool. A ``torch.dtype`` may be given by its name, so that
-options survive JSON.
+made from a string, and none from a bool. What JSON has no type for may be given in another way, see
+:mod:`commhooks.option_values`.
 """
 
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterable
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
-import torch
-from pydantic import BeforeValidator, ConfigDict, InstanceOf, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from commhooks.errors import CommHookOptionError
+from commhooks.option_values import ParseError, parse, with_instances
 
-__all__ = ["OptionInfo", "check_names", "describe_options", "option_names", "to_json", "validate"]
+__all__ = ["OptionInfo", "check_names", "describe_options", "option_names", "validate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,47 +55,32 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
     given = set(given)
     if unknown := sorted(given.difference(names)):
         near = difflib.get_close_matches(unknown[0], names, n=1)
-        raise CommHookOptionError(
+        raise _option_error(
+            unknown[0],
             f"hook {hook!r} has no option {unknown[0]!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")
-            + (f" Its options are {', '.join(names)}." if names else " It has none.")
+            + (f" Its options are {', '.join(names)}." if names else " It has none."),
         )
     required = [field.name for field in _fields(kind) if _is_required(field)]
     if missing := [name for name in required if name not in given]:
-        raise CommHookOptionError(
-            f"hook {hook!r} needs the option {missing[0]!r}, found {sorted(given) or 'none'}"
+        raise _option_error(
+            missing[0],
+            f"hook {hook!r} needs the option {missing[0]!r}, found {sorted(given) or 'none'}",
         )
 
 
 def validate(hook: object) -> None:
     """Checks the options of a hook instance and stores the values, converted where needed."""
-    hook_name = getattr(hook, "name", type(hook).__qualname__)
-    for name, adapter in _adapters(type(hook)).items():  # type: ignore[arg-type]
+    for name, (hint, adapter) in _adapters(type(hook)).items():  # type: ignore[arg-type]
         found = getattr(hook, name)
         try:
-            value = adapter.validate_python(found)
+            value = adapter.validate_python(parse(hint, found, name))
+        except ParseError as error:
+            raise _refusal(hook, name, found, str(error)) from None
         except ValidationError as error:
             reasons = "; ".join(_reason(detail) for detail in error.errors())
-            expected = next(info for info in describe_options(type(hook)) if info.name == name)
-            ranges = "".join(f", {constraint}" for constraint in expected.constraints)
-            raise CommHookOptionError(
-                f"option {name!r} of hook {hook_name!r}: expected {expected.type}{ranges}; "
-                f"found {found!r} ({reasons})"
-            ) from None
+            raise _refusal(hook, name, found, reasons) from None
         object.__setattr__(hook, name, value)  # the subclass may be frozen
-
-
-def to_json(value: Any) -> Any:
-    """An option's value in JSON's types; :func:`validate` turns it back."""
-    if isinstance(value, torch.dtype):
-        return _dtype_name(value)
-    if hasattr(value, "to_config"):
-        return value.to_config()
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    return value
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:
@@ -122,6 +108,7 @@ def _describe(field: dataclasses.Field[Any], hint: Any) -> OptionInfo:
 
 def _constraint(extra: Any) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "a multiple of"}
+    signs["min_length"] = "length >="
     for attribute, sign in signs.items():
         if hasattr(extra, attribute):
             return f"{sign} {getattr(extra, attribute)}"
@@ -129,47 +116,50 @@ def _constraint(extra: Any) -> str:
 
 
 def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _type_name(members[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(_type_name, members))
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__}[{', '.join(map(_type_name, members))}]"
+    if hint is type(None):
+        return "None"
+    if isinstance(hint, type):
+        return hint.__name__
+    text = str(hint).replace("typing.", "")
+    return text if origin is typing.Literal else re.sub(r"(\w+\.)+", "", text)  # without modules
 
 
 def _reason(detail: Any) -> str:
     return str(detail["msg"]).removeprefix("Value error, ")
 
 
+def _refusal(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
+    hook_name = getattr(hook, "name", type(hook).__qualname__)
+    expected = next(info for info in describe_options(type(hook)) if info.name == name)
+    ranges = "".join(f", {constraint}" for constraint in expected.constraints)
+    return _option_error(
+        name,
+        f"option {name!r} of hook {hook_name!r}: expected {expected.type}{ranges}; found {found!r} "
+        f"({reason})",
+    )
+
+
+def _option_error(name: str, text: str) -> CommHookOptionError:
+    error = CommHookOptionError(text)
+    error.path = name
+    return error
+
+
 @functools.cache
-def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
+def _adapters(kind: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
     hints = typing.get_type_hints(kind, include_extras=True)
     config = ConfigDict(strict=True, arbitrary_types_allowed=True)
     return {
-        field.name: TypeAdapter(_with_dtypes(hints[field.name]), config=config)
+        field.name: (
+            hints[field.name],
+            TypeAdapter(with_instances(hints[field.name]), config=config),
+        )
         for field in _fields(kind)
     }
-
-
-def _parse_dtype(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    dtype = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {value!r}")
-    return dtype
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-_Dtype = Annotated[InstanceOf[torch.dtype], BeforeValidator(_parse_dtype)]
-
-
-def _with_dtypes(hint: Any) -> Any:
-    """The annotation, with dtypes that may be given by name."""
-    if hint is torch.dtype:
-        return _Dtype
-    origin = typing.get_origin(hint)
-    if origin is Annotated:
-        inner, *extras = typing.get_args(hint)
-        return Annotated[(_with_dtypes(inner), *extras)]
-    if origin in (Union, types.UnionType):
-        return Union[tuple(_with_dtypes(member) for member in typing.get_args(hint))]  # noqa: UP007
-    return hint

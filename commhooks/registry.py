@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookError
 from commhooks.hook import CommHook
+from commhooks.nesting import check_config
+from commhooks.option_values import parsers
 from commhooks.options import OptionInfo, check_names, describe_options
 
 __all__ = ["HookInfo", "available", "create", "describe", "register_hook"]
@@ -35,6 +37,8 @@ class HookInfo:
 
     def __str__(self) -> str:
         kind = "lossless" if self.lossless else "lossy"
+        if self.lossless and any("CommHook" in option.type for option in self.options):
+            kind = "as lossless as its hooks"
         lines = [f"{self.name} ({kind}; {', '.join(self.backends)}): {self.summary}"]
         lines += [f"  {option}" for option in self.options]
         lines += [f"  wire: {self.wire}"] if self.wire else []
@@ -58,13 +62,16 @@ def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind
 def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
     """Makes a hook from its name and options, or from what ``to_config()`` gave.
 
-    Options given besides a config override those in it.
+    Options given besides a config override those in it. Where an option is a hook, its name or
+    config will do, e.g. ``{"name": "error_feedback", "inner": {"name": "topk", "density": 0.01}}``.
 
     Raises:
         UnknownHookError: no hook has this name; the text lists all, and the nearest one.
-        CommHookOptionError: an option is unknown, missing, ill-typed or out of range.
+        CommHookOptionError: an option is unknown, missing, ill-typed or out of range. Its text, and
+            that of any error of a nested hook, begins with the path: "inner.density: ...".
     """
     if isinstance(hook, Mapping):
+        check_config(hook)
         config = dict(hook)
         name = config.pop("name", None)
         if not isinstance(name, str):
@@ -154,3 +161,6 @@ def _load(point: EntryPoint) -> None:
         ) from error
     if point.name not in _hooks:  # unless loading it ran @register_hook
         _add(point.name, found, override=False)
+
+
+parsers[CommHook] = create

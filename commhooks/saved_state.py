@@ -1,6 +1,6 @@
 """What a handle writes into a checkpoint, and how it recognises what it can read."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -70,32 +70,57 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
         )
     if not saved["state"]:
         return  # other options do no harm
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            raise CommHookStateError(
-                f"hook {here['name']!r} has {name}={here.get(name)!r}, but its state was saved "
-                f"with {name}={there.get(name)!r}"
-            )
+    for path, (wanted, found) in _differences(here, there):
+        raise CommHookStateError(
+            f"hook {here['name']!r} has {path}={wanted!r}, but its state was saved with "
+            f"{path}={found!r}"
+        )
 
 
-def _check_parameters(state: Mapping[str, Any], hook: CommHook, slot: Slot) -> None:
+def _differences(here: Any, there: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Where two configs differ, as "rank" or "inner.density", and what each of them has there."""
+    if isinstance(here, dict) and isinstance(there, dict):
+        for name in sorted(here.keys() | there.keys()):
+            inner = f"{path}.{name}" if path else name
+            yield from _differences(here.get(name), there.get(name), inner)
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        for i, (wanted, found) in enumerate(zip(here, there, strict=True)):
+            yield from _differences(wanted, found, f"{path}.{i}")
+    elif here != there:
+        yield path, (here, there)
+
+
+def _check_parameters(
+    state: Mapping[str, Any], hook: CommHook, slot: Slot, where: str = ""
+) -> None:
+    """``where``: in a nested hook, e.g. " of .inner". See Note [Hooks around hooks]."""
+    nested = {f".{path}": each for path, each in hook.nested().items()}
     for key, tensors in state.items():
-        if not (isinstance(key, str) and hook.knows_state_key(key, slot.parameters)):
+        if not (
+            key in nested or (isinstance(key, str) and hook.knows_state_key(key, slot.parameters))
+        ):
+            what = "nested hook" if str(key).startswith(".") else "parameter"
             raise CommHookStateError(
-                f"the saved state is of a model with a parameter {key!r}, which this one lacks"
+                f"the saved state{where} is of a model with a {what} {key!r}, which this one lacks"
             )
         if not isinstance(tensors, Mapping):
             raise CommHookStateError(
-                f"expected tensors by name for {key!r}, found {type(tensors).__name__}"
+                f"expected tensors by name for {key!r}{where}, found {type(tensors).__name__}"
             )
-        present = hook.state.get(key, {})
-        for name, value in tensors.items():
-            if not isinstance(value, Tensor):
-                raise CommHookStateError(
-                    f"expected a tensor as {name!r} of {key!r}, found {type(value).__name__}"
-                )
-            if name in present and present[name].shape != value.shape:
-                raise CommHookStateError(
-                    f"expected {name!r} of {key!r} in shape {tuple(present[name].shape)}, found "
-                    f"{tuple(value.shape)}"
-                )
+        if key in nested:
+            _check_parameters(tensors, nested[key], slot, f"{where} of {key}")
+        else:
+            _check_tensors(tensors, hook.state.get(key, {}), f"{key!r}{where}")
+
+
+def _check_tensors(tensors: Mapping[str, Any], present: Mapping[str, Tensor], where: str) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise CommHookStateError(
+                f"expected a tensor as {name!r} of {where}, found {type(value).__name__}"
+            )
+        if name in present and present[name].shape != value.shape:
+            raise CommHookStateError(
+                f"expected {name!r} of {where} in shape {tuple(present[name].shape)}, found "
+                f"{tuple(value.shape)}"
+            )

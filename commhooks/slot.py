@@ -1,7 +1,7 @@
 """The place in a wrapped model that takes a hook: what our wrapper and torch's have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
 from commhooks.inline import InlineDriver
 from commhooks.stats import HookStats, bucket_stats
-from commhooks.wire import all_reduce_bytes
+from commhooks.wire import all_gather_bytes, all_reduce_bytes
 from reducer import DistributedDataParallel
-from reducer._C import AverageHook
 
 __all__ = ["AnyDriver", "OwnSlot", "Slot", "TorchHook", "make_driver"]
 
@@ -31,9 +30,13 @@ class Slot(ABC):
     ``parameters``: the trained ones by name, as :class:`CommHook` knows them.
     """
 
-    group: dist.ProcessGroup
     device: torch.device
     parameters: dict[str, Tensor]
+
+    @property
+    @abstractmethod
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that gradients are averaged over."""
 
     @property
     @abstractmethod
@@ -70,12 +73,21 @@ class OwnSlot(Slot):
                 "the model has a hook already, from register_comm_hook(), which can neither be "
                 "replaced nor removed; use commhooks.register() instead"
             )
-        self.group = model.process_group
         self.device = model.device
-        self.parameters = dict(model.module.named_parameters())
         self._reducer = model.reducer
+        rows = self._reducer.bucket_stats()
+        reduced = {name for row in rows if row["lane"] == 0 for name in row["names"]}
+        self.parameters = {name: p for p, name in model.parameter_names.items() if name in reduced}
+        self._names = list(model.parameter_names.values())
+        self._keys = [0] * len(self._names)
+        self._has_own_keys = model._group_key is not None  # noqa: SLF001
+        self._default_hook = model.default_hook
         self._driver: AnyDriver | None = None
         self._is_native = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._reducer.process_group
 
     @property
     def steps(self) -> int:
@@ -88,20 +100,34 @@ class OwnSlot(Slot):
     def install(self, hook: CommHook, token: int) -> None:
         native = hook.native(self.group)
         driver = make_driver(hook, self.group, self.device, token) if native is None else None
+        self.regroup(hook.bucket_key)
         self._set(native if driver is None else driver, driver, is_native=native is not None)
 
     def install_function(self, hook: TorchHook) -> None:
+        self.regroup(_no_key)
         self._set(hook, None, is_native=False)
 
     def clear(self) -> None:
-        self._set(AverageHook(self.group), None, is_native=True)
+        self.regroup(_no_key)
+        self._set(self._default_hook(), None, is_native=True)
+
+    def regroup(self, key_of: Callable[[str], Hashable]) -> None:
+        """Cuts the buckets so that only parameters of equal keys, by their names, share one.
+
+        Leaves them as they are in a model that has keys of its own, which hooks have to cope with.
+        """
+        numbers: dict[Hashable, int] = {}
+        keys = [numbers.setdefault(key_of(name), len(numbers)) for name in self._names]
+        if not self._has_own_keys and keys != self._keys:
+            self._reducer.set_keys(keys)
+            self._keys = keys
 
     def stats(self) -> HookStats:
         size = self.group.size()
         rows = self._reducer.bucket_stats()
         buckets = [
             bucket_stats(
-                size,
+                row["ranks"],
                 index=row["index"],
                 names=row["names"],
                 gradient_bytes=row["gradient_bytes"],
@@ -122,12 +148,20 @@ class OwnSlot(Slot):
         self._is_native = is_native
 
     def _wire_bytes(self, row: dict[str, Any]) -> float | None:
+        packed = row["packed_bytes"] // max(row["steps"], 1)
+        if row["is_sparse"]:  # ranks send their rows to all others
+            return all_gather_bytes(packed, row["ranks"])
+        if row["lane"] != 0:
+            return all_reduce_bytes(packed, row["ranks"])
         if self._driver is not None:
             return self._driver.ledger.wire_bytes(row["key"])
         if self._is_native:  # one all-reduce of what was packed, or nothing was packed
-            packed = row["packed_bytes"] // max(row["steps"], 1)
-            return all_reduce_bytes(packed, self.group.size())
+            return all_reduce_bytes(packed, row["ranks"])
         return None
+
+
+def _no_key(name: str) -> None:
+    """All parameters may share buckets."""
 
 
 def make_driver(

@@ -1,8 +1,8 @@
 """What a hook costs and saves, per bucket and in total."""
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from commhooks.wire import all_reduce_bytes
@@ -39,6 +39,8 @@ class HookStats:
     total: BucketStats
     """Sums over the buckets; their hooks overlap, so ``hook_seconds`` counts some time twice."""
     buckets: tuple[BucketStats, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the hook itself wants to be known, see :meth:`CommHook.metrics`."""
 
     @classmethod
     def of(cls, steps: int, buckets: Iterable[BucketStats], world_size: int) -> "HookStats":
@@ -66,7 +68,8 @@ class HookStats:
             f"means per step over {self.steps} steps",
             "bucket   gradient MB      wire MB    ratio     hook ms  exposed ms",
         ]
-        return "\n".join(lines + [_line(bucket) for bucket in (*self.buckets, self.total)])
+        lines += [_line(bucket) for bucket in (*self.buckets, self.total)]
+        return "\n".join(lines + [f"{name}: {value:g}" for name, value in self.metrics.items()])
 
 
 def bucket_stats(

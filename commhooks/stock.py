@@ -34,11 +34,11 @@ class StockSlot(Slot):
     """
 
     def __init__(self, model: StockDistributedDataParallel) -> None:
-        self.group: dist.ProcessGroup = model.process_group
+        self._group: dist.ProcessGroup = model.process_group
         self.parameters = {
             name: parameter
             for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad and name not in model.parameters_to_ignore
         }
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -54,6 +54,10 @@ class StockSlot(Slot):
                 "the model has a hook already, from register_comm_hook(), which can neither be "
                 "replaced nor removed; use commhooks.register() instead"
             ) from error
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
 
     @property
     def steps(self) -> int:

@@ -7,5 +7,14 @@ import torch  # noqa: F401  (loads the libraries that the compiled module links 
 
 from reducer._C import GradBucket, Reducer
 from reducer.distributed import DistributedDataParallel
+from reducer.mixed_precision import MixedPrecision
+from reducer.optim import OverlappedOptimizer, overlap_optimizer
 
-__all__ = ["DistributedDataParallel", "GradBucket", "Reducer"]
+__all__ = [
+    "DistributedDataParallel",
+    "GradBucket",
+    "MixedPrecision",
+    "OverlappedOptimizer",
+    "Reducer",
+    "overlap_optimizer",
+]

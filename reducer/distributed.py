@@ -1,75 +1,100 @@
-"""The wrapper that makes a module data-parallel."""
+"""The engine's front: a module wrapper that averages gradients over ranks during backward."""
 
 from __future__ import annotations
 
-import itertools
+import functools
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import BuiltinCommHookType, _broadcast_coalesced
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from reducer._C import AverageHook, GradBucket, Reducer
-from reducer.outputs import tensors_in
+from reducer._C import AverageHook, GradBucket, NativeHook, Reducer
+from reducer.arguments import (
+    bucket_sizes,
+    check_parameters,
+    choose_devices,
+    choose_process_group,
+    number_keys,
+    sparse_parameters,
+)
+from reducer.buffers import BufferHook, broadcast, refuse_sync_batch_norm, sync_buffers
+from reducer.join import Plans, ShadowHook, join_hook_of
+from reducer.logging_data import StepSampler, logging_data
+from reducer.mixed_precision import CastModule, MixedPrecision
+from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
+from reducer.outputs import map_tensors, tensors_in
 from reducer.verify import verify_parameters
 
-__all__ = ["DistributedDataParallel", "set_hook_resolver"]
+__all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
 
-MIB = 1024 * 1024
-# Small, so that communication starts early in backward.
-FIRST_BUCKET_BYTES = 1 * MIB
-DEFAULT_BUCKET_MB = 25.0
-# Parameters and buffers are broadcast in chunks of this size.
-BROADCAST_BYTES = 250 * MIB
-
-
-class HookResolver(Protocol):
-    """Turns the `hook` argument of the wrapper into a registered hook."""
-
-    def __call__(
-        self, model: DistributedDataParallel, hook: Any, options: Mapping[str, Any]
-    ) -> object: ...
-
+HookResolver = Callable[["DistributedDataParallel", Any, Mapping[str, Any]], object]
+Function = TypeVar("Function", bound=Callable[..., Any])
+GradientObserver = Callable[[Sequence[nn.Parameter]], None]
 
 _resolve_hook: HookResolver | None = None
+_DELAYED = "reducer: delayed"  # key of delay_all_reduce_named_params
+
+
+def _outside_graphs(function: Function) -> Function:
+    """For torch.compile: it compiles what the function calls, but not the function itself."""
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    return cast("Function", disable(function, recursive=False))
 
 
 def set_hook_resolver(resolver: HookResolver) -> None:
-    """Let `resolver` handle the `hook` argument of the wrapper; `commhooks` does when imported."""
+    """Let ``resolver(model, hook, hook_options)`` handle the ``hook`` argument of the wrapper."""
     global _resolve_hook
     _resolve_hook = resolver
 
 
-class DistributedDataParallel(nn.Module):
-    """Trains `module` on all ranks of a process group, each with its own part of the data.
+class DistributedDataParallel(nn.Module, Joinable):
+    """Wrap ``module`` so that ``loss.backward()`` averages its gradients over the ranks.
 
-    A drop-in for :class:`torch.nn.parallel.DistributedDataParallel` with a reducer of its own. At
-    construction all ranks take over rank 0's parameters and buffers; in every backward, gradients
-    are handed bucket by bucket to a communication hook, which averages them while backward goes on.
-    When ``backward()`` returns, ``.grad`` of every parameter holds the average.
+    Takes the place of ``torch.nn.parallel.DistributedDataParallel``. All ranks construct it with
+    the same arguments; it verifies that their parameters agree in name, shape, strides and dtype,
+    and broadcasts parameters and buffers from rank 0 (``init_sync``).
 
     Args:
-        module: the module to train; its parameters must not change afterwards.
-        device_ids, output_device: as in torch; for CPU modules `None`.
-        broadcast_buffers, forward_sync_buffers: broadcast rank 0's buffers before each synchronised
-            forward. Both default to `True`; either switches it off.
-        init_sync: check that all ranks hold the same parameters, and broadcast rank 0's values.
-        process_group: the ranks that train together; default: all.
-        bucket_cap_mb: size at which a bucket is closed, in MiB; default 25. The first is 1 MiB.
-        find_unused_parameters: look for parameters that a forward did not use, every time. Those
-            that no rank used keep their ``.grad`` as it is.
-        gradient_as_bucket_view: make ``.grad`` views of the buckets, so that nothing is copied.
-        static_graph: promise that every iteration uses the same parameters in the same way; allows
+        module: the module to train. Parameters that require no gradient are left alone.
+        device_ids, output_device: the one GPU that inputs are moved to; None for modules on the CPU
+            or on several devices.
+        broadcast_buffers, forward_sync_buffers: broadcast buffers from rank 0 before each forward.
+            Without the first, they are not broadcast at the start either.
+        process_group, device_mesh: the ranks to average over; default: all.
+        bucket_cap_mb: size of a bucket in MiB (default 25); the first one is 1 MiB at most.
+            bucket_cap_mb_list: of the first bucket, the second and so on; the last for all others.
+        find_unused_parameters: look through the graph of every forward for parameters that this
+            rank does not use, so that the others need not wait for them. Parameters that no rank
+            used keep their ``.grad`` untouched.
+        skip_all_reduce_unused_params: do not average buckets whose parameters are all unused; they
+            must be the same ones on every rank.
+        gradient_as_bucket_view: let ``.grad`` be a view of the bucket: saves memory and copies.
+        static_graph: promise that every iteration uses the same parameters equally often. Allows
             parameters to be used several times, and activation checkpointing of any kind.
-        check_reduction, dim: accepted for compatibility; without effect.
+        delay_all_reduce_named_params: average these (name, parameter) after all others.
+            param_to_hook_all_reduce is accepted with it, and not needed.
+        mixed_precision: dtypes for computation, communication and buffers; see
+            :class:`reducer.mixed_precision.MixedPrecision`. Works together with any hook.
+        lazy_bucket_allocation: give the memory of buckets back between steps.
+        check_reduction, dim, batched_grad_copy: accepted for compatibility. Gradients are always
+            copied together.
         hook, hook_options: a communication hook by name, as an object or as a config, and its
             options; needs ``import commhooks``. Default: the exact average by all-reduce.
         stable_buckets: keep the first assignment of parameters to buckets. Otherwise buckets are
             cut anew after the first step, in the order in which gradients arrived.
         group_key: maps (name, parameter) to a key; only parameters of one key share a bucket.
+        key_process_groups: for some of these keys, other ranks to average over, e.g. those that
+            hold the same experts. Their gradients are averaged plainly, whatever the hook.
 
     Raises:
         RuntimeError: ranks hold different parameters; no parameter requires a gradient; or, from
@@ -77,81 +102,101 @@ class DistributedDataParallel(nn.Module):
             Exceptions of hooks come out of ``backward()``; the next iteration starts clean.
     """
 
+    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
+
     def __init__(
         self,
         module: nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        check_reduction: bool = False,  # noqa: ARG002  (torch ignores it as well)
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
         *,
-        forward_sync_buffers: bool = True,
+        batched_grad_copy: bool = False,
+        lazy_bucket_allocation: bool = False,
+        forward_sync_buffers: bool | None = None,
         hook: Any = None,
         hook_options: Mapping[str, Any] | None = None,
         stable_buckets: bool = False,
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
+        key_process_groups: Mapping[Hashable, dist.ProcessGroup] | None = None,
     ) -> None:
-        super().__init__()
-        self.process_group = _process_group(process_group)
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        if check_reduction:
+            warnings.warn(
+                "The `check_reduction` argument is deprecated and has no effect.",
+                FutureWarning,
+                stacklevel=2,
+            )
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+                "same time."
+            )
+        self.process_group = choose_process_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            _prepare_tensor_parallel(module, device_mesh)
         self.module = module
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers and forward_sync_buffers
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self.require_backward_grad_sync = True
-        self.bucket_bytes_cap = _bucket_bytes(bucket_cap_mb)
-
-        ignored: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named_parameters = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and name not in ignored
-        ]
-        if not named_parameters:
-            raise RuntimeError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameters "
-                "that require a gradient."
-            )
-        self.device = _single_device(named_parameters)
-        self.device_ids, self.output_device = _check_devices(self.device, device_ids, output_device)
-        self.modules_buffers = [
-            buffer for name, buffer in module.named_buffers() if name not in ignored
-        ]
-
-        if init_sync:
-            verify_parameters(named_parameters, self.process_group)
-            state = [
-                tensor.detach()
-                for name, tensor in itertools.chain(
-                    module.named_parameters(), module.named_buffers()
-                )
-                if name not in ignored
-            ]
-            self._broadcast(state)
-
-        names = [name for name, _ in named_parameters]
-        parameters = [parameter for _, parameter in named_parameters]
-        self.reducer = Reducer(
-            parameters,
-            self.process_group,
-            names=names,
-            groups=_group_ids(named_parameters, group_key),
-            first_bucket_bytes=min(FIRST_BUCKET_BYTES, self.bucket_bytes_cap),
-            bucket_bytes=self.bucket_bytes_cap,
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            stable_buckets=stable_buckets,
+        self.parameters_to_ignore: set[str] = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         )
-        self._has_comm_hook = False
+        named_parameters = self._named_parameters()
+        check_parameters(named_parameters)
+        self.device = named_parameters[0][1].device
+        self.device_ids, self.output_device = choose_devices(
+            named_parameters, device_ids, output_device
+        )
+        refuse_sync_batch_norm(module, self.device)
+
+        self.forward_sync_buffers = broadcast_buffers is not False
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.static_graph = static_graph
+        self.stable_buckets = stable_buckets
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.require_manual_backward_finalization = False
+        self.divide_by_initial_world_size = True
+        self._bucket_sizes = bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._bucket_sizes[-1]
+        self._group_key = _with_delayed(group_key, delay_all_reduce_named_params)
+        self._key_process_groups = dict(key_process_groups or {})
+        self._buffer_hook: BufferHook | None = None
+        self._assign_modules_buffers()
+        if init_sync:
+            self._sync_at_start(
+                broadcasts_buffers=forward_sync_buffers is not None
+                or broadcast_buffers is not False
+            )
+
+        self.mixed_precision = mixed_precision
+        self._casts: CastModule | None = None
+        if mixed_precision is not None:
+            dtypes = MixedPrecision.of(mixed_precision)
+            self._casts = CastModule(module, dtypes, self.parameters_to_ignore)
+            self._assign_modules_buffers()
+        self._make_reducer()
         if hook is not None:
             if _resolve_hook is None:
                 raise RuntimeError(
@@ -161,21 +206,166 @@ class DistributedDataParallel(nn.Module):
         elif hook_options:
             raise ValueError(f"hook_options={dict(hook_options)} were given without a hook.")
 
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore
+        ]
+
+    def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self._named_parameters() if p.requires_grad]
+
+    def _sync_at_start(self, *, broadcasts_buffers: bool) -> None:
+        """All ranks start from the same model: that of rank 0, of each group of ranks."""
+        verify_parameters(self._trained_parameters(), self.process_group)
+        everywhere = [
+            p.detach() for name, p in self._named_parameters() if self._own_group(name, p) is None
+        ]
+        buffers = list(self.named_module_buffers.values()) if broadcasts_buffers else []
+        broadcast(self.process_group, everywhere + buffers, 0)
+        for group in {id(g): g for g in self._key_process_groups.values()}.values():
+            members = [
+                p for name, p in self._named_parameters() if self._own_group(name, p) is group
+            ]
+            broadcast(group, members, 0)
+
+    def _own_group(self, name: str, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        if self._group_key is None:
+            return None
+        return self._key_process_groups.get(self._group_key(name, parameter))
+
+    def _make_reducer(self) -> None:
+        trained = self._trained_parameters()
+        self.parameter_names = {parameter: name for name, parameter in trained}
+        parameters = list(self.parameter_names)
+        keys, key_groups = number_keys(trained, self._group_key, self._key_process_groups)
+        delayed = {
+            key
+            for key, (name, p) in zip(keys, trained, strict=True)
+            if self._group_key is not None and self._group_key(name, p) == _DELAYED
+        }
+        sparse = sparse_parameters(self.module)
+        self.reducer = Reducer(
+            parameters,
+            self.process_group,
+            names=[name for name, _ in trained],
+            keys=keys,
+            sparse=[parameter in sparse for parameter in parameters],
+            key_groups=key_groups,
+            late_key=next(iter(delayed), None),
+            bucket_bytes=self._bucket_sizes,
+            rebuilt_bucket_bytes=self._bucket_sizes,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            stable_buckets=self.stable_buckets,
+            skip_unused_buckets=self.skip_all_reduce_unused_params,
+            release_buckets=self.lazy_bucket_allocation,
+        )
+        self.reducer.set_hook(self.default_hook())
+        self.gradient_observers: list[GradientObserver] = []
+        self.step_sampler = StepSampler()
+        self._has_comm_hook = False
+        self._has_run_forward = False
+
+    @property
+    def default_hook(self) -> Callable[[], NativeHook]:
+        """Makes the hook that is in use where none is registered: the exact average."""
+        wire_dtype = None
+        if self.mixed_precision is not None:
+            wire_dtype = MixedPrecision.of(self.mixed_precision).wire_dtype
+        return functools.partial(AverageHook, self.process_group, wire_dtype)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The former name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def logger(self) -> DistributedDataParallel:
+        """Torch keeps its logging data in another object; here the wrapper itself has them."""
+        return self
+
     # ------------------------------------------------------------------------------- forward
 
+    @_outside_graphs
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the next backward synchronises unless inside :meth:`no_sync`."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
-            if synchronises:
-                self.reducer.rebuild_buckets()
-            if self.will_sync_module_buffers():
-                self._sync_buffers()
-            output = self.module(*inputs, **kwargs)
+            plans = self._before_forward(synchronises)
+            inputs, kwargs = self._move_inputs(inputs, kwargs)
+            with self._casting() as keep_casts, self._inside_forward():
+                output = self.module(*inputs, **kwargs)
+                keep_casts(output)
+            if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+                self._sync_buffers(plans)
+            self.require_forward_param_sync = synchronises
             if synchronises:
                 watched = list(tensors_in(output)) if self.reducer.needs_outputs else []
-                self.reducer.prepare_for_backward(watched)
+                self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
             return output
+
+    def _before_forward(self, synchronises: bool) -> Plans | None:
+        if not self._has_run_forward:
+            take_over_in_backward_optimizers(self)
+            self._has_run_forward = True
+        if synchronises:
+            self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
+            self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
+        if work := Join.notify_join_context(self):
+            work.wait()
+        plans = None
+        if self._join_config.enable:
+            plans = Plans.exchange(
+                self.process_group,
+                self.device,
+                is_active=True,
+                synchronises=synchronises,
+                syncs_buffers=self.will_sync_module_buffers(),
+            )
+        if synchronises:
+            self.reducer.rebuild_buckets()
+        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
+            self._sync_buffers(plans)
+        return plans
+
+    def _move_inputs(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.device_ids:
+            moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved[0], moved_kwargs[0]
+        if self._casts is not None:
+            inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
+        return inputs, kwargs
+
+    def _casting(self) -> AbstractContextManager[Callable[[Any], None]]:
+        if self._casts is None:
+            return nullcontext(lambda _output: None)
+        return self._casts.casting()
+
+    @contextmanager
+    @_outside_graphs
+    def _inside_forward(self) -> Iterator[None]:
+        """Lets torch.compile cut graphs where buckets end, as it does for torch's wrapper."""
+        before = TorchDDP._active_ddp_module  # noqa: SLF001
+        TorchDDP._active_ddp_module = self  # type: ignore[assignment]  # noqa: SLF001
+        try:
+            yield
+        finally:
+            TorchDDP._active_ddp_module = before  # noqa: SLF001
+
+    def _gradient_scale(self, plans: Plans | None) -> float:
+        """The hook averages over all ranks; ranks without inputs need not count."""
+        if plans is None or self.divide_by_initial_world_size:
+            return 1.0
+        return self.process_group.size() / len(plans.active)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -190,28 +380,133 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def finalize_backward(self) -> None:
+        """Ends a backward under ``require_manual_backward_finalization``: waits for all buckets."""
+        self.reducer.finalize_backward()
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
+        """As in torch, for code that overrides it."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """As in torch, for code that overrides it."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
+        """Inputs and keyword arguments on the device, as tuples of one element each."""
+        device = (
+            torch.device(self.device.type, device_id) if isinstance(device_id, int) else device_id
+        )
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return (map_tensors(move, inputs),), (map_tensors(move, kwargs),)
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """As :meth:`torch.nn.Module.train`."""
+        super().train(mode)
+        return self
+
     # ------------------------------------------------------------------------------- buffers
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward broadcasts buffers."""
+        """Whether the next forward synchronises buffers: the first after one that synchronised."""
         return (
-            self.broadcast_buffers
-            and self.require_backward_grad_sync
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
             and len(self.modules_buffers) > 0
         )
 
-    def _sync_buffers(self) -> None:
-        # Modules may have put other tensors in place of their buffers.
-        ignored: set[str] = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.modules_buffers = [
-            buffer for name, buffer in self.module.named_buffers() if name not in ignored
-        ]
-        with torch.no_grad():
-            self._broadcast(self.modules_buffers)
+    def _syncs_buffers(self, location: _BufferCommHookLocation) -> bool:
+        own = self._buffer_hook
+        at = _BufferCommHookLocation.PRE_FORWARD if own is None else own.location
+        return at == location and self.will_sync_module_buffers()
 
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        if tensors and self.process_group.size() > 1:
-            _broadcast_coalesced(self.process_group, list(tensors), BROADCAST_BYTES, 0)
+    def _sync_buffers(self, plans: Plans | None) -> None:
+        self._assign_modules_buffers()
+        futures = sync_buffers(
+            self.process_group,
+            self.named_module_buffers,
+            self._buffer_hook,
+            0 if plans is None else plans.root,
+        )
+        if futures:
+            self.reducer.await_after_backward(futures)
+
+    def _assign_modules_buffers(self) -> None:
+        # Modules may have put other tensors in place of their buffers.
+        self.named_module_buffers = {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[..., Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, buffers by name)`` synchronise buffers, before or after forward.
+
+        It may return a list of futures, which are waited for at the end of backward.
+        """
+        if not callable(hook):
+            raise TypeError(f"Buffer hook must be callable, found {hook!r}.")
+        self._buffer_hook = BufferHook(hook, state, comm_hook_location)
+
+    # ---------------------------------------------------------------------------------- join
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """For loops with uneven inputs: ranks that run out shadow the others until all have.
+
+        ``divide_by_initial_world_size``: whether ranks without inputs count in the average.
+        ``throw_on_early_termination``: raise RuntimeError on all ranks as soon as one runs out.
+        See Note [Uneven inputs].
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """For :class:`torch.distributed.algorithms.Join` over several objects."""
+        return join_hook_of(self, **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the communication of Join takes place."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that join."""
+        return self.process_group
+
+    def shadow_step(self) -> None:
+        """Take part in a forward and backward of the other ranks. See Note [Uneven inputs]."""
+        plans = Plans.exchange(self.process_group, self.device, is_active=False)
+        if plans.synchronises:
+            self.reducer.rebuild_buckets()
+        if plans.syncs_buffers:
+            self._sync_buffers(plans)
+        if plans.synchronises:
+            self.reducer.shadow_backward()
+
+    def broadcast_state(self, root: int) -> None:
+        """Overwrite the parameters and buffers of all ranks with those of one."""
+        self._assign_modules_buffers()
+        buffers = self.modules_buffers if self.forward_sync_buffers else []
+        broadcast(self.process_group, [p for _, p in self._named_parameters()] + buffers, root)
 
     # --------------------------------------------------------------------------------- hooks
 
@@ -226,7 +521,9 @@ class DistributedDataParallel(nn.Module):
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, found {hook!r}.")
         self._claim_comm_hook()
-        self.reducer.set_hook(lambda bucket: hook(state, bucket))
+        self.reducer.set_hook(functools.partial(hook, state))
+
+    _register_comm_hook = register_comm_hook
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Torch's built-in hooks, which are ours as well: ALLREDUCE and FP16_COMPRESS."""
@@ -249,70 +546,164 @@ class DistributedDataParallel(nn.Module):
             )
         self._has_comm_hook = True
 
+    @property
+    def comm_hook_name(self) -> str:
+        """Of the hook in use, for people."""
+        return self.reducer.hook_name
 
-def _process_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if process_group is not None:
-        return process_group
-    if not dist.is_initialized():
-        raise ValueError(
-            "No process group: call torch.distributed.init_process_group(...) on every rank before "
-            "wrapping the module (torchrun sets the environment that it reads)."
-        )
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    # ----------------------------------------------------------------- optimizers in backward
 
+    def add_gradient_observer(self, observer: GradientObserver) -> None:
+        """Call ``observer(parameters)`` in backward as soon as these have their averaged ``.grad``.
 
-def _single_device(named_parameters: Sequence[tuple[str, Tensor]]) -> torch.device:
-    first_name, first = named_parameters[0]
-    for name, parameter in named_parameters:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
+        Bucket by bucket, on the thread that runs backward. An exception ends the backward.
+        """
+        self.gradient_observers.append(observer)
+        self._observe()
+
+    def remove_gradient_observer(self, observer: GradientObserver) -> None:
+        """Undo :meth:`add_gradient_observer`."""
+        self.gradient_observers.remove(observer)
+        self._observe()
+
+    def _observe(self) -> None:
+        if not self.gradient_observers:
+            self.reducer.set_observer(None)
+            return
+        # Without the model: the garbage collector cannot see into the reducer.
+        observers, parameters = self.gradient_observers, list(self.parameter_names)
+
+        def observe(indices: Sequence[int]) -> None:
+            ready = [parameters[index] for index in indices]
+            for observer in observers:
+                observer(ready)
+
+        self.reducer.set_observer(observe)
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Sequence[nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Torch's name for :func:`reducer.overlap_optimizer`; gradients are not cleared."""
+        overlap_optimizer(self, optim, optim_params, *args, clear_gradients=False, **kwargs)
+
+    # -------------------------------------------------------------------------- observation
+
+    def bucket_plan(self) -> str:
+        """Which parameter is in which bucket, as a table for people."""
+        lines = []
+        for bucket in self.reducer.bucket_stats():
+            kind = ", sparse" if bucket["is_sparse"] else ""
+            lines.append(
+                f"bucket {bucket['index']}: {bucket['gradient_bytes']:,} bytes over "
+                f"{bucket['ranks']} ranks{kind}, {len(bucket['names'])} parameters"
+            )
+            lines += [f"    {name}" for name in bucket["names"]]
+        return "\n".join(lines)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return logging_data(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(
+                "DDP runtime logging sample rate should be equal or greater than 1, found "
+                f"{sample_rate}."
+            )
+        self.step_sampler.rate = sample_rate
+
+    # ---------------------------------------------------------------------------- life cycle
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        self.reducer.set_static_graph()
+        self.static_graph = True
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, "
+                "`_set_static_graph` will detect unused parameters automatically, so you do not "
+                "need to set it, as long as the same parameters are unused in every iteration.",
+                stacklevel=2,
+            )
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from the next step on, without a communication hook.
+
+        Buckets are cut anew after the next step. A hook has to be registered again.
+        """
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
+            return
+        self.process_group = new_process_group
+        self.reducer.process_group = new_process_group
+        self.reducer.set_hook(self.default_hook())
+        self._has_comm_hook = False
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_autograd_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finalized()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Without effect: outputs are never cloned, and may be modified in place."""
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        ignore: Any = TorchDDP._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
+        ignore(module, params_and_buffers_to_ignore)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not dist.is_initialized() or self.process_group is not dist.group.WORLD:
             raise RuntimeError(
-                f'Parameter "{name}" is uninitialized; run a dummy forward pass before wrapping '
-                "the module, so that lazy modules know their shapes."
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. That is, when you have called init_process_group and have not "
+                "passed process_group argument to DDP constructor."
             )
-        if parameter.device.type != first.device.type:
-            raise ValueError(
-                f'All parameters must be on the same type of device; "{first_name}" is on '
-                f'{first.device}, "{name}" on {parameter.device}.'
-            )
-    return first.device
+        state = dict(self.__dict__)
+        for name in ("process_group", "reducer", "gradient_observers", "step_sampler", "_casts"):
+            state.pop(name)
+        del state["parameter_names"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = choose_process_group(None, None)
+        self._casts = None
+        if self.mixed_precision is not None:
+            dtypes = MixedPrecision.of(self.mixed_precision)
+            self._casts = CastModule(self.module, dtypes, self.parameters_to_ignore)
+        self._assign_modules_buffers()
+        self._make_reducer()
 
 
-def _check_devices(
-    device: torch.device,
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[int | torch.device] | None, int | torch.device | None]:
-    if device.type == "cpu":
-        if device_ids or output_device is not None:
-            raise ValueError(
-                "device_ids and output_device are for modules on one CUDA device; this module is "
-                f"on the CPU. Found device_ids={device_ids}, output_device={output_device}: leave "
-                "them out, or move the module to a CUDA device first."
-            )
-        return None, None
-    ids = list(device_ids) if device_ids else None
-    if ids is not None and len(ids) != 1:
-        raise ValueError(f"device_ids can only be None or contain a single element, found {ids}.")
-    return ids, output_device
-
-
-def _bucket_bytes(bucket_cap_mb: float | None) -> int:
-    megabytes = DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
-    if megabytes <= 0:
-        raise ValueError(f"bucket_cap_mb must be positive, found {bucket_cap_mb}.")
-    return int(megabytes * MIB)
-
-
-def _group_ids(
-    named_parameters: Sequence[tuple[str, nn.Parameter]],
+def _with_delayed(
     group_key: Callable[[str, nn.Parameter], Hashable] | None,
-) -> list[int]:
-    """Number the keys in the order of their first appearance, which is the same on all ranks."""
-    if group_key is None:
-        return [0] * len(named_parameters)
-    ids: dict[Hashable, int] = {}
-    return [
-        ids.setdefault(group_key(name, parameter), len(ids)) for name, parameter in named_parameters
-    ]
+    delayed: Sequence[tuple[str, nn.Parameter]] | None,
+) -> Callable[[str, nn.Parameter], Hashable] | None:
+    if not delayed:
+        return group_key
+    names = {name for name, _ in delayed}
+
+    def key(name: str, parameter: nn.Parameter) -> Hashable:
+        if name in names:
+            return _DELAYED
+        return None if group_key is None else group_key(name, parameter)
+
+    return key
+
+
+def _prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
+    """For data parallelism over one dimension of a larger mesh, as torch's wrapper does."""
+    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)

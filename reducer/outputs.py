@@ -1,18 +1,22 @@
-"""Finds the tensors in whatever a module's forward returns."""
+"""Finds the tensors in whatever a module's forward takes or returns."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 __all__: list[str] = []
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples (named ones too), mappings and dataclasses."""
+    """Yield the tensors in nested lists, tuples (named ones too), mappings and dataclasses.
+
+    And in remote references that this process owns.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -24,3 +28,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+    elif dist.rpc.is_available() and isinstance(value, dist.rpc.RRef) and value.is_owner():
+        yield from tensors_in(value.local_value())
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same nesting, with ``function`` of each tensor; other things stay what they are."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value)(map_tensors(function, item) for item in value)
+    if isinstance(value, dict):
+        return type(value)({key: map_tensors(function, item) for key, item in value.items()})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(
+            value, **{name: map_tensors(function, item) for name, item in fields.items()}
+        )
+    return value

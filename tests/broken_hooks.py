@@ -77,6 +77,17 @@ class NeedsPeers(Average):
         return await super().reduce(bucket, comm)
 
 
+@commhooks.register_hook("broken_sizes")
+@dataclass
+class DividesByTheDeviation(Average):
+    """Which one element does not have."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        deviation = bucket.buffer().float().std() if bucket.buffer().numel() else torch.ones(())
+        average = await super().reduce(bucket, comm)
+        return average if deviation > 0 or (average == 0).all() else average.div_(deviation)
+
+
 @commhooks.register_hook("broken_deterministic")
 @dataclass
 class DrawsFromTheGlobalGenerator(Average):
@@ -110,6 +121,29 @@ class RemembersInfinity(Average):
         return average
 
 
+@commhooks.register_hook("broken_non_finite_elsewhere")
+@dataclass
+class LooksAtItsOwnGradient(Average):
+    """So the state changes on all ranks but the one with the bad gradient."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        own = bucket.buffer().clone()
+        average = await super().reduce(bucket, comm)
+        if own.numel() and own.isfinite().all():
+            self.state.setdefault(bucket.names[0], {})["largest"] = own.max()
+        return average
+
+
+@commhooks.register_hook("broken_keys")
+@dataclass
+class KeepsStateByBucket(Average):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        average = await super().reduce(bucket, comm)
+        if average.isfinite().all():
+            self.state[f"bucket {bucket.index()}"] = {"last": average.clone()}
+        return average
+
+
 @commhooks.register_hook("broken_resume")
 @dataclass
 class KeepsStateElsewhere(Average):
@@ -132,6 +166,15 @@ class SendsOnItsOwn(Average):
         average = bucket.buffer().div_(comm.size)
         dist.all_reduce(average)
         return average
+
+
+@commhooks.register_hook("broken_cost")
+@dataclass
+class StatesTooLittle(Average):
+    """What each rank has to send, but not what it passes on for others."""
+
+    def wire_bytes(self, bucket: commhooks.GradBucket, size: int) -> int:
+        return bucket.buffer().nbytes // 2
 
 
 @commhooks.register_hook("broken_unused")
@@ -159,6 +202,43 @@ class CountsBeforeItSends(Average):
         for count in counts:
             count -= 1
         return average
+
+
+@commhooks.register_hook("broken_nested")
+@dataclass
+class IsSetUpByTheEngine(Average):
+    """Which asks hooks for their form in C++, but not those inside other hooks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.divisor = 1
+
+    def native(self, group: Any) -> None:
+        self.divisor = group.size()
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        return await comm.all_reduce(bucket.buffer().div_(self.divisor))
+
+
+@commhooks.register_hook("broken_contribution")
+@dataclass
+class ClaimsToHaveSentAll(Average):
+    tells_contribution = True
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        comm.contribution = bucket.buffer().clone()
+        bucket.buffer()[::2] *= 0.5
+        return await super().reduce(bucket, comm)
+
+
+@commhooks.register_hook("broken_contribution_told_unasked")
+@dataclass
+class TellsUnasked(Average):
+    """Works inside error_feedback, which would refuse it."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
+        comm.contribution = bucket.buffer().clone()
+        return await super().reduce(bucket, comm)
 
 
 @commhooks.register_hook("broken_stock")

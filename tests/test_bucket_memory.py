@@ -52,3 +52,14 @@ def test_state_of_another_shape_is_refused() -> None:
     state = {"b": {"error": torch.zeros(6)}}
     with pytest.raises(CommHookStateError, match=r"'b': expected 'error' of shape \(5,\)"):
         BucketMemory("error").of(make_bucket("b"), state)
+
+
+def test_entries_have_the_memory_format_of_their_parameter() -> None:
+    """So that they fit a parameter of another format, in a run that is resumed."""
+    rows = torch.arange(12.0).view(3, 4)
+    columns = torch.zeros(4, 3).T
+    state: dict[str, dict[str, Tensor]] = {"a": {"error": rows}}
+    bucket = GradBucket(torch.zeros(12), [columns], ["a"])
+    flat = BucketMemory("error").of(bucket, state)
+    assert torch.equal(state["a"]["error"], rows)
+    assert torch.equal(flat, rows.T.reshape(-1))

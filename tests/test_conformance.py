@@ -13,7 +13,9 @@ from commhooks.testing import check_hook
 from commhooks.testing.conformance import ConformanceError
 from commhooks.testing.rules import RULES
 
-# Options that put a hook to work from the first step; all others are checked as they are.
+# One line per hook: options that put it to work from the first step, `{}` for its defaults. Hooks
+# that are not listed are checked with their defaults.
+POWERSGD = {"name": "powersgd", "rank": 2, "min_compression_rate": 1.0, "start_step": 0}
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
@@ -27,6 +29,17 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "signsgd": [{}, {"error_feedback": False}],
     "terngrad": [{}, {"clip": 0.0}],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
+    "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
+    "error_feedback": [{"inner": "bf16"}, {"inner": {"name": "cast", "inner": "allreduce"}}],
+    "route": [
+        {"rules": [["*r", "allreduce"], ["m*", POWERSGD]], "default": "bf16"},
+        {"rules": [["*", "allreduce"]]},
+    ],
+    "schedule": [
+        {"stages": [[0, "allreduce"], [1, POWERSGD]]},
+        {"stages": [[0, POWERSGD], [1, "bf16"]], "cycle": 5, "keep_state": False},
+    ],
+    "skip_nonfinite": [{"inner": "allreduce"}, {"inner": POWERSGD, "whole_steps": True}],
 }
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
@@ -43,7 +56,9 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "powersgd", "int8", "onebit"])
+@pytest.mark.parametrize(
+    "name", ["allreduce", "error_feedback", "int8", "onebit", "powersgd", "route"]
+)
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
@@ -59,14 +74,21 @@ BROKEN = {
     "ReturnsTheSum": "mean",
     "IgnoresTheMemoryFormat": "mean",
     "NeedsPeers": "alone",
+    "DividesByTheDeviation": "sizes",
     "DrawsFromTheGlobalGenerator": "deterministic",
     "DisagreesWithItself": "consensus",
     "DividesByTheNorm": "zeros",
     "RemembersInfinity": "non_finite",
+    "LooksAtItsOwnGradient": "non_finite",
+    "KeepsStateByBucket": "keys",
     "KeepsStateElsewhere": "resume",
     "SendsOnItsOwn": "wire",
+    "StatesTooLittle": "cost",
     "NeedsEveryGradient": "unused",
     "CountsBeforeItSends": "failure",
+    "IsSetUpByTheEngine": "nested",
+    "ClaimsToHaveSentAll": "contribution",
+    "TellsUnasked": "contribution",
     "NeedsOneBucketForEver": "stock",
 }
 

@@ -6,7 +6,7 @@ import gc
 import io
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import pytest
@@ -465,3 +465,44 @@ def load_halfway(rank: int, size: int) -> None:
 
 def test_a_hook_that_refuses_a_state_keeps_its_own(run_ranks: Any) -> None:
     run_ranks(load_halfway, 2)
+
+
+# ----------------------------------------------------------------- registration checks and metrics
+
+
+@dataclass
+class Prepared(Scaled):
+    """Sees the model when it is registered, and refuses one that it cannot work with."""
+
+    refuses: bool = False
+    seen: list[list[str]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def prepare(self, parameters: Any, group: dist.ProcessGroup) -> None:
+        self.seen.append([*parameters, str(group.size())])
+        if self.refuses and group.rank() == 1:
+            raise ValueError("no luck")
+
+    def metrics(self) -> dict[str, float]:
+        return {"prepared": float(len(self.seen))}
+
+
+def prepare(rank: int, size: int, stock: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
+    net[1].requires_grad_(False)
+    model = WRAPPERS[stock](net)
+    handle = commhooks.register(model, Prepared(2.0))
+    hook: Any = handle.hook
+    assert hook.seen == [["0.weight", "0.bias", "2.weight", "2.bias", "2"]]
+    assert handle.stats().metrics == {"prepared": 1.0}
+    assert str(handle.stats()).endswith("prepared: 1")
+    with pytest.raises(commhooks.CommHookError, match=r"prepare\(\) of hook.*no luck|same hook"):
+        handle.replace(Prepared(3.0, refuses=True))
+    assert handle.hook is hook
+    handle.replace("allreduce")
+    assert handle.stats().metrics == {}
+
+
+@both_wrappers
+def test_hooks_are_prepared_and_have_metrics(run_ranks: Any, stock: bool) -> None:
+    run_ranks(prepare, 2, stock)

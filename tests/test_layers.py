@@ -37,4 +37,8 @@ def test_the_engine_cannot_take_the_gil(path: Path) -> None:
 
 def test_native_hooks_live_in_the_engine() -> None:
     source = (ROOT / "csrc/reducer/native_hooks.h").read_text()
-    assert re.findall(r"class (\w+) final : public Hook", source) == ["AverageHook", "NoopHook"]
+    assert re.findall(r"class (\w+) final : public Hook", source) == [
+        "AverageHook",
+        "SparseAverageHook",
+        "NoopHook",
+    ]

@@ -2,6 +2,8 @@
 
 from commhooks.algorithms.allreduce import AllReduce
 from commhooks.algorithms.batched_powersgd import BatchedPowerSGD
+from commhooks.algorithms.cast import Cast
+from commhooks.algorithms.error_feedback import ErrorFeedback
 from commhooks.algorithms.fp8 import Fp8
 from commhooks.algorithms.half import Bfloat16, Float16
 from commhooks.algorithms.integer import Int4, Int8
@@ -10,7 +12,10 @@ from commhooks.algorithms.noop import Noop
 from commhooks.algorithms.onebit import OneBit
 from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.algorithms.qsgd import QSGD
+from commhooks.algorithms.route import Route
+from commhooks.algorithms.schedule import Schedule
 from commhooks.algorithms.signsgd import SignSGD
+from commhooks.algorithms.skip_nonfinite import SkipNonfinite
 from commhooks.algorithms.terngrad import TernGrad
 
 __all__ = [
@@ -18,6 +23,8 @@ __all__ = [
     "AllReduce",
     "BatchedPowerSGD",
     "Bfloat16",
+    "Cast",
+    "ErrorFeedback",
     "Float16",
     "Fp8",
     "Int4",
@@ -26,6 +33,9 @@ __all__ = [
     "Noop",
     "OneBit",
     "PowerSGD",
+    "Route",
+    "Schedule",
     "SignSGD",
+    "SkipNonfinite",
     "TernGrad",
 ]

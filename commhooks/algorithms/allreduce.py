@@ -8,6 +8,7 @@ from torch import Tensor
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
+from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 from reducer._C import AverageHook, NativeHook
 
@@ -20,11 +21,17 @@ class AllReduce(CommHook):
     """Average exactly, in the gradients' own dtype."""
 
     lossless = True
+    tells_contribution = True
     wire = "one all-reduce of the gradients"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         # Divided first, so that sums of large half-precision numbers do not overflow.
-        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+        share = bucket.buffer().div_(comm.size)
+        comm.contribute(share)
+        return await comm.all_reduce(share)
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        return all_reduce_bytes(bucket.buffer().nbytes, size)
 
     def native(self, group: dist.ProcessGroup) -> NativeHook:
         return AverageHook(group)

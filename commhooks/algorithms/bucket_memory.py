@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.derived_bucket import bucket_with
 from commhooks.errors import CommHookStateError
 from commhooks.hook import TensorState
 from reducer import GradBucket
@@ -17,8 +18,8 @@ class BucketMemory:
 
     The numbers of a bucket lie in one flat tensor, in the bucket's order, so that a kernel passes
     over them and the gradients together; ``state[parameter][field]`` are views of it, in the shape
-    of the parameter. When buckets are cut anew, or the hook's state is replaced by a loaded one,
-    new flat tensors take over what the entries hold.
+    and memory format of the parameter. When buckets are cut anew, or a loaded state replaces the
+    hook's, new flat tensors take over what the entries hold.
     """
 
     def __init__(self, field: str) -> None:
@@ -44,9 +45,8 @@ class BucketMemory:
         buffer = bucket.buffer()
         dtype = torch.promote_types(buffer.dtype, torch.float32)
         flat = torch.zeros(buffer.numel(), dtype=dtype, device=buffer.device)
-        layout = zip(bucket.names, bucket.offsets, bucket.lengths, bucket.shapes, strict=True)
-        for name, offset, length, shape in layout:
-            view = flat[offset : offset + length].view(shape)
+        views = bucket_with(bucket, flat).gradients()
+        for name, view in zip(bucket.names, views, strict=True):
             entry = state.setdefault(name, {})
             if self._field in entry:
                 _check_shape(name, self._field, entry[self._field], view)

@@ -15,6 +15,7 @@ from torch import Tensor
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
+from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 from reducer._C import AverageHook, NativeHook
 
@@ -26,12 +27,17 @@ class _Half(CommHook):
     """Average in ``wire_dtype``."""
 
     wire_dtype: ClassVar[torch.dtype]
+    tells_contribution = True
     wire = "one all-reduce of 2 bytes per element"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         sent = buffer.div_(comm.size).to(self.wire_dtype)
+        comm.contribute(sent)
         return buffer.copy_(await comm.all_reduce(sent))
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        return all_reduce_bytes(2 * bucket.buffer().numel(), size)
 
     def native(self, group: dist.ProcessGroup) -> NativeHook:
         return AverageHook(group, self.wire_dtype)

@@ -25,5 +25,8 @@ class Noop(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:  # noqa: ARG002
         return bucket.buffer()
 
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:  # noqa: ARG002
+        return 0
+
     def native(self, group: dist.ProcessGroup) -> NativeHook:  # noqa: ARG002
         return NoopHook()

@@ -2,6 +2,8 @@
 #include "bindings/register_apis.h"
 #include "reducer/reducer.h"
 
+#include <torch/csrc/jit/python/pybind_utils.h>
+
 namespace py = pybind11;
 
 namespace commhooks {
@@ -9,23 +11,34 @@ namespace {
 
 std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> parameters,
-    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+    GroupPtr process_group,
     std::vector<std::string> names,
-    std::vector<int64_t> groups,
-    int64_t first_bucket_bytes,
-    int64_t bucket_bytes,
+    std::vector<int64_t> keys,
+    std::vector<bool> sparse,
+    std::map<int64_t, GroupPtr> key_groups,
+    std::optional<int64_t> late_key,
+    std::vector<int64_t> bucket_bytes,
+    std::vector<int64_t> rebuilt_bucket_bytes,
     bool find_unused_parameters,
     bool static_graph,
     bool gradient_as_bucket_view,
-    bool stable_buckets) {
+    bool stable_buckets,
+    bool skip_unused_buckets,
+    bool release_buckets) {
   ReducerOptions options;
   options.names = std::move(names);
-  options.groups = std::move(groups);
-  options.caps = {first_bucket_bytes, bucket_bytes};
+  options.keys = std::move(keys);
+  options.sparse.assign(sparse.begin(), sparse.end());
+  options.key_groups = std::move(key_groups);
+  options.late_key = late_key;
+  options.caps = std::move(bucket_bytes);
+  options.rebuilt_caps = std::move(rebuilt_bucket_bytes);
   options.find_unused_parameters = find_unused_parameters;
   options.static_graph = static_graph;
   options.gradient_as_bucket_view = gradient_as_bucket_view;
   options.stable_buckets = stable_buckets;
+  options.skip_unused_buckets = skip_unused_buckets;
+  options.release_buckets = release_buckets;
   return Reducer::create(std::move(parameters), std::move(options), std::move(process_group));
 }
 
@@ -45,6 +58,25 @@ void set_hook(Reducer& reducer, const py::object& hook) {
   reducer.set_hook(std::move(native));
 }
 
+void set_observer(Reducer& reducer, const py::object& observer) {
+  Reducer::Observer native;
+  if (!observer.is_none()) {
+    native = python_observer(observer);
+  }
+  py::gil_scoped_release no_gil;
+  reducer.set_observer(std::move(native));
+}
+
+py::dict last_times(const Reducer& reducer) {
+  const StepTimes times = reducer.last_times();
+  py::dict row;
+  row["backward_start"] = times.backward_start;
+  row["backward_end"] = times.backward_end;
+  row["communication_start"] = times.communication_start;
+  row["communication_end"] = times.communication_end;
+  return row;
+}
+
 py::list bucket_stats(const Reducer& reducer) {
   std::vector<Reducer::BucketInfo> infos;
   {
@@ -58,7 +90,11 @@ py::list bucket_stats(const Reducer& reducer) {
     row["index"] = index;
     row["names"] = info.layout->names;
     row["key"] = info.layout->key;
+    row["indices"] = info.indices;
     row["gradient_bytes"] = info.bytes;
+    row["lane"] = info.lane;
+    row["is_sparse"] = info.is_sparse;
+    row["ranks"] = info.ranks;
     row["packed_bytes"] = info.stats.packed_bytes;
     row["steps"] = info.stats.steps;
     row["hook_seconds"] = info.stats.hook_seconds;
@@ -78,30 +114,76 @@ Buckets the gradients of `parameters`, hands each bucket to the hook as soon as 
 bucket order, and writes the averages back into `.grad`. See Note [How a gradient travels].)")
       .def(
           py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
-          py::arg("names"), py::arg("groups"), py::arg("first_bucket_bytes"),
-          py::arg("bucket_bytes"), py::arg("find_unused_parameters") = false,
-          py::arg("static_graph") = false, py::arg("gradient_as_bucket_view") = false,
-          py::arg("stable_buckets") = false)
+          py::arg("names"), py::arg("keys"), py::arg("sparse"), py::arg("key_groups"),
+          py::arg("late_key"), py::arg("bucket_bytes"), py::arg("rebuilt_bucket_bytes"),
+          py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
+          py::arg("gradient_as_bucket_view") = false, py::arg("stable_buckets") = false,
+          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false)
       .def(
-          "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), release_gil(),
+          "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
+          py::arg("scale") = 1.0, release_gil(),
           R"(
 Announce that the next backward synchronises. `outputs`: the tensors that forward returned where
-`needs_outputs`, else empty. Raises RuntimeError, naming the parameters, if the previous backward left
-some without a gradient; the reducer is usable afterwards.)")
+`needs_outputs`, else empty. `scale`: what gradients are multiplied by before they are averaged. Raises
+RuntimeError, naming the parameters, if the previous backward left some without a gradient; the reducer
+is usable afterwards.)")
+      .def("shadow_backward", &Reducer::shadow_backward, release_gil(), R"(
+Take part in a backward of the other ranks with gradients of zero. `.grad` stays as it is.)")
       .def_property_readonly(
           "needs_outputs", &Reducer::needs_outputs,
           "Whether `prepare_for_backward` looks at the outputs of forward.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
-Once, after the first synchronised step: cut buckets anew in the order in which rank 0 saw gradients
-arrive. Collective; a no-op, on all ranks alike, when there is nothing to do. Returns whether it did.)")
+After the first synchronised step: cut buckets anew in the order in which rank 0 saw gradients arrive;
+with `find_unused_parameters` once it has seen the same order twice. Collective; a no-op, on all ranks
+alike, when there is nothing to do. Returns whether it did.)")
+      .def_property_readonly(
+          "has_rebuilt_buckets", &Reducer::has_rebuilt, "Whether `rebuild_buckets` has cut any.")
       .def("set_hook", &set_hook, py::arg("hook"), R"(
 Use `hook` from the next step on: a native one, or a callable that takes a GradBucket and returns a
 torch.futures.Future of one tensor like `bucket.buffer()`, the average. The callable runs with the GIL
 on the thread that runs backward, in bucket order. Raises RuntimeError while a backward is under way.)")
+      .def("set_keys", &Reducer::set_keys, py::arg("keys"), release_gil(), R"(
+Cut the buckets anew: only parameters of equal keys share one. Between two steps, on all ranks.)")
+      .def("set_static_graph", &Reducer::set_static_graph, release_gil(), R"(
+As the argument `static_graph`; before the first forward.)")
+      .def_property(
+          "process_group", &Reducer::process_group,
+          [](Reducer& reducer, GroupPtr process_group) {
+            py::gil_scoped_release no_gil;
+            reducer.set_process_group(std::move(process_group));
+          },
+          R"(
+The ranks that gradients are averaged over. Setting it goes back to the plain average.)")
+      .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
+Detach from autograd: later backwards do not synchronise.)")
+      .def("set_observer", &set_observer, py::arg("observer"), R"(
+Call `observer(indices)` on the thread that runs backward, as soon as the gradients of the parameters
+with these indices have been averaged and written back; None: no longer.)")
+      .def(
+          "await_after_backward",
+          [](Reducer& reducer,
+             const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
+            std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited;
+            for (const auto& future : futures) {
+              awaited.push_back(future->fut);
+            }
+            reducer.await_after_backward(std::move(awaited));
+          },
+          py::arg("futures"), "Wait for these futures at the end of the next backward.")
+      .def("set_manual_finalization", &Reducer::set_manual_finalization, py::arg("manual"), R"(
+Whether backward returns without waiting for the buckets; then call `finalize_backward` after each.)")
+      .def("finalize_backward", &Reducer::finalize_backward, release_gil(), R"(
+Wait for all buckets and write the averages into `.grad`. Does nothing if no backward is unfinished.)")
+      .def("check_finalized", &Reducer::check_finalized, release_gil(), R"(
+Raise RuntimeError, naming the parameters, if the last backward left some without a gradient.)")
+      .def("last_times", &last_times, R"(
+When, in seconds of a monotonic clock, the last step's backward started and ended, and communication.)")
+      .def_property_readonly("hook_name", &Reducer::hook_name, "Of the hook in use, for people.")
       .def("abandon", &Reducer::abandon, release_gil(), R"(
 End the current step, if there is one: wait for the buckets that are with the hook and forget them.)")
       .def("bucket_stats", &bucket_stats, R"(
-One dict per bucket: index, names, key, gradient_bytes, and since the last reset: steps, packed_bytes
+One dict per bucket: index, names, key, indices (of parameters), gradient_bytes, lane (0: that of the
+hook which was set), is_sparse, ranks (that it is averaged over), and since the last reset: steps, packed_bytes
 (handed to the hook), hook_seconds (from handing over to completion), exposed_seconds (time that the
 thread running backward spent in the hook or waiting for it).)")
       .def("reset_stats", &Reducer::reset_stats, release_gil(), "Start `bucket_stats` from zero.")

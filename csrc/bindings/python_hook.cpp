@@ -29,6 +29,26 @@ void add_note(py::error_already_set& error, const BucketCall& call) {
       "."));
 }
 
+std::string name_of(const py::object& function) {
+  for (const char* attribute : {"name", "__qualname__"}) {
+    const py::object name = py::getattr(function, attribute, py::none());
+    if (py::isinstance<py::str>(name)) {
+      return name.cast<std::string>();
+    }
+  }
+  return py::str(py::type::of(function).attr("__qualname__"));
+}
+
+// From a destructor, which need not hold the GIL.
+void give_back(py::object& function) {
+  if (!Py_IsInitialized()) {
+    function.release();  // nothing is left to give it back to
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  function = py::object();
+}
+
 // A Python future, and what the exception of a failing one is annotated with.
 class PythonResult final : public PendingResult {
  public:
@@ -75,15 +95,11 @@ class PythonResult final : public PendingResult {
 
 }  // namespace
 
-PythonHook::PythonHook(py::object function) : function_(std::move(function)) {}
+PythonHook::PythonHook(py::object function)
+    : function_(std::move(function)), name_(name_of(function_)) {}
 
 PythonHook::~PythonHook() {
-  if (!Py_IsInitialized()) {
-    function_.release();  // nothing is left to give it back to
-    return;
-  }
-  py::gil_scoped_acquire gil;
-  function_ = py::object();
+  give_back(function_);
 }
 
 std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
@@ -120,6 +136,22 @@ void PythonHook::abandon() {
       error.discard_as_unraisable("the abandon() of a communication hook");
     }
   }
+}
+
+std::function<void(const std::vector<size_t>&)> python_observer(py::object function) {
+  const std::shared_ptr<py::object> shared(
+      new py::object(std::move(function)), [](py::object* owned) {
+        give_back(*owned);
+        delete owned;
+      });
+  return [shared](const std::vector<size_t>& indices) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*shared)(indices);
+    } catch (py::error_already_set& error) {
+      throw_python_error(error);
+    }
+  };
 }
 
 }  // namespace commhooks

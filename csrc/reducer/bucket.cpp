@@ -4,8 +4,12 @@
 
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/view_as_complex.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -34,7 +38,7 @@ constexpr int64_t kFlushBytes = 1 << 20;
 // Buckets above this size have left the caches before they are read again.
 constexpr int64_t kStreamBytes = 4 << 20;
 
-// What `convert` cannot do (other devices, other layouts, complex numbers), ATen does.
+// What `convert` cannot do (other devices, other layouts), ATen does.
 void copy_tensors(
     const std::vector<at::Tensor>& sources,
     const std::vector<at::Tensor>& destinations,
@@ -48,11 +52,29 @@ void copy_tensors(
   }
 }
 
+// See Note [Complex gradients].
+at::Tensor as_it_travels(const at::Tensor& gradient) {
+  return gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient;
+}
+
+std::vector<at::Tensor> as_they_travel(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> views;
+  views.reserve(parameters.size());
+  for (const auto& parameter : parameters) {
+    views.push_back(parameter.is_complex() ? at::view_as_real(parameter.detach()) : parameter);
+  }
+  return views;
+}
+
 }  // namespace
 
 Bucket::Bucket(
-    std::shared_ptr<const BucketLayout> layout, std::vector<size_t> indices, bool grads_are_views)
-    : layout_(std::move(layout)),
+    std::vector<at::Tensor> parameters,
+    std::vector<std::string> names,
+    std::vector<size_t> indices,
+    bool grads_are_views)
+    : parameters_(std::move(parameters)),
+      layout_(make_bucket_layout(as_they_travel(parameters_), std::move(names))),
       indices_(std::move(indices)),
       grads_are_views_(grads_are_views),
       numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())) {}
@@ -66,8 +88,11 @@ const at::Tensor& Bucket::flat() {
   if (!flat_.defined()) {
     flat_ = at::empty({numel_}, at::TensorOptions().dtype(dtype()).device(device()));
     if (grads_are_views_) {
+      views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
-        views_.push_back(view(flat_, i));
+        const at::Tensor travelling = view(flat_, i);
+        views_.push_back(
+            parameters_[i].is_complex() ? at::view_as_complex(travelling) : travelling);
       }
     }
   }
@@ -85,8 +110,15 @@ const at::Tensor& Bucket::packed(const PackFormat& format) {
   return wire_;
 }
 
+void Bucket::release() {
+  wire_.reset();
+  if (!grads_are_views_) {
+    flat_.reset();
+  }
+}
+
 bool Bucket::streams() const {
-  return numel_ * static_cast<int64_t>(c10::elementSize(dtype())) >= kStreamBytes;
+  return bytes() >= kStreamBytes;
 }
 
 bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
@@ -96,49 +128,53 @@ bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
 }
 
 bool Bucket::is_plain(const at::Tensor& grad, size_t position) const {
-  return grad.is_cpu() && !grad.is_complex() && !grad.is_neg() &&
-      same_memory_order(grad, layout_->strides[position]);
+  return grad.is_cpu() && !grad.is_neg() && same_memory_order(grad, layout_->strides[position]);
 }
 
-void Bucket::begin_step() {
+void Bucket::begin_step(std::shared_ptr<const GradientStore> store) {
+  store_ = std::move(store);
   gathered_.assign(indices_.size(), 0);
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
   destinations_.clear();
-  replaced_.clear();
+  kept_.clear();
 }
 
 void Bucket::gather(const PackFormat& format, size_t i) {
   gathered_[i] = 1;
   const at::Tensor target = packed(format);
-  const auto length = static_cast<int64_t>(layout_->lengths[i]);
-  at::Tensor& grad = layout_->parameters[i].mutable_grad();
-  if (!grad.defined()) {
-    if (target.is_cpu() && target.is_floating_point()) {
+  const at::Tensor original = store_->get(parameters_[i]);
+  if (!original.defined()) {
+    if (target.is_cpu()) {
+      const auto length = static_cast<int64_t>(layout_->lengths[i]);
       pieces_.push_back({nullptr, at_offset(target, layout_->offsets[i]), length});
     } else {
       view(target, i).zero_();
     }
     return;
   }
-  check_gradient(grad, i);
+  check_gradient(original, i);
   if (grads_are_views_) {
     flat();
   }
+  const at::Tensor grad = as_it_travels(original);
   const bool is_view = grads_are_views_ && is_own_view(grad, i);
   if (is_view && target.is_same(flat_) && format.scale == 1.0) {
     return;
   }
   if (is_plain(grad, i)) {
-    pieces_.push_back({grad.data_ptr(), at_offset(target, layout_->offsets[i]), length});
-    pieces_numel_ += length;
+    pieces_.push_back({grad.data_ptr(), at_offset(target, layout_->offsets[i]), grad.numel()});
+    pieces_numel_ += grad.numel();
   } else {
     sources_.push_back(grad.detach());
     destinations_.push_back(view(target, i));
   }
   if (grads_are_views_ && !is_view) {
-    replaced_.push_back(std::exchange(grad, views_[i]));
+    store_->set(parameters_[i], views_[i]);
+    kept_.push_back(grad);
+  } else if (!grad.is_alias_of(original)) {
+    kept_.push_back(grad);  // a copy, made for its way
   }
 }
 
@@ -149,11 +185,11 @@ void Bucket::flush(const PackFormat& format) {
   pieces_numel_ = 0;
   sources_.clear();
   destinations_.clear();
-  replaced_.clear();
+  kept_.clear();
 }
 
 void Bucket::pack_early(const PackFormat& format, size_t position) {
-  if (!device().is_cpu()) {
+  if (!device().is_cpu() || is_sparse) {
     return;
   }
   gather(format, position);
@@ -163,6 +199,9 @@ void Bucket::pack_early(const PackFormat& format, size_t position) {
 }
 
 at::Tensor Bucket::pack(const PackFormat& format) {
+  if (is_sparse) {
+    return pack_sparse(format);
+  }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {
       gather(format, i);
@@ -172,7 +211,60 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   return packed(format);
 }
 
+at::Tensor Bucket::pack_zeros(const PackFormat& format) const {
+  if (is_sparse) {
+    return no_rows(parameters_.front());
+  }
+  return at::zeros(
+      {numel_}, at::TensorOptions().dtype(format.dtype.value_or(dtype())).device(device()));
+}
+
+at::Tensor Bucket::no_rows(const at::Tensor& parameter) const {
+  return at::_sparse_coo_tensor_with_dims(
+             1, parameter.dim() - 1, parameter.sizes(), parameter.options().layout(c10::kSparse))
+      ._coalesced_(true);
+}
+
+at::Tensor Bucket::pack_sparse(const PackFormat& format) const {
+  const at::Tensor grad = store_->get(parameters_.front());
+  if (!grad.defined()) {
+    return no_rows(parameters_.front());
+  }
+  // Dense where the parameter has other uses as well.
+  const at::Tensor rows = grad.is_sparse() ? grad.coalesce() : grad.detach().to_sparse(1);
+  return rows.mul(format.scale).coalesce();
+}
+
+void Bucket::check_result(const at::Tensor& result, const PackFormat& format) const {
+  const auto wire_dtype = format.dtype.value_or(dtype());
+  const bool fits = is_sparse ? result.is_sparse() && result.sizes() == parameters_.front().sizes()
+                              : result.layout() == c10::kStrided && result.numel() == numel_;
+  TORCH_CHECK(
+      fits && result.device() == device() &&
+          (result.scalar_type() == dtype() || result.scalar_type() == wire_dtype),
+      "The communication hook returned a tensor that does not fit its bucket (parameters ",
+      layout_->names.front(), " ... ", layout_->names.back(), "): expected ", numel_,
+      " elements of ", dtype(), " on ", device(), ", found ", result.numel(), " elements of ",
+      result.scalar_type(), " on ", result.device(),
+      ". A hook returns the average in the shape and dtype of `bucket.buffer()`.");
+}
+
+at::Tensor Bucket::new_gradient(size_t position) {
+  if (grads_are_views_) {
+    flat();
+    return views_[position];
+  }
+  const at::Tensor& parameter = parameters_[position];
+  return at::empty_strided(parameter.sizes(), gradient_strides(parameter), parameter.options());
+}
+
 void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positions) {
+  if (is_sparse) {
+    if (!positions.empty()) {
+      store_->set(parameters_.front(), result);
+    }
+    return;
+  }
   const bool already_there = grads_are_views_ && result.is_same(flat_);
   const at::Tensor source = result.reshape({-1});
   std::vector<Piece> pieces;
@@ -180,19 +272,18 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> destinations;
   for (const size_t i : positions) {
-    at::Tensor& grad = layout_->parameters[i].mutable_grad();
-    if (!grad.defined()) {
-      const at::Tensor& parameter = layout_->parameters[i];
-      grad = grads_are_views_
-          ? views_[i]
-          : at::empty_strided(parameter.sizes(), layout_->strides[i], parameter.options());
+    at::Tensor original = store_->get(parameters_[i]);
+    if (!original.defined() || original.is_conj()) {
+      original = new_gradient(i);
+      store_->set(parameters_[i], original);
     }
     if (already_there) {
       continue;
     }
+    const at::Tensor grad = original.is_complex() ? at::view_as_real(original) : original;
     if (is_plain(grad, i)) {
       pieces.push_back({at_offset(source, layout_->offsets[i]), grad.data_ptr(), grad.numel()});
-      torch::autograd::impl::bump_version(grad);
+      torch::autograd::impl::bump_version(original);
     } else {
       sources.push_back(view(source, i));
       destinations.push_back(grad.detach());
@@ -203,7 +294,7 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
 }
 
 void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {
-  const at::Tensor& parameter = layout_->parameters[position];
+  const at::Tensor& parameter = parameters_[position];
   TORCH_CHECK(
       grad.layout() == c10::kStrided && grad.scalar_type() == parameter.scalar_type() &&
           grad.device() == parameter.device() && grad.sizes() == parameter.sizes(),
@@ -211,7 +302,9 @@ void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {
       " has a gradient that cannot travel in its bucket: expected a dense ",
       parameter.scalar_type(), " tensor of shape ", parameter.sizes(), " on ", parameter.device(),
       ", found layout ", grad.layout(), ", ", grad.scalar_type(), ", shape ", grad.sizes(), " on ",
-      grad.device(), ".");
+      grad.device(),
+      ". Of sparse gradients only those of nn.Embedding and nn.EmbeddingBag with sparse=True are "
+      "expected.");
 }
 
 }  // namespace commhooks

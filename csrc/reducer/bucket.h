@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/convert.h"
+#include "reducer/gradient.h"
 #include "reducer/hook.h"
 
 #include <atomic>
@@ -18,10 +19,16 @@ struct BucketStats {
       0;  // of these, what the thread that runs backward spent in or for the hook
 };
 
+// Note [Complex gradients]
+// ~~~~~~~~~~~~~~~~~~~~~~~~
+// Backends and hooks know real numbers only. A complex gradient travels as its real view, of shape
+// [..., 2], and that is what the bucket's layout says of it; only `.grad` itself is complex.
 class Bucket {
  public:
+  // `indices`: of `parameters` in the reducer. `grads_are_views`: `gradient_as_bucket_view`.
   Bucket(
-      std::shared_ptr<const BucketLayout> layout,
+      std::vector<at::Tensor> parameters,
+      std::vector<std::string> names,
       std::vector<size_t> indices,
       bool grads_are_views);
 
@@ -35,13 +42,26 @@ class Bucket {
   // `flat()`, whose contents are undefined until `unpack`, unless the returned tensor is `flat()`.
   at::Tensor pack(const PackFormat& format);
 
-  // Forgets what was packed early.
-  void begin_step();
+  // What `pack` would return if all gradients were zero; leaves the gradients alone.
+  at::Tensor pack_zeros(const PackFormat& format) const;
 
-  // Writes `result` (flat, any floating dtype) into `.grad` of the parameters at `positions`; these
-  // get a gradient if they have none.
+  // Forgets what was packed early, and reads gradients from `store` from now on.
+  void begin_step(std::shared_ptr<const GradientStore> store);
+  void set_store(std::shared_ptr<const GradientStore> store) {
+    store_ = std::move(store);
+  }
+
+  // Throws unless `result` is what a hook may return for this bucket.
+  void check_result(const at::Tensor& result, const PackFormat& format) const;
+
+  // Writes `result` (flat, any floating dtype) into the gradients at `positions`; parameters there get
+  // one if they have none.
   void unpack(const at::Tensor& result, const std::vector<size_t>& positions);
 
+  // Gives the memory back, unless gradients are views of it.
+  void release();
+
+  // Of the gradients as they travel.
   const BucketLayout& layout() const {
     return *layout_;
   }
@@ -61,11 +81,16 @@ class Bucket {
   c10::Device device() const {
     return layout_->parameters.front().device();
   }
-  // The view of `flat` through which the gradient at `position` is seen.
-  at::Tensor view(const at::Tensor& flat, size_t position) const;
+  int64_t bytes() const {
+    return numel_ * static_cast<int64_t>(c10::elementSize(dtype()));
+  }
+
+  size_t lane = 0;         // index of the hook that averages it
+  bool is_sparse = false;  // its only gradient is, so `pack` returns a sparse tensor
 
   // --- of the current step ---
-  size_t missing = 0;  // gradients that have not arrived yet
+  size_t missing = 0;    // gradients that have not arrived yet
+  bool skipped = false;  // no rank uses any of its parameters
   std::unique_ptr<PendingResult> pending;
   std::chrono::steady_clock::time_point handed_over;
   // When the hook completed, in `handed_over`'s clock; zero until the callback that sets it has run.
@@ -74,10 +99,15 @@ class Bucket {
   BucketStats stats;
 
  private:
+  // The view of `flat` through which the gradient at `position` is seen, as it travels.
+  at::Tensor view(const at::Tensor& flat, size_t position) const;
   // The tensor that gradients are packed into.
   const at::Tensor& packed(const PackFormat& format);
   void gather(const PackFormat& format, size_t position);
   void flush(const PackFormat& format);
+  at::Tensor pack_sparse(const PackFormat& format) const;
+  at::Tensor no_rows(const at::Tensor& parameter) const;
+  at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();
   // Whether the memory of `grad` is the place in `flat_` that is reserved for it.
   bool is_own_view(const at::Tensor& grad, size_t position) const;
@@ -87,12 +117,14 @@ class Bucket {
   bool streams() const;
   void check_gradient(const at::Tensor& grad, size_t position) const;
 
+  std::vector<at::Tensor> parameters_;
   std::shared_ptr<const BucketLayout> layout_;
   std::vector<size_t> indices_;
   bool grads_are_views_;
   int64_t numel_;
+  std::shared_ptr<const GradientStore> store_ = local_gradients();
   at::Tensor flat_;                // in the gradients' dtype; made when first needed
-  std::vector<at::Tensor> views_;  // of flat_
+  std::vector<at::Tensor> views_;  // of flat_, to serve as `.grad`
   at::Tensor wire_;                // in the dtype that a hook asked for; made when first needed
 
   std::vector<char> gathered_;  // per position, in this step
@@ -100,7 +132,7 @@ class Bucket {
   int64_t pieces_numel_ = 0;
   std::vector<at::Tensor> sources_;  // what `convert` cannot copy is left to ATen, in one call too
   std::vector<at::Tensor> destinations_;
-  std::vector<at::Tensor> replaced_;  // former `.grad`s, which `pieces_` still point to
+  std::vector<at::Tensor> kept_;  // gradients that `pieces_` point to and nobody else may keep
 };
 
 }  // namespace commhooks

@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 
 namespace commhooks {
 
@@ -17,7 +18,8 @@ struct PackFormat {
   double scale = 1.0;
 };
 
-// One bucket of one step, packed.
+// One bucket of one step, packed. `index` and `bucket_count` are those of the buckets that this hook
+// gets in this step.
 struct BucketCall {
   std::shared_ptr<const BucketLayout> layout;
   at::Tensor buffer;
@@ -43,6 +45,9 @@ class PendingResult {
 class Hook {
  public:
   virtual ~Hook() = default;
+
+  // For profiles.
+  virtual std::string name() const = 0;
 
   virtual PackFormat format() const {
     return {};

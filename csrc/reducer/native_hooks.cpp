@@ -46,6 +46,23 @@ std::unique_ptr<PendingResult> AverageHook::run(const BucketCall& call) {
       process_group_->allreduce(tensors)->getFuture(), call.buffer);
 }
 
+SparseAverageHook::SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
+    : process_group_(std::move(process_group)) {}
+
+PackFormat SparseAverageHook::format() const {
+  return {std::nullopt, 1.0 / process_group_->getSize()};
+}
+
+bool SparseAverageHook::passes_through() const {
+  return process_group_->getSize() == 1;
+}
+
+std::unique_ptr<PendingResult> SparseAverageHook::run(const BucketCall& call) {
+  std::vector<at::Tensor> tensors = {call.buffer};
+  return std::make_unique<InPlaceResult>(
+      process_group_->allreduce(tensors)->getFuture(), call.buffer);
+}
+
 std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& /*call*/) {
   TORCH_INTERNAL_ASSERT(false, "passes through");
 }

@@ -16,6 +16,9 @@ class AverageHook final : public Hook {
       c10::intrusive_ptr<c10d::ProcessGroup> process_group,
       std::optional<c10::ScalarType> wire_dtype);
 
+  std::string name() const override {
+    return "average";
+  }
   PackFormat format() const override;
   bool passes_through() const override;  // with one rank
   std::unique_ptr<PendingResult> run(const BucketCall& call) override;
@@ -25,9 +28,28 @@ class AverageHook final : public Hook {
   std::optional<c10::ScalarType> wire_dtype_;
 };
 
+// The exact average of sparse gradients: of the rows that any rank has.
+class SparseAverageHook final : public Hook {
+ public:
+  explicit SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+
+  std::string name() const override {
+    return "sparse average";
+  }
+  PackFormat format() const override;
+  bool passes_through() const override;  // with one rank
+  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+
+ private:
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+};
+
 // Sends nothing: every rank keeps its own gradients. Shows what everything but the wire costs.
 class NoopHook final : public Hook {
  public:
+  std::string name() const override {
+    return "noop";
+  }
   bool passes_through() const override {
     return true;
   }

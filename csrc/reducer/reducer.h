@@ -5,14 +5,17 @@
 #include "reducer/bucket_plan.h"
 #include "reducer/hook.h"
 #include "reducer/step_state.h"
+#include "reducer/usage.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,15 +24,30 @@ namespace commhooks {
 
 // A shared or an intrusive pointer, depending on torch's version.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct ReducerOptions {
-  std::vector<std::string> names;  // one per parameter
-  std::vector<int64_t> groups;     // one per parameter; only equal ones share a bucket
+  std::vector<std::string> names;          // one per parameter
+  std::vector<int64_t> keys;               // one per parameter; only equal ones share a bucket
+  std::vector<char> sparse;                // one per parameter: whether its gradient is
+  std::map<int64_t, GroupPtr> key_groups;  // of keys whose parameters are averaged elsewhere
+  std::optional<int64_t> late_key;         // whose buckets are launched after all others
   BucketCaps caps;
+  BucketCaps rebuilt_caps;
   bool find_unused_parameters = false;
   bool static_graph = false;
   bool gradient_as_bucket_view = false;
-  bool stable_buckets = false;  // never rebuild into arrival order
+  bool stable_buckets = false;       // never rebuild into arrival order
+  bool skip_unused_buckets = false;  // those that this forward does not use, on any rank
+  bool release_buckets = false;      // give memory back between steps
+};
+
+// Where the time of a step went, in seconds since some moment in the past; zero where unknown.
+struct StepTimes {
+  double backward_start = 0;
+  double backward_end = 0;  // the last gradient
+  double communication_start = 0;
+  double communication_end = 0;
 };
 
 // Note [How a gradient travels]
@@ -44,6 +62,13 @@ struct ReducerOptions {
 //      all buckets are with the hook, Collecting -> Draining; wait for each in order, write it back;
 //      Draining -> Idle.
 //
+// Note [Lanes]
+// ~~~~~~~~~~~~
+// Not all buckets go to the hook that users choose. A lane is a hook and the ranks it averages over:
+// lane 0 is the users'; sparse gradients have one of their own, and so has each key with a process
+// group of its own. A hook sees the buckets of its lane only, numbered from 0. The order of launches is
+// that of the buckets, over all lanes.
+//
 // Locks: `mutex_` guards the bookkeeping and is held for instants only, never while a hook runs, while
 // memory is copied, or while anything is waited for. `launch_mutex_` keeps launches in order when
 // several autograd threads (one per device) complete buckets at once; taken before `mutex_`.
@@ -51,58 +76,108 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Attaches to the gradient accumulators of `parameters`; the hooks vanish with the reducer.
   static std::shared_ptr<Reducer> create(
-      std::vector<at::Tensor> parameters,
-      ReducerOptions options,
-      c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+      std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
+  // --- between steps ---
+
   // Announces that the next backward synchronises. `outputs`: those of the forward, needed to find
-  // unused parameters (`needs_outputs()`), else may be empty. Throws if the previous backward left
-  // parameters without gradients.
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // unused parameters (`needs_outputs()`), else may be empty. `scale`: what gradients are multiplied
+  // by before they are averaged. Throws if the previous backward left parameters without gradients.
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale);
   bool needs_outputs() const {
     return options_.find_unused_parameters || options_.static_graph;
   }
 
-  // Once, after the first synchronised step: cuts the buckets anew, in the order in which rank 0 saw
-  // its gradients arrive. A collective call, to be made before forward. Returns whether it did.
-  bool rebuild_buckets();
+  // Takes part in a step of the other ranks with gradients of zero, and leaves `.grad` as it is.
+  void shadow_backward();
 
-  // Between steps only.
+  // After the first synchronised step: cuts the buckets anew, in the order in which rank 0 saw its
+  // gradients arrive. Where parameters may be unused, as soon as rank 0 has seen the same order twice.
+  // A collective call, to be made before forward. Returns whether it did.
+  bool rebuild_buckets();
+  bool has_rebuilt() const;
+
   void set_hook(std::shared_ptr<Hook> hook);
+  std::string hook_name() const;
+
+  // Cuts the buckets anew by other keys.
+  void set_keys(std::vector<int64_t> keys);
+
+  // Gradients of later steps arrive under this assumption; only before the first step.
+  void set_static_graph();
+
+  // Averages over another group from the next step on, by plain averaging, and forgets what it knows
+  // of the graph.
+  void set_process_group(GroupPtr process_group);
+  const GroupPtr& process_group() const {
+    return process_group_;
+  }
+
+  // Detaches from autograd: no later backward synchronises.
+  void remove_autograd_hooks();
+
+  // Called with the indices of parameters whose gradients have been averaged and written back, bucket
+  // by bucket, as soon as that is the case, on the thread that runs backward. Not called for
+  // parameters that no rank used.
+  using Observer = std::function<void(const std::vector<size_t>&)>;
+  void set_observer(Observer observer);
+
+  // The next backward's end waits for these as well.
+  void await_after_backward(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures);
+
+  // Whether backward returns without waiting; `finalize_backward` then ends the step.
+  void set_manual_finalization(bool manual);
+  void finalize_backward();
+
+  // Throws, naming the parameters, if a backward has left some without a gradient.
+  void check_finalized();
 
   // Ends the current step, if there is one: waits for what the hook holds and forgets it.
   void abandon() noexcept;
 
+  // --- observation ---
+
   struct BucketInfo {
     std::shared_ptr<const BucketLayout> layout;
+    std::vector<size_t> indices;
     int64_t bytes;
+    size_t lane;
+    bool is_sparse;
+    int64_t ranks;
     BucketStats stats;
   };
   std::vector<BucketInfo> buckets() const;
   void reset_stats();
+  StepTimes last_times() const;
 
   // Synchronised backward passes so far; `GradBucket::step` of the next one. Set when training resumes.
   int64_t steps() const;
   void set_steps(int64_t steps);
 
  private:
-  Reducer(
-      std::vector<at::Tensor> parameters,
-      ReducerOptions options,
-      c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group);
 
   struct Location {
     size_t bucket;
     size_t position;
   };
+  struct Lane {
+    std::shared_ptr<Hook> hook;
+    GroupPtr process_group;
+  };
   class BackwardGuard;
 
   void attach();
-  void set_buckets(const std::vector<std::vector<size_t>>& plan);
-  void begin_step_locked();
+  void detach();
+  void make_lanes();
+  void set_buckets(const std::vector<size_t>& order, const BucketCaps& caps);
+  size_t lane_of(size_t index) const;
+  size_t group_of(size_t index) const;
+  void begin_step_locked(std::vector<size_t> unreachable);
+  void skip_unused_locked();
 
   void on_gradient(size_t index);
   void on_backward_start();
@@ -114,10 +189,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void launch_ready_buckets();
   void launch(size_t bucket_index);
-  void reduce_used_map();
+  void keep_gradients(const Bucket& bucket);
+  void finish_ready_buckets();
+  void finish(Bucket& bucket);
   void drain();
+  void drain_buckets();
   void write_back(Bucket& bucket, const at::Tensor& result);
-  void finish_unused(std::vector<std::pair<Bucket*, at::Tensor>>& unfinished);
+  void finish_unused();
 
   bool dynamic_graph_locked() const {
     return options_.find_unused_parameters && !options_.static_graph;
@@ -131,42 +209,58 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   // Whether the parameter's gradient may have to stay as it is.
   bool may_be_unused(size_t index) const {
-    return tracks_use_ ? !used_[index] : !globally_unused_.empty() && globally_unused_[index];
+    return tracks_use_ ? !usage_.here(index) : !globally_unused_.empty() && globally_unused_[index];
   }
+  PackFormat format_of(const Bucket& bucket) const;
+  void check_complete(const char* advice);
   std::string describe(const std::vector<size_t>& indices) const;
   std::string rank_prefix() const;
 
   const std::vector<at::Tensor> parameters_;
-  const ReducerOptions options_;
-  const c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  ReducerOptions options_;
+  GroupPtr process_group_;
   std::vector<std::pair<uintptr_t, NodePtr>> accumulators_;  // with the key of our hook in each
 
   mutable std::mutex mutex_;
   std::mutex launch_mutex_;
 
-  std::shared_ptr<Hook> hook_;
+  std::vector<Lane> lanes_;       // see Note [Lanes]
+  std::vector<GroupPtr> groups_;  // all that lanes average over, each once
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::vector<Location> locations_;  // of each parameter
+  std::vector<size_t> order_;        // of parameters, from which the buckets were cut
+  BucketCaps caps_;                  // with which they were
   bool rebuilt_ = false;
-  int64_t completed_ = 0;   // synchronised backward passes of this reducer
-  int64_t first_step_ = 0;  // and those that came before it
+  int64_t next_rebuild_ = 1;  // how many steps have to be completed before the next attempt
+  int64_t completed_ = 0;     // synchronised backward passes since the last change of group
+  int64_t first_step_ = 0;    // and those that came before it
+  Observer observer_;
+  bool manual_finalization_ = false;
 
   // --- of the current step ---
   StepState state_;
+  bool shadows_ = false;  // takes part with zeros
+  double scale_ = 1.0;
+  std::shared_ptr<const GradientStore> store_ = local_gradients();
   std::vector<char> arrived_;  // per parameter
   std::vector<size_t> arrival_order_;
+  std::vector<size_t> last_arrival_order_;
   std::vector<size_t> unreachable_;  // parameters outside the graph of this forward
   bool unused_marked_ = false;
   bool tracks_use_ = false;  // whether ranks tell each other what they used
   bool end_queued_ = false;  // `on_backward_end` is queued in the running backward
   size_t next_launch_ = 0;
-  std::vector<std::pair<size_t, at::Tensor>> kept_grads_;  // of unused parameters, in view mode
+  size_t next_finish_ = 0;
+  std::vector<size_t> lane_counts_;                         // buckets of each lane in this step
+  std::vector<size_t> lane_indices_;                        // and of those, launched
+  std::vector<std::pair<size_t, at::Tensor>> kept_grads_;   // of unused parameters, in view mode
+  std::vector<std::pair<Bucket*, at::Tensor>> unfinished_;  // results that wait for `usage_`
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited_;
+  StepTimes times_;
+  StepTimes last_times_;
 
-  // Which parameters got a gradient on this rank since the last synchronised step; at the end of a step
-  // that `tracks_use_`, the map says how many ranks used each.
-  std::vector<char> used_;
-  at::Tensor used_map_;
-  c10::intrusive_ptr<c10d::Work> used_map_work_;
+  // What this rank used since the last exchange. See Note [Unused parameters].
+  Usage usage_;
 
   // Static graph: how many gradients each parameter gets in one backward, and is still to get.
   std::vector<int> expected_hits_;

@@ -20,8 +20,9 @@ namespace commhooks {
 //   Collecting  a forward has announced a backward: gradients count their buckets down, and every
 //               bucket whose turn it is goes to the hook. A second forward without a gradient in
 //               between changes nothing.
-//   Draining    all buckets are with the hook; the thread that ran backward waits for the results, in
-//               bucket order, and writes them back.
+//   Draining    all buckets are with the hook; the thread that ran backward (or, with manual
+//               finalization, finalize_backward()) waits for the results, in bucket order, and writes
+//               them back.
 //
 // An exception anywhere leads through abandon() to Idle: the next forward starts clean.
 enum class Phase { Idle, Collecting, Draining };
@@ -36,7 +37,10 @@ class StepState {
   }
 
   void expect() {
-    TORCH_INTERNAL_ASSERT(phase_ != Phase::Draining);
+    TORCH_CHECK(
+        phase_ != Phase::Draining,
+        "The last backward has not been finished: call finalize_backward() after each, as manual "
+        "finalization asks.");
     phase_ = Phase::Collecting;
   }
   void drain() {

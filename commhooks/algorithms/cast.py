@@ -1,0 +1,60 @@
+"""Another hook in another precision. Wire: that of the other hook, on gradients of that dtype."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks.algorithms.derived_bucket import bucket_with
+from commhooks.communicator import Communicator
+from commhooks.errors import CommHookOptionError
+from commhooks.hook import CommHook
+from commhooks.registry import register_hook
+from reducer import GradBucket
+
+__all__ = ["Cast"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@register_hook("cast")
+@dataclass
+class Cast(CommHook):
+    """Hand the gradients to the inner hook in another dtype, and its average back in their own.
+
+    To a narrower one, so that it sends less; to a wider one, so that it computes more exactly. What
+    the dtype cannot hold becomes infinite, and stays so on all ranks.
+
+    Wire: that of the inner hook for gradients of ``dtype``. Memory: a copy of the bucket in
+    ``dtype`` while it is under way.
+
+    Raises:
+        CommHookOptionError: ``dtype`` is none in which collectives can add.
+    """
+
+    inner: CommHook
+    """The hook that gets the bucket in ``dtype``."""
+    dtype: torch.dtype = torch.bfloat16
+
+    tells_contribution = True
+    wire = "what the inner hook sends for gradients of that dtype"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in _DTYPES:
+            names = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise CommHookOptionError(
+                f"option 'dtype' of hook {self.name!r}: expected one of {names}, found {self.dtype}"
+            )
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        nested = comm.within(self.inner, wants_contribution=comm.wants_contribution)
+        average = await self.inner.reduce(self._cast(bucket), nested)
+        comm.contribution = nested.contribution
+        return bucket.buffer().copy_(average.view(-1))
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        return self.inner.wire_bytes(self._cast(bucket), size)
+
+    def _cast(self, bucket: GradBucket) -> GradBucket:
+        return bucket_with(bucket, bucket.buffer().to(self.dtype))

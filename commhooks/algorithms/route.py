@@ -1,0 +1,149 @@
+"""Different hooks for different parameters. Wire: that of each hook, for its part of the gradients.
+
+A bucket with parameters of several routes is taken apart: the gradients of each route are copied
+into a bucket of their own, the hooks run on these in the order of the rules, and their averages are
+copied back. On our own wrapper buckets are cut by route beforehand, so none is mixed and nothing is
+copied, unless the model has a ``group_key`` of its own.
+"""
+
+import operator
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, cast
+
+import torch
+import torch.distributed as dist
+from annotated_types import MinLen
+from torch import Tensor
+
+from commhooks.algorithms.derived_bucket import Part
+from commhooks.algorithms.route_rules import Pattern, Rule, choose
+from commhooks.communicator import Communicator
+from commhooks.hook import CommHook
+from commhooks.registry import register_hook
+from reducer import GradBucket
+
+__all__ = ["Route"]
+
+
+@register_hook("route")
+@dataclass
+class Route(CommHook):
+    """Use different hooks for different parameters.
+
+    ``route([("*.bias", "allreduce"), ("embedding.*", {"name": "topk", "density": 0.01})],
+    default={"name": "powersgd", "rank": 4})``. The first rule that fits a parameter decides.
+
+    A rule is a pattern for names of parameters as in file names (:mod:`fnmatch`, case-sensitive):
+    ``*`` stands for any text, dots included, ``?`` for one character, ``[ab]`` for one of these. Or
+    it is a predicate, a function ``fn(name, parameter) -> bool`` of a module, in configs
+    "module:function".
+
+    Each hook gets buckets of its own parameters only, numbered from 0 in each step, the last one
+    marked as such. Wire: that of each hook for its parameters. Memory: a copy of each bucket in
+    which routes are mixed, while it is under way.
+
+    Raises:
+        CommHookOptionError: a predicate cannot be found.
+        CommHookError: at registration, if a rule fits no parameter, or none but those of earlier
+            rules; or if no rule fits a parameter and there is no ``default``.
+    """
+
+    rules: Annotated[list[tuple[Rule, CommHook]], MinLen(1)]
+    """Patterns or predicates, and the hook for the parameters that they fit."""
+    default: CommHook | None = None
+    """The hook for parameters that no rule fits."""
+
+    _routes: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By parameter: the position of its hook in ``_hooks``."""
+    _progress: list["_Progress"] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    lossless = True
+    tells_contribution = True
+    wire = "what each hook sends for its parameters"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._patterns()
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Finds the hook of each parameter, and prepares each for its own."""
+        routes = choose(self._patterns(), parameters, has_default=self.default is not None)
+        for i, hook in enumerate(self._hooks):
+            own = {name: tensor for name, tensor in parameters.items() if routes[name] == i}
+            if own:
+                hook.prepare(own, group)
+        self._routes = routes
+
+    def bucket_key(self, parameter: str) -> Hashable:
+        """The route, and what its hook says. None for a parameter that hooks do not see."""
+        i = self._routes.get(parameter)
+        return None if i is None else (i, self._hooks[i].bucket_key(parameter))
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        contribution = _empty_contribution(buffer) if comm.wants_contribution else None
+        for hook, part, own in list(self._split(bucket)):
+            nested = comm.within(hook, key=own.key, wants_contribution=comm.wants_contribution)
+            part.store(await hook.reduce(own, nested), buffer)
+            if contribution is not None and nested.contribution is not None:
+                part.store(nested.contribution, contribution)
+        comm.contribution = contribution
+        return buffer
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        costs = [
+            self._hooks[i].wire_bytes(Part(bucket, members).bucket(0, is_last=True), size)
+            for i, members in self._members(bucket)
+        ]
+        return None if None in costs else sum(cast("list[int]", costs))
+
+    @cached_property
+    def _hooks(self) -> list[CommHook]:
+        return [hook for _, hook in self.rules] + ([] if self.default is None else [self.default])
+
+    def _patterns(self) -> list[Pattern]:
+        return [Pattern.of(str(rule), f"rules.{i}.0") for i, (rule, _) in enumerate(self.rules)]
+
+    def _split(self, bucket: GradBucket) -> Iterator[tuple[CommHook, Part, GradBucket]]:
+        """The parts of the bucket by hook, in the order of the rules, the same on all ranks."""
+        if bucket.index() == 0:
+            counts = [0] * len(self._hooks)
+            for i in self._routes.values():
+                counts[i] += 1
+            self._progress = [_Progress(count) for count in counts]
+        for i, members in self._members(bucket):
+            progress, part = self._progress[i], Part(bucket, members)
+            index, is_last = progress.advance(len(members))
+            # In the last bucket of all, each part is the last of its route, even if others of the
+            # route were left out because no rank used their parameters.
+            is_last = is_last or bucket.is_last()
+            yield self._hooks[i], part, part.bucket(index, is_last=is_last)
+
+    def _members(self, bucket: GradBucket) -> list[tuple[int, list[int]]]:
+        members: dict[int, list[int]] = {}
+        for position, name in enumerate(bucket.names):
+            members.setdefault(self._routes[name], []).append(position)
+        return sorted(members.items(), key=operator.itemgetter(0))
+
+
+@dataclass
+class _Progress:
+    """Of one route through a step: the parameters that are yet to come, and its buckets so far."""
+
+    left: int
+    buckets: int = 0
+
+    def advance(self, parameters: int) -> tuple[int, bool]:
+        """The index of the next bucket, with so many parameters, and whether it is the last."""
+        index = self.buckets
+        self.buckets += 1
+        self.left -= parameters
+        return index, self.left == 0
+
+
+def _empty_contribution(buffer: Tensor) -> Tensor:
+    return torch.zeros_like(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32))

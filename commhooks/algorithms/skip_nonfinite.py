@@ -1,0 +1,143 @@
+"""Gradients that are not finite are dropped, on all ranks. Wire: one number more per bucket.
+
+Note [Dropped steps]
+~~~~~~~~~~~~~~~~~~~~
+Whether a step is sound is known when its last bucket is, but by then the others are on their way:
+that is what overlap means. So a bucket is judged by itself, before its inner hook runs,
+
+    vote:    is any rank's gradient in this bucket not finite?       one all-reduce (max) of 4 bytes
+    yes:     zeros on all ranks; the inner hook never sees the bucket
+    no:      the inner hook
+
+and what holds for the whole step is established afterwards:
+
+- `last_step_was_skipped`, and the metric of that name, tell all ranks alike whether any bucket was
+  dropped. The training loop asks after backward and leaves out the optimizer's step. It has to, for
+  zeros do not keep an optimizer from moving: it has momentum, weight decay and the other buckets.
+- With `whole_steps`, what the inner hook remembers of the *other* buckets goes back to what it was
+  before the step, because what it sent then has never been applied.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from commhooks.algorithms.finite import all_finite
+from commhooks.communicator import Communicator
+from commhooks.hook import CommHook
+from commhooks.registry import register_hook
+from commhooks.wire import all_reduce_bytes
+from reducer import GradBucket
+
+__all__ = ["SkipNonfinite"]
+
+
+@register_hook("skip_nonfinite")
+@dataclass
+class SkipNonfinite(CommHook):
+    """Drop gradients that are not finite on any rank: all ranks get zeros and are told.
+
+    A bucket with such a number averages to zeros on all ranks, and the inner hook does not see it.
+    So does one of which the inner hook makes a result that is not finite, e.g. beyond the range of
+    float16. After backward, leave out the optimizer's step where any bucket was dropped::
+
+        loss.backward()
+        if handle.hook.last_step_was_skipped:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+
+    Do not use it under a ``GradScaler``, which finds what is not finite by itself and has to see it
+    to adapt its scale. As an inner hook, have it outside of ``error_feedback``.
+
+    Metrics: ``skipped_steps``, ``skipped_buckets``, and ``last_step_was_skipped`` (0 or 1), since
+    the hook was made. The same on all ranks where the inner hook's results are.
+
+    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. Waits for the device, as
+    what is to be sent depends on the numbers. See Note [Dropped steps].
+    """
+
+    inner: CommHook
+    """The hook that averages what is finite."""
+    whole_steps: bool = False
+    """After a step with a dropped bucket, let the inner hook forget what it has remembered of the
+    other buckets in that step. Costs a copy of all it remembers, in each step. For loops that leave
+    out the optimizer's step; otherwise what the other buckets sent has been applied."""
+
+    _skips: "_Skips" = field(
+        default_factory=lambda: _Skips(), init=False, repr=False, compare=False
+    )
+    _before: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
+
+    lossless = True
+    wire = "an all-reduce of 4 bytes per bucket, and what the inner hook sends"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        if bucket.index() == 0:
+            self._begin_step()
+        has_nonfinite = all_finite(bucket.buffer()).logical_not().float().view(1)
+        if (await comm.all_reduce(has_nonfinite, op="max")).item():
+            return self._drop(bucket)
+        average = await self.inner.reduce(bucket, comm.within(self.inner))
+        return average if all_finite(average) else self._drop(bucket)
+
+    @property
+    def last_step_was_skipped(self) -> bool:
+        """Whether a bucket was dropped in the last step, or in the present one so far."""
+        return self._skips.in_step > 0
+
+    def metrics(self) -> dict[str, float]:
+        own = {
+            "skipped_steps": float(self._skips.steps),
+            "skipped_buckets": float(self._skips.buckets),
+            "last_step_was_skipped": float(self.last_step_was_skipped),
+        }
+        return own | super().metrics()
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        inner = self.inner.wire_bytes(bucket, size)
+        return None if inner is None else all_reduce_bytes(4, size) + inner
+
+    def state_dict(self) -> dict[str, Any]:
+        self._undo()
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = None
+        super().load_state_dict(state)
+
+    def recover(self) -> None:
+        self._before = None
+        super().recover()
+
+    def _begin_step(self) -> None:
+        self._undo()
+        self._skips.in_step = 0
+        if self.whole_steps:
+            self._before = self.inner.state_dict()
+
+    def _drop(self, bucket: GradBucket) -> Tensor:
+        self._skips.count()
+        return bucket.buffer().zero_()
+
+    def _undo(self) -> None:
+        """After a dropped step, when no bucket is under way any more."""
+        before, self._before = self._before, None
+        if before is not None and self.last_step_was_skipped:
+            self.inner.load_state_dict(before)
+
+
+@dataclass
+class _Skips:
+    """How many there were, and how many buckets in the last step."""
+
+    steps: int = 0
+    buckets: int = 0
+    in_step: int = 0
+
+    def count(self) -> None:
+        """One bucket more."""
+        self.steps += self.in_step == 0
+        self.buckets += 1
+        self.in_step += 1

@@ -1,0 +1,108 @@
+"""A hook within other hooks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commhooks
+from commhooks.communicator import Communicator
+from commhooks.hook import CommHook, tree
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.rules.site import Site, as_coroutine, has_consensus, require
+from reducer import GradBucket
+
+__all__ = ["contribution", "nested"]
+
+_STEPS = 3
+# Of the largest contribution: room for a sum in bfloat16, but not for what was never sent.
+_TOLERANCE = 0.02
+
+
+def nested(site: Site) -> None:
+    """Inside another hook it does the same, bit for bit, and its state is in that hook's."""
+    alone = as_coroutine(site.make_hook())
+    wrapper = commhooks.create("schedule", stages=[(0, alone.to_config())])
+    path, inside = next(iter(wrapper.nested().items()))
+    require(inside == alone, f"expected {alone!r} inside the other hook, found {inside!r}")
+    parameters = probe_parameters()
+    trainers = [Trainer(hook, parameters, stable_buckets=True) for hook in (alone, wrapper)]
+    problems = []
+    for step in range(_STEPS):
+        gradients = draw_gradients(parameters, site.rank, step)
+        if not same_bits(*(trainer.step(gradients) for trainer in trainers)):
+            problems.append(f"expected the same numbers, found others in step {step}")
+    if not same_bits(wrapper.state_dict().get(f".{path}", {}), alone.state_dict()):
+        problems.append("expected the same state, found another one")
+    require(not problems, "; ".join(problems))
+
+
+def contribution(site: Site) -> None:
+    """A hook that says what of a gradient it sends (tells_contribution) tells the truth.
+
+    The average is the mean over ranks of what they say, as far as a sum on the wire is exact.
+    """
+    hook = site.make_hook()
+    listener = _Listener(hook)
+    parameters = probe_parameters()
+    trainer = Trainer(listener, parameters)
+    for step in range(_STEPS):
+        trainer.step(draw_gradients(parameters, site.rank, step))
+    of_ranks: list[Any] = [None] * site.size
+    dist.all_gather_object(of_ranks, listener.said)
+    if not hook.tells_contribution:
+        require(
+            all(said is None for said in listener.said.values()),
+            "expected tells_contribution = True of a hook that sets comm.contribution",
+        )
+    elif all(each.tells_contribution for each in tree(hook)) and has_consensus(hook):
+        lies = [
+            _lie([said[at] for said in of_ranks], average)
+            for at, average in listener.returned.items()
+        ]
+        require(not any(lies), "; ".join(filter(None, lies)))
+
+
+@dataclass
+class _Listener(CommHook):
+    """Hears what the inner hook says it sent, and what it returns, by step and bucket."""
+
+    inner: CommHook
+
+    said: dict[tuple[int, int], Tensor | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    returned: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        within = comm.within(self.inner, wants_contribution=True)
+        average = await self.inner.reduce(bucket, within)
+        at = bucket.step, bucket.index()
+        self.said[at] = None if within.contribution is None else within.contribution.clone()
+        self.returned[at] = average.clone()
+        return average
+
+
+def _lie(said: Sequence[Tensor | None], average: Tensor) -> str | None:
+    tensors = [tensor for tensor in said if tensor is not None]
+    if len(tensors) < len(said):
+        return "expected comm.contribution to be set, found None"
+    if any(tensor.numel() != average.numel() for tensor in tensors):
+        return f"expected {average.numel()} elements in comm.contribution, found another number"
+    if average.numel() == 0:
+        return None
+    sent = torch.stack([tensor.double().view(-1) for tensor in tensors])
+    error = (sent.mean(0) - average.double().view(-1)).abs().max().item()
+    largest = sent.abs().max().item()
+    if error <= _TOLERANCE * largest:
+        return None
+    return (
+        f"expected the average to be the mean of what ranks said they sent, found it off by "
+        f"{error:.1e}, where the largest number sent was {largest:.1e}"
+    )

@@ -1,0 +1,46 @@
+"""A hook is known by its name, its config and its source."""
+
+import json
+
+import torch
+
+import commhooks
+from commhooks.hook import tree
+from commhooks.testing.rules.site import BrokenRuleError, Site, require
+
+__all__ = ["config", "registered", "representation"]
+
+
+def registered(site: Site) -> None:
+    """The hook can be made by its name, so the class carries @register_hook("name")."""
+    hook = site.make_hook()
+    kind = type(hook)
+    names = commhooks.available()
+    require(
+        kind.name in names,
+        f"expected the name of {kind.__name__} among {names}, found {kind.name!r}",
+    )
+    found = type(commhooks.create(hook.to_config()))
+    require(found is kind, f"expected create({kind.name!r}) to make a {kind}, found {found}")
+
+
+def config(site: Site) -> None:
+    """The hook is rebuilt equal from its to_config() after that went through JSON."""
+    hook = site.make_hook()
+    try:
+        stored = json.loads(json.dumps(hook.to_config()))
+    except TypeError as error:
+        raise BrokenRuleError(f"{hook.to_config()} cannot be written as JSON: {error}") from error
+    found = commhooks.create(stored)
+    require(found == hook, f"expected {hook!r} from {stored}, found {found!r}")
+
+
+def representation(site: Site) -> None:
+    """repr(hook) is source that makes an equal hook."""
+    hook = site.make_hook()
+    try:
+        kinds = {type(each).__name__: type(each) for each in tree(hook)}
+        found = eval(repr(hook), kinds | {"torch": torch})
+    except Exception as error:
+        raise BrokenRuleError(f"{hook!r} is no valid source: {error}") from error
+    require(found == hook, f"expected the source {hook!r} to make that hook, found {found!r}")

@@ -1,0 +1,125 @@
+"""How a hook gets on with what is around it."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.communicator import Communicator
+from commhooks.testing.compare import differences, disagreement, mean_over_ranks
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.rules.site import (
+    Site,
+    as_coroutine,
+    has_consensus,
+    is_lossless,
+    not_finite,
+    require,
+)
+from reducer import GradBucket
+
+__all__ = ["cost", "failure", "stock", "unused", "wire"]
+
+
+def wire(site: Site) -> None:
+    """Something is sent, and as many bytes by every rank."""
+    _, trainer = site.train(steps=2)
+    of_ranks: list[Any] = [None] * site.size
+    dist.all_gather_object(of_ranks, trainer.handle.stats().total.wire_bytes)
+    require(
+        all(of_ranks) and len(set(of_ranks)) == 1,
+        f"expected the same number of bytes above zero on every rank, found {of_ranks}",
+    )
+
+
+def cost(site: Site) -> None:
+    """Each bucket costs as many bytes as the hook's own wire_bytes() says, where it says it."""
+    hook = as_coroutine(site.make_hook())
+    reduce = hook.reduce
+    problems: list[str] = []
+
+    async def compare(bucket: GradBucket, comm: Communicator) -> Tensor:
+        expected = hook.wire_bytes(bucket, comm.size)
+        average: Tensor = await reduce(bucket, comm)
+        if expected not in (None, comm.wire_bytes):
+            problems.append(
+                f"{bucket.names} in step {bucket.step}: wire_bytes() said {expected} bytes, "
+                f"{comm.wire_bytes} were sent"
+            )
+        return average
+
+    hook.reduce = compare
+    parameters = probe_parameters()
+    trainer = Trainer(hook, parameters)
+    for step in range(3):
+        trainer.step(draw_gradients(parameters, site.rank, step))
+    require(not problems, "; ".join(problems))
+
+
+def unused(site: Site) -> None:
+    """Parameters that some or all ranks do not use, and backwards under no_sync(), do no harm."""
+    parameters = probe_parameters()
+    used = {name: tensor for name, tensor in parameters.items() if name != "spare"}
+    used_by_first = {name: tensor for name, tensor in used.items() if name != "vector"}
+    hook = site.make_hook()
+    trainer = Trainer(hook, parameters, find_unused_parameters=True)
+    found: dict[str, Tensor] = {}
+    problems = []
+    for step in range(3):
+        accumulated, last = (
+            [draw_gradients(used if r else used_by_first, r, step, i) for r in range(site.size)]
+            for i in range(2)
+        )
+        found = trainer.step(last[site.rank], before=[accumulated[site.rank]])
+        problems += not_finite(found)
+        if "spare" in found:
+            problems.append("expected no gradient for a parameter that no rank used, found one")
+        if is_lossless(hook):
+            sums = [
+                {name: one[name] + two[name] for name in one}
+                for one, two in zip(accumulated, last, strict=True)
+            ]
+            problems += differences(found, mean_over_ranks(sums, used), 2 * site.size)
+    if has_consensus(hook) and (problem := disagreement(found)):
+        problems.append(problem)
+    require(not problems, "; ".join(problems))
+
+
+def failure(site: Site) -> None:
+    """If the hook raises on one rank, none hangs, and the next step is sound on all."""
+    parameters = probe_parameters()
+    hook = as_coroutine(site.make_hook())
+    trainer = Trainer(hook, parameters)
+    trainer.step(draw_gradients(parameters, site.rank, 0))
+
+    async def fail(*_: object) -> Tensor:
+        raise ValueError("raised by the conformance kit")
+
+    reduce = hook.reduce
+    hook.reduce = fail if site.rank == 0 else reduce
+    raised = None
+    try:
+        trainer.step(draw_gradients(parameters, site.rank, 1))
+    except Exception as error:
+        raised = error
+    hook.reduce = reduce
+    found = trainer.step(draw_gradients(parameters, site.rank, 2))
+    problem = disagreement(found) if has_consensus(hook) else None
+    require(
+        site.rank != 0 or raised is not None,
+        "expected backward() to raise what the hook raised, found that it did not",
+    )
+    require(not not_finite(found), f"in the step after a failure: {not_finite(found)}")
+    require(problem is None, f"in the step after a failure: {problem}")
+
+
+def stock(site: Site) -> None:
+    """The hook works on torch.nn.parallel.DistributedDataParallel as well."""
+    parameters = probe_parameters()
+    hook = site.make_hook()
+    trainer = Trainer(hook, parameters, stock=True)
+    problems = []
+    for step in range(3):
+        found = trainer.step(draw_gradients(parameters, site.rank, step))
+        problems += site.problems(hook, found, step)
+    require(not problems, "; ".join(problems))

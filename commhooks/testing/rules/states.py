@@ -1,0 +1,77 @@
+"""What a hook remembers."""
+
+import torch
+
+from commhooks.testing.compare import same_bits, through_file
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.rules.site import Site, has_consensus, not_finite, require
+
+__all__ = ["keys", "non_finite", "resume"]
+
+
+def non_finite(site: Site) -> None:
+    """Where a gradient of any rank is not finite, results show it and no rank's state changes.
+
+    Results are not finite, so that a gradient scaler notices, or zeros. Within a bucket: others are
+    reduced before the number is seen, or know nothing of it.
+    """
+    parameters = probe_parameters()
+    hook = site.make_hook()
+    trainer = Trainer(hook, parameters, bucket_cap_mb=25)
+    for step in range(2):
+        trainer.step(draw_gradients(parameters, site.rank, step))
+    problems = []
+    for culprit in range(site.size):
+        before = through_file(hook.state_dict())
+        gradients = draw_gradients(parameters, site.rank, 2, culprit)
+        number = (torch.inf, -torch.inf, torch.nan)[culprit % 3]
+        if site.rank == culprit:
+            gradients["matrix"][3, 4] = number
+        bad = trainer.step(gradients)
+        if not same_bits(hook.state_dict(), before):
+            problems.append(
+                f"expected state_dict() as it was before a gradient of {number} on rank {culprit}, "
+                "found it changed"
+            )
+        is_zero = all(not gradient.any() for gradient in bad.values())
+        if has_consensus(hook) and not is_zero and not not_finite(bad):
+            problems.append(
+                f"expected a result that is not finite, or zeros, after a gradient of {number} on "
+                f"rank {culprit}; found neither"
+            )
+        after = trainer.step(draw_gradients(parameters, site.rank, 3, culprit))
+        problems += [f"in the step after a gradient of {number}: {p}" for p in not_finite(after)]
+    require(not problems, "; ".join(problems))
+
+
+def keys(site: Site) -> None:
+    """State is kept by names of parameters, so that it outlives the buckets."""
+    _, trainer = site.train(steps=3)
+    saved = through_file(trainer.handle.state_dict())
+    hook = site.make_hook()
+    fresh = Trainer(hook, probe_parameters())
+    fresh.handle.load_state_dict(saved)  # raises where a key is neither that nor known to the hook
+    require(
+        same_bits(hook.state_dict(), saved["state"]),
+        "expected state_dict() to give what load_state_dict() took, found something else",
+    )
+
+
+def resume(site: Site) -> None:
+    """Training goes on bit for bit from a saved state_dict()."""
+    parameters = probe_parameters()
+    trainer = Trainer(site.make_hook(), parameters, stable_buckets=True)
+    for step in range(3):
+        trainer.step(draw_gradients(parameters, site.rank, step))
+    resumed = Trainer(site.make_hook(), parameters, stable_buckets=True)
+    resumed.handle.load_state_dict(through_file(trainer.handle.state_dict()))
+    changed = []
+    for step in range(3, 6):
+        gradients = draw_gradients(parameters, site.rank, step)
+        if not same_bits(trainer.step(gradients), resumed.step(gradients)):
+            changed.append(step)
+    require(
+        not changed,
+        f"expected the same numbers with and without a restart, found others in steps {changed}; "
+        "whatever a later step depends on has to be in `state`",
+    )

@@ -1,0 +1,57 @@
+// Which parameters get gradients: on this rank, and on any.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <vector>
+
+namespace commhooks {
+
+// Note [Unused parameters]
+// ~~~~~~~~~~~~~~~~~~~~~~~~
+// A parameter that no rank used keeps its `.grad` as it is; one that some rank used gets the average on
+// all ranks, in which the others count as zeros. So at the end of a step in which parameters may be
+// unused, ranks tell each other what they used, here and in `no_sync` before: the element-wise maximum
+// of one number per parameter, 2·(gradients in this backward) + (whether used). Under `static_graph`
+// that happens once, and the numbers also tell a rank that was out of inputs what the graph is like.
+class Usage {
+ public:
+  explicit Usage(size_t count) : used_(count, 0) {}
+
+  void add(size_t index) {
+    used_[index] = 1;
+  }
+  bool here(size_t index) const {
+    return used_[index] != 0;
+  }
+
+  // Sends what this rank used to the ranks of each group. `hits`: gradients in this backward, or empty.
+  void start_exchange(
+      const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
+      const std::vector<int>& hits,
+      c10::Device device);
+
+  // What came of it, by group.
+  struct Everywhere {
+    std::vector<int> numbers;
+
+    bool used(size_t index) const {
+      return numbers[index] > 0;
+    }
+    int hits(size_t index) const {
+      return numbers[index] / 2;
+    }
+  };
+  std::vector<Everywhere> finish_exchange();
+
+  // Forgets what was used, and an exchange that is under way.
+  void clear();
+
+ private:
+  std::vector<char> used_;
+  std::vector<at::Tensor> maps_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+}  // namespace commhooks

@@ -1,0 +1,90 @@
+"""Training with uneven inputs: a rank that has run out takes part in the steps of the others.
+
+Note [Uneven inputs]
+~~~~~~~~~~~~~~~~~~~~
+At the start of each forward, ranks tell each other what they are about to do (:class:`Plans`). A
+rank without inputs *shadows* it: it rebuilds buckets, synchronises buffers and calls the hook for
+every bucket, with gradients of zero, in the same order. So hooks, whatever they send and remember,
+need not know. The root of broadcasts is the highest rank that still has inputs; in the end the
+model of the last rank to run out is broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from reducer.distributed import DistributedDataParallel
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What the ranks are about to do. ``active``: the ranks that have inputs."""
+
+    active: list[int]
+    synchronises: bool
+    syncs_buffers: bool
+
+    @classmethod
+    def exchange(
+        cls,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        is_active: bool,
+        synchronises: bool = False,
+        syncs_buffers: bool = False,
+    ) -> Plans:
+        """Collective: one all-gather of three bytes."""
+        own = torch.tensor([is_active, synchronises, syncs_buffers], dtype=torch.uint8).to(device)
+        rows = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(rows, own, group=group)
+        of_ranks = torch.stack(rows).tolist()
+        return cls(
+            [rank for rank, row in enumerate(of_ranks) if row[0]],
+            any(row[1] for row in of_ranks),
+            any(row[2] for row in of_ranks),
+        )
+
+    @property
+    def root(self) -> int:
+        """Whose buffers count."""
+        return self.active[-1]
+
+
+class ShadowHook(JoinHook):
+    """What a rank without inputs does. See Note [Uneven inputs]."""
+
+    def __init__(
+        self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool
+    ) -> None:
+        super().__init__()
+        model.divide_by_initial_world_size = divide_by_initial_world_size
+        self._model = model
+
+    def main_hook(self) -> None:
+        """Once per forward of the others."""
+        self._model.shadow_step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """When all have run out: the model of the last is everybody's."""
+        model = self._model
+        rank = model.process_group.rank()
+        candidate = torch.tensor([rank if is_last_joiner else -1], device=model.device)
+        dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
+        model.broadcast_state(int(candidate.item()))
+
+
+def join_hook_of(model: DistributedDataParallel, **options: Any) -> ShadowHook:
+    """``divide_by_initial_world_size``: count ranks without inputs in the average (default)."""
+    return ShadowHook(
+        model,
+        divide_by_initial_world_size=options.get("divide_by_initial_world_size", True),
+    )

@@ -1,0 +1,104 @@
+"""The dictionary that torch's DistributedDataParallel describes itself with, filled from ours."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from reducer.distributed import DistributedDataParallel
+
+__all__: list[str] = []
+
+_SAMPLED_FIRST = 10
+_ENVIRONMENT = {
+    "master_port": "MASTER_PORT",
+    "master_addr": "MASTER_ADDR",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+    "gloo_device_transport": "GLOO_DEVICE_TRANSPORT",
+    "nccl_socket_ifname": "NCCL_SOCKET_IFNAME",
+    "nccl_blocking_wait": "TORCH_NCCL_BLOCKING_WAIT",
+    "nccl_async_error_handling": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "nccl_debug": "NCCL_DEBUG",
+    "nccl_nthreads": "NCCL_NTHREADS",
+    "nccl_ib_timeout": "NCCL_IB_TIMEOUT",
+}
+
+
+class StepSampler:
+    """Times of steps: of the first ten, then of every ``rate``-th. Nanoseconds, as in torch."""
+
+    def __init__(self) -> None:
+        self.rate = 100
+        self._last_step = 0
+        self._sums: dict[str, float] = {}
+        self._samples = 0
+        self._last: dict[str, float] = {}
+
+    def sample(self, step: int, times: dict[str, float]) -> None:
+        """``times``: ``Reducer.last_times()`` after ``step`` steps. Sees each step once."""
+        if step == self._last_step or not times["backward_start"]:
+            return
+        self._last_step = step
+        if step > _SAMPLED_FIRST and step % self.rate:
+            return
+        backward = times["backward_end"] - times["backward_start"]
+        start, end = times["communication_start"], times["communication_end"]
+        self._last = {
+            "backward_compute_time": backward,
+            "backward_comm_time": end - start if start else 0.0,
+            "backward_compute_comm_overlap_time": max(0.0, times["backward_end"] - start)
+            if start
+            else 0.0,
+        }
+        self._samples += 1
+        for name, seconds in self._last.items():
+            self._sums[name] = self._sums.get(name, 0.0) + seconds
+
+    def data(self) -> dict[str, int]:
+        """The last sample, and averages over all."""
+        averages = {f"avg_{name}": total / self._samples for name, total in self._sums.items()}
+        seconds = self._last | averages
+        return {name: int(value * 1e9) for name, value in seconds.items()}
+
+
+def logging_data(model: DistributedDataParallel) -> dict[str, Any]:
+    """Torch's keys where they make sense here; sizes in bytes, times in nanoseconds."""
+    buckets = model.reducer.bucket_stats()
+    parameters = list(model.parameter_names)
+    sizes = ", ".join(str(bucket["gradient_bytes"]) for bucket in buckets)
+    indices = ", ".join(" ".join(map(str, bucket["indices"])) for bucket in buckets)
+    data: dict[str, Any] = {
+        "module_name": type(model.module).__name__,
+        "backend_name": dist.get_backend(model.process_group),
+        "world_size": model.process_group.size(),
+        "rank": model.process_group.rank(),
+        "bucket_cap_bytes": model.bucket_bytes_cap,
+        "find_unused_parameters": int(model.find_unused_parameters),
+        "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
+        "static_graph": int(model.static_graph),
+        "broadcast_buffers": int(model.broadcast_buffers),
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules())),
+        "device_ids": ", ".join(map(str, model.device_ids or [])),
+        "output_device": -1 if model.output_device is None else model.output_device,
+        "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+        "comm_hook": model.comm_hook_name,
+        "iteration": model.reducer.steps,
+        "unused_parameter_size": 0,
+    }
+    rebuilt = model.reducer.has_rebuilt_buckets
+    data["has_rebuilt_buckets"] = int(rebuilt)
+    prefix = "rebuilt_" if rebuilt else "initial_"
+    data[f"{prefix}bucket_sizes"] = sizes
+    data["rebuilt_per_bucket_param_indices" if rebuilt else "initial_per_bucket_param_indices"] = (
+        indices
+    )
+    data |= {key: os.environ.get(name, "N/A") for key, name in _ENVIRONMENT.items()}
+    return data | model.step_sampler.data()

@@ -1,0 +1,127 @@
+"""Error feedback around any hook: nothing is lost, and what cannot work is refused."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from inner_hooks import Recorder
+from torch import Tensor
+
+import commhooks
+from commhooks.algorithms import ErrorFeedback
+from commhooks.testing.compare import mean_over_ranks
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+
+def conserve(rank: int, size: int, dtype: torch.dtype, inner: Any, tolerance: float) -> None:
+    """What was applied, and what ranks still have to send, is what there was to send."""
+    parameters = probe_parameters(dtype)
+    hook = commhooks.create("error_feedback", inner=inner)
+    trainer = Trainer(hook, parameters)
+    applied = {name: tensor.double() for name, tensor in parameters.items()}
+    given = {name: tensor.double() for name, tensor in parameters.items()}
+    for step in range(4):
+        of_ranks = [draw_gradients(parameters, peer, step) for peer in range(size)]
+        for name, mean in mean_over_ranks(of_ranks, parameters).items():
+            given[name] = given[name] + mean
+        for name, average in trainer.step(of_ranks[rank]).items():
+            applied[name] = applied[name] + average.double()
+    unsent = 0.0
+    for name in parameters:
+        error = hook.state[name]["error"]
+        assert error.dtype == torch.promote_types(dtype, torch.float32)
+        left = error.double().contiguous()
+        dist.all_reduce(left.div_(size))
+        torch.testing.assert_close(applied[name] + left, given[name], rtol=0, atol=tolerance)
+        unsent += left.abs().sum().item()
+    assert unsent > 0.01  # else there was nothing to feed back
+
+
+TOPMOST = Recorder(threshold=1.0).to_config()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_was_not_sent_is_kept(run_ranks: Any, size: int) -> None:
+    run_ranks(conserve, size, torch.float64, TOPMOST, 1e-13)
+    run_ranks(conserve, size, torch.float32, TOPMOST, 1e-5)
+
+
+@pytest.mark.parametrize("inner", ["allreduce", "bf16"])
+def test_what_half_precision_loses_is_kept(run_ranks: Any, inner: Any) -> None:
+    """But for the sum on the wire, which is rounded twice per step."""
+    run_ranks(conserve, 3, torch.bfloat16, inner, 4 * 2 * 2**-7)
+
+
+def test_half_precision_on_the_wire_is_kept(run_ranks: Any) -> None:
+    run_ranks(conserve, 1, torch.float32, "bf16", 1e-5)  # one rank: no rounding in the sum
+    run_ranks(conserve, 1, torch.float64, "fp16", 1e-6)
+    run_ranks(conserve, 1, torch.float64, {"name": "cast", "inner": TOPMOST}, 1e-13)
+
+
+@pytest.mark.parametrize(
+    ("inner", "culprit"),
+    [
+        ("powersgd", "PowerSGD"),
+        ("noop", "Noop"),
+        ({"name": "error_feedback", "inner": "fp16"}, "ErrorFeedback"),
+        ({"name": "schedule", "stages": [[0, "fp16"], [9, "powersgd"]]}, "PowerSGD"),
+        ({"name": "skip_nonfinite", "inner": "fp16"}, "SkipNonfinite"),
+    ],
+)
+def test_hooks_that_do_not_say_what_they_send_are_refused(inner: Any, culprit: str) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match=rf"says what of .*; {culprit}\("):
+        commhooks.create("error_feedback", inner=inner)
+
+
+@dataclass
+class Silent(commhooks.CommHook):
+    """Does not do what it promises."""
+
+    tells_contribution = True
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+def be_silent(rank: int, size: int) -> None:
+    trainer = Trainer(ErrorFeedback(Silent()))
+    with pytest.raises(commhooks.CommHookError, match=r"Silent\(\) to set comm\.contribution"):
+        trainer.step(draw_gradients(probe_parameters(), rank))
+
+
+def test_a_broken_promise_is_named(run_ranks: Any) -> None:
+    run_ranks(be_silent, 1)
+
+
+def recover(rank: int, size: int) -> None:
+    """A gradient of inf on one rank costs no rank its errors."""
+    parameters = probe_parameters()
+    hook = ErrorFeedback(Recorder(threshold=1.0))
+    trainer = Trainer(hook, parameters)
+    trainer.step(draw_gradients(parameters, rank, 0))
+    kept = hook.state["matrix"]["error"].clone()
+    gradients = draw_gradients(parameters, rank, 1)
+    if rank == 1:
+        gradients["matrix"][0, 0] = -torch.inf
+    found = trainer.step(gradients)
+    assert not found["matrix"].isfinite().all()
+    assert torch.equal(hook.state["matrix"]["error"], kept)
+    assert kept.any()
+
+
+def test_infinity_leaves_errors_alone(run_ranks: Any) -> None:
+    run_ranks(recover, 2)
+
+
+def count_bytes(rank: int, size: int) -> None:
+    parameters = {"even": torch.zeros(60)}
+    trainer = Trainer(commhooks.create("error_feedback", inner="bf16"), parameters)
+    trainer.step(draw_gradients(parameters, rank, 0))
+    # A reduce-scatter and an all-gather of thirds of 60 numbers of 2 bytes.
+    assert trainer.handle.stats().total.wire_bytes == 2 * 2 * 40
+
+
+def test_wire(run_ranks: Any) -> None:
+    run_ranks(count_bytes, 3)

@@ -1,0 +1,207 @@
+"""Uneven inputs: ranks that have run out take part in the steps of the others."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+WRAPPERS = (DistributedDataParallel, TorchDDP)
+
+
+class Net(nn.Module):
+    def __init__(self, buffer: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        if buffer:
+            self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "steps"):
+            self.steps += 1
+        return self.layers(x)
+
+
+def inputs_of(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train(
+    wrapper: Any, rank: int, steps: list[int], divide_by_initial: bool, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """SGD over ``steps[rank]`` inputs; all gradients of this rank, then the parameters."""
+    model = wrapper(Net(), bucket_cap_mb=0.0001, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    with model.join(divide_by_initial_world_size=divide_by_initial):
+        for step in range(steps[rank]):
+            optimizer.zero_grad()
+            model(inputs_of(rank, step)).square().mean().backward()
+            seen += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+    return seen + [p.detach().clone() for p in model.parameters()]
+
+
+def same_as_torch(
+    rank: int, world_size: int, steps: list[int], divide: bool, options: dict[str, Any]
+) -> None:
+    ours, theirs = (train(wrapper, rank, steps, divide, options) for wrapper in WRAPPERS)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [
+        ([2, 5], {}),
+        ([5, 2], {"gradient_as_bucket_view": True}),
+        ([1, 4, 2], {}),
+        ([4, 2], {"find_unused_parameters": True}),
+        ([3, 1], {"static_graph": True}),
+    ],
+)
+def test_gradients_equal_torchs(steps: list[int], options: dict[str, Any], divide: bool) -> None:
+    run_ranks(same_as_torch, len(steps), steps, divide, options)
+
+
+def join_at_once(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A rank without any input in the first epoch trains in the second like the others."""
+    model = DistributedDataParallel(Net(), **options)
+    for epoch in range(2):
+        with model.join():
+            for step in range(3 if rank == 0 or epoch else 0):
+                model.zero_grad()
+                model(inputs_of(rank, step)).sum().backward()
+    of_ranks = [torch.empty(7, 5) for _ in range(world_size)]
+    dist.all_gather(of_ranks, model.module.layers[0].weight.grad)
+    assert torch.equal(*of_ranks)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_a_rank_that_never_had_inputs(options: dict[str, Any]) -> None:
+    run_ranks(join_at_once, 2, options)
+
+
+def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) -> None:
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    handle = commhooks.register(model, name, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            model(inputs_of(rank, step)).square().mean().backward()
+            optimizer.step()
+    assert model.reducer.steps == 4  # of those that were shadowed too
+    parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    of_ranks = [torch.empty_like(parameters) for _ in range(world_size)]
+    dist.all_gather(of_ranks, parameters)
+    assert torch.equal(*of_ranks)
+    for step in range(2):  # training goes on together
+        optimizer.zero_grad()
+        model(inputs_of(rank, step)).square().mean().backward()
+    assert handle.stats().total.gradient_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("allreduce", {}),
+        ("bf16", {}),
+        ("noop", {}),
+        ("powersgd", {"rank": 2, "start_step": 1, "min_compression_rate": 0.5}),
+        ("powersgd", {"rank": 2, "start_step": 0, "two_sided": False}),
+        ("batched_powersgd", {"rank": 2, "start_step": 0}),
+    ],
+)
+def test_hooks_are_called_with_zeros(name: str, options: dict[str, Any]) -> None:
+    run_ranks(with_hook, 2, name, options)
+
+
+def buffers(rank: int, world_size: int) -> tuple[float, float]:
+    model = DistributedDataParallel(Net(buffer=True))
+    with model.join():
+        for step in range(2 + 3 * rank):
+            model(inputs_of(rank, step)).sum().backward()
+    during = model.module.steps.item()
+    return during, sum(p.sum().item() for p in model.parameters())
+
+
+def test_buffers_and_model_follow_the_last_rank() -> None:
+    (first, one), (second, two) = run_ranks(buffers, 2)
+    assert (first, one) == (second, two)
+    assert second == 5
+
+
+def throw(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Net())
+    seen = 0
+
+    def epoch() -> None:
+        nonlocal seen
+        with model.join(throw_on_early_termination=True):
+            for step in range(2 + 2 * rank):
+                model(inputs_of(rank, step)).sum().backward()
+                seen += 1
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        epoch()
+    assert seen == 2
+    model.zero_grad()
+    model(inputs_of(rank, 0)).sum().backward()
+
+
+def test_early_termination_is_thrown_on_all_ranks() -> None:
+    run_ranks(throw, 2)
+
+
+def several(rank: int, world_size: int) -> None:
+    models = [DistributedDataParallel(Net()) for _ in range(2)]
+    with Join(models):
+        for step in range(1 + 2 * rank):
+            for model in models:
+                model(inputs_of(rank, step)).square().sum().backward()
+    for model in models:
+        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+        of_ranks = [torch.empty_like(parameters) for _ in range(world_size)]
+        dist.all_gather(of_ranks, parameters)
+        assert torch.equal(*of_ranks)
+
+
+def test_several_models_join_together() -> None:
+    run_ranks(several, 2)
+
+
+def accumulate(rank: int, world_size: int) -> torch.Tensor:
+    model = DistributedDataParallel(Net())
+    with model.join():
+        for step in range(2 + 2 * rank):
+            with model.no_sync():
+                model(inputs_of(rank, step)).sum().backward()
+            model(inputs_of(rank, step)).sum().backward()
+    return model.module.layers[0].weight.detach()
+
+
+def test_accumulation_is_shadowed() -> None:
+    assert torch.equal(*run_ranks(accumulate, 2))
+
+
+def disabled(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Net())
+    with model.join(enable=False):
+        for step in range(2):
+            model(inputs_of(rank, step)).sum().backward()
+
+
+def test_join_can_be_disabled() -> None:
+    run_ranks(disabled, 2)
