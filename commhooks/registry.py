@@ -37,6 +37,8 @@ class HookInfo:
 
     def __str__(self) -> str:
         kind = "lossless" if self.lossless else "lossy"
+        if self.lossless and any("CommHook" in option.type for option in self.options):
+            kind = "as lossless as its hooks"
         lines = [f"{self.name} ({kind}; {', '.join(self.backends)}): {self.summary}"]
         lines += [f"  {option}" for option in self.options]
         lines += [f"  wire: {self.wire}"] if self.wire else []

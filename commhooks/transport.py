@@ -73,6 +73,7 @@ async def average_encoded(
     *,
     seed: str = "",
     feedback: Feedback | None = None,
+    tells_contribution: bool = False,
 ) -> Tensor:
     """Replaces ``values`` by their average over the ranks, as ``codec`` renders it, on all alike.
 
@@ -80,11 +81,14 @@ async def average_encoded(
     all ranks and ``feedback`` stays as it was; else it takes over the errors of this step. The
     codec's random numbers depend on ``seed``, the rank, the step and the message.
 
-    Without ``feedback``, ``comm.contribution`` is set if wanted: what of these values is in the
-    average, where the error of the average of this rank's part counts as this rank's.
+    With ``tells_contribution``, ``comm.contribution`` is set: what of these values is in the
+    average, where the error of the average of this rank's part counts as this rank's. It has no
+    meaning with ``feedback``, nor for codecs that vote.
 
     Wire: 2·(N-1) messages of ⌈numel / N⌉ values; nothing if there are no values.
     """
+    if tells_contribution:
+        comm.contribution = values.clone()
     exchange = _Exchange(values, comm, codec, seed, feedback)
     if values.numel() > 0:
         received = await comm.all_to_all(exchange.encode_parts())
@@ -112,8 +116,6 @@ class _Exchange:
         self._parts = [part_of(values.numel(), comm.size, rank) for rank in range(comm.size)]
         own = self._parts[comm.rank]
         self._average = values.new_empty(own.stop - own.start, dtype=torch.float32)
-        if comm.wants_contribution and feedback is None:
-            comm.contribution = values.clone()
         self._keep_residual = feedback is not None or comm.contribution is not None
 
     def encode_parts(self) -> Tensor:

@@ -113,3 +113,15 @@ def recover(rank: int, size: int) -> None:
 
 def test_infinity_leaves_errors_alone(run_ranks: Any) -> None:
     run_ranks(recover, 2)
+
+
+def count_bytes(rank: int, size: int) -> None:
+    parameters = {"even": torch.zeros(60)}
+    trainer = Trainer(commhooks.create("error_feedback", inner="bf16"), parameters)
+    trainer.step(draw_gradients(parameters, rank, 0))
+    # A reduce-scatter and an all-gather of thirds of 60 numbers of 2 bytes.
+    assert trainer.handle.stats().total.wire_bytes == 2 * 2 * 40
+
+
+def test_wire(run_ranks: Any) -> None:
+    run_ranks(count_bytes, 3)

@@ -407,8 +407,11 @@ def contribution_of(comm: LockstepCommunicator) -> Tensor:
     return comm.contribution.double()
 
 
-def test_who_keeps_errors_does_not_tell_a_contribution():
-    hook = commhooks.create("int8")
+@pytest.mark.parametrize(
+    ("name", "options"), [("int8", {}), ("signsgd", {"error_feedback": False})]
+)
+def test_who_keeps_errors_or_votes_does_not_tell_a_contribution(name, options):
+    hook = commhooks.create(name, **options)
     assert not hook.tells_contribution
     comm = lockstep([hook], [make_bucket(gradients_of(0, 0))], wants_contribution=True)[1][0]
     assert comm.contribution is None

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.finite import all_finite
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook import CommHook, tree
+from commhooks.hook import CommHook, TensorState, tree
 from commhooks.registry import register_hook
 from reducer import GradBucket
 
@@ -36,7 +37,7 @@ class ErrorFeedback(CommHook):
     when this hook is made. Those with a memory of their own do not: errors would count twice.
 
     Wire: that of the inner hook. Memory: the errors, as large as the gradients in float32 (float64
-    for float64 gradients); one more copy of that while a bucket is under way.
+    for float64 gradients), and as much again to work in.
 
     If the average of a bucket is not finite, the errors of its parameters stay as they were: see
     Note [One commit] in powersgd.py. Does not synchronise the device.
@@ -51,6 +52,12 @@ class ErrorFeedback(CommHook):
     _memory: BucketMemory = field(
         default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
     )
+
+    _sums: BucketMemory = field(
+        default_factory=lambda: BucketMemory("sum"), init=False, repr=False, compare=False
+    )
+    _unsaved: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Where ``_sums`` are kept, so that each step finds memory to work in."""
 
     wire = "what the inner hook sends"
     paper = "https://arxiv.org/abs/1901.09847"
@@ -67,7 +74,7 @@ class ErrorFeedback(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         error = self._memory.of(bucket, self.state)
-        p = error + bucket.buffer()
+        p = torch.add(error, bucket.buffer(), out=self._sums.of(bucket, self._unsaved))
         bucket.buffer().copy_(p)
         nested = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, nested)
@@ -77,7 +84,7 @@ class ErrorFeedback(CommHook):
                 "(tells_contribution), found None"
             )
         unsent = p.sub_(nested.contribution)
-        error.copy_(torch.where(average.isfinite().all(), unsent, error))
+        torch.where(all_finite(average), unsent, error, out=error)
         return average
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:

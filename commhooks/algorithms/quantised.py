@@ -46,8 +46,8 @@ class Quantised(CommHook):
         return False
 
     @property
-    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
-        """Whether ``comm.contribution`` is set when wanted: where no error is kept here."""
+    def tells_contribution(self) -> bool:  # type: ignore[override]
+        """Not with errors of its own: another error feedback would count them twice."""
         return not self.feeds_back
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
@@ -59,6 +59,11 @@ class Quantised(CommHook):
         values = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
         feedback = self._errors.of(bucket, comm, self.state) if self.feeds_back else None
         await average_encoded(
-            values, comm, self._codec, seed=f"{self.seed}:{bucket.key}", feedback=feedback
+            values,
+            comm,
+            self._codec,
+            seed=f"{self.seed}:{bucket.key}",
+            feedback=feedback,
+            tells_contribution=comm.wants_contribution and self.tells_contribution,
         )
         return buffer if values is buffer else buffer.copy_(values)

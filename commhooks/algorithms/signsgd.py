@@ -45,5 +45,10 @@ class SignSGD(Quantised):
     def feeds_back(self) -> bool:
         return self.error_feedback
 
+    @property
+    def tells_contribution(self) -> bool:  # type: ignore[override]
+        """Never: a vote is no sum of what ranks sent."""
+        return False
+
     def codec(self) -> Codec:
         return Sign("mean", majority=not self.error_feedback, block_size=self.block_size)

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from commhooks.algorithms.finite import all_finite
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
@@ -75,12 +76,11 @@ class SkipNonfinite(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:
             self._begin_step()
-        buffer = bucket.buffer()
-        has_nonfinite = buffer.isfinite().all().logical_not().float().view(1)
+        has_nonfinite = all_finite(bucket.buffer()).logical_not().float().view(1)
         if (await comm.all_reduce(has_nonfinite, op="max")).item():
             return self._drop(bucket)
         average = await self.inner.reduce(bucket, comm.within(self.inner))
-        return average if average.isfinite().all() else self._drop(bucket)
+        return average if all_finite(average) else self._drop(bucket)
 
     @property
     def last_step_was_skipped(self) -> bool:
