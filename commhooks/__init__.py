@@ -23,7 +23,13 @@ from commhooks.handle import HookHandle, handle_of, register
 from commhooks.hook import CommHook
 from commhooks.registry import HookInfo, available, create, describe, register_hook
 from commhooks.stats import BucketStats, HookStats
-from reducer import DistributedDataParallel, GradBucket
+from reducer import (
+    DistributedDataParallel,
+    GradBucket,
+    MixedPrecision,
+    OverlappedOptimizer,
+    overlap_optimizer,
+)
 from reducer.distributed import set_hook_resolver
 
 __all__ = [
@@ -41,12 +47,15 @@ __all__ = [
     "HookHandle",
     "HookInfo",
     "HookStats",
+    "MixedPrecision",
+    "OverlappedOptimizer",
     "UnknownHookError",
     "algorithms",
     "available",
     "create",
     "describe",
     "handle_of",
+    "overlap_optimizer",
     "register",
     "register_hook",
 ]

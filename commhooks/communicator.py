@@ -1,7 +1,7 @@
 """What a hook sends through: awaitable collectives, counted in bytes."""
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,13 +11,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
+    ProcessGroupGloo,
     ReduceOp,
     ReduceScatterOptions,
     Work,
 )
 
 from commhooks import wire
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, CommHookPeerError
+from reducer._C import join_works
 
 __all__ = ["Communicator", "Request"]
 
@@ -41,7 +43,8 @@ class Request:
     """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
 
     ``start`` issues it on a channel; once that has completed, ``result`` is there. ``count`` tells
-    the bytes on the wire: a function, to be called when others do not wait for it.
+    the bytes on the wire: a function, to be called when others do not wait for it. ``ranks``: those
+    of the model's group that take part; empty: all, see Note [Subgroups] in channels.py.
     ``is_vote``: issued when all buckets have finished, see Note [All ranks or none].
     """
 
@@ -49,6 +52,7 @@ class Request:
     start: Callable[[dist.ProcessGroup], Work]
     result: Tensor | None
     count: Callable[[], int]
+    ranks: tuple[int, ...] = ()
     is_vote: bool = False
 
     def __await__(self) -> Generator["Request", None, Tensor]:
@@ -67,10 +71,19 @@ class Communicator:
     wait for the device. With one rank nothing is sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, step: int, key: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        step: int,
+        key: str,
+        seed: int = 0,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
         self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
+        """The model's."""
+        self.rank = ranks.index(group.rank()) if ranks else group.rank()
+        self.size = len(ranks) or group.size()
         self.step = step
         """The number of synchronised backward passes before this one; survives a resume."""
         self.wire_bytes = 0
@@ -84,6 +97,7 @@ class Communicator:
         """
         self._key = key
         self._seed = seed
+        self._ranks = ranks
 
     def within(
         self, hook: object, *, key: str | None = None, wants_contribution: bool = False
@@ -97,6 +111,7 @@ class Communicator:
             step=self.step,
             key=self._key if key is None else key,
             seed=getattr(hook, "seed", 0),
+            ranks=self._ranks,
         )
         nested.wants_contribution = wants_contribution
         return nested
@@ -123,7 +138,7 @@ class Communicator:
         if options is None:
             raise CommHookError(f"all_reduce: expected op in {sorted(_ALL_REDUCE)}, found {op!r}")
         _check_contiguous("all_reduce", tensor)
-        return Request(
+        return self._request(
             "all_reduce",
             lambda channel: channel.allreduce([tensor], options),
             tensor,
@@ -136,7 +151,7 @@ class Communicator:
         if self.size == 1:
             gathered[0] = tensor
         flat = tensor.reshape(-1)
-        return Request(
+        return self._request(
             "all_gather",
             lambda channel: channel._allgather_base(gathered.view(-1), flat),  # noqa: SLF001
             gathered,
@@ -147,7 +162,7 @@ class Communicator:
         """Part i along dimension 0 goes to rank i; parts from all ranks come back, by rank."""
         self._check_parts("all_to_all", tensor)
         received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
-        return Request(
+        return self._request(
             "all_to_all",
             lambda channel: channel.alltoall_base(received, tensor, [], []),
             received,
@@ -160,7 +175,7 @@ class Communicator:
         part = tensor.chunk(self.size)[self.rank]
         part = part.clone() if self.size == 1 else torch.empty_like(part)
         options = ReduceScatterOptions()
-        return Request(
+        return self._request(
             "reduce_scatter",
             lambda channel: channel._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
             part,
@@ -173,7 +188,7 @@ class Communicator:
         _check_contiguous("broadcast", tensor)
         options = BroadcastOptions()
         options.rootRank = root
-        return Request(
+        return self._request(
             "broadcast",
             lambda channel: channel.broadcast([tensor], options),
             tensor,
@@ -183,25 +198,69 @@ class Communicator:
     def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> Request:
         """Sends ``tensor`` to one rank of the group and returns that of another, of equal shape.
 
-        All ranks take part: each receives from the rank that sends to it, which may be itself.
+        All ranks take part: each receives from the rank that sends to it, which may be itself. On
+        Gloo and NCCL one message per rank, whatever the size of the group.
         """
-        _check_contiguous("exchange", tensor)
-        self._check_rank("exchange", "send_to", send_to)
-        self._check_rank("exchange", "receive_from", receive_from)
-        # As an all-to-all, in which all other parts are empty: NCCL would need sends and receives
-        # to be grouped, and on Gloo they have no future.
-        received = torch.empty_like(tensor)
-        sent_sizes, received_sizes = ([0] * self.size for _ in range(2))
-        sent_sizes[send_to] = received_sizes[receive_from] = tensor.numel()
+        request = self._push("exchange", tensor, send_to, [receive_from])
+        assert request.result is not None
+        request.result = request.result[0]
+        return request
+
+    def push(self, tensor: Tensor, send_to: int, receive_from: Sequence[int]) -> Request:
+        """Sends ``tensor`` to one rank and returns those of ``receive_from``: ``(k, *shape)``.
+
+        As :meth:`exchange`, but a rank may get any number of messages, also none. All ranks take
+        part. ``receive_from``: exactly the ranks that send to this one, ascending.
+        """
+        return self._push("push", tensor, send_to, receive_from)
+
+    def among(self, ranks: Sequence[int]) -> "Communicator":
+        """Some of these ranks, by themselves; rank i of them is ``ranks[i]``. Sends nothing.
+
+        Only for ranks in ``ranks``, all of which have to name the same ones. Other ranks may await
+        more or fewer collectives, but something in each step in which these do. Bytes count here.
+
+        Raises CommHookError unless ``ranks`` are ascending, with this one among them.
+        """
+        if list(ranks) != sorted(set(ranks)) or self.rank not in ranks:
+            raise CommHookError(
+                f"among: expected ranks in ascending order, {self.rank} among them, found "
+                f"{list(ranks)}"
+            )
+        for rank in ranks:
+            self._check_rank("among", "each of them", rank)
+        own = self._ranks or range(self.size)
+        chosen = () if len(ranks) == self.group.size() else tuple(own[rank] for rank in ranks)
+        return Communicator(
+            self.group, step=self.step, key=self._key, seed=self._seed, ranks=chosen
+        )
+
+    def _request(
+        self,
+        operation: str,
+        start: Callable[[dist.ProcessGroup], Work],
+        result: Tensor,
+        count: Callable[[], int],
+    ) -> Request:
+        return Request(operation, start, result, count, self._ranks)
+
+    def _push(
+        self, operation: str, tensor: Tensor, send_to: int, receive_from: Sequence[int]
+    ) -> Request:
+        _check_contiguous(operation, tensor)
+        self._check_rank(operation, "send_to", send_to)
+        for source in receive_from:
+            self._check_rank(operation, "receive_from", source)
+        received = tensor.new_empty((len(receive_from), *tensor.shape))
         if self.size == 1:
             received.copy_(tensor)
-        return Request(
-            "exchange",
-            lambda channel: channel.alltoall_base(
-                received.view(-1), tensor.view(-1), received_sizes, sent_sizes
-            ),
-            received,
-            lambda: 0 if send_to == self.rank else tensor.nbytes,
+
+        def start(channel: dist.ProcessGroup) -> Work:
+            send = _send_on_gloo if isinstance(channel, ProcessGroupGloo) else _send_to_all
+            return send(channel, self.rank, tensor, send_to, received, receive_from)
+
+        return self._request(
+            operation, start, received, lambda: 0 if send_to == self.rank else tensor.nbytes
         )
 
     def _check_parts(self, operation: str, tensor: Tensor) -> None:
@@ -218,6 +277,51 @@ class Communicator:
                 f"{operation}: expected {argument} to be a rank of the group, 0 to "
                 f"{self.size - 1}, found {rank}"
             )
+
+
+def _send_on_gloo(
+    channel: dist.ProcessGroup,
+    rank: int,
+    tensor: Tensor,
+    send_to: int,
+    received: Tensor,
+    receive_from: Sequence[int],
+) -> Work:
+    """Point to point: Gloo's all-to-all would send empty messages to all other ranks.
+
+    Raises CommHookPeerError if a connection is known to be broken; others show in the Work.
+    """
+    works = []
+    broken = ""
+    try:
+        for source, part in zip(receive_from, received.unbind(), strict=True):
+            if source == rank:
+                part.copy_(tensor)
+            else:
+                works.append(channel.recv([part], source, 0))
+        if send_to != rank:
+            works.append(channel.send([tensor], send_to, 0))
+    except RuntimeError as error:
+        broken = str(error)  # the error itself would lead to this frame, and keep the channel
+    if broken:
+        raise CommHookPeerError(broken)
+    return join_works(works)
+
+
+def _send_to_all(
+    channel: dist.ProcessGroup,
+    rank: int,  # noqa: ARG001
+    tensor: Tensor,
+    send_to: int,
+    received: Tensor,
+    receive_from: Sequence[int],
+) -> Work:
+    """An all-to-all with other parts empty, which NCCL leaves out. It groups sends and receives."""
+    sent_sizes, received_sizes = ([0] * channel.size() for _ in range(2))
+    sent_sizes[send_to] = tensor.numel()
+    for source in receive_from:
+        received_sizes[source] = tensor.numel()
+    return channel.alltoall_base(received.view(-1), tensor.view(-1), received_sizes, sent_sizes)
 
 
 def _check_contiguous(operation: str, tensor: Tensor) -> None:

@@ -19,6 +19,7 @@ bucket awaits the same collectives on every rank. What completes when does not m
 channels no order is needed: they share no connection. Nor can ranks wait for each other in a
 circle. Take the earliest bucket that has not finished everywhere, and its earliest stage that some
 rank has not issued: all stages before it are issued by all and complete, no bucket is before it.
+Collectives among some of the ranks count by themselves: Note [Subgroups] in channels.py.
 
 Note [All ranks or none]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -75,6 +76,7 @@ class Driver:
 
     def __init__(self, hook: CommHook, group: dist.ProcessGroup, token: int) -> None:
         self.ledger = Ledger()
+        self.name = hook.name
         self._hook = hook
         self._group = group
         self._loop = _Loop(hook, group.rank(), Channels(group, token), self.ledger)
@@ -223,34 +225,37 @@ class _Loop:
 
     def _give_turns(self) -> None:
         """Issues what may be issued now; see Note [Order of collectives]."""
-        limit: float = math.inf  # the fewest collectives that an earlier bucket has issued
+        fewest: dict[tuple[int, ...], int] | None = None  # that an earlier bucket has issued
         for task in list(self._tasks):
-            if task.request is not None and task.issued < limit:
-                self._issue(task, task.request)
+            request = task.request
+            if request is not None and (
+                fewest is None or task.issued.get(request.ranks, 0) < fewest.get(request.ranks, 0)
+            ):
+                self._issue(task, request)
                 if self._failure is not None:
                     return
-            if task.issued < limit:
-                limit = task.issued
-                if limit == 0:
-                    return
+            if fewest is None:
+                fewest = task.issued
+            elif fewest != task.issued:
+                fewest = _fewest(fewest, task.issued)
+            if not fewest:
+                return
 
     def _issue(self, task: Task, request: Request) -> None:
-        stage = task.issued
-        if request.is_vote:
-            if task is not self._tasks[0]:
-                return
-            stage = 0
+        if request.is_vote and task is not self._tasks[0]:
+            return
         task.request = None
         if request.is_vote and not self._has_sent:
             self._advance(task)
             return
         self._has_sent = True
-        task.issued += 1
-        task.operation = request.operation
+        stage = task.count(request)
+        if request.is_vote:
+            stage = 0
         try:
-            task.work = request.start(self._channels.open(stage))
+            task.work = request.start(self._channels.open(stage, request.ranks))
         except CommHookPeerError as error:
-            self._fail(self._peer_error(task, error))
+            self._fail(self._peer_error(task, error.with_traceback(None)))
             return
         except Exception as error:
             self._fail(task.refuse(error.with_traceback(None)))  # frames would keep the channel
@@ -294,6 +299,12 @@ class _Loop:
             )
         failure.__cause__ = error
         return failure
+
+
+def _fewest(
+    left: dict[tuple[int, ...], int], right: dict[tuple[int, ...], int]
+) -> dict[tuple[int, ...], int]:
+    return {ranks: min(left[ranks], right[ranks]) for ranks in left.keys() & right.keys()}
 
 
 def _stop(loop: _Loop, pid: int) -> None:

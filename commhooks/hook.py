@@ -8,7 +8,8 @@ backward goes on, and so do the hooks of other buckets. They never run at the sa
 other (on CPU they have one thread of their own), so state needs no lock.
 
 *What.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps; the hook may
-overwrite it. It is the hook's until the result has been taken.
+overwrite it. It is the hook's until the result has been taken. A hook may change the bucket's
+parameters as well: Note [Parameters change in backward] in algorithms/bucket_parameters.py.
 
 *Result.* The **average** over ranks, never the sum: exact, or approximate in a way that the class
 states. A tensor with the number of elements, dtype and device of the buffer; it may be the buffer.
@@ -139,6 +140,11 @@ class CommHook:
         The cost formula of the hook, against which the conformance kit holds what is sent.
         """
         return None
+
+    @property
+    def changes_parameters(self) -> bool:
+        """Whether ``reduce`` changes the bucket's parameters too, or a nested hook does."""
+        return any(hook.changes_parameters for hook in self.nested().values())
 
     def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
         """The same hook in C++, for our own reducer only, where there is one."""

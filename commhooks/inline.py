@@ -1,10 +1,12 @@
 """Runs a hook to its end on the thread that runs backward, where order is kept by the backend."""
 
 import time
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 from torch.futures import Future
 
 from commhooks.errors import CommHookError
@@ -20,13 +22,19 @@ class InlineDriver:
     """A hook for a reducer, for backends that complete collectives in the order of issue.
 
     On NCCL waiting for a collective orders streams and returns at once, so communication overlaps
-    with backward all the same. With one rank nothing is issued.
+    with backward all the same. With one rank nothing is issued. ``token`` as for Driver.
     """
 
-    def __init__(self, hook: CommHook, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
+    ) -> None:
         self.ledger = Ledger()
+        self.name = hook.name
         self._hook = hook
         self._group = group
+        self._backend: Any = group._get_backend(device)  # noqa: SLF001
+        self._token = token
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._has_failed = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
@@ -51,18 +59,43 @@ class InlineDriver:
         """Nothing is ever on its way."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Gives up the subgroups."""
+        self._subgroups.clear()
 
     def _run(self, task: Task) -> Tensor:
         while (result := task.step()) is None:
             request, task.request = task.request, None
             assert request is not None
-            if task.comm.size == 1 or request.is_vote:
+            if task.comm.size == 1 or len(request.ranks) == 1 or request.is_vote:
                 continue
-            task.issued += 1
+            task.count(request)
             try:
-                request.start(self._group).wait()
+                request.start(self._among(request.ranks)).wait()
             except Exception as error:
                 raise task.refuse(error) from error
             task.comm.wire_bytes += request.count()
         return result
+
+    def _among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The channel of these ranks, connected when it is first used; of all if empty.
+
+        Not made by ``dist.new_group``, whose names depend on how many groups a rank has made.
+        """
+        if not ranks:
+            return self._group
+        if ranks not in self._subgroups:
+            if self._backend.name() not in ("gloo", "nccl"):
+                raise CommHookError(
+                    "collectives among some of the ranks need gloo or nccl, found "
+                    f"{self._backend.name()!r}"
+                )
+            name = f"commhooks/{self._token:x}/{ranks}"
+            channel = type(self._backend)(
+                PrefixStore(name, self._group.get_group_store()),
+                ranks.index(self._group.rank()),
+                len(ranks),
+                self._backend.options,
+            )
+            # A backend only, but with a process group's methods for collectives.
+            self._subgroups[ranks] = cast("dist.ProcessGroup", channel)
+        return self._subgroups[ranks]

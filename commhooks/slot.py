@@ -171,4 +171,4 @@ def make_driver(
     backend = group._get_backend(device).name()  # noqa: SLF001
     if device.type == "cpu" and backend == "gloo" and group.size() > 1:
         return Driver(hook, group, token)
-    return InlineDriver(hook, group)
+    return InlineDriver(hook, group, device, token)

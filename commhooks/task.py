@@ -23,7 +23,8 @@ class Task:
     """The hook's coroutine for one bucket, from launch to result.
 
     ``request`` is the collective that the hook awaits and that is yet to be issued, ``work`` the
-    one under way; ``issued`` counts those issued so far, the last of which was an ``operation``.
+    one under way; ``issued`` counts those issued so far by the ranks that took part, see
+    Note [Subgroups], the last of which was an ``operation``.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -34,7 +35,7 @@ class Task:
         device = bucket.buffer().device
         self.future: Future[Tensor] = Future(devices=[] if device.type == "cpu" else [device])
         self.request: Request | None = None
-        self.issued = 0
+        self.issued: dict[tuple[int, ...], int] = {}
         self.operation = ""
         self.work: Work | None = None
         self.start = time.perf_counter()
@@ -64,6 +65,13 @@ class Task:
             )
         self.request = request
         return None
+
+    def count(self, request: Request) -> int:
+        """Counts ``request`` as issued; returns its stage, the number of those before it."""
+        stage = self.issued.get(request.ranks, 0)
+        self.issued[request.ranks] = stage + 1
+        self.operation = request.operation
+        return stage
 
     def end_collective(self) -> Exception | None:
         """Lets go of the collective that has completed, and returns its error.
@@ -109,9 +117,10 @@ class Task:
         """``text``, with where it happened."""
         names = self.bucket.names
         parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+        issued = sum(self.issued.values())
         return kind(
             f"[rank {self.comm.rank}] hook {self._hook!r} failed on bucket {self.bucket.index()} "
-            f"(parameters {parameters}) at step {self.bucket.step}, after {self.issued} "
+            f"(parameters {parameters}) at step {self.bucket.step}, after {issued} "
             f"collectives: {text}"
         )
 

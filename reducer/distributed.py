@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +34,7 @@ from reducer.logging_data import StepSampler, logging_data
 from reducer.mixed_precision import CastModule, MixedPrecision
 from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
 from reducer.outputs import map_tensors, tensors_in
+from reducer.sink import through_sink
 from reducer.verify import verify_parameters
 
 __all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
@@ -45,10 +47,15 @@ _resolve_hook: HookResolver | None = None
 _DELAYED = "reducer: delayed"  # key of delay_all_reduce_named_params
 
 
-def _outside_graphs(function: Function) -> Function:
-    """For torch.compile: it compiles what the function calls, but not the function itself."""
+def _outside_graphs(function: Function, *, recursive: bool = False) -> Function:
+    """For torch.compile: it does not compile the function, only what that calls."""
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    return cast("Function", disable(function, recursive=False))
+    return cast("Function", disable(function, recursive=recursive))
+
+
+def _not_compiled(function: Function) -> Function:
+    """For torch.compile: nor what it calls."""
+    return _outside_graphs(function, recursive=True)
 
 
 def set_hook_resolver(resolver: HookResolver) -> None:
@@ -124,10 +131,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
-        *,
         batched_grad_copy: bool = False,
-        lazy_bucket_allocation: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
         hook: Any = None,
         hook_options: Mapping[str, Any] | None = None,
         stable_buckets: bool = False,
@@ -178,6 +185,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.require_forward_param_sync = True
         self.require_manual_backward_finalization = False
         self.divide_by_initial_world_size = True
+        self._sink_clones = True
         self._bucket_sizes = bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = self._bucket_sizes[-1]
         self._group_key = _with_delayed(group_key, delay_all_reduce_named_params)
@@ -262,10 +270,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             stable_buckets=self.stable_buckets,
             skip_unused_buckets=self.skip_all_reduce_unused_params,
             release_buckets=self.lazy_bucket_allocation,
+            frozen={name: p for name, p in self._named_parameters() if not p.requires_grad},
         )
         self.reducer.set_hook(self.default_hook())
         self.gradient_observers: list[GradientObserver] = []
         self.step_sampler = StepSampler()
+        self._forward_seconds = 0.0
         self._has_comm_hook = False
         self._has_run_forward = False
 
@@ -300,24 +310,22 @@ class DistributedDataParallel(nn.Module, Joinable):
             synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
             plans = self._before_forward(synchronises)
             inputs, kwargs = self._move_inputs(inputs, kwargs)
+            start = time.perf_counter()
             with self._casting() as keep_casts, self._inside_forward():
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
-            if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
-                self._sync_buffers(plans)
-            self.require_forward_param_sync = synchronises
-            if synchronises:
-                watched = list(tensors_in(output)) if self.reducer.needs_outputs else []
-                self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
-            return output
+            return self._after_forward(output, plans, synchronises, time.perf_counter() - start)
 
+    @_not_compiled
     def _before_forward(self, synchronises: bool) -> Plans | None:
         if not self._has_run_forward:
             take_over_in_backward_optimizers(self)
             self._has_run_forward = True
         if synchronises:
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
-            self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
+            self.step_sampler.sample(
+                self.reducer.steps, self.reducer.last_times(), self._forward_seconds
+            )
         if work := Join.notify_join_context(self):
             work.wait()
         plans = None
@@ -335,6 +343,23 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._sync_buffers(plans)
         return plans
 
+    @_not_compiled
+    def _after_forward(
+        self, output: Any, plans: Plans | None, synchronises: bool, seconds: float
+    ) -> Any:
+        if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+            self._sync_buffers(plans)
+        self.require_forward_param_sync = synchronises
+        if synchronises:
+            self._forward_seconds = seconds
+            watched: list[Tensor] = []
+            if self.reducer.needs_outputs:
+                output = through_sink(output, clones=self._sink_clones)
+                watched = list(tensors_in(output))
+            self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
+        return output
+
+    @_not_compiled
     def _move_inputs(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -380,9 +405,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether :meth:`finalize_backward` is to be called, after backward has returned."""
+        return self.require_manual_backward_finalization
+
     def finalize_backward(self) -> None:
-        """Ends a backward under ``require_manual_backward_finalization``: waits for all buckets."""
+        """Ends a backward under ``require_manual_backward_finalization``: waits for all buckets.
+
+        Raises RuntimeError where there is nothing to finalize.
+        """
+        before = self.reducer.steps
         self.reducer.finalize_backward()
+        if self.reducer.steps == before:
+            raise RuntimeError(
+                "Expected a synchronised backward that waits to be finalized: call "
+                "finalize_backward() once after each, with require_manual_backward_finalization "
+                f"set before its forward (it is {self.require_manual_backward_finalization})."
+            )
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
         """As in torch, for code that overrides it."""
@@ -652,7 +692,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.check_finalized()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Without effect: outputs are never cloned, and may be modified in place."""
+        """Whether outputs are cloned where a sink is needed, so as to be modified in place."""
+        self._sink_clones = val
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -39,7 +39,7 @@ class StepSampler:
         self._samples = 0
         self._last: dict[str, float] = {}
 
-    def sample(self, step: int, times: dict[str, float]) -> None:
+    def sample(self, step: int, times: dict[str, float], forward_seconds: float) -> None:
         """``times``: ``Reducer.last_times()`` after ``step`` steps. Sees each step once."""
         if step == self._last_step or not times["backward_start"]:
             return
@@ -49,6 +49,7 @@ class StepSampler:
         backward = times["backward_end"] - times["backward_start"]
         start, end = times["communication_start"], times["communication_end"]
         self._last = {
+            "forward_compute_time": forward_seconds,
             "backward_compute_time": backward,
             "backward_comm_time": end - start if start else 0.0,
             "backward_compute_comm_overlap_time": max(0.0, times["backward_end"] - start)
@@ -90,6 +91,8 @@ def logging_data(model: DistributedDataParallel) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
         "comm_hook": model.comm_hook_name,
+        "bucket_sizes": sizes,
+        "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"),
         "iteration": model.reducer.steps,
         "unused_parameter_size": 0,
     }

@@ -1,5 +1,6 @@
 """Fixtures for tests on several ranks; every warning is an error, on the ranks as well."""
 
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,3 +20,12 @@ def _ranks_closed() -> Iterator[None]:
 def run_ranks(_ranks_closed: None) -> Any:
     """:func:`commhooks.testing.run_ranks`, whose processes end with the session."""
     return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,6 +1,6 @@
 """Runs one hook per rank inside this process, all of them in step: fast, and easy to look into."""
 
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
 import torch
@@ -9,35 +9,56 @@ from torch import Tensor
 from commhooks import CommHook, GradBucket
 
 
-class AllReduce:
-    """What awaiting ``comm.all_reduce`` hands to :func:`lockstep`, which sends back the sum."""
+class Collective:
+    """What awaiting a collective hands to :func:`lockstep`, which sends back the result.
 
-    def __init__(self, tensor: Tensor) -> None:
+    ``combine`` makes this rank's result of the tensors of all ranks.
+    """
+
+    def __init__(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
         self.tensor = tensor
+        self.combine = combine
 
-    def __await__(self) -> Generator["AllReduce", Tensor, Tensor]:
+    def __await__(self) -> Generator["Collective", Tensor, Tensor]:
         return (yield self)
 
 
 class LockstepCommunicator:
-    """The part of a communicator that hooks with all-reduces use; keeps what was sent."""
+    """The part of a communicator that most hooks use; keeps what was sent."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, step: int) -> None:
         self.rank = rank
         self.size = size
+        self.step = step
+        self.generator = torch.Generator().manual_seed(step)
+        self.wants_contribution = False
+        self.contribution: Tensor | None = None
         self.sent: list[Tensor] = []
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> AllReduce:
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Collective:
         assert op == "sum"
         self.sent.append(tensor.clone())
-        return AllReduce(tensor)
+        return Collective(tensor, lambda tensors: tensor.copy_(torch.stack(tensors).sum(0)))
+
+    def all_gather(self, tensor: Tensor) -> Collective:
+        self.sent.append(tensor.clone())
+        return Collective(tensor, torch.stack)
+
+    def all_to_all(self, tensor: Tensor) -> Collective:
+        self.sent.append(tensor.clone())
+        rank, size = self.rank, self.size
+        return Collective(tensor, lambda ts: torch.cat([t.chunk(size)[rank] for t in ts]))
 
 
 def lockstep(
-    hooks: Sequence[CommHook], buckets: Sequence[GradBucket]
+    hooks: Sequence[CommHook], buckets: Sequence[GradBucket], *, wants_contribution: bool = False
 ) -> tuple[list[Tensor], list[LockstepCommunicator]]:
     """The results of all ranks, and their communicators."""
-    comms = [LockstepCommunicator(rank, len(hooks)) for rank in range(len(hooks))]
+    comms = [
+        LockstepCommunicator(rank, len(hooks), bucket.step) for rank, bucket in enumerate(buckets)
+    ]
+    for comm in comms:
+        comm.wants_contribution = wants_contribution
     runs: list[Coroutine[Any, Any, Tensor]] = [
         hook.reduce(bucket, comm)  # type: ignore[arg-type]
         for hook, bucket, comm in zip(hooks, buckets, comms, strict=True)
@@ -45,7 +66,7 @@ def lockstep(
     answers: list[Any] = [None] * len(runs)
     while True:
         results: list[Tensor] = []
-        requests: list[AllReduce] = []
+        requests: list[Collective] = []
         for run, answer in zip(runs, answers, strict=True):
             try:
                 requests.append(run.send(answer))
@@ -55,8 +76,8 @@ def lockstep(
             assert not requests, "some ranks finished while others sent another collective"
             return results, comms
         assert len({request.tensor.numel() for request in requests}) == 1
-        total = torch.stack([request.tensor for request in requests]).sum(0)
-        answers = [request.tensor.copy_(total) for request in requests]
+        tensors = [request.tensor.clone() for request in requests]
+        answers = [request.combine(tensors) for request in requests]
 
 
 def make_bucket(gradients: dict[str, Tensor], step: int = 0) -> GradBucket:

@@ -36,6 +36,11 @@ class Everything(commhooks.CommHook):
         await run("scattered", comm.reduce_scatter(parts.clone()))
         await run("broadcast", comm.broadcast(own.clone(), root=size - 1))
         await run("shifted", comm.exchange(own, (rank + 1) % size, (rank - 1) % size))
+        sources = list(range(size)) if rank == 0 else []
+        await run("pushed", comm.push(own, 0, sources))
+        await run("nothing pushed", comm.push(own[:0], (rank + 1) % size, [(rank - 1) % size]))
+        if (odd := [peer for peer in range(size) if peer % 2]) and rank in odd:
+            await run("sum of odd ranks", comm.among(odd).all_reduce(own.clone()))
         await run("empty", comm.all_reduce(torch.empty(0)))
         await run("half", comm.all_reduce(own.bfloat16()))
         self.results["random"] = torch.rand(3, generator=comm.generator)
@@ -55,7 +60,7 @@ def run_everything(rank: int, size: int) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(run_ranks: Any, size: int) -> None:
     results = run_ranks(run_everything, size, timeout=8.0)
     own = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(size)]
@@ -69,14 +74,20 @@ def test_every_collective(run_ranks: Any, size: int) -> None:
             "scattered": torch.stack(parts).sum(0)[rank : rank + 1],
             "broadcast": own[-1],
             "shifted": own[rank - 1],
+            "pushed": torch.stack(own) if rank == 0 else torch.empty(0, 2, 3),
+            "nothing pushed": torch.empty(1, 0, 3),
             "empty": torch.empty(0),
             "half": torch.stack(own).sum(0).bfloat16(),
         }
+        if rank % 2:
+            expected["sum of odd ranks"] = torch.stack(own[1::2]).sum(0)
         for name, tensor in expected.items():
             assert torch.equal(found[name], tensor), name
         assert torch.equal(found["random"], results[0][0]["random"])
         assert not torch.equal(found["random"], second["random"])
         part_bytes = 2 * 4
+        odd_ranks = size // 2
+        sent_by_odd = 2 * (odd_ranks - 1) * -(-24 // odd_ranks) if odd_ranks else 0
         assert found["sent"] == {
             "sum": 2 * (size - 1) * -(-24 // size),
             "max": 2 * (size - 1) * -(-24 // size),
@@ -85,6 +96,9 @@ def test_every_collective(run_ranks: Any, size: int) -> None:
             "scattered": (size - 1) * part_bytes,
             "broadcast": 24 if rank == size - 1 and size > 1 else 0,
             "shifted": 24 if size > 1 else 0,
+            "pushed": 24 if rank > 0 else 0,
+            "nothing pushed": 0,
+            **({"sum of odd ranks": sent_by_odd} if rank % 2 else {}),
             "empty": 0,
             "half": 2 * (size - 1) * -(-12 // size),
         }
@@ -107,6 +121,10 @@ def test_bad_arguments(comm: commhooks.Communicator) -> None:
         (lambda: comm.all_to_all(torch.tensor(1.0)), "expected dimension 0"),
         (lambda: comm.broadcast(torch.ones(2), root=1), "root to be a rank of the group, 0 to 0"),
         (lambda: comm.exchange(torch.ones(2), -1, 0), "send_to to be a rank"),
+        (lambda: comm.push(torch.ones(2), 0, [0, 1]), "receive_from to be a rank.*found 1"),
+        (lambda: comm.among([]), r"among: expected ranks.*0 among them, found \[\]"),
+        (lambda: comm.among([0, 0]), r"ascending order.*found \[0, 0\]"),
+        (lambda: comm.among([0, 1]), "each of them to be a rank"),
     ]:
         with pytest.raises(commhooks.CommHookError, match=message):
             make()

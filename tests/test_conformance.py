@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 
 import commhooks
 from commhooks import registry
@@ -20,8 +21,25 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
         {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
+        {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "num_iters_per_step": 2},
         {},
     ],
+    "gossip": [{"what": "gradients", "average_every": 2}, {"average_every": 2}],
+    "push_sum": [{"topology": "uniform"}, {}],
+    "hierarchical": [
+        {"inner": "allreduce", "ranks_per_node": 1},
+        {"inner": POWERSGD, "ranks_per_node": 1},
+    ],
+    "local_sgd": [
+        {"period": 2, "outer": "nesterov", "fragments": 2},
+        {"period": 3, "start_step": 1},
+    ],
+    "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
+    "int4": [{}, {"stochastic": True, "error_feedback": False}],
+    "int8": [{}, {"stochastic": True, "error_feedback": False}],
+    "qsgd": [{}, {"levels": 1, "norm": "l2"}],
+    "signsgd": [{}, {"error_feedback": False}],
+    "terngrad": [{}, {"clip": 0.0}],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
     "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
     "error_feedback": [{"inner": "bf16"}, {"inner": {"name": "cast", "inner": "allreduce"}}],
@@ -34,6 +52,14 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"stages": [[0, POWERSGD], [1, "bf16"]], "cycle": 5, "keep_state": False},
     ],
     "skip_nonfinite": [{"inner": "allreduce"}, {"inner": POWERSGD, "whole_steps": True}],
+    "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
+    "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": True}],
+    "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],
+    "topk": [
+        {"density": 0.1, "warmup_steps": 2},
+        {"density": 0.5, "warmup_steps": 0, "error_feedback": False},
+        {},
+    ],
 }
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
@@ -50,10 +76,22 @@ def test_every_hook_conforms(name, options):
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", ["allreduce", "error_feedback", "powersgd", "route"])
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"noop", "fp16", "batched_powersgd"}))
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize("inner", ["allreduce", POWERSGD])
+def test_nodes_of_two_ranks(inner):
+    check_hook(functools.partial(make_nodes_of_two, inner), world_size=4)
+
+
+def make_nodes_of_two(inner):
+    """On one rank, where the kit checks what a hook does alone, there is one node of one rank."""
+    ranks_per_node = 2 if dist.is_initialized() and dist.get_world_size() > 1 else 1
+    return commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)
 
 
 # -------------------------------------------------------------------- one broken hook per rule

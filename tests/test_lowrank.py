@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.lowrank import absorb, orthonormalise, project
+from commhooks.algorithms.lowrank import absorb, deflate, orthonormalise, project
 from commhooks.algorithms.matrix_plan import Side
 
 # k, n, m, r: below, at and above the vector width and the blocks of rows and factors.
@@ -60,18 +60,13 @@ def test_project(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_error", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("side", Side)
-def test_absorb(
-    shape: tuple[int, int, int, int], has_error: bool, dtype: torch.dtype, side: Side
-) -> None:
+def test_absorb(shape: tuple[int, int, int, int], has_error: bool, dtype: torch.dtype) -> None:
     k, n, m, r = shape
     E, G = matrices(k, n, m, dtype)
     M = G.double() + E.double()
     P, Q = torch.randn(k, n, r), torch.randn(k, r, m)
-    own, mean = (P, torch.randn(k, n, r)) if side is Side.LEFT else (Q, torch.randn(k, r, m))
-    basis = Q if side is Side.LEFT else P
-    absorb(side, E if has_error else None, G, basis, own=own, mean=mean)
-    mean_P, mean_Q = (mean, Q) if side is Side.LEFT else (P, mean)
+    mean_P, mean_Q = torch.randn(k, n, r), torch.randn(k, r, m)
+    absorb(E if has_error else None, G, (P, Q), (mean_P, mean_Q))
     exact = mean_P.double() @ mean_Q.double()
     if dtype is torch.float32:
         close(G, exact, r)
@@ -79,6 +74,24 @@ def test_absorb(
         torch.testing.assert_close(G.double(), exact, rtol=2**-7, atol=1e-2)
     if has_error:
         close(E, M - P.double() @ Q.double(), r)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("side", Side)
+def test_deflate(shape: tuple[int, int, int, int], side: Side) -> None:
+    """The factors of M less a product, without that difference."""
+    k, n, m, r = shape
+    _, M = (tensor.double() for tensor in matrices(k, n, m, torch.float32))
+    P, Q = torch.randn(k, n, 2 * r).double(), torch.randn(k, 2 * r, m).double()
+    basis = torch.randn(k, r, m) if side is Side.LEFT else torch.randn(k, n, r)
+    found, expected = (
+        torch.empty(k, n, r) if side is Side.LEFT else torch.empty(k, r, m) for _ in range(2)
+    )
+    found, expected, basis = found.double(), expected.double(), basis.double()
+    project(side, None, M, basis, found)
+    deflate(side, P, Q, basis, found)
+    project(side, None, M - P @ Q, basis, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("side", Side)

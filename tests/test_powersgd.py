@@ -105,6 +105,52 @@ def test_follows_the_reference(two_sided, world_size):
                 torch.testing.assert_close(result[name], expected)
 
 
+@pytest.mark.parametrize("iterations", [2, 3])
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_further_iterations_send_what_is_left(two_sided, iterations):
+    """Each is a step of the reference, on a gradient of zeros and the errors of the one before."""
+    hooks = [powersgd(two_sided=two_sided, num_iters_per_step=iterations) for _ in range(2)]
+    factor = starting_factor("first")
+    errors = [torch.zeros(23, 17, dtype=torch.float64) for _ in hooks]
+    is_left = True
+    for step in range(3):
+        gradients = [gradients_of(rank, step) for rank in range(2)]
+        results = take_step(hooks, gradients, step)
+        expected = torch.zeros(23, 17, dtype=torch.float64)
+        given = [named["first"] for named in gradients]
+        for _ in range(iterations):
+            if two_sided:
+                average, errors, factor = powersgd_two_sided(given, errors, factor)
+            elif is_left:
+                average, errors, factor = powersgd_one_sided(given, errors, factor)
+            else:
+                average, errors, factor = powersgd_one_sided(
+                    [g.T for g in given], [e.T for e in errors], factor
+                )
+                average, errors = average.T, [error.T for error in errors]
+            is_left = not is_left
+            expected += average
+            given = [torch.zeros_like(g) for g in given]
+        for result in results:
+            torch.testing.assert_close(by_name(result)["first"], expected)
+        for hook, error in zip(hooks, errors, strict=True):
+            torch.testing.assert_close(hook.state["first"]["error"], error)
+
+
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_overflow_in_a_further_half_step_leaves_no_trace(two_sided):
+    """P = M·Qᵀ is at most √17 times as large as M, and sent; Q = Pᵀ·M is √60 times as large."""
+    hook = powersgd(rank=1, two_sided=two_sided, num_iters_per_step=2)
+    lockstep([hook], [make_bucket({"m": torch.randn(60, 17)}, 0)])
+    state = hook.state_dict()
+    (result,), (comm,) = lockstep([hook], [make_bucket({"m": torch.full((60, 17), 1e33)}, 2)])
+    assert comm.sent[0].isfinite().all()
+    assert len(comm.sent) == 2
+    assert comm.sent[1].isnan().any()
+    assert result.isnan().all()
+    assert_same_state(hook, state)
+
+
 def starting_factor(name: str) -> Tensor:
     """The Q, (m, r), of step 0: that of a hook that has only seen a gradient of inf."""
     hook = powersgd()
@@ -206,6 +252,8 @@ def test_two_sided_sends_twice_and_one_sided_once():
     bucket = make_bucket(gradients_of(0, 0))
     (comm,) = lockstep([powersgd()], [bucket])[1]
     assert [sent.numel() for sent in comm.sent] == [left + exact, right]
+    (comm,) = lockstep([powersgd(num_iters_per_step=2)], [make_bucket(gradients_of(0, 0))])[1]
+    assert [sent.numel() for sent in comm.sent] == [left + exact, right, left, right]
     for step, factors in ((0, left), (1, right)):
         (comm,) = lockstep([powersgd(two_sided=False)], [make_bucket(gradients_of(0, 0), step)])[1]
         assert [sent.numel() for sent in comm.sent] == [factors + exact]

@@ -16,7 +16,17 @@ from torch import Tensor
 import commhooks
 from commhooks import registry
 
-NAMES = ["allreduce", "batched_powersgd", "bf16", "fp16", "noop", "powersgd"]
+NAMES = [
+    "allreduce",
+    "batched_powersgd",
+    "bf16",
+    "fp16",
+    "gossip",
+    "local_sgd",
+    "noop",
+    "powersgd",
+    "push_sum",
+]
 
 
 @pytest.fixture(autouse=True)

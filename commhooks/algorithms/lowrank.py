@@ -21,7 +21,10 @@ from torch import Tensor
 from commhooks.algorithms.matrix_plan import Side
 from reducer import _C
 
-__all__ = ["absorb", "orthonormalise", "project"]
+__all__ = ["Factors", "absorb", "deflate", "orthonormalise", "project"]
+
+Factors = tuple[Tensor, Tensor]
+"""P and Q."""
 
 # A tile of M, E and G fits in a core's second-level cache, so that the passes which make it and use
 # it read the main memory once.
@@ -43,15 +46,21 @@ def project(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor)
             out[matrices].baddbmm_(basis[matrices, rows].mT, M, beta=beta)
 
 
-def absorb(
-    side: Side, E: Tensor | None, G: Tensor, basis: Tensor, *, own: Tensor, mean: Tensor
-) -> None:
+def deflate(side: Side, P: Tensor, Q: Tensor, basis: Tensor, out: Tensor) -> None:
+    """Makes factors of M on ``side``, as :func:`project` wrote them, into those of M - P·Q."""
+    if side is Side.LEFT:
+        out.baddbmm_(P, torch.bmm(Q, basis.mT), alpha=-1)
+    else:
+        out.baddbmm_(torch.bmm(basis.mT, P), Q, alpha=-1)
+
+
+def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors) -> None:
     """Ends a step: E becomes M less what this rank sent, and G becomes what all sent on average.
 
-    ``own`` and ``mean`` are factors on ``side``, and ``basis`` those on the other side.
+    ``own`` and ``mean`` are P and Q of these, with any number of vectors.
     """
-    P, Q = (own, basis) if side is Side.LEFT else (basis, own)
-    mean_P, mean_Q = (mean, basis) if side is Side.LEFT else (basis, mean)
+    P, Q = own
+    mean_P, mean_Q = mean
     if _has_kernels(G):
         _C.absorb(E, G, P, Q, mean_P, mean_Q)
         return
@@ -59,7 +68,7 @@ def absorb(
         tile = G[matrices, rows]
         if E is not None:
             E[matrices, rows].add_(tile).baddbmm_(P[matrices, rows], Q[matrices], alpha=-1)
-        if tile.dtype == mean.dtype:
+        if tile.dtype == mean_Q.dtype:
             torch.bmm(mean_P[matrices, rows], mean_Q[matrices], out=tile)
         else:
             tile.copy_(torch.bmm(mean_P[matrices, rows], mean_Q[matrices]))

@@ -30,17 +30,20 @@ class CompressionRule:
 
     A matrix is compressed when that divides what is sent for it by ``min_rate`` or more. Two-sided:
     r·(n + m) elements are sent for n·m; one-sided: r·n and r·m in turn, half of that on average.
+    With more iterations, that many times as much.
     """
 
     rank: int
     min_rate: float
     two_sided: bool
+    iterations: int = 1
 
     def rank_of(self, rows: int, columns: int) -> int:
         return min(self.rank, rows, columns)
 
     def accepts(self, rows: int, columns: int) -> bool:
-        sent = self.rank_of(rows, columns) * (rows + columns) / (1 if self.two_sided else 2)
+        half_steps = self.iterations * (2 if self.two_sided else 1)
+        sent = self.rank_of(rows, columns) * (rows + columns) * half_steps / 2
         return sent > 0 and rows * columns >= self.min_rate * sent
 
 

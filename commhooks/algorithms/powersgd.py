@@ -19,6 +19,10 @@ over ranks and steps nothing is lost. (Some implementations subtract the *averag
 have the same mean then, but each also gathers its rank's difference from the mean, which no step
 takes out again.) As P·Pᵀ is a projection, E_i is never longer than M_i.
 
+Two-sided, a first half step only finds the P that the second one starts from; one-sided, each half
+step sends. With several iterations per step the next one goes on from the factor that was found,
+with M_i less all P·Q_i so far; the result is the sum of their means.
+
 Note [One commit]
 ~~~~~~~~~~~~~~~~~
 Nothing that is kept of a bucket changes before its last collective has delivered finite numbers:
@@ -38,7 +42,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
-from commhooks.algorithms.lowrank import absorb, orthonormalise, project
+from commhooks.algorithms.lowrank import Factors, absorb, deflate, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
 from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
@@ -61,8 +65,8 @@ class PowerSGD(CommHook):
 
     Wire, per bucket and step: r·(n + m) elements for each matrix, and what is exact. Two-sided: two
     all-reduces, of P and all that is exact, then of Q. One-sided: a single all-reduce of P or Q,
-    and all that is exact, which halves the bytes of the factors. Memory: the errors, as large as
-    the gradients in float32, and the factors.
+    and all that is exact, which halves the bytes of the factors. Every further iteration sends
+    factors again. Memory: the errors, as large as the gradients in float32, and the factors.
 
     A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
     the state of its parameters as it was. See Note [Sent + error] and Note [One commit].
@@ -79,6 +83,8 @@ class PowerSGD(CommHook):
     two_sided: bool = True
     """Compute both factors in each step, a full step of power iteration in two collectives; else
     one of them, left and right in turn, in a single collective."""
+    num_iters_per_step: Annotated[int, Ge(1)] = 1
+    """Each further iteration sends r more vectors, of what is left, for as many bytes again."""
     error_feedback: bool = True
     """Add what a step did not send to the next gradient. Without, the result is biased."""
     warm_start: bool = True
@@ -97,18 +103,23 @@ class PowerSGD(CommHook):
         if bucket.step < self.start_step:
             return await comm.all_reduce(buffer.div_(comm.size))
         cut = self._cut(bucket)
-        side = Side.LEFT if self.two_sided or bucket.step % 2 == 0 else Side.RIGHT
-        start = self._starting_factors(cut, side.other, bucket.step)
-        half = await self._half_step(cut, buffer, start, side, comm, has_exact=True)
-        exact = half.mean
-        if self.two_sided and half.is_finite:
-            factors = half.mean.factors
-            half = await self._half_step(cut, buffer, factors, side.other, comm, has_exact=False)
-        if not half.is_finite:
-            return buffer.fill_(torch.nan)
-        half.commit(cut, buffer)
-        exact.store_exact(buffer)
+        side = self._first_side(bucket.step)
+        factors = self._starting_factors(cut, side.other, bucket.step)
+        halves: list[_HalfStep] = []
+        for _ in range(self.num_iters_per_step * (2 if self.two_sided else 1)):
+            half = await self._half_step(cut, buffer, factors, side, halves, comm)
+            if not half.is_finite:
+                return buffer.fill_(torch.nan)
+            halves.append(half)
+            factors, side = half.mean.factors, side.other
+        _commit(halves, cut, buffer)
+        halves[0].mean.store_exact(buffer)
         return buffer
+
+    def _first_side(self, step: int) -> Side:
+        """One-sided, steps go on where the last one has stopped."""
+        is_even = self.two_sided or step * self.num_iters_per_step % 2 == 0
+        return Side.LEFT if is_even else Side.RIGHT
 
     async def _half_step(
         self,
@@ -116,22 +127,30 @@ class PowerSGD(CommHook):
         buffer: Tensor,
         factors: Sequence[Tensor],
         side: Side,
+        earlier: Sequence["_HalfStep"],
         comm: Communicator,
-        *,
-        has_exact: bool,
     ) -> "_HalfStep":
-        """From the factors on the other side to those on ``side``. See Note [Sent + error]."""
+        """From the factors on the other side to those on ``side``. See Note [Sent + error].
+
+        ``earlier``: the half steps of the same step. What is exact travels with the first.
+        """
+        has_exact = not earlier
         basis = [orthonormalise(side.other, factor) for factor in factors]
         own = Payload.empty(cut.plan, side, has_exact=has_exact, like=cut.like)
         for memory, F, out in zip(cut.memories, basis, own.factors, strict=True):
             project(side, memory.error, memory.batch.view(buffer), F, out=out)
+        for half in earlier:
+            if half.is_sent:
+                for (P, Q), F, out in zip(half.own_pairs, basis, own.factors, strict=True):
+                    deflate(side, P, Q, F, out=out)
         if has_exact:
             own.load_exact(buffer)
         own.poison_overflow()
         total = own.flat.clone()
         if total.numel() > 0:
             total = await comm.all_reduce(total)
-        return _HalfStep(basis, own, Payload(cut.plan, side, total.div_(comm.size)))
+        mean = Payload(cut.plan, side, total.div_(comm.size))
+        return _HalfStep(basis, own, mean, is_sent=not self.two_sided or side is Side.RIGHT)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what ``state_dict()`` gave, whatever bucket each parameter is in by now."""
@@ -179,7 +198,9 @@ class PowerSGD(CommHook):
         return MatrixPlan.of_parameters(bucket.names, bucket.gradients(), self._rule())
 
     def _rule(self) -> CompressionRule:
-        return CompressionRule(self.rank, self.min_compression_rate, self.two_sided)
+        return CompressionRule(
+            self.rank, self.min_compression_rate, self.two_sided, self.num_iters_per_step
+        )
 
 
 @dataclass(frozen=True)
@@ -194,21 +215,48 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _HalfStep:
-    """The orthonormal factors that were given, and the ones found: this rank's and their mean."""
+    """The orthonormal factors that were given, and the ones found: this rank's and their mean.
+
+    ``is_sent``: whether their product is part of the result.
+    """
 
     basis: list[Tensor]
     own: Payload
     mean: Payload
+    is_sent: bool
 
     @cached_property
     def is_finite(self) -> bool:
         """The same on all ranks. Waits for the device."""
         return bool(self.mean.flat.isfinite().all())
 
-    def commit(self, cut: _Cut, buffer: Tensor) -> None:
-        """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
-        side = self.mean.side
-        found = zip(cut.memories, self.basis, self.own.factors, self.mean.factors, strict=True)
-        for memory, basis, own, mean in found:
-            absorb(side, memory.error, memory.batch.view(buffer), basis, own=own, mean=mean)
-            memory.keep(side, mean)
+    @cached_property
+    def own_pairs(self) -> list[Factors]:
+        """P and Q of what this rank sent, for every batch."""
+        return self._pairs(self.own)
+
+    @cached_property
+    def mean_pairs(self) -> list[Factors]:
+        """P and Q of what all ranks sent on average."""
+        return self._pairs(self.mean)
+
+    def _pairs(self, found: Payload) -> list[Factors]:
+        pairs = zip(found.factors, self.basis, strict=True)
+        return [(F, basis) if found.side is Side.LEFT else (basis, F) for F, basis in pairs]
+
+
+def _commit(halves: Sequence[_HalfStep], cut: _Cut, buffer: Tensor) -> None:
+    """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
+    sent = [half for half in halves if half.is_sent]
+    for i, memory in enumerate(cut.memories):
+        own = _sum([half.own_pairs[i] for half in sent])
+        mean = _sum([half.mean_pairs[i] for half in sent])
+        absorb(memory.error, memory.batch.view(buffer), own, mean)
+        for half in sent:
+            memory.keep(half.mean.side, half.mean.factors[i])
+
+
+def _sum(pairs: Sequence[Factors]) -> Factors:
+    """The factors of the sum of products: all vectors side by side."""
+    lefts, rights = zip(*pairs, strict=True)
+    return torch.cat(lefts, dim=2), torch.cat(rights, dim=1)

@@ -1,4 +1,5 @@
 #include "bindings/completion_queue.h"
+#include "bindings/joined_work.h"
 #include "bindings/register_apis.h"
 
 #include <pybind11/chrono.h>
@@ -32,6 +33,15 @@ work does not take the GIL. Works without a future (point-to-point on Gloo) are 
           R"(
 Remove and return the oldest token, waiting for one without the GIL; `None` once `timeout_seconds`
 have passed.)");
+
+  module.def(
+      "join_works",
+      [](std::vector<c10::intrusive_ptr<c10d::Work>> works) -> c10::intrusive_ptr<c10d::Work> {
+        return c10::make_intrusive<JoinedWork>(std::move(works));
+      },
+      py::arg("works"), R"(
+One Work that completes when all of `works` have, with the first error among them. Made for
+point-to-point on Gloo; has no future.)");
 }
 
 }  // namespace commhooks

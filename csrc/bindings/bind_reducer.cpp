@@ -24,7 +24,8 @@ std::shared_ptr<Reducer> make_reducer(
     bool gradient_as_bucket_view,
     bool stable_buckets,
     bool skip_unused_buckets,
-    bool release_buckets) {
+    bool release_buckets,
+    std::map<std::string, at::Tensor> frozen) {
   ReducerOptions options;
   options.names = std::move(names);
   options.keys = std::move(keys);
@@ -39,6 +40,7 @@ std::shared_ptr<Reducer> make_reducer(
   options.stable_buckets = stable_buckets;
   options.skip_unused_buckets = skip_unused_buckets;
   options.release_buckets = release_buckets;
+  options.frozen = std::move(frozen);
   return Reducer::create(std::move(parameters), std::move(options), std::move(process_group));
 }
 
@@ -118,7 +120,8 @@ bucket order, and writes the averages back into `.grad`. See Note [How a gradien
           py::arg("late_key"), py::arg("bucket_bytes"), py::arg("rebuilt_bucket_bytes"),
           py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
           py::arg("gradient_as_bucket_view") = false, py::arg("stable_buckets") = false,
-          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false)
+          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false,
+          py::arg("frozen") = std::map<std::string, at::Tensor>())
       .def(
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
           py::arg("scale") = 1.0, release_gil(),

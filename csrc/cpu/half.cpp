@@ -1,19 +1,14 @@
 #include "cpu/half.h"
 
+#include "cpu/multiversion.h"
+
 #include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
 
-// The compiler makes one version of a function per instruction set, and the loader picks the right
-// one on the machine at hand.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define COMMHOOKS_X86 1
-#define COMMHOOKS_MULTIVERSIONED \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#ifdef COMMHOOKS_X86
 #include <immintrin.h>
-#else
-#define COMMHOOKS_MULTIVERSIONED
 #endif
 
 namespace commhooks {

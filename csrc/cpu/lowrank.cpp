@@ -1,20 +1,12 @@
 #include "cpu/lowrank.h"
 
+#include "cpu/multiversion.h"
+
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
-
-// As in half.cpp: one version per instruction set, chosen by the loader.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define COMMHOOKS_MULTIVERSIONED \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define COMMHOOKS_MULTIVERSIONED
-#endif
-// So that the templates are compiled for the instruction set of the function that calls them.
-#define COMMHOOKS_INLINE inline __attribute__((always_inline))
 
 namespace commhooks {
 namespace {

@@ -37,9 +37,10 @@ struct ReducerOptions {
   bool find_unused_parameters = false;
   bool static_graph = false;
   bool gradient_as_bucket_view = false;
-  bool stable_buckets = false;       // never rebuild into arrival order
-  bool skip_unused_buckets = false;  // those that this forward does not use, on any rank
-  bool release_buckets = false;      // give memory back between steps
+  bool stable_buckets = false;               // never rebuild into arrival order
+  bool skip_unused_buckets = false;          // those that this forward does not use, on any rank
+  bool release_buckets = false;              // give memory back between steps
+  std::map<std::string, at::Tensor> frozen;  // parameters that required no gradient at first
 };
 
 // Where the time of a step went, in seconds since some moment in the past; zero where unknown.
@@ -213,6 +214,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
   PackFormat format_of(const Bucket& bucket) const;
   void check_complete(const char* advice);
+  void check_frozen() const;
   std::string describe(const std::vector<size_t>& indices) const;
   std::string rank_prefix() const;
 

@@ -104,15 +104,29 @@ void Reducer::check_complete(const char* advice) {
   }
   if (!missing.empty()) {
     abandon();
+    std::vector<size_t> switched_off;
+    std::copy_if(
+        missing.begin(), missing.end(), std::back_inserter(switched_off),
+        [&](size_t index) { return !parameters_[index].requires_grad(); });
     TORCH_CHECK(
         false, rank_prefix(), advice,
         "This error indicates that your module has parameters that were not used in producing "
         "the loss: ",
         describe(missing),
-        ". If they are meant to be unused in some iterations, pass "
-        "`find_unused_parameters=True`, and make sure that all outputs of `forward` take part "
-        "in the loss; if the same ones are unused in every iteration, `static_graph=True` is "
+        switched_off.empty() ? "" : " (of which requires_grad was switched off: ",
+        describe(switched_off), switched_off.empty() ? "" : ")",
+        ". If they are meant to be unused in some iterations, or if not all outputs of `forward` "
+        "take part in the loss, pass `find_unused_parameters=True`; if the same ones are unused in every iteration, `static_graph=True` is "
         "faster. The reducer has been reset; the next iteration starts clean.");
+  }
+}
+
+void Reducer::check_frozen() const {
+  for (const auto& [name, parameter] : options_.frozen) {
+    TORCH_CHECK(
+        !parameter.requires_grad(), rank_prefix(), "Parameter \"", name,
+        "\" required no gradient when the module was wrapped, and requires a gradient now, which "
+        "would not be averaged: wrap the module again after changing requires_grad.");
   }
 }
 
@@ -127,6 +141,7 @@ void Reducer::check_finalized() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale) {
   check_complete(
       "Expected to have finished reduction in the prior iteration before starting a new one. ");
+  check_frozen();
 
   // Outside the lock: the graph may be large, and nothing here depends on the step.
   std::vector<size_t> unreachable;

@@ -1,6 +1,10 @@
 """What a hook remembers."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -13,7 +17,8 @@ def non_finite(site: Site) -> None:
     """Where a gradient of any rank is not finite, results show it and no rank's state changes.
 
     Results are not finite, so that a gradient scaler notices, or zeros. Within a bucket: others are
-    reduced before the number is seen, or know nothing of it.
+    reduced before the number is seen, or know nothing of it. With consensus = False other ranks may
+    know nothing of it either, and go on; but no state may take it in.
     """
     parameters = probe_parameters()
     hook = site.make_hook()
@@ -28,7 +33,10 @@ def non_finite(site: Site) -> None:
         if site.rank == culprit:
             gradients["matrix"][3, 4] = number
         bad = trainer.step(gradients)
-        if not same_bits(hook.state_dict(), before):
+        if not has_consensus(hook):
+            if not _is_finite(hook.state_dict()):
+                problems.append(f"expected a finite state_dict() after a gradient of {number}")
+        elif not same_bits(hook.state_dict(), before):
             problems.append(
                 f"expected state_dict() as it was before a gradient of {number} on rank {culprit}, "
                 "found it changed"
@@ -42,6 +50,13 @@ def non_finite(site: Site) -> None:
         after = trainer.step(draw_gradients(parameters, site.rank, 3, culprit))
         problems += [f"in the step after a gradient of {number}: {p}" for p in not_finite(after)]
     require(not problems, "; ".join(problems))
+
+
+def _is_finite(state: Any) -> bool:
+    """Of nested dicts of tensors, as state_dict() gives them."""
+    if isinstance(state, Mapping):
+        return all(map(_is_finite, state.values()))
+    return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
 def keys(site: Site) -> None:

@@ -1,0 +1,122 @@
+"""CPU kernels on one thread against a plain copy of the same gradients, in turn, round by round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
+
+NUMEL = 38_000_000  # 152 MB
+ROUNDS = 7
+WARM_UP = 2
+
+# As the hooks make them by default, and the share of the copy's bandwidth that is aimed at.
+CODECS: dict[str, tuple[BlockCodec, str]] = {
+    "int8": (Levels(8, block_size=256), "0.5"),
+    "int8, stochastic": (Levels(8, stochastic=True, block_size=256), "any"),
+    "int4": (Levels(4, block_size=128), "0.5"),
+    "fp8 e4m3": (Fp8("e4m3", block_size=256), "0.5"),
+    "fp8 e5m2": (Fp8("e5m2", block_size=256), "0.5"),
+    "natural": (Natural(block_size=512), "0.5"),
+    "qsgd": (Levels(4, stochastic=True, block_size=512), "any"),
+    "terngrad": (Levels(2, clip=2.5, stochastic=True, block_size=512), "any"),
+    "onebit": (Sign("root_mean", block_size=1024), "0.6"),
+    "signsgd": (Sign("mean", block_size=1024), "0.6"),
+}
+
+
+@pytest.fixture(scope="module")
+def gradients() -> Iterator[Tensor]:
+    """On one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    torch.set_num_threads(threads)
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure(
+    benchmark: Any, run: Callable[[], Any], moved_bytes: int, source: Tensor, aim: str
+) -> None:
+    """``moved_bytes``: read plus written."""
+    target = torch.empty_like(source)
+    copy_seconds: list[float] = []
+    run_seconds: list[float] = []
+    benchmark.pedantic(
+        lambda: run_seconds.append(seconds_of(run)),
+        setup=lambda: copy_seconds.append(seconds_of(lambda: target.copy_(source))),
+        rounds=ROUNDS,
+        warmup_rounds=WARM_UP,
+        iterations=1,
+    )
+    rounds = list(zip(copy_seconds, run_seconds, strict=True))[WARM_UP:]
+    seconds = statistics.median(run for _, run in rounds)
+    shares = [copy / run * moved_bytes / (2 * source.nbytes) for copy, run in rounds]
+    benchmark.extra_info.update(
+        milliseconds=1e3 * seconds,
+        moved_bytes=moved_bytes,
+        bandwidth=moved_bytes / seconds,
+        share_of_copy=statistics.median(shares),
+        aim=f"share_of_copy {aim}",
+    )
+
+
+@pytest.mark.benchmark(group="kernels: encode")
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
+@pytest.mark.parametrize("name", CODECS)
+def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) -> None:
+    """With feedback, an error is read and the residual left behind in the same pass."""
+    codec, aim = CODECS[name]
+    values = gradients.clone()
+    error = 0.1 * gradients if feedback else None
+    message = torch.empty(codec.encoded_bytes(NUMEL), dtype=torch.uint8)
+    codec.encode(values, message, error=error, seed=1, keep_residual=True)
+    wanted = gradients if error is None else gradients + error
+    torch.testing.assert_close(values + decoded(codec, message[None]), wanted)
+    values.copy_(gradients)
+    measure(
+        benchmark,
+        lambda: codec.encode(values, message, error=error, seed=1, keep_residual=feedback),
+        (3 if feedback else 1) * values.nbytes + message.nbytes,
+        gradients,
+        aim,
+    )
+
+
+@pytest.mark.benchmark(group="kernels: decode and average")
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name", CODECS)
+def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> None:
+    """The mean of the messages of ``count`` ranks."""
+    codec, _ = CODECS[name]
+    messages = torch.empty(count, codec.encoded_bytes(NUMEL), dtype=torch.uint8)
+    for rank, message in enumerate(messages):
+        codec.encode(gradients * (rank + 1), message, seed=rank)
+    expected = sum(decoded(codec, message[None]) for message in messages) / count
+    torch.testing.assert_close(decoded(codec, messages), expected)
+    average = torch.empty_like(gradients)
+    measure(
+        benchmark,
+        lambda: codec.decode(messages, average),
+        average.nbytes + messages.nbytes,
+        gradients,
+        "0.5",
+    )
+
+
+def decoded(codec: BlockCodec, messages: Tensor) -> Tensor:
+    values = torch.empty(NUMEL)
+    codec.decode(messages, values)
+    return values

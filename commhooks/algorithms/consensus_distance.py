@@ -1,0 +1,38 @@
+"""How far apart the models of the ranks are."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["ConsensusDistance"]
+
+
+@dataclass
+class ConsensusDistance:
+    """The norm of what a rank's parameters differ by from the mean over all ranks, ‖x_i - mean‖₂.
+
+    Of the last step in which parameters were sent. Where all ranks' mean was there it is exact;
+    where one partner's parameters were, it is estimated: the square is right in expectation over
+    all other ranks as partners, and always with two ranks.
+    """
+
+    _step: int = -1
+    _squares: Tensor | None = None
+
+    def add(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
+        """One bucket's difference, from the mean or, of ``partner_of`` ranks, from the partner."""
+        dtype = torch.promote_types(difference.dtype, torch.float32)
+        square = torch.linalg.vector_norm(difference, dtype=dtype).square().double()
+        if partner_of:
+            # Mean over pairs of ‖x_i - x_j‖² = 2·N/(N-1) · mean over ranks of ‖x_i - mean‖².
+            square *= (partner_of - 1) / (2 * partner_of)
+        if step != self._step or self._squares is None:
+            self._step, self._squares = step, torch.zeros_like(square)
+        self._squares += square
+
+    def metrics(self) -> dict[str, float]:
+        """By name, for ``CommHook.metrics``; nothing before the first measurement."""
+        if self._squares is None:
+            return {}
+        return {"consensus_distance": self._squares.sqrt().item()}

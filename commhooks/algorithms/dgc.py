@@ -1,0 +1,116 @@
+"""Deep gradient compression: top-k of gradients that have gone through momentum on each rank.
+
+Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018, https://arxiv.org/abs/1712.01887;
+sections and letters as there:
+
+    u    velocity of this rank            v    what this rank has yet to send
+    g    gradient of this rank            m    momentum
+
+    g = g · min(1, clip / (√N · |g|))     3.2  local gradient clipping, N ranks
+    u = m·u + g;  v = v + u               3.1  momentum correction
+    send the k largest of v; of these     3.1  as topk does
+        v = 0
+        u = 0                             3.3  momentum factor masking
+    k shrinks step by step                3.3  warm-up training
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Gt, Le, Lt
+from torch import Tensor
+
+from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.density import Density
+from commhooks.algorithms.sparse import select_largest
+from commhooks.algorithms.sparse_part import (
+    SparsePart,
+    are_finite,
+    gather,
+    gather_bytes,
+    kept_elements,
+    store_mean,
+    to_memory_dtype,
+)
+from commhooks.communicator import Communicator
+from commhooks.hook import CommHook
+from commhooks.registry import register_hook
+from reducer import GradBucket
+
+__all__ = ["DGC"]
+
+
+@register_hook("dgc")
+@dataclass
+class DGC(CommHook):
+    """Average the largest numbers of velocities that each rank accumulates: top-k with momentum.
+
+    The hook takes over the optimizer's momentum, before anything is left out: **use an optimizer
+    without momentum**, or it is applied twice. So the result stands for the average *velocity*, not
+    the average gradient; with ``momentum=0`` it is that of ``topk``.
+
+    Wire, per bucket and step: as ``topk``, one all-gather of k values in the bucket's dtype and
+    their indices, about 2 + log2(1/density) bits each. Memory: velocities and errors, each as large
+    as the gradients, in float32 (float64 for float64 gradients), and one more copy during a step.
+
+    A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
+    velocities and errors as they were. See Note [Sparse commit] in sparse_hook.py.
+    """
+
+    density: Annotated[float, Gt(0), Le(1)] = 0.01
+    """k, as a share of the bucket's elements, after the warm-up. The paper's is 0.001."""
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """m, instead of the optimizer's."""
+    clip: Annotated[float, Gt(0)] | None = None
+    """The largest norm of the average gradient of a bucket: each rank's is cut to this over √N."""
+    masking: bool = True
+    """Forget the velocity of what has been sent, so that no stale gradient carries it on."""
+    warmup_steps: Annotated[int, Ge(0)] = 200
+    """Steps in which the density falls exponentially, from ``warmup_density``."""
+    warmup_density: Annotated[float, Gt(0), Le(1)] = 0.25
+    """The density of the first step, unless ``density`` is higher."""
+
+    _velocities: BucketMemory = field(
+        default_factory=lambda: BucketMemory("velocity"), init=False, repr=False, compare=False
+    )
+    _errors: BucketMemory = field(
+        default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
+    )
+
+    wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
+    paper = "https://arxiv.org/abs/1712.01887"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        velocity = self._velocities.of(bucket, self.state)
+        error = self._errors.of(bucket, self.state)
+        gradient = self._clipped(to_memory_dtype(buffer), comm.size)
+        u = gradient.add_(velocity, alpha=self.momentum)
+        v = u.clone()
+        count = kept_elements(self._density.at(bucket.step), buffer.numel())
+        own = SparsePart.of(v, select_largest(v, error, count), buffer.dtype)
+        parts = await gather(own, [count] * comm.size, buffer.numel(), comm)
+        if not are_finite(parts):
+            return buffer.fill_(torch.nan)
+        own.leave(v, error)
+        velocity.copy_(u)
+        if self.masking:
+            velocity[own.indices] = 0
+        return store_mean(parts, buffer)
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        return gather_bytes(bucket, self._density.at(bucket.step), size)
+
+    @property
+    def _density(self) -> Density:
+        return Density(self.density, self.warmup_density, self.warmup_steps)
+
+    def _clipped(self, gradient: Tensor, size: int) -> Tensor:
+        """In place. What is not finite becomes NaN."""
+        if self.clip is None:
+            return gradient
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        scale = (self.clip / math.sqrt(size) / norm).clamp(max=1)
+        return gradient.mul_(scale.to(gradient.dtype))

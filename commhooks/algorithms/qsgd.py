@@ -1,0 +1,46 @@
+"""QSGD: a few levels, rounded at random such that the mean is exact.
+
+Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient Quantization
+and Encoding, NeurIPS 2017, https://arxiv.org/abs/1610.02132.
+
+    scale = ‖x‖ / s    code = x / scale, rounded up or down at random    decoded = code · scale
+
+with s levels and x the numbers of one block (section 3.1, equation 3). Codes have a fixed width of
+2, 4 or 8 bits here, whichever holds them, instead of the paper's Elias code: one pass, and a length
+that all ranks know beforehand.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
+
+from commhooks.algorithms.quantised import Quantised
+from commhooks.codecs import Codec, Levels
+from commhooks.codecs.block import BlockSize
+from commhooks.registry import register_hook
+
+__all__ = ["QSGD"]
+
+
+@register_hook("qsgd")
+@dataclass
+class QSGD(Quantised):
+    """Average in a few levels that are rounded at random. Unbiased, and without a memory."""
+
+    levels: Annotated[int, Ge(1), Le(127)] = 7
+    """s, above zero; as many below. 1 takes 2 bits per number, 2 to 7 take 4, more take 8."""
+    norm: Literal["max", "l2"] = "max"
+    """Of a block: its largest number, as in the paper's experiments, or its Euclidean norm, as in
+    the paper's analysis, which sends more zeros and varies more."""
+    block_size: BlockSize = 512
+    """Numbers that share a scale, the paper's bucket. Smaller: less variance, more bytes."""
+
+    wire = "2, 4 or 8 bits per element and 4 bytes per block, in an all-to-all and an all-gather"
+    paper = "https://arxiv.org/abs/1610.02132"
+
+    def codec(self) -> Codec:
+        bits = next(bits for bits in (2, 4, 8) if self.levels < 2 ** (bits - 1))
+        return Levels(
+            bits, self.levels, norm=self.norm, stochastic=True, block_size=self.block_size
+        )

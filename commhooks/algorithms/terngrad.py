@@ -1,0 +1,45 @@
+"""TernGrad: -1, 0 or 1 times a scale, rounded at random such that the mean is exact.
+
+Wen, Xu, Yan, Wu, Wang, Chen, Li: TernGrad: Ternary Gradients to Reduce Communication in Distributed
+Deep Learning, NeurIPS 2017, https://arxiv.org/abs/1705.07878.
+
+    scale = max |x|    code = sign(x) with probability |x| / scale, else 0    decoded = code · scale
+
+with x the numbers of one block, first clipped to ``clip`` of their root mean squares (section 3.1,
+and equation 14). Where the paper's server sends sums of codes on, of 2·N + 1 levels, averages are
+made ternary once more here, so that the way back costs no more than the way there.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+
+from commhooks.algorithms.quantised import Quantised
+from commhooks.codecs import Codec, Levels
+from commhooks.codecs.block import BlockSize
+from commhooks.registry import register_hook
+
+__all__ = ["TernGrad"]
+
+
+@register_hook("terngrad")
+@dataclass
+class TernGrad(Quantised):
+    """Average in three levels, 2 bits per number: 1/15 of the bytes of float32.
+
+    Unbiased but for what is clipped, and without a memory. Varies much: the smaller a number is
+    beside the largest of its block, the more.
+    """
+
+    clip: Annotated[float, Ge(0)] = 2.5
+    """Cut numbers off beyond so many root mean squares of their block; 0: none, and no bias."""
+    block_size: BlockSize = 512
+    """Numbers that share a scale; the paper's is a layer. Smaller: less variance, more bytes."""
+
+    wire = "1/4 byte per element and 4 per block, in an all-to-all and an all-gather"
+    paper = "https://arxiv.org/abs/1705.07878"
+
+    def codec(self) -> Codec:
+        return Levels(2, clip=self.clip or math.inf, stochastic=True, block_size=self.block_size)

@@ -1,0 +1,35 @@
+#include "bindings/register_apis.h"
+#include "cpu/selection.h"
+#include "cpu/sparse.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace py = pybind11;
+
+namespace commhooks {
+
+void register_sparse(py::module_& module) {
+  const auto no_gil = py::call_guard<py::gil_scoped_release>();
+  module.def(
+      "select_largest", &select_largest, no_gil, py::arg("gradient"), py::arg("error"),
+      py::arg("count"), R"(
+Adds error to gradient, and returns the indices of the largest. See csrc/cpu/selection.h.)");
+  module.def(
+      "select_above", &select_above, no_gil, py::arg("gradient"), py::arg("error"),
+      py::arg("threshold"), R"(
+Adds error to gradient, and returns the indices of those that reach the threshold.)");
+  module.def(
+      "pack_indices", &pack_indices, no_gil, py::arg("indices"), py::arg("high_bits"),
+      py::arg("low_bits"), py::arg("adds_rank"), py::arg("out"), R"(
+Writes ascending indices as a bitmap and low bits. See csrc/cpu/sparse.h.)");
+  module.def(
+      "unpack_indices", &unpack_indices, no_gil, py::arg("packed"), py::arg("high_bits"),
+      py::arg("low_bits"), py::arg("adds_rank"), py::arg("numel"), py::arg("out"), R"(
+Reads what pack_indices wrote, and checks it.)");
+  module.def(
+      "scatter_add", &scatter_add, no_gil, py::arg("values"), py::arg("indices"), py::arg("out"),
+      R"(
+Adds values to out at ascending indices.)");
+}
+
+}  // namespace commhooks

@@ -1,0 +1,52 @@
+// Evenly spaced levels: integers from -levels to levels, times the scale.
+//
+// With the largest number as norm this is block-wise integer quantisation, with the Euclidean norm
+// and stochastic rounding QSGD (Alistarh et al. 2017, section 3.1), with one level TernGrad (Wen et
+// al. 2017, section 3.1).
+#pragma once
+
+#include "codecs/block.h"
+
+namespace commhooks::codecs {
+
+template <int bits, bool stochastic>
+struct Levels {
+  static constexpr int kBits = bits;
+
+  Norm norm;     // kLargest, kEuclidean, or kRootMean to clip
+  float levels;  // at most 2^(bits - 1) - 1
+  float clip;    // the largest number kept, in root mean squares of the block
+
+  COMMHOOKS_HD float scale(float largest, float size) const {
+    if (norm == Norm::kEuclidean) {
+      return size / levels;
+    }
+    const bool is_clipped = norm == Norm::kRootMean && size * clip < largest;
+    return (is_clipped ? size * clip : largest) / levels;
+  }
+
+  COMMHOOKS_HD u32 code(float ratio, Random random, u32 index) const {
+    const float wanted = clamp(ratio, levels);
+    const float shifted = wanted + kRounder;
+    if constexpr (!stochastic) {
+      return bits_of(shifted) & kMask;
+    } else {
+      // The level below, then one up with the probability that makes the mean exact.
+      const float nearest = shifted - kRounder;
+      const u32 is_above = nearest > wanted ? 1 : 0;
+      const float below = nearest - (float)(int)is_above;
+      const u32 is_up = random.uniform(index) < wanted - below ? 1 : 0;
+      return (bits_of(shifted) - is_above + is_up) & kMask;
+    }
+  }
+
+  COMMHOOKS_HD float value(u32 code) const {
+    return (float)((int)(code ^ kSign) - (int)kSign);
+  }
+
+ private:
+  static constexpr u32 kMask = (1u << bits) - 1;
+  static constexpr u32 kSign = 1u << (bits - 1);
+};
+
+}  // namespace commhooks::codecs

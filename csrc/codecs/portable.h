@@ -1,0 +1,53 @@
+// What lets the arithmetic of codecs be compiled by C++ compilers, nvcc and NVRTC alike: no headers,
+// no calls that only one of them knows.
+#pragma once
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define COMMHOOKS_HD __host__ __device__ __forceinline__
+#else
+// Always, so that it is compiled for the instruction set of the loop that calls it.
+#define COMMHOOKS_HD inline __attribute__((always_inline))
+#endif
+
+namespace commhooks::codecs {
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+COMMHOOKS_HD u32 bits_of(float value) {
+#ifdef __CUDA_ARCH__
+  return __float_as_uint(value);
+#else
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits;
+#endif
+}
+
+COMMHOOKS_HD float float_of(u32 bits) {
+#ifdef __CUDA_ARCH__
+  return __uint_as_float(bits);
+#else
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof(value));
+  return value;
+#endif
+}
+
+// The bits of |value|. They are ordered as the numbers are, infinity and then NaN last.
+COMMHOOKS_HD u32 magnitude_bits(float value) {
+  return bits_of(value) & 0x7fffffffu;
+}
+
+// condition ? yes : no, without a branch, which would keep compilers from vectorising the loop.
+COMMHOOKS_HD u32 select(bool condition, u32 yes, u32 no) {
+  return no ^ ((yes ^ no) & (0u - (u32)condition));
+}
+
+COMMHOOKS_HD float clamp(float value, float limit) {
+  const float above = value < -limit ? -limit : value;
+  return above > limit ? limit : above;
+}
+
+}  // namespace commhooks::codecs

@@ -1,0 +1,31 @@
+// Sparse gradients: how their indices are written, and how their values come back.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace commhooks {
+
+// Writes ascending int32 indices as a bitmap of `high_bits` bits, then `low_bits` bits for each
+// index, both as little-endian words of 64 bits, into all of `packed` (uint8). See Note [Index code]
+// in commhooks/algorithms/index_code.py.
+void pack_indices(
+    const at::Tensor& indices,
+    int64_t high_bits,
+    int64_t low_bits,
+    bool adds_rank,
+    at::Tensor& packed);
+
+// The reverse, into all of `indices`. Checks that they ascend and are below `numel`.
+void unpack_indices(
+    const at::Tensor& packed,
+    int64_t high_bits,
+    int64_t low_bits,
+    bool adds_rank,
+    int64_t numel,
+    at::Tensor& indices);
+
+// out[indices[i]] += values[i] for ascending int32 indices; float32 or float64. Does not depend on
+// the number of threads.
+void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor& out);
+
+}  // namespace commhooks

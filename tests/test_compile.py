@@ -1,0 +1,114 @@
+"""torch.compile, around the module and of the wrapper."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.width = width
+        self.layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def inputs_of(rank: int, step: int, width: int = 8) -> torch.Tensor:
+    return torch.randn(4, width, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+@contextlib.contextmanager
+def counted_graphs() -> Iterator[list[int]]:
+    """Graphs that a backend gets to compile; it runs them as they are."""
+    torch._dynamo.reset()
+    graphs: list[int] = []
+    yield graphs
+
+
+def compile_with(module: nn.Module, graphs: list[int], backend: str) -> Any:
+    def count(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return torch._dynamo.lookup_backend(backend)(graph, example_inputs)
+
+    return torch.compile(module, backend=count)
+
+
+def train(
+    rank: int, world_size: int, where: str, hook: str | None, width: int, options: dict[str, Any]
+) -> list[int]:
+    reference = Net(width)
+    counts = []
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        with counted_graphs() as graphs:
+            module: Any = Net(width)
+            if where == "module":
+                model = wrapper(compile_with(module, graphs, "aot_eager"), **options)
+                run = model
+            else:
+                model = wrapper(module, **options)
+                run = compile_with(model, graphs, "aot_eager")
+            if hook is not None and wrapper is DistributedDataParallel:
+                commhooks.register(model, hook)
+            for step in range(3):
+                model.zero_grad()
+                reference.zero_grad()
+                run(inputs_of(rank, step, width)).square().mean().backward()
+                for peer in range(world_size):
+                    (
+                        reference(inputs_of(peer, step, width)).square().mean() / world_size
+                    ).backward()
+                tolerance = 2e-2 if hook == "bf16" else 1e-5
+                for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+                    torch.testing.assert_close(
+                        ours.grad, theirs.grad, rtol=tolerance, atol=tolerance / 10
+                    )
+            counts.append(len(graphs))
+    return counts
+
+
+@pytest.mark.parametrize("where", ["module", "wrapper"])
+@pytest.mark.parametrize("hook", [None, "bf16", "powersgd"])
+def test_gradients_are_averaged_and_graphs_are_as_torchs(where: str, hook: str | None) -> None:
+    for ours, theirs in run_ranks(train, 2, where, hook, 8, {}, timeout=120):
+        assert 0 < ours <= theirs
+
+
+def test_graphs_are_cut_where_buckets_end() -> None:
+    """So that communication overlaps with a compiled backward."""
+    options = {"bucket_cap_mb": 1}
+    for ours, theirs in run_ranks(train, 2, "wrapper", None, 512, options, timeout=120):
+        assert 1 < ours <= theirs
+
+
+def compiled_autograd(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Net())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: model(x).square().mean().backward(), backend="eager")
+        with pytest.raises(Exception, match="does not work with compiled autograd"):
+            run(inputs_of(rank, 0))
+    torch._dynamo.reset()
+    model.reducer.abandon()
+    model.zero_grad()
+    model(inputs_of(rank, 0)).sum().backward()
+    assert model.module.layers[0].weight.grad is not None
+
+
+def test_compiled_autograd_is_refused() -> None:
+    run_ranks(compiled_autograd, 2, timeout=120)

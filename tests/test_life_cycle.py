@@ -1,0 +1,233 @@
+"""Pickling, copies, inference, frozen parameters, threads, forks, and models that go away."""
+
+import copy
+import gc
+import io
+import multiprocessing
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import commhooks
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+WRAPPERS = (DistributedDataParallel, TorchDDP)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def gradient_is_mean(model: nn.Module, rank: int, world_size: int) -> bool:
+    model.zero_grad()
+    model(torch.full((1, 4), float(rank))).sum().backward()
+    return bool(
+        torch.allclose(model.module.second.bias.grad, torch.ones(2))
+        and torch.allclose(
+            model.module.first.weight.grad,
+            model.module.second.weight.sum(0)[:, None] * (world_size - 1) / 2,
+        )
+    )
+
+
+def pickling(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model = DistributedDataParallel(Net(), **options)
+    commhooks.register(model, "allreduce")
+    assert gradient_is_mean(model, rank, world_size)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert list(other.state_dict()) == [f"module.{name}" for name in Net().state_dict()]
+        for _ in range(3):
+            assert gradient_is_mean(other, rank, world_size)
+        assert commhooks.handle_of(other) is None
+        commhooks.register(other, "allreduce")
+        assert gradient_is_mean(other, rank, world_size)
+    own_group = DistributedDataParallel(Net(), process_group=dist.new_group([0, 1]))
+    with pytest.raises(RuntimeError, match="default process group"):
+        copy.deepcopy(own_group)
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True, "gradient_as_bucket_view": True}])
+def test_pickling_and_deep_copies(options: dict[str, Any]) -> None:
+    run_ranks(pickling, 2, options)
+
+
+def state_dicts(rank: int, world_size: int) -> None:
+    ours, theirs = (wrapper(Net()) for wrapper in WRAPPERS)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+
+
+def test_state_dicts_are_torchs() -> None:
+    run_ranks(state_dicts, 1)
+
+
+def inference(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Net())
+    x = torch.full((1, 4), float(rank))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert not model(x).requires_grad
+    model.eval()
+    assert not model.module.training
+    model(x).sum().backward()  # also in evaluation gradients are averaged
+    assert torch.equal(model.module.second.bias.grad, torch.ones(2))
+    model.train()
+    assert model.module.training
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    assert gradient_is_mean(model, rank, world_size)
+
+
+def test_inference_and_evaluation() -> None:
+    run_ranks(inference, 2)
+
+
+def frozen(rank: int, world_size: int) -> None:
+    module = Net()
+    module.first.requires_grad_(False)
+    model = DistributedDataParallel(module)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((1, 4), float(rank))).sum().backward()
+        assert module.first.weight.grad is None
+        assert torch.equal(module.second.bias.grad, torch.ones(2))
+    module.first.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r'"first\.bias" .* requires a gradient now.* wrap'):
+        model(torch.ones(1, 4))
+    module.first.requires_grad_(False)
+    module.second.bias.requires_grad_(False)
+    model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r'"second\.bias" .*requires_grad.* switched off'):
+        model(torch.ones(1, 4))
+    module.second.bias.requires_grad_(True)
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def frozen_for_a_while(rank: int, world_size: int) -> None:
+    """As a discriminator is while the generator is trained; torch allows it too."""
+    for options in ({}, {"find_unused_parameters": True}):
+        model = DistributedDataParallel(Net(), **options)
+        for step in range(4):
+            model.requires_grad_(step % 2 == 0)
+            x = torch.full((1, 4), float(rank), requires_grad=True)
+            model.zero_grad()
+            model(x).sum().backward()
+            assert (model.module.second.bias.grad is None) == (step % 2 == 1)
+            if step % 2 == 0:
+                assert torch.equal(model.module.second.bias.grad, torch.ones(2))
+
+
+def test_a_model_may_be_frozen_as_a_whole() -> None:
+    run_ranks(frozen_for_a_while, 2)
+
+
+def test_changing_requires_grad_is_refused_with_the_reason() -> None:
+    run_ranks(frozen, 2)
+
+
+def vanish(rank: int, world_size: int, hook: str | None) -> None:
+    module = Net()
+    for wrapping in range(200 if hook is None else 20):
+        model = DistributedDataParallel(module)
+        if hook is not None:
+            commhooks.register(model, hook)
+        if wrapping % 10 == 0:
+            assert gradient_is_mean(model, rank, world_size)
+        reducer = weakref.ref(model.reducer)
+        del model
+        if reducer() is not None:
+            gc.collect()
+        assert reducer() is None
+    module.zero_grad()
+    module(torch.full((1, 4), float(rank))).sum().backward()
+    of_ranks = [torch.empty(4, 4) for _ in range(world_size)]
+    dist.all_gather(of_ranks, module.first.weight.grad)
+    assert not torch.equal(*of_ranks)  # nothing averages any more
+    assert threading.active_count() < 20
+
+
+@pytest.mark.parametrize("hook", [None, "powersgd"])
+def test_wrappers_vanish_and_leave_the_module(hook: str | None) -> None:
+    run_ranks(vanish, 2, hook)
+
+
+def in_threads(rank: int, world_size: int) -> None:
+    groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
+    models = [DistributedDataParallel(Net(), process_group=group) for group in groups]
+    failures: list[BaseException] = []
+
+    def train(model: nn.Module) -> None:
+        try:
+            for _ in range(20):
+                assert gradient_is_mean(model, rank, world_size)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_two_threads_train_two_models() -> None:
+    run_ranks(in_threads, 2)
+
+
+def data_loader(rank: int, world_size: int, method: str) -> None:
+    # The ranks of these tests are daemons, which may not have children.
+    multiprocessing.current_process()._config["daemon"] = False
+    model = DistributedDataParallel(Net())
+    commhooks.register(model, "powersgd", start_step=0)
+    data = TensorDataset(torch.ones(8, 4))
+    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context=method)
+    for _ in range(2):
+        for (x,) in loader:
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_data_loader_workers(method: str) -> None:
+    run_ranks(data_loader, 2, method)
+
+
+def alone(rank: int, world_size: int, hook: str | None) -> None:
+    """World size 1, and a group of one rank among several."""
+    groups = [dist.new_group([peer]) for peer in range(world_size)]
+    model = DistributedDataParallel(Net(), process_group=groups[rank])
+    reference = Net()
+    if hook is not None:
+        commhooks.register(model, hook)
+    for _ in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        for m in (model, reference):
+            m(torch.full((1, 4), float(rank + 1))).square().sum().backward()
+        for ours, theirs in zip(model.module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("hook", [None, "allreduce", "bf16", "powersgd"])
+def test_groups_of_one_rank(size: int, hook: str | None) -> None:
+    run_ranks(alone, size, hook)

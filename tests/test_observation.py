@@ -1,0 +1,131 @@
+"""Logging data, profiler ranges, the plan of buckets, warnings."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+# Of torch's keys those that make sense for us; the rest is about NCCL's fusions and GPU timers.
+EXPECTED_MISSING = {
+    "can_set_static_graph",
+    "graph_static",
+    "forward_compute_time_start",
+    "backward_compute_time_start",
+    "backward_compute_time_end",
+    "backward_comm_time_start",
+    "backward_comm_time_end",
+    "join_uneven_inputs",
+    "prev_iteration_grad_ready_order_indices",
+    "first_bucket_bytes_cap",
+    "num_iterations",
+    "num_buckets_reduced",
+    "gloo_num_threads",
+    "num_parameter_tensors",
+}
+
+
+def make_model(wrapper: type[nn.Module] = DistributedDataParallel) -> nn.Module:
+    torch.manual_seed(0)
+    return wrapper(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=0.00007)
+
+
+def logging_data(rank: int, world_size: int) -> None:
+    of_wrappers = []
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        model = make_model(wrapper)
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+        of_wrappers.append(model._get_ddp_logging_data())
+    ours, theirs = of_wrappers
+    for key in (
+        "module_name",
+        "backend_name",
+        "world_size",
+        "rank",
+        "bucket_cap_bytes",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "broadcast_buffers",
+        "has_sync_bn",
+        "num_parameter_tensors",
+        "total_parameter_size_bytes",
+        "is_multi_device_module",
+        "output_device",
+        "has_rebuilt_buckets",
+    ):
+        assert ours[key] == theirs[key], key
+    missing = {key for key in theirs if not key.startswith(("nccl_", "rebuilt_", "initial_"))}
+    assert missing - ours.keys() <= EXPECTED_MISSING, sorted(missing - ours.keys())
+    assert ours["torch_distributed_debug"] == "OFF"
+    assert ours["comm_hook"] == "average"
+    assert ours["iteration"] == 4
+    assert ours["avg_forward_compute_time"] > 0
+    assert ours["avg_backward_compute_time"] > 0
+    assert ours["avg_backward_comm_time"] > 0
+    assert ours["rebuilt_bucket_sizes"] == "80, 80"
+
+
+def test_logging_data_has_torchs_keys() -> None:
+    run_ranks(logging_data, 2)
+
+
+def sampling(rank: int, world_size: int) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="sample rate should be equal or greater than 1"):
+        model._set_ddp_runtime_logging_sample_rate(0)
+    model._set_ddp_runtime_logging_sample_rate(20)
+    for _ in range(42):
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.step_sampler._samples == 10 + 2  # and steps 20 and 40
+
+
+def test_run_time_statistics_are_sampled() -> None:
+    run_ranks(sampling, 2)
+
+
+def profile(rank: int, world_size: int) -> list[str]:
+    model = make_model()
+    commhooks.register(model, "powersgd", rank=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model(torch.ones(2, 4)).sum().backward()
+    return [event.key for event in profiler.key_averages()]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_profiler_ranges_name_bucket_and_hook() -> None:
+    for keys in run_ranks(profile, 2):
+        assert "DistributedDataParallel.forward" in keys
+        assert "commhooks: powersgd, bucket 0" in keys
+        assert "commhooks: powersgd, bucket 1" in keys
+        assert "commhooks: wait for all buckets" in keys
+
+
+def plan(rank: int, world_size: int) -> str:
+    return make_model().bucket_plan()
+
+
+def test_bucket_plan() -> None:
+    assert run_ranks(plan, 2)[0] == (
+        "bucket 0: 80 bytes over 2 ranks, 2 parameters\n"
+        "    1.bias\n"
+        "    1.weight\n"
+        "bucket 1: 80 bytes over 2 ranks, 2 parameters\n"
+        "    0.bias\n"
+        "    0.weight"
+    )
+
+
+def create_graph(rank: int, world_size: int) -> None:
+    model = make_model()
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        model(torch.ones(2, 4)).square().sum().backward(create_graph=True)
+    model.zero_grad()  # break the circle
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_create_graph_warns() -> None:
+    run_ranks(create_graph, 2)

@@ -1,0 +1,222 @@
+"""The mistakes that torch's wrapper knows: the same kind of exception, and as much in its text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.how = "plain"
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.how == "first only":
+            return self.first(x)
+        if self.how == "twice":
+            return self.second(self.second(self.first(x)))
+        if self.how == "reentrant":
+            x = self.first(x)
+            for _ in range(2):
+                x = checkpoint(self.second, x, use_reentrant=True)
+            return x
+        if self.how == "two outputs":
+            return self.first(x), self.second(x)
+        return self.second(self.first(x))
+
+
+def backward(model: Any, how: str = "plain") -> None:
+    model.module.how = how
+    output = model(torch.ones(2, 4, requires_grad=True))
+    if isinstance(output, tuple):
+        output = output[0]
+    output.sum().backward()
+
+
+def unfinished(wrapper: Any) -> None:
+    model = wrapper(Net())
+    backward(model, "first only")
+    backward(model)
+
+
+def ready_twice(wrapper: Any) -> None:
+    backward(wrapper(Net()), "reentrant")
+
+
+def more_gradients(wrapper: Any) -> None:
+    model = wrapper(Net(), static_graph=True)
+    backward(model, "plain")
+    backward(model, "reentrant")
+
+
+def fewer_gradients(wrapper: Any) -> None:
+    model = wrapper(Net(), static_graph=True)
+    backward(model, "reentrant")
+    backward(model, "first only")
+    backward(model)
+
+
+def uninitialized(wrapper: Any) -> None:
+    wrapper(nn.Sequential(nn.LazyLinear(3)))
+
+
+def devices(wrapper: Any) -> None:
+    wrapper(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+
+def nothing_to_train(wrapper: Any) -> None:
+    wrapper(nn.Linear(2, 2).requires_grad_(False))
+
+
+def delayed_alone(wrapper: Any) -> None:
+    net = Net()
+    wrapper(net, delay_all_reduce_named_params=[("first.bias", net.first.bias)])
+
+
+def several_devices(wrapper: Any) -> None:
+    wrapper(Net(), device_ids=[0, 1])
+
+
+def sample_rate(wrapper: Any) -> None:
+    wrapper(Net())._set_ddp_runtime_logging_sample_rate(0)
+
+
+def hook_that_is_none(wrapper: Any) -> None:
+    wrapper(Net()).register_comm_hook(None, 1)
+
+
+def hook_twice(wrapper: Any) -> None:
+    model = wrapper(Net())
+    for _ in range(2):
+        model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+
+
+MISTAKES: dict[Callable[[Any], None], list[str]] = {
+    unfinished: ["Expected to have finished reduction", "find_unused_parameters=True", '"second.'],
+    ready_twice: ["Expected to mark a variable ready only once", '"second.', "checkpoint"],
+    more_gradients: ["graph has changed", '"second.', "static_graph=True"],
+    fewer_gradients: ["Expected to have finished reduction", '"second.'],
+    uninitialized: ["uninitialized parameters", '"0.weight"', "dummy forward pass"],
+    devices: ["same type of devices", '"1.weight"'],
+    nothing_to_train: ["is not needed when a module doesn't have any parameter"],
+    delayed_alone: ["need to be set at the same time"],
+    several_devices: ["device_ids can only be None or contain a single element"],
+    sample_rate: ["sample rate should be equal or greater than 1"],
+    hook_that_is_none: ["hook must be callable"],
+    hook_twice: ["can only be called once"],
+}
+
+
+def make_mistake(rank: int, world_size: int, mistake: Callable[[Any], None]) -> tuple[str, ...]:
+    kinds, texts = [], []
+    for wrapper in (TorchDDP, DistributedDataParallel):
+        with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
+            mistake(wrapper)
+        kinds.append(caught.type.__name__)
+        texts.append(str(caught.value))
+    # The process is alive, and a new wrapper trains.
+    model = DistributedDataParallel(Net())
+    for _ in range(2):
+        model.zero_grad()
+        backward(model)
+        assert model.module.second.bias.grad.tolist() == [2.0] * 4
+    return (*kinds, texts[1])
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_mistakes_are_named_as_in_torch(mistake: Callable[[Any], None]) -> None:
+    for theirs, ours, text in run_ranks(make_mistake, 2, mistake):
+        assert ours == theirs
+        for part in MISTAKES[mistake]:
+            assert part in text
+
+
+def recover(rank: int, world_size: int, mistake: str) -> None:
+    """The same wrapper goes on as well."""
+    model = DistributedDataParallel(Net(), static_graph=mistake == "more_gradients")
+    backward(model)
+    with pytest.raises(RuntimeError):
+        backward(model, "reentrant")
+    model.zero_grad()
+    backward(model)
+    assert model.module.second.bias.grad.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("mistake", ["ready_twice", "more_gradients"])
+def test_the_wrapper_itself_recovers(mistake: str) -> None:
+    run_ranks(recover, 2, mistake)
+
+
+# ------------------------------------------------------------------------- graphs that are fine
+
+
+def check_graph(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+    runs = []
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        model = wrapper(Net(), bucket_cap_mb=0.00005, **options)
+        seen = []
+        for step in range(4):
+            model.zero_grad()
+            x = torch.full((2, 4), float(rank + step + 1), requires_grad=True)
+            if kind == "two forwards":
+                (model(x).sum() + 2 * model(x.square()).sum()).backward()
+            elif kind == "nested checkpoints":
+                model.module.forward = lambda x, net=model.module: checkpoint(
+                    lambda y: net.second(checkpoint(net.first, y, use_reentrant=True)),
+                    x,
+                    use_reentrant=True,
+                )
+                model(x).sum().backward()
+            elif kind == "twice":
+                model.module.how = "twice"
+                model(x).sum().backward()
+            elif kind == "all outputs used":
+                model.module.how = "two outputs"
+                sum(output.sum() for output in model(x)).backward()
+            elif kind == "one output used":
+                model.module.how = "two outputs"
+                outputs = model(x)
+                outputs[step % 2].add_(1).sum().backward()  # in place
+            elif kind == "unused by rank and step":
+                model.module.how = "first only" if (rank + step) % 3 == 0 else "plain"
+                model(x).sum().backward()
+            seen += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        runs.append(seen)
+    for ours, theirs in zip(*runs, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("two forwards", {}),
+        ("two forwards", {"static_graph": True}),
+        ("nested checkpoints", {"static_graph": True}),
+        ("nested checkpoints", {}),
+        ("twice", {}),
+        ("twice", {"static_graph": True}),
+        ("all outputs used", {"find_unused_parameters": True}),
+        ("one output used", {"find_unused_parameters": True}),
+        ("unused by rank and step", {"find_unused_parameters": True}),
+    ],
+)
+def test_graphs_give_torchs_gradients(
+    size: int, view: bool, kind: str, options: dict[str, Any]
+) -> None:
+    run_ranks(check_graph, size, kind, options | {"gradient_as_bucket_view": view})

@@ -1,0 +1,153 @@
+"""Names that torch's users call, underscored ones included."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+# What torch's class needs for itself, and nobody calls from outside.
+INTERNAL = {
+    "_assign_modules_buffers",
+    "_build_debug_param_to_name_mapping",
+    "_build_params_for_reducer",
+    "_build_replicated_tensor_module",
+    "_check_and_sync_module_buffers",
+    "_check_comm_hook",
+    "_check_default_group",
+    "_check_global_requires_backward_grad_sync",
+    "_check_sync_bufs_post_fwd",
+    "_check_sync_bufs_pre_fwd",
+    "_clear_grad_buffer",
+    "_ddp_init_helper",
+    "_default_broadcast_coalesced",
+    "_delayed_all_reduce_hook",
+    "_distributed_broadcast_coalesced",
+    "_distributed_rank",
+    "_find_common_rank",
+    "_fire_reducer_autograd_hook",
+    "_get_active_ddp_module",
+    "_get_data_parallel_params",
+    "_get_parameters",
+    "_inside_ddp_forward",
+    "_lazy_init",
+    "_log_and_throw",
+    "_match_all_reduce_for_bwd_pass",
+    "_match_unused_params_allreduce",
+    "_module_wait_for_copy_hook",
+    "_passing_sync_batchnorm_handle",
+    "_post_forward",
+    "_pre_forward",
+    "_register_accum_grad_hook",
+    "_register_delay_all_reduce_hook",
+    "_root_copy_hook",
+    "_run_ddp_forward",
+    "_setup_in_backward_optimizers",
+    "_set_sparse_metadata",
+    "_sync_buffers",
+    "_sync_final_model",
+    "_sync_module_buffers",
+}
+
+
+def test_every_name_of_torchs_class_is_there() -> None:
+    inherited = set(dir(nn.Module))
+    theirs = {name for name in dir(TorchDDP) if name not in inherited}
+    assert theirs - INTERNAL - set(dir(DistributedDataParallel)) == set()
+
+
+def test_every_argument_of_torchs_constructor_is_there() -> None:
+    ours, theirs = (
+        list(inspect.signature(wrapper).parameters)
+        for wrapper in (DistributedDataParallel, TorchDDP)
+    )
+    assert set(theirs) <= set(ours)
+    assert ours[: len(theirs)] == theirs
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def names(rank: int, world_size: int) -> None:
+    with pytest.warns(FutureWarning, match="check_reduction"):
+        DistributedDataParallel(make_net(), check_reduction=True)
+
+    model = DistributedDataParallel(make_net())
+    x = torch.full((2, 4), float(rank))
+    assert model.to_kwargs((x, [x]), {"key": x}, torch.device("cpu")) == (
+        ((x, [x]),),
+        ({"key": x},),
+    )
+    assert model.logger is model
+    assert model.device == torch.device("cpu")
+    assert (model.device_ids, model.output_device) == (None, None)
+    assert model.join_device == model.device
+    assert model.join_process_group is model.process_group
+    model.broadcast_buffers = False
+    assert model.forward_sync_buffers is False
+
+    model.module.forward = model.module[0].forward
+    model(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r'finished reduction.*"1\.weight"'):
+        model._check_reducer_finalized()
+    del model.module.forward
+    model(x).sum().backward()
+    model._check_reducer_finalized()
+
+    model = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    with pytest.warns(UserWarning, match="detect unused parameters automatically"):
+        model._set_static_graph()
+    with pytest.warns(UserWarning, match="no need to set it again"):
+        model._set_static_graph()
+    for _ in range(3):
+        model.zero_grad()
+        hidden = model.module[0](x)
+        model.module.forward = lambda x: model.module[1](model.module[1].bias.sum() + x[:, :4])
+        model(hidden).sum().backward()
+    late = DistributedDataParallel(make_net())
+    late(x).sum().backward()
+    with pytest.raises(RuntimeError, match="before the first forward, and 1 steps"):
+        late._set_static_graph()
+
+    model = DistributedDataParallel(make_net(), find_unused_parameters=True)
+    for clones in (True, False):
+        model._set_ddp_sink_clone(clones)
+        model(x).sum().backward()
+
+    halves = DistributedDataParallel(make_net())
+    halves._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
+    assert halves.comm_hook_name == "average"
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        halves._register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides")
+def test_names_do_what_they_do_in_torch() -> None:
+    run_ranks(names, 2)
+
+
+def positional(rank: int, world_size: int) -> Any:
+    """In the order of torch's signature."""
+    model = DistributedDataParallel(
+        make_net(), None, None, 1, False, False, None, 10, True, False, True, False
+    )
+    return (
+        model.dim,
+        model.broadcast_buffers,
+        model.bucket_bytes_cap,
+        model.find_unused_parameters,
+        model.gradient_as_bucket_view,
+        model.static_graph,
+    )
+
+
+def test_positional_arguments() -> None:
+    assert run_ranks(positional, 1) == [(1, False, 10 * 2**20, True, True, False)]

@@ -1,0 +1,445 @@
+"""The newer arguments of the wrapper, keys and process groups of parameters, buffers."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+import commhooks
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel
+
+WRAPPERS = (DistributedDataParallel, TorchDDP)
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+
+
+def inputs_of(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def bucket_names(model: DistributedDataParallel) -> list[list[str]]:
+    return [bucket["names"] for bucket in model.reducer.bucket_stats()]
+
+
+def assert_averaged(model: nn.Module, world_size: int, steps: int = 2) -> None:
+    """Gradients over some steps equal the mean over ranks."""
+    reference = make_net()
+    for step in range(steps):
+        model.zero_grad()
+        model(inputs_of(dist.get_rank(), step)).square().mean().backward()
+        reference.zero_grad()
+        for peer in range(world_size):
+            (reference(inputs_of(peer, step)).square().mean() / world_size).backward()
+        for ours, theirs in zip(model.module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# ------------------------------------------------------------------------------------- buckets
+
+
+def cap_list(rank: int, world_size: int) -> None:
+    layer = (36 + 6) * 4 / 2**20
+    model = DistributedDataParallel(make_net(), bucket_cap_mb_list=[layer, 2 * layer])
+    assert [len(names) for names in bucket_names(model)] == [2, 4, 4]
+    assert_averaged(model, world_size)
+    assert [len(names) for names in bucket_names(model)] == [2, 4, 4]
+    assert model.bucket_bytes_cap == int(2 * layer * 2**20)
+
+
+def test_bucket_cap_list() -> None:
+    run_ranks(cap_list, 2)
+
+
+def delayed(rank: int, world_size: int, hook: str) -> None:
+    net = make_net()
+    late = [(name, p) for name, p in net.named_parameters() if name.startswith(("4.", "3."))]
+    model = DistributedDataParallel(
+        net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=late[0][1]
+    )
+    handle = commhooks.register(model, hook)
+    assert_averaged(model, world_size)
+    assert sorted(bucket_names(model)[-1]) == ["3.bias", "3.weight", "4.bias", "4.weight"]
+    assert len(bucket_names(model)) == 2
+    assert len(handle.stats().buckets) == 2  # through the hook, all of them
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
+def test_delayed_parameters_go_last_and_through_the_hook(hook: str) -> None:
+    run_ranks(delayed, 2, hook)
+
+
+def lazy(rank: int, world_size: int, view: bool) -> None:
+    model = DistributedDataParallel(
+        make_net(), lazy_bucket_allocation=True, gradient_as_bucket_view=view
+    )
+    assert_averaged(model, world_size, steps=3)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_lazy_bucket_allocation(view: bool) -> None:
+    run_ranks(lazy, 2, view)
+
+
+def skip_unused(rank: int, world_size: int, skip: bool) -> list[int]:
+    model = DistributedDataParallel(
+        make_net(),
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=skip,
+        bucket_cap_mb=0.0001,
+    )
+    calls: list[tuple[int, bool]] = []
+
+    def hook(group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        calls.append((bucket.index(), bucket.is_last()))
+        buffer = bucket.buffer().div_(world_size)
+        work = dist.all_reduce(buffer, group=group, async_op=True)
+        return work.get_future().then(lambda f: f.value()[0])
+
+    model.register_comm_hook(dist.group.WORLD, hook)
+    model.module.forward = lambda x: model.module[4](model.module[0](x))
+    model(inputs_of(rank)).sum().backward()
+    assert model.module[2].weight.grad is None
+    assert [last for _, last in calls] == [False] * (len(calls) - 1) + [True]
+    return [index for index, _ in calls]
+
+
+def test_unused_buckets_are_skipped_on_request() -> None:
+    assert run_ranks(skip_unused, 2, True) == [[0, 1]] * 2
+    assert run_ranks(skip_unused, 2, False) == [list(range(5))] * 2
+
+
+def rebuild_under_find_unused(rank: int, world_size: int) -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = make_net()
+            self.spare = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    model = DistributedDataParallel(Backwards(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    plans = []
+    for step in range(4):
+        model.zero_grad()
+        model(inputs_of(rank, step)).sum().backward()
+        plans.append(bucket_names(model))
+    assert plans[0] == plans[1]
+    assert plans[1] != plans[2]
+    assert plans[2] == plans[3]
+    used = [name for names in plans[3] for name in names if "spare" not in name]
+    assert [name.split(".")[1] for name in used] == [str(i // 2) for i in range(10)]
+    assert model.reducer.has_rebuilt_buckets
+
+
+def test_buckets_are_rebuilt_under_find_unused_when_the_order_is_stable() -> None:
+    run_ranks(rebuild_under_find_unused, 2)
+
+
+def keys(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net(), group_key=lambda name, _: name.endswith("bias"))
+    assert_averaged(model, world_size)
+    assert [{n.split(".")[1] for n in names} for names in bucket_names(model)] == [
+        {"weight"},
+        {"bias"},
+    ] or [{n.split(".")[1] for n in names} for names in bucket_names(model)] == [
+        {"bias"},
+        {"weight"},
+    ]
+    model.reducer.set_keys([index // 4 for index in range(10)])  # between two steps
+    assert len(bucket_names(model)) == 3
+    assert_averaged(model, world_size)
+    with pytest.raises(ValueError, match="one key for each of the 10 parameters, found 3"):
+        model.reducer.set_keys([1, 2, 3])
+
+
+def test_keys_can_be_changed() -> None:
+    run_ranks(keys, 2)
+
+
+def experts(rank: int, world_size: int, hook: str) -> None:
+    """Layer 2 is an expert, of which ranks 0 and 2 have one, ranks 1 and 3 another."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    torch.manual_seed(0)
+    net = make_net()
+    with torch.no_grad():
+        net[2].weight.add_(rank % 2)
+    expert = net[2].weight.detach().clone()
+    model = DistributedDataParallel(
+        net,
+        group_key=lambda name, _: "expert" if name.startswith("2.") else "shared",
+        key_process_groups={"expert": groups[rank % 2]},
+        bucket_cap_mb=0.0001,
+    )
+    handle = commhooks.register(model, hook)
+    assert torch.equal(net[2].weight, expert)  # broadcast among those that have it
+    for step in range(2):
+        model.zero_grad()
+        model(inputs_of(rank, step)).square().mean().backward()
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, [p.grad.clone() for p in net.parameters()])
+    for other in range(world_size):
+        for (name, _), a, b in zip(
+            net.named_parameters(), of_ranks[rank], of_ranks[other], strict=True
+        ):
+            is_shared = not name.startswith("2.") or (rank - other) % 2 == 0
+            assert torch.equal(a, b) == is_shared, (name, rank, other)
+    assert handle.stats().total.wire_bytes > 0
+    assert "over 2 ranks" in model.bucket_plan()
+    assert "over 4 ranks" in model.bucket_plan()
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
+def test_a_process_group_of_their_own_for_experts(hook: str) -> None:
+    run_ranks(experts, 4, hook)
+
+
+def expert_that_only_one_group_uses(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    net = make_net()
+    model = DistributedDataParallel(
+        net,
+        find_unused_parameters=True,
+        group_key=lambda name, _: name.startswith("2."),
+        key_process_groups={True: groups[rank % 2]},
+    )
+    if rank != 0:
+        net.forward = lambda x: net[0](x)
+    model(inputs_of(rank)).sum().backward()
+    assert (net[2].weight.grad is None) == (rank % 2 == 1)
+    assert net[4].weight.grad is not None
+
+
+def test_experts_that_a_group_does_not_use_stay_untouched() -> None:
+    run_ranks(expert_that_only_one_group_uses, 4)
+
+
+def mesh(rank: int, world_size: int) -> None:
+    flat = init_device_mesh("cpu", (world_size,))
+    assert_averaged(DistributedDataParallel(make_net(), device_mesh=flat), world_size)
+    with pytest.raises(RuntimeError, match="Only 1D device mesh is supported"):
+        DistributedDataParallel(make_net(), device_mesh=init_device_mesh("cpu", (2, 1)))
+    with pytest.raises(RuntimeError, match="Cannot specify both process_group and device_mesh"):
+        DistributedDataParallel(make_net(), device_mesh=flat, process_group=dist.group.WORLD)
+
+
+def test_device_mesh() -> None:
+    run_ranks(mesh, 2)
+
+
+def no_init_sync(rank: int, world_size: int) -> None:
+    net = make_net()
+    with torch.no_grad():
+        net[0].weight.add_(rank)
+    DistributedDataParallel(net, init_sync=False)
+    of_ranks = [torch.empty(6, 6) for _ in range(world_size)]
+    dist.all_gather(of_ranks, net[0].weight.detach())
+    assert not torch.equal(*of_ranks)
+
+
+def test_init_sync_can_be_left_out() -> None:
+    run_ranks(no_init_sync, 2)
+
+
+def manual(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net())
+    model.require_manual_backward_finalization = True
+    reference = DistributedDataParallel(make_net())
+    for step in range(3):
+        for m in (model, reference):
+            m.zero_grad()
+            m(inputs_of(rank, step)).sum().backward()
+        model.finalize_backward()
+        assert torch.equal(model.module[0].weight.grad, reference.module[0].weight.grad)
+    with pytest.raises(RuntimeError, match="waits to be finalized"):
+        model.finalize_backward()
+    assert model.should_finalize_after_backward
+    assert not reference.should_finalize_after_backward
+    model(inputs_of(rank)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call finalize_backward\(\)"):
+        model(inputs_of(rank))
+    model.finalize_backward()
+
+
+def test_manual_finalization() -> None:
+    run_ranks(manual, 2)
+
+
+def update_group(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    model = DistributedDataParallel(make_net())
+    assert_averaged(model, world_size)
+    if rank < 2:
+        model._update_process_group(group)
+        assert_averaged(model, 2, steps=3)
+
+
+def test_update_process_group() -> None:
+    run_ranks(update_group, 3)
+
+
+def without_hooks(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net())
+    assert_averaged(model, world_size)
+    model._remove_autograd_hooks()
+    model.zero_grad()
+    model(inputs_of(rank)).sum().backward()
+    of_ranks = [torch.empty(6, 6) for _ in range(world_size)]
+    dist.all_gather(of_ranks, model.module[0].weight.grad)
+    assert not torch.equal(*of_ranks)
+
+
+def test_remove_autograd_hooks() -> None:
+    run_ranks(without_hooks, 2)
+
+
+# ------------------------------------------------------------------------------------- buffers
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_net()
+        self.register_buffer("counts", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.counts += x.sum()
+        return self.layers(x)
+
+
+def buffer_values(rank: int, world_size: int, location: Any, returns_futures: bool) -> None:
+    histories = []
+    for wrapper in WRAPPERS:
+        model = wrapper(Counting())
+        calls: list[Any] = []
+
+        def average(
+            state: Any, buffers: dict[str, torch.Tensor], calls: list[Any] = calls
+        ) -> list[Any] | None:
+            calls.append((state, sorted(buffers)))
+            futures = []
+            for buffer in buffers.values():
+                buffer.div_(world_size)
+                futures.append(dist.all_reduce(buffer, async_op=True).get_future())
+            if returns_futures:
+                return futures
+            torch.futures.wait_all(futures)
+            return None
+
+        model._register_buffer_comm_hook("state", average, location)
+        history = []
+        for step in range(3):
+            model(inputs_of(rank, step)).sum().backward()
+            history.append(model.module.counts.clone())
+        with torch.no_grad():
+            model(inputs_of(rank))
+        histories.append((history, calls))
+    (ours, our_calls), (theirs, their_calls) = histories
+    assert our_calls == their_calls
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("location", "returns_futures"),
+    [
+        (_BufferCommHookLocation.PRE_FORWARD, False),
+        (_BufferCommHookLocation.POST_FORWARD, False),
+        (_BufferCommHookLocation.POST_FORWARD, True),
+    ],
+)
+def test_buffer_hooks_as_torchs(location: Any, returns_futures: bool) -> None:
+    run_ranks(buffer_values, 2, location, returns_futures)
+
+
+def buffers_in_join(rank: int, world_size: int) -> list[float]:
+    """#65436: torch's join and buffer hooks do not compose."""
+    model = DistributedDataParallel(Counting())
+
+    def largest(_: Any, buffers: dict[str, torch.Tensor]) -> None:
+        for buffer in buffers.values():
+            dist.all_reduce(buffer, op=dist.ReduceOp.MAX)
+
+    model._register_buffer_comm_hook(None, largest)
+    with model.join():
+        for step in range(1 + 2 * rank):
+            model(torch.full((1, 6), float(rank + step))).sum().backward()
+    return model.module.counts.tolist()
+
+
+def test_buffer_hooks_compose_with_join() -> None:
+    assert run_ranks(buffers_in_join, 2) == [[36.0] * 3] * 2
+
+
+def versions(rank: int, world_size: int) -> None:
+    """Two forwards, then one backward: the second broadcast must not spoil the first graph."""
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.full((3,), 2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * self.scale * x).sum()
+
+    model = DistributedDataParallel(Scales())
+    loss = model(torch.ones(3)) + model(torch.ones(3))
+    loss.backward()
+    assert model.module.weight.grad.tolist() == [4.0] * 3
+
+
+def test_broadcast_buffers_between_two_forwards() -> None:
+    run_ranks(versions, 2)
+
+
+def buffers_as_torch(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Evaluation and accumulation in between change when buffers are broadcast."""
+    histories = []
+    for wrapper in WRAPPERS:
+        torch.manual_seed(rank)
+        model = wrapper(Counting(), **options)
+        model.module.counts += 0.5 * rank
+        history = []
+        for kind in ("train", "eval", "eval", "train", "train", "no_sync", "no_sync", "train"):
+            if kind == "eval":
+                with torch.no_grad():
+                    model(inputs_of(rank))
+            elif kind == "no_sync":
+                with model.no_sync():
+                    model(inputs_of(rank)).sum().backward()
+            else:
+                model(inputs_of(rank)).sum().backward()
+            history.append(model.module.counts.tolist())
+        histories.append(history)
+    assert histories[0] == histories[1]
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+@pytest.mark.parametrize(
+    "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}]
+)
+def test_buffers_are_broadcast_when_torch_does(options: dict[str, Any]) -> None:
+    run_ranks(buffers_as_torch, 2, options)
+
+
+def sync_batch_norm(rank: int, world_size: int) -> None:
+    for wrapper in WRAPPERS:
+        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+            wrapper(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
+
+
+def test_sync_batch_norm_is_refused_on_the_cpu() -> None:
+    run_ranks(sync_batch_norm, 1)
