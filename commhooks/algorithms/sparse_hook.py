@@ -64,7 +64,7 @@ class SparseHook(CommHook):
         error = self._errors.of(bucket, self.state) if self.error_feedback else None
         total = to_memory_dtype(buffer)
         own = SparsePart.of(total, self.select(total, error, bucket.step), buffer.dtype)
-        if comm.wants_contribution:
+        if comm.wants_contribution and self.tells_contribution:
             comm.contribution = own.dense(total)
         counts = await self.counts(own, comm)
         parts = await gather(own, counts, buffer.numel(), comm)
