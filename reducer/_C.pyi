@@ -85,14 +85,14 @@ class Reducer:
         key_groups: dict[int, dist.ProcessGroup],
         late_key: int | None,
         bucket_bytes: Sequence[int],
-        rebuilt_bucket_bytes: Sequence[int],
+        small_last_bucket: bool = False,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
         stable_buckets: bool = False,
         skip_unused_buckets: bool = False,
         release_buckets: bool = False,
-        frozen: dict[str, Tensor] = ...,
+        frozen: dict[str, Tensor] = {},
     ) -> None: ...
     def prepare_for_backward(self, outputs: Sequence[Tensor], scale: float = 1.0) -> None: ...
     def shadow_backward(self) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -263,7 +264,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             key_groups=key_groups,
             late_key=next(iter(delayed), None),
             bucket_bytes=self._bucket_sizes,
-            rebuilt_bucket_bytes=self._bucket_sizes,
+            small_last_bucket=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
             find_unused_parameters=self.find_unused_parameters,
             static_graph=self.static_graph,
             gradient_as_bucket_view=self.gradient_as_bucket_view,

@@ -1,5 +1,10 @@
 """Logging data, profiler ranges, the plan of buckets, warnings."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -117,6 +122,47 @@ def test_bucket_plan() -> None:
         "    0.bias\n"
         "    0.weight"
     )
+
+
+DETAIL = """
+import sys
+import torch
+import torch.distributed as dist
+import commhooks
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+for hook in ("allreduce", "powersgd", "int8", "topk"):
+    model = commhooks.DistributedDataParallel(torch.nn.Linear(64, 64))
+    commhooks.register(model, hook)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+    gradient = model.module.bias.grad
+    assert torch.allclose(gradient, torch.full((64,), 2.0), atol=0.05) or hook == "topk"
+dist.barrier()
+"""
+
+
+def test_debug_level_detail(tmp_path: Path) -> None:
+    """Torch then puts a group of its own around the backend's, and checks every collective."""
+    environment = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DETAIL, str(rank), str(tmp_path / "store")],
+            env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def create_graph(rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ std::shared_ptr<Reducer> make_reducer(
     std::map<int64_t, GroupPtr> key_groups,
     std::optional<int64_t> late_key,
     std::vector<int64_t> bucket_bytes,
-    std::vector<int64_t> rebuilt_bucket_bytes,
+    bool small_last_bucket,
     bool find_unused_parameters,
     bool static_graph,
     bool gradient_as_bucket_view,
@@ -33,7 +33,7 @@ std::shared_ptr<Reducer> make_reducer(
   options.key_groups = std::move(key_groups);
   options.late_key = late_key;
   options.caps = std::move(bucket_bytes);
-  options.rebuilt_caps = std::move(rebuilt_bucket_bytes);
+  options.small_last_bucket = small_last_bucket;
   options.find_unused_parameters = find_unused_parameters;
   options.static_graph = static_graph;
   options.gradient_as_bucket_view = gradient_as_bucket_view;
@@ -117,7 +117,7 @@ bucket order, and writes the averages back into `.grad`. See Note [How a gradien
       .def(
           py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
           py::arg("names"), py::arg("keys"), py::arg("sparse"), py::arg("key_groups"),
-          py::arg("late_key"), py::arg("bucket_bytes"), py::arg("rebuilt_bucket_bytes"),
+          py::arg("late_key"), py::arg("bucket_bytes"), py::arg("small_last_bucket") = false,
           py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
           py::arg("gradient_as_bucket_view") = false, py::arg("stable_buckets") = false,
           py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false,

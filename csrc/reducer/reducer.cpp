@@ -53,7 +53,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
   // Gradients arrive in about the reverse of the order in which parameters were registered.
   std::vector<size_t> order(count);
   std::iota(order.rbegin(), order.rend(), 0);
-  set_buckets(order, options_.caps);
+  set_buckets(order, false);
 }
 
 void Reducer::attach() {
@@ -125,9 +125,9 @@ size_t Reducer::lane_of(size_t index) const {
 
 // --------------------------------------------------------------------------------------- buckets
 
-void Reducer::set_buckets(const std::vector<size_t>& order, const BucketCaps& caps) {
+void Reducer::set_buckets(const std::vector<size_t>& order, bool back_to_front) {
   order_ = order;
-  caps_ = caps;
+  back_to_front_ = back_to_front;
   // A sparse gradient has a bucket of its own.
   auto keys = options_.keys;
   int64_t unused_key = *std::max_element(keys.begin(), keys.end());
@@ -136,7 +136,16 @@ void Reducer::set_buckets(const std::vector<size_t>& order, const BucketCaps& ca
       keys[index] = ++unused_key;
     }
   }
-  auto plan = plan_buckets(parameters_, keys, order_, caps_);
+  std::vector<std::vector<size_t>> plan;
+  if (back_to_front) {
+    plan = plan_buckets(parameters_, keys, {order_.rbegin(), order_.rend()}, options_.caps);
+    std::reverse(plan.begin(), plan.end());
+    for (auto& members : plan) {
+      std::reverse(members.begin(), members.end());
+    }
+  } else {
+    plan = plan_buckets(parameters_, keys, order_, options_.caps);
+  }
   std::stable_partition(plan.begin(), plan.end(), [&](const std::vector<size_t>& members) {
     return options_.keys[members.front()] != options_.late_key;
   });
@@ -189,7 +198,7 @@ bool Reducer::rebuild_buckets() {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   rebuilt_ = true;
-  set_buckets(std::vector<size_t>(indices, indices + agreed.numel()), options_.rebuilt_caps);
+  set_buckets(std::vector<size_t>(indices, indices + agreed.numel()), options_.small_last_bucket);
   return true;
 }
 
@@ -222,7 +231,7 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       state_.phase() == Phase::Idle, rank_prefix(),
       "Buckets can only be cut anew between two steps, and a backward is expected or under way.");
   options_.keys = std::move(keys);
-  set_buckets(order_, caps_);
+  set_buckets(order_, back_to_front_);
 }
 
 void Reducer::set_static_graph() {
@@ -247,7 +256,7 @@ void Reducer::set_process_group(GroupPtr process_group) {
   globally_unused_.clear();
   lanes_.clear();
   make_lanes();
-  set_buckets(order_, caps_);
+  set_buckets(order_, back_to_front_);
 }
 
 void Reducer::remove_autograd_hooks() {

@@ -33,7 +33,7 @@ struct ReducerOptions {
   std::map<int64_t, GroupPtr> key_groups;  // of keys whose parameters are averaged elsewhere
   std::optional<int64_t> late_key;         // whose buckets are launched after all others
   BucketCaps caps;
-  BucketCaps rebuilt_caps;
+  bool small_last_bucket = false;  // rebuilt buckets get their sizes from `caps` back to front
   bool find_unused_parameters = false;
   bool static_graph = false;
   bool gradient_as_bucket_view = false;
@@ -174,7 +174,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void attach();
   void detach();
   void make_lanes();
-  void set_buckets(const std::vector<size_t>& order, const BucketCaps& caps);
+  void set_buckets(const std::vector<size_t>& order, bool back_to_front);
   size_t lane_of(size_t index) const;
   size_t group_of(size_t index) const;
   void begin_step_locked(std::vector<size_t> unreachable);
@@ -231,7 +231,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::vector<Location> locations_;  // of each parameter
   std::vector<size_t> order_;        // of parameters, from which the buckets were cut
-  BucketCaps caps_;                  // with which they were
+  bool back_to_front_ = false;       // whether they were cut from their end
   bool rebuilt_ = false;
   int64_t next_rebuild_ = 1;  // how many steps have to be completed before the next attempt
   int64_t completed_ = 0;     // synchronised backward passes since the last change of group
