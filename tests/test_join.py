@@ -122,6 +122,16 @@ def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
         ("powersgd", {"rank": 2, "start_step": 1, "min_compression_rate": 0.5}),
         ("powersgd", {"rank": 2, "start_step": 0, "two_sided": False}),
         ("batched_powersgd", {"rank": 2, "start_step": 0}),
+        ("int8", {}),
+        ("onebit", {}),
+        ("topk", {"density": 0.2, "warmup_steps": 1}),
+        ("threshold", {"value": 0.01}),
+        ("randomk", {"density": 0.5}),
+        ("dgc", {"density": 0.5}),
+        ("hierarchical", {"inner": "int8", "ranks_per_node": 1}),
+        ("error_feedback", {"inner": "bf16"}),
+        ("schedule", {"stages": [[0, "allreduce"], [2, "int4"]]}),
+        ("route", {"rules": [["*bias", "allreduce"]], "default": "int8"}),
     ],
 )
 def test_hooks_are_called_with_zeros(name: str, options: dict[str, Any]) -> None:
