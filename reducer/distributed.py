@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -109,8 +109,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             the forward after it, a backward left parameters without gradients (they are named).
             Exceptions of hooks come out of ``backward()``; the next iteration starts clean.
     """
-
-    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
 
     def __init__(
         self,
@@ -710,6 +708,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "process group. That is, when you have called init_process_group and have not "
                 "passed process_group argument to DDP constructor."
             )
+        if self._casts is not None:
+            self._casts.restore()
         state = dict(self.__dict__)
         for name in ("process_group", "reducer", "gradient_observers", "step_sampler", "_casts"):
             state.pop(name)

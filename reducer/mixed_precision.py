@@ -64,6 +64,8 @@ class CastModule:
             if f"{prefix}.{name}".lstrip(".") not in ignored and parameter.is_floating_point()
         ]
         self._originals: list[nn.Parameter] = []
+        # No checkpoint may hold casts, also of a forward that no backward followed.
+        module.register_state_dict_pre_hook(self._restore_before_saving)  # type: ignore[no-untyped-call]
         if dtypes.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -115,6 +117,9 @@ class CastModule:
             owner._parameters[name] = tensor  # noqa: SLF001
             if isinstance(owner, nn.RNNBase):  # keeps a list of its own
                 owner._flat_weights[owner._flat_weights_names.index(name)] = tensor  # noqa: SLF001
+
+    def _restore_before_saving(self, *_: Any) -> None:
+        self.restore()
 
     def _restore_after_backward(self, _grad: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self.restore)  # noqa: SLF001

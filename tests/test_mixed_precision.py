@@ -1,5 +1,6 @@
 """Low-precision computation with full-precision parameters, under any hook, on the CPU too."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -142,6 +143,27 @@ def recurrent(rank: int, world_size: int) -> None:
 
 def test_recurrent_layers_keep_their_lists() -> None:
     run_ranks(recurrent, 2)
+
+
+def saved_without_backward(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3), mixed_precision=MixedPrecision(torch.bfloat16))
+    before = model.module.weight.detach().clone()
+    for save in (
+        model.state_dict,
+        model.module.state_dict,
+        lambda: copy.deepcopy(model).state_dict(),
+    ):
+        model(torch.ones(1, 3))  # with a graph that no backward follows
+        for tensor in save().values():
+            assert tensor.dtype == torch.float32
+        assert torch.equal(model.module.weight, before)
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.module.weight.grad.dtype == torch.float32
+
+
+def test_checkpoints_never_hold_casts() -> None:
+    """Before, one that was saved after a forward without a backward was in low precision."""
+    run_ranks(saved_without_backward, 2)
 
 
 def failing(rank: int, world_size: int) -> None:

@@ -14,6 +14,7 @@ from reducer import DistributedDataParallel
 
 # What torch's class needs for itself, and nobody calls from outside.
 INTERNAL = {
+    "_active_ddp_module",
     "_assign_modules_buffers",
     "_build_debug_param_to_name_mapping",
     "_build_params_for_reducer",

@@ -52,11 +52,11 @@ class SparseHook(CommHook):
 
     def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:
         """Adds ``error`` to ``gradient``; the indices of what is sent, int32, ascending."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__qualname__} has no `select`")
 
     async def counts(self, own: SparsePart, comm: Communicator) -> Sequence[int]:
         """How many numbers each rank sends."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__qualname__} has no `async def counts`")
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """See Note [Sparse commit]."""
