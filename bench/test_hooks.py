@@ -10,12 +10,12 @@ import pytest
 
 from bench import steps
 from bench.cluster import Cluster, cluster
-from bench.links import Link, shaped_link, unavailable
+from commhooks.links import Link, shaped_link, unavailable
 
 ROUNDS = 7
 WARM_UP = 2
 MODEL = "transformer-151MB"
-GIGABIT = 1000
+GIGABIT = 1e9
 
 
 @pytest.fixture(scope="module")
