@@ -96,7 +96,16 @@ def test_compare(tmp_path: Path) -> None:
         *("--train", "compared:train", "--train-steps", "10"),
         *("--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
     )
-    for name in ("bare", "torch", "bf16", "(measured)", "(predicted)", "2x", "pays below", "loss"):
+    for name in (
+        "bare",
+        "torch",
+        "bf16",
+        "loopback, measured",
+        "1 Gbit/s, predicted",
+        "2.0x",
+        "pays below",
+        "loss",
+    ):
         assert name in text
     assert json.loads(files["json"].read_text())["world_size"] == 2
     assert files["csv"].read_text().count("\n") == 1 + 3 * 2

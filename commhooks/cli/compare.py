@@ -19,7 +19,7 @@ from commhooks.models import built_in_models
 
 __all__ = ["compare"]
 
-_NARROWEST = 118  # columns that the table needs
+_NARROWEST = 110  # columns that the table needs
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -96,7 +96,6 @@ def compare(
             measure_links=not predict,
             progress=progress,
         )
-    _show(comparison)
     if json_file is not None:
         json_file.write_text(json.dumps(comparison.to_dict(), indent=1) + "\n")
     if csv_file is not None:
@@ -105,6 +104,7 @@ def compare(
         from commhooks.cli.comparison_plot import draw_comparison
 
         draw_comparison(comparison, plot_file)
+    _show(comparison)
 
 
 @contextmanager
@@ -121,8 +121,7 @@ def _bar(console: Console) -> Iterator[Report]:
 
 def _show(comparison: Comparison) -> None:
     console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, _NARROWEST)
+    console.width = max(console.width, _NARROWEST)  # better wrapped than cut off
     console.print(comparison_table(comparison))
     for note in comparison.notes:
-        console.print(f"Note: {note}.", highlight=False)
+        console.print(f"Note: {note}.", highlight=False, markup=False)

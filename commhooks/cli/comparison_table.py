@@ -2,6 +2,7 @@
 
 import math
 
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -10,6 +11,8 @@ from commhooks.rates import format_rate
 
 __all__ = ["comparison_table", "format_bytes", "format_seconds"]
 
+_COLUMNS = ["step", "", "of torch", "exposed", "wire", "ratio", "error", "memory", "pays below"]
+_HOOK_WIDTH = 20
 _CAPTION = """\
 step: forward and backward of the slowest rank, median, and the spread between the quartiles.
 of torch: that time over that of torch's own averaging. exposed: what a step takes longer than \
@@ -21,32 +24,26 @@ faster than torch's averaging."""
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """One row per contender; what depends on the link comes last, link by link."""
+    """A section per link, one row per contender."""
     gradient_bytes = format_bytes(comparison.rows[0].gradient_bytes)
     table = Table(
         title=f"{comparison.model}, {comparison.world_size} ranks, {gradient_bytes} of gradients",
         caption=_CAPTION,
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     trained = any(row.training for row in comparison.rows)
-    table.add_column("hook", no_wrap=True)
-    for name in ("wire\nbytes", "ratio", "error", "memory", "pays below"):
+    table.add_column("hook", overflow="fold", min_width=_HOOK_WIDTH)
+    for name in _COLUMNS + ["loss"] * trained:
         table.add_column(name, justify="right", no_wrap=True)
-    if trained:
-        table.add_column("loss", justify="right", no_wrap=True)
     for link in comparison.links:
         kind = "measured" if comparison.row("torch", link).measured else "predicted"
-        table.add_column(f"{link}\n({kind})", justify="right", no_wrap=True)
-        table.add_column("of\ntorch", justify="right", no_wrap=True)
-        table.add_column("\nexposed", justify="right", no_wrap=True)
-    for hook in comparison.hooks:
-        rows = [comparison.row(hook, link) for link in comparison.links]
-        cells = _common(rows[0])
-        if trained:
-            cells.append(_loss(rows))
-        for row in rows:
-            cells += _of_link(row)
-        table.add_row(*cells)
+        table.add_row(Text(f"{link}, {kind}", style="bold"))
+        for hook in comparison.hooks:
+            row = comparison.row(hook, link)
+            table.add_row(Text(f"  {hook}"), *_cells(row), *[_loss(row)] * trained)
+        table.add_section()
     return table
 
 
@@ -62,39 +59,35 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """In ms below 1 s."""
+    """In milliseconds: 0.01234 -> '12.3 ms'."""
     if seconds is None:
         return "-"
-    return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.{1 if abs(milliseconds) < 100 else 0}f} ms"
 
 
-def _common(row: Row) -> list[str | Text]:
+def _cells(row: Row) -> list[str]:
+    is_bare = row.hook == "bare"
     return [
-        Text(row.hook),  # which may have brackets, rich's markup
-        format_bytes(row.wire_bytes) if row.wire_bytes else "-",
-        "-" if row.ratio is None else f"{row.ratio:.3g}x",
-        "-" if row.error is None else f"{row.error:.2g}",
+        format_seconds(row.step_seconds),
+        "" if row.step_spread_seconds is None else f"± {1e3 * row.step_spread_seconds:.1f}",
+        "" if is_bare else f"{row.to_torch:.2f}",
+        "" if is_bare else format_seconds(row.exposed_seconds),
+        format_bytes(row.wire_bytes) if row.wire_bytes else "",
+        "" if row.ratio is None else f"{row.ratio:.1f}x",
+        "" if row.error is None else f"{row.error:.1e}",
         format_bytes(row.peak_bytes),
         _rate(row.break_even_bits_per_second),
     ]
 
 
-def _of_link(row: Row) -> list[str]:
-    spread = "" if row.step_spread_seconds is None else f" ± {1e3 * row.step_spread_seconds:.2g}"
-    step = f"{1e3 * row.step_seconds:.3g}{spread} ms"
-    if row.hook == "bare":
-        return [step, "", ""]
-    return [step, f"{row.to_torch:.2f}", format_seconds(row.exposed_seconds)]
-
-
 def _rate(rate: float | None) -> str:
     if rate is None:
-        return "-"
+        return ""
     if math.isinf(rate):
         return "any rate"
     return format_rate(rate) if rate else "never"
 
 
-def _loss(rows: list[Row]) -> str:
-    losses = [row.validation_loss for row in rows if row.validation_loss is not None]
-    return f"{losses[-1]:.4g}" if losses else "-"
+def _loss(row: Row) -> str:
+    return "" if row.validation_loss is None else f"{row.validation_loss:.4g}"

@@ -14,12 +14,12 @@ from commhooks.comparison.place import (
     Figures,
     Progress,
     enter_all,
-    measure_errors,
     time_all,
     train_all,
 )
 from commhooks.comparison.prediction import break_even_rate, predict_step
 from commhooks.comparison.result import LOOPBACK, Comparison, Row, TrainingPoint
+from commhooks.comparison.ring import Entry
 from commhooks.comparison.subject import Subject
 from commhooks.comparison.training import load_training_function
 from commhooks.hook import tree
@@ -142,12 +142,11 @@ def _size_up(subject: Subject, world_size: int, count: int) -> tuple[int, float]
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What was measured at one place, by names of contenders; errors and peaks over loopback."""
+    """What was measured at one place, by names of contenders; entries over loopback only."""
 
     figures: dict[str, Figures]
     courses: Courses
-    errors: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, int | None] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -166,12 +165,11 @@ class _Event:
         """``exact``: who is held to the exact mean. With the errors of all."""
         with Ranks(self.world_size, threads=self._threads) as ranks:
             tell = self._telling(LOOPBACK)
-            peaks = enter_all(ranks, self.subject, self.entrants, tell)
-            errors = measure_errors(ranks, self.entrants)
-            _verify(errors, exact, _ROUNDINGS * precision)
+            entries = enter_all(ranks, self.subject, self.entrants, tell, verify=True)
+            _verify(entries, exact, _ROUNDINGS * precision)
             figures = time_all(ranks, self.entrants, self.steps, tell)
             courses = self._courses(ranks, tell) if trains else {}
-        return _Outcome(figures, courses, errors, peaks)
+        return _Outcome(figures, courses, entries)
 
     def over_link(self, rate: float) -> _Outcome:
         """Raises LinkError where it cannot be made."""
@@ -180,7 +178,7 @@ class _Event:
             Ranks(self.world_size, link, threads=self._threads) as ranks,
         ):
             tell = self._telling(format_rate(rate))
-            enter_all(ranks, self.subject, self.entrants, tell)
+            enter_all(ranks, self.subject, self.entrants, tell, verify=False)
             figures = time_all(ranks, self.entrants, self.steps, tell)
             return _Outcome(figures, self._courses(ranks, tell))
 
@@ -198,8 +196,11 @@ class _Event:
         return max(1, cores() // self.world_size)
 
 
-def _verify(errors: dict[str, float], exact: set[str], rounding: float) -> None:
-    for name, error in errors.items():
+def _verify(entries: dict[str, Entry], exact: set[str], rounding: float) -> None:
+    for name, entry in entries.items():
+        error = entry.error
+        if error is None:
+            continue
         if not math.isfinite(error):
             raise ComparisonError(
                 f"{name!r}: the gradients of a step are not finite, or their mean is zero or not "
@@ -252,8 +253,8 @@ class _Report:
             gradient_bytes=self.gradient_bytes,
             wire_bytes=wire_bytes,
             ratio=self._plain_bytes / wire_bytes if wire_bytes else None,
-            error=self.loopback.errors.get(name),
-            peak_bytes=self.loopback.peaks[name],
+            error=self.loopback.entries[name].error,
+            peak_bytes=self.loopback.entries[name].peak_bytes,
             break_even_bits_per_second=self._break_even(name),
             training=self._course(name, there, steps[name]),
         )

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 
 from commhooks.handle import HookHandle, register
 from commhooks.hook_spec import HookSpec
+from commhooks.registry import create
 from reducer import DistributedDataParallel
 
 __all__ = ["BARE", "TORCH", "Contender", "contenders"]
@@ -20,6 +21,11 @@ class Contender:
 
     name: str
     config: Mapping[str, Any] | None = None
+
+    @property
+    def changes_parameters(self) -> bool:
+        """Whether steps do, besides gradients."""
+        return self.config is not None and create(self.config).changes_parameters
 
     def wrap(self, module: nn.Module) -> tuple[nn.Module, HookHandle | None]:
         """The module in the wrapper that it is measured in. A collective, but for the bare one."""

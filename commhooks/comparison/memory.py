@@ -1,28 +1,29 @@
-"""Resident memory of this process, in bytes; Linux only."""
+"""Resident memory of this process; Linux only."""
 
+import contextlib
 import ctypes
 from pathlib import Path
 
-__all__ = ["peak_bytes", "reset_peak", "resident_bytes"]
+__all__ = ["Peak"]
 
 
-def reset_peak() -> None:
-    """Gives free memory back and starts to look for the peak anew.
+class Peak:
+    """The most memory that is used between two moments, beyond what is used when this is made."""
 
-    Raises OSError where the system does not allow that.
-    """
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
+    def __init__(self) -> None:
+        self._before: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # where the system does not allow it
+            self.begin()
+            self._before = _status("VmRSS")
 
+    def begin(self) -> None:
+        """Forgets the peak so far."""
+        ctypes.CDLL(None).malloc_trim(0)  # free memory that is kept would hide what is taken
+        Path("/proc/self/clear_refs").write_text("5")
 
-def resident_bytes() -> int:
-    """What is in use now."""
-    return _status("VmRSS")
-
-
-def peak_bytes() -> int:
-    """The most that was in use since :func:`reset_peak`."""
-    return _status("VmHWM")
+    def nbytes(self) -> int | None:
+        """Since :meth:`begin`; None where it cannot be told."""
+        return None if self._before is None else _status("VmHWM") - self._before
 
 
 def _status(name: str) -> int:

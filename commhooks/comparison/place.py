@@ -10,6 +10,7 @@ from commhooks.comparison import ring
 from commhooks.comparison.bout import Costs
 from commhooks.comparison.contender import BARE, Contender
 from commhooks.comparison.result import TrainingPoint
+from commhooks.comparison.ring import Entry
 from commhooks.comparison.subject import Subject
 from commhooks.errors import CommHookError
 from commhooks.ranks import Ranks
@@ -19,12 +20,11 @@ __all__ = [
     "Figures",
     "Progress",
     "enter_all",
-    "measure_errors",
     "time_all",
     "train_all",
 ]
 
-WARM_UP = 3  # in which buckets are cut anew and memory is taken
+WARM_UP = 2  # steps after the first, in which buckets are cut anew
 _EVALUATIONS = 10
 
 Progress = Callable[[str, int, int], None]
@@ -47,29 +47,24 @@ class Figures:
 
 
 def enter_all(
-    ranks: Ranks, subject: Subject, contenders: Sequence[Contender], progress: Progress
-) -> dict[str, int | None]:
-    """Wraps a model for each contender and warms it up; returns the peak of its memory."""
+    ranks: Ranks,
+    subject: Subject,
+    contenders: Sequence[Contender],
+    progress: Progress,
+    *,
+    verify: bool,
+) -> dict[str, Entry]:
+    """Wraps a model for each contender and warms it up. The worst of all ranks."""
     ranks(ring.open_ring, subject)
-    peaks = {}
+    entries = {}
     for index, contender in enumerate(contenders):
         progress("preparing", index, len(contenders))
-        of_ranks = _told_apart(contender, ranks, ring.enter, contender, WARM_UP)
-        known = [peak for peak in of_ranks if peak is not None]
-        peaks[contender.name] = max(known, default=None)
-    return peaks
-
-
-def measure_errors(ranks: Ranks, contenders: Sequence[Contender]) -> dict[str, float]:
-    """The error of each contender on its worst rank, in the last step; not of the bare one."""
-    _told_apart(BARE, ranks, ring.take_mean, BARE.name)
-    return {
-        contender.name: max(
-            _told_apart(contender, ranks, ring.measure_error, contender.name), key=_nan_last
-        )
-        for contender in contenders
-        if contender != BARE
-    }
+        of_ranks = _told_apart(contender, ranks, ring.enter, contender, WARM_UP, verify)
+        errors = [entry.error for entry in of_ranks if entry.error is not None]
+        peaks = [entry.peak_bytes for entry in of_ranks if entry.peak_bytes is not None]
+        worst = max(errors, key=_nan_last, default=None)
+        entries[contender.name] = Entry(worst, max(peaks, default=None))
+    return entries
 
 
 def time_all(

@@ -5,33 +5,44 @@ All bouts of a place stay in the ring, so that they can take turns step by step.
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.comparison.bout import Bout, Costs, StepSeconds, measure_peak
-from commhooks.comparison.contender import Contender
+from commhooks.comparison.bout import Bout, Costs, StepSeconds
+from commhooks.comparison.contender import BARE, Contender
+from commhooks.comparison.memory import Peak
 from commhooks.comparison.subject import Subject
 from commhooks.comparison.training import TrainingRun
 
 __all__ = [
+    "Entry",
     "begin_counting",
     "begin_training",
     "costs",
     "enter",
-    "measure_error",
     "open_ring",
     "step",
-    "take_mean",
     "train",
 ]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the first steps of a bout have shown, on one rank."""
+
+    error: float | None
+    """Of the first step's gradients against the exact mean, relative, in L2 norm. NaN or infinite
+    where something is not finite; None for the bare bout, and if not asked for."""
+    peak_bytes: int | None
+    """The most memory that was taken, besides parameters; None where that cannot be told."""
 
 
 @dataclass
 class _Ring:
     subject: Subject
     weights: nn.Module
+    """Whose parameters all bouts share, but those that change them."""
     bouts: dict[str, Bout] = field(default_factory=dict)
     mean: list[Tensor] = field(default_factory=list)
     """The exact mean over ranks of the gradients of one step."""
@@ -46,34 +57,21 @@ def open_ring(rank: int, subject: Subject) -> None:  # noqa: ARG001
     _rings[:] = [_Ring(subject, subject.make_module())]
 
 
-def enter(rank: int, contender: Contender, warm_up: int) -> int | None:
-    """A new bout, and its first steps; returns the peak of its memory in bytes."""
+def enter(rank: int, contender: Contender, warm_up: int, verify: bool) -> Entry:
+    """A new bout, and its first steps. The bare one has to be the first."""
     ring = _rings[0]
-    make = partial(Bout, contender, ring.subject, ring.weights, rank)
-    ring.bouts[contender.name], peak = measure_peak(make, warm_up)
-    return peak
-
-
-def take_mean(rank: int, name: str) -> None:  # noqa: ARG001
-    """Keeps the exact mean over ranks of the gradients of a bout's last step."""
-    ring = _rings[0]
-    ring.mean = [_mean(gradient) for gradient in ring.bouts[name].gradients()]
-
-
-def measure_error(rank: int, name: str) -> float:  # noqa: ARG001
-    """The error of the gradients of a bout's last step against that mean, relative, in L2 norm.
-
-    NaN or infinite where something is not finite. A hook without consensus has an error of its own
-    on each rank.
-    """
-    ring = _rings[0]
-    gradients = ring.bouts[name].gradients()
-    error = sum(
-        (found - exact).double().square().sum().item()
-        for found, exact in zip(gradients, ring.mean, strict=True)
-    )
-    norm = sum(exact.double().square().sum().item() for exact in ring.mean)
-    return math.sqrt(error / norm) if norm else math.nan
+    module = ring.subject.make_module()
+    if not contender.changes_parameters:
+        _share(module, ring.weights)
+    peak = Peak()
+    bout = ring.bouts[contender.name] = Bout(contender, module, ring.subject, rank)
+    bout.step()
+    error = _error(ring, bout, is_bare=contender == BARE) if verify else None
+    peak.begin()  # anew: what it took to find the error does not count
+    for _ in range(warm_up):
+        bout.clear()
+        bout.step()
+    return Entry(error, peak.nbytes())
 
 
 def step(rank: int, name: str) -> StepSeconds:  # noqa: ARG001
@@ -113,7 +111,26 @@ def train(rank: int, steps: int) -> tuple[float, float, float]:  # noqa: ARG001
     return run.go_on(steps)
 
 
+def _error(ring: _Ring, bout: Bout, *, is_bare: bool) -> float | None:
+    """Of the gradients of the bout's last step against the exact mean of the bare one's."""
+    gradients = bout.gradients()
+    if is_bare:
+        ring.mean = [_mean(gradient) for gradient in gradients]
+        return None
+    error = sum(
+        (found - exact).double().square().sum().item()
+        for found, exact in zip(gradients, ring.mean, strict=True)
+    )
+    norm = sum(exact.double().square().sum().item() for exact in ring.mean)
+    return math.sqrt(error / norm) if norm else math.nan
+
+
 def _mean(gradient: Tensor) -> Tensor:
     exact = gradient.double()
     dist.all_reduce(exact)
     return (exact / dist.get_world_size()).to(gradient.dtype)
+
+
+def _share(module: nn.Module, weights: nn.Module) -> None:
+    for own, shared in zip(module.parameters(), weights.parameters(), strict=True):
+        own.data = shared.data
