@@ -105,11 +105,11 @@ def train_all(
     for index, contender in enumerate(contenders):
         _told_apart(contender, ranks, ring.begin_training, contender, function)
         points = []
-        for done in range(0, steps, stride):
+        for done in range(1, steps + 1):
             progress(f"training {contender.name}", index * steps + done, len(contenders) * steps)
-            count = min(stride, steps - done)
-            seconds, sent, loss = _told_apart(contender, ranks, ring.train, count)[0]
-            points.append(TrainingPoint(done + count, seconds, sent, loss))
+            validate = done % stride == 0 or done == steps
+            point = _told_apart(contender, ranks, ring.train, validate)[0]
+            points += [point] if validate else []
         courses[contender.name] = tuple(points)
     return courses
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from commhooks.comparison.bout import Bout, Costs, StepSeconds
 from commhooks.comparison.contender import BARE, Contender
 from commhooks.comparison.memory import Peak
+from commhooks.comparison.result import TrainingPoint
 from commhooks.comparison.subject import Subject
 from commhooks.comparison.training import TrainingRun
 
@@ -104,11 +105,12 @@ def begin_training(rank: int, contender: Contender, function: str) -> None:
     ring.run = TrainingRun(contender, ring.subject, function, rank)
 
 
-def train(rank: int, steps: int) -> tuple[float, float, float]:  # noqa: ARG001
-    """Goes on for ``steps``; see :meth:`TrainingRun.go_on`."""
+def train(rank: int, validate: bool) -> TrainingPoint | None:  # noqa: ARG001
+    """One training step, and the loss after it if asked for."""
     run = _rings[0].run
     assert run is not None
-    return run.go_on(steps)
+    run.step()
+    return run.validate() if validate else None
 
 
 def _error(ring: _Ring, bout: Bout, *, is_bare: bool) -> float | None:

@@ -15,6 +15,7 @@ time does not count. ::
 """
 
 import inspect
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from commhooks.comparison.contender import Contender
+from commhooks.comparison.result import TrainingPoint
 from commhooks.comparison.subject import Subject
 from commhooks.errors import CommHookError
 from commhooks.models import load_callable
@@ -59,20 +61,25 @@ class TrainingRun:
         model, self._handle = contender.wrap(module)
         torch.manual_seed(_SEED + 1 + rank)
         self._steps = load_training_function(function)(model, rank, dist.get_world_size())
+        self._validate: Callable[[], float] = lambda: math.nan
         self._count = 0
         self._seconds = 0.0
 
-    def go_on(self, steps: int) -> tuple[float, float, float]:
-        """Returns seconds and bytes sent since the beginning, and the present validation loss."""
+    def step(self) -> None:
+        """The next training step; all ranks begin it together."""
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(steps):
-            validate = self._next()
+        self._validate = self._next()
         self._seconds += time.perf_counter() - start
+        self._count += 1
+
+    def validate(self) -> TrainingPoint:
+        """After the last step; the loss is the mean over ranks."""
         with torch.no_grad():
-            loss = torch.tensor(float(validate()), dtype=torch.float64)
+            loss = torch.tensor(float(self._validate()), dtype=torch.float64)
         dist.all_reduce(loss)
-        return self._seconds, self._sent(), loss.item() / dist.get_world_size()
+        mean = loss.item() / dist.get_world_size()
+        return TrainingPoint(self._count, self._seconds, self._sent(), mean)
 
     def _next(self) -> Callable[[], float]:
         try:
@@ -87,7 +94,6 @@ class TrainingRun:
                 f"{self._path!r}: expected it to yield a function without arguments that returns "
                 f"the validation loss, found {validate!r}"
             )
-        self._count += 1
         return validate
 
     def _sent(self) -> float:
