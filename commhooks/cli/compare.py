@@ -19,7 +19,7 @@ from commhooks.models import built_in_models
 
 __all__ = ["compare"]
 
-_NARROWEST = 110  # columns that the table needs
+_NARROWEST = 112  # columns that the table needs
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 

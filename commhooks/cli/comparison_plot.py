@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from commhooks.comparison import Comparison, Row, TrainingPoint
 
@@ -30,6 +30,7 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
     )
     for draw, axes in zip(panels, grid[0], strict=True):
         draw(axes)
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.35)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{comparison.model}, {comparison.world_size} ranks")

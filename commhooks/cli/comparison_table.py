@@ -12,7 +12,7 @@ from commhooks.rates import format_rate
 __all__ = ["comparison_table", "format_bytes", "format_seconds"]
 
 _COLUMNS = ["step", "", "of torch", "exposed", "wire", "ratio", "error", "memory", "pays below"]
-_HOOK_WIDTH = 20
+_HOOK_WIDTH = 22
 _CAPTION = """\
 step: forward and backward of the slowest rank, median, and the spread between the quartiles.
 of torch: that time over that of torch's own averaging. exposed: what a step takes longer than \
