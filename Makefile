@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,demo,bench,dev,docs
+EXTRAS ?= test,cli,demo,bench,dev,docs
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin

@@ -1,0 +1,50 @@
+"""The group of all commands; each is in a module of its own, imported when it is needed."""
+
+import importlib
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from commhooks.errors import CommHookError
+
+__all__ = ["commands"]
+
+_COMMANDS = {
+    "describe": "commhooks.cli.catalogue:describe",
+    "list": "commhooks.cli.catalogue:list_hooks",
+}
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommHookError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def commands() -> None:
+    """Choose how gradients travel in data-parallel training."""
+    # Factories in the user's current directory, as `python -m` would find them.
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    signal.signal(signal.SIGTERM, _end)  # in order, as after Ctrl-C
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)

@@ -1,0 +1,46 @@
+"""151 MB of parameters in the shapes of a transformer, with next to no arithmetic.
+
+A backward costs little besides writing gradients: the hardest case for whoever has to move them.
+"""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Transformer"]
+
+_LAYERS, _WIDTH = 12, 512
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+        self.up = nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.down = nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(q * k + v)
+        y: Tensor = x + self.down(self.up(x).relu())
+        return y
+
+
+class Transformer(nn.Module):
+    """12 layers of width 512. Attention is left out: it has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: (batch, 512)."""
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def example_input() -> Tensor:
+        """Eight vectors."""
+        return torch.randn(8, _WIDTH)
