@@ -12,7 +12,7 @@ CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
 CUDA_SOURCES := $(shell find csrc commhooks -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build lint types format bench gpu-check cuda docs clean
+.PHONY: help demo test build lint types format bench results gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ format: $(INSTALLED) ## Rewrite Python, C++ and CUDA sources in the project's fo
 
 bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
+
+results: $(INSTALLED) ## Write docs/results.md and its plots from bench/results
+	$(BIN)/python -m bench.results_page
 
 gpu-check: $(INSTALLED) cuda ## Compile the CUDA sources and run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: there are none

@@ -1,16 +1,32 @@
-"""One set of rank processes for all benchmarks of a session."""
+"""Sets of rank processes that last for the whole session, one for each number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from commhooks.ranks import Ranks
 
+RanksOf = Callable[[int], Ranks]
+
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    """Two ranks over loopback."""
-    with Ranks(2) as ranks:
+def ranks_of() -> Iterator[RanksOf]:
+    """The ranks over loopback, by how many they are; started when first asked for."""
+    running: dict[int, Ranks] = {}
+    with ExitStack() as stack:
+
+        def ranks(world_size: int) -> Ranks:
+            if world_size not in running:
+                running[world_size] = stack.enter_context(Ranks(world_size))
+            return running[world_size]
+
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks(ranks_of: RanksOf) -> Ranks:
+    """Two ranks over loopback."""
+    return ranks_of(2)

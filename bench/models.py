@@ -6,6 +6,7 @@ that is the hardest case for a reducer.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -33,5 +34,7 @@ class ManySmall(nn.Module):
 
 MODELS: dict[str, Callable[[], Transformer | ManySmall]] = {
     "transformer-151MB": Transformer,
+    "transformer-50MB": functools.partial(Transformer, layers=4),
+    "transformer-25MB": functools.partial(Transformer, layers=2),
     "2000x256": ManySmall,
 }

@@ -11,71 +11,81 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.models import MODELS
 from commhooks.channels import Channels
+from commhooks.hook_spec import parse_hook_spec
 from commhooks.wire import all_reduce_bytes
 from reducer import DistributedDataParallel, GradBucket
 
 _models: dict[str, nn.Module] = {}
 _handles: dict[str, commhooks.HookHandle] = {}
 _inputs: dict[str, torch.Tensor] = {}
+_prepared: tuple[Any, ...] = ()  # what the models were made of
 
-
-def _torch_noop(module: nn.Module, **options: Any) -> nn.Module:
-    wrapped = TorchDDP(module, **options)
-    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
-    return wrapped
-
-
-def _torch_fp16(module: nn.Module, **options: Any) -> nn.Module:
-    wrapped = TorchDDP(module, **options)
-    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return wrapped
-
-
-def _copying_noop(module: nn.Module, **options: Any) -> nn.Module:
-    # The same Python hook as torch's row: the engine cannot know that it changes nothing.
-    wrapped = DistributedDataParallel(module, **options)
-    wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
-    return wrapped
-
-
-def _ours(label: str, hook: str, **hook_options: Any) -> Callable[..., nn.Module]:
-    def wrap(module: nn.Module, **options: Any) -> nn.Module:
-        wrapped = DistributedDataParallel(module, **options)
-        _handles[label] = commhooks.register(wrapped, hook, **hook_options)
-        return wrapped
-
-    return wrap
-
-
-WRAPPERS: dict[str, Callable[..., nn.Module]] = {
-    "bare": lambda module, **_: module,
-    "torch": TorchDDP,
-    "torch noop": _torch_noop,
-    "torch fp16": _torch_fp16,
-    "ours": _ours("ours", "allreduce"),
-    "ours noop": _ours("ours noop", "noop"),
-    "ours noop, copying": _copying_noop,
-    "ours fp16": _ours("ours fp16", "fp16"),
-    "ours bf16": _ours("ours bf16", "bf16"),
-    "ours powersgd": _ours("ours powersgd", "powersgd", rank=4, start_step=0),
+TORCH_HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
+    "torch noop": (lambda: None, debugging_hooks.noop_hook),
+    "torch fp16": (lambda: None, default_hooks.fp16_compress_hook),
+    "torch powersgd": (
+        lambda: powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2),
+        powerSGD_hook.powerSGD_hook,
+    ),
 }
 
 
+def wrap(name: str, module: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """``module`` in the wrapper ``name``.
+
+    "bare": none. "torch", or "torch" and one of its hooks. "ours", or "ours" and a hook in a line.
+    """
+    if name == "bare":
+        return module
+    if name.startswith("torch"):
+        stock = TorchDDP(module, **options)
+        if name in TORCH_HOOKS:
+            make_state, hook = TORCH_HOOKS[name]
+            stock.register_comm_hook(make_state(), hook)
+        return stock
+    wrapped = DistributedDataParallel(module, **options)
+    if name == "ours noop, copying":
+        # The same Python hook as torch's row: the engine cannot know that it changes nothing.
+        wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
+        return wrapped
+    spec = name.removeprefix("ours").strip() or "allreduce"
+    _handles[name] = commhooks.register(wrapped, parse_hook_spec(spec).create())
+    return wrapped
+
+
+def example_input(model: str) -> torch.Tensor:
+    """Random, for any size of the model."""
+    factory = MODELS[model]
+    return (factory.func if isinstance(factory, functools.partial) else factory).example_input()
+
+
 def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any]) -> int:
-    """Wrap one copy of `model` per wrapper, from the same start; returns its gradient bytes."""
-    _models.clear()
-    _handles.clear()
+    """One copy of `model` per wrapper, all from the same start; returns its gradient bytes.
+
+    Those that were there before are kept, if the model and the options are the same.
+    """
+    global _prepared
+    kept = wrappers if _prepared == (model, options) else []
+    for name in [name for name in _models if name not in kept]:
+        del _models[name]
+        _handles.pop(name, None)
     for name in wrappers:
-        torch.manual_seed(0)
-        _models[name] = WRAPPERS[name](MODELS[model](), **options)
+        if name not in _models:
+            torch.manual_seed(0)
+            _models[name] = wrap(name, MODELS[model](), options)
+    _prepared = (model, options)
     torch.manual_seed(rank)
-    _inputs["x"] = MODELS[model].example_input()  # type: ignore[attr-defined]
+    _inputs["x"] = example_input(model)
     module = next(iter(_models.values()))
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
@@ -91,6 +101,17 @@ def backward(rank: int, wrapper: str, set_to_none: bool) -> float:
     return time.perf_counter() - start
 
 
+def clear_gradients(wrapper: str) -> None:
+    """Lets go of the gradients, as an optimizer's zero_grad() does."""
+    _models[wrapper].zero_grad(set_to_none=True)
+
+
+def hook_of(wrapper: str) -> commhooks.CommHook | None:
+    """The hook of one of our wrappers, None of torch's."""
+    hook = _handles[wrapper].hook if wrapper in _handles else None
+    return hook if isinstance(hook, commhooks.CommHook) else None
+
+
 def largest_difference(rank: int, one: str, other: str) -> float:
     """Between the gradients of two wrappers, relative to the largest gradient."""
     pairs = zip(_models[one].parameters(), _models[other].parameters(), strict=True)
@@ -104,31 +125,47 @@ def largest_difference(rank: int, one: str, other: str) -> float:
     return max(differences) / max(scales)
 
 
-def error_against_mean(rank: int, wrapper: str) -> float:
-    """Relative L2 error of the gradients against the exact mean over ranks, of one backward."""
+def error(rank: int, wrapper: str, averages: bool) -> float:
+    """Relative L2 error of a wrapper's gradients after one backward.
+
+    Against the exact mean over ranks; or, unless it ``averages``, this rank's own gradients.
+    """
     bare, model = _models["bare"], _models[wrapper]
     squared_error = squared_norm = 0.0
     for local, got in zip(bare.parameters(), model.parameters(), strict=True):
         assert local.grad is not None
         assert got.grad is not None
         exact = local.grad.double()
-        dist.all_reduce(exact)
-        exact /= dist.get_world_size()
+        if averages:
+            dist.all_reduce(exact)
+            exact /= dist.get_world_size()
         squared_error += (got.grad - exact).square().sum().item()
         squared_norm += exact.square().sum().item()
     return float((squared_error / squared_norm) ** 0.5)
 
 
-def wire_bytes(rank: int, wrapper: str) -> int:
-    """Bytes that this rank sends per step."""
+def sent(rank: int, wrapper: str) -> tuple[int, float | None]:
+    """Bytes that this rank sends per step, and seconds of it in which backward only waits."""
     handle = _handles.get(wrapper)
     if handle is None:  # torch's own, whose traffic is known
         gradient_bytes = sum(p.numel() * p.element_size() for p in _models[wrapper].parameters())
         divisor = 2 if wrapper == "torch fp16" else 1
-        return all_reduce_bytes(gradient_bytes // divisor, dist.get_world_size())
-    sent = handle.stats().total.wire_bytes
-    assert sent is not None
-    return round(sent)
+        return all_reduce_bytes(gradient_bytes // divisor, dist.get_world_size()), None
+    total = handle.stats().total
+    assert total.wire_bytes is not None
+    return round(total.wire_bytes), total.exposed_seconds
+
+
+def all_reduce_bandwidth(rank: int, nbytes: int) -> float:
+    """Bytes that this rank sends per second in torch's all-reduce of so many; the best of 5."""
+    tensor = torch.zeros(nbytes // 4)
+    seconds = []
+    for _ in range(5):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(tensor)
+        seconds.append(time.perf_counter() - start)
+    return all_reduce_bytes(nbytes, dist.get_world_size()) / min(seconds)
 
 
 # ------------------------------------------------------------------- the cost of awaiting

@@ -1,7 +1,8 @@
-"""Hooks over loopback and over a shaped link, against plain averaging and the link's limit."""
+"""Hooks side by side with torch's: over loopback, over a shaped link, and the cost of awaiting."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -9,16 +10,120 @@ from typing import Any
 import pytest
 
 from bench import steps
+from bench.conftest import RanksOf
+from bench.subjects import SUBJECTS, TORCH, TORCH_POWERSGD, Subject
 from commhooks.links import Link, shaped_link, unavailable
 from commhooks.ranks import Ranks
 
-ROUNDS = 7
+ROUNDS = 5
 WARM_UP = 2
-MODEL = "transformer-151MB"
+LARGE = "transformer-151MB"
+SMALL = "transformer-25MB"
 GIGABIT = 1e9
+LIMIT_BYTES = 25 << 20  # of the all-reduce that shows what a loopback can do
+
+# Whose floors and aims are over a link, on the large model.
+OVER_A_LINK = ("allreduce", "fp16", "bf16", "int8", "int4", "onebit", "topk", "powersgd")
 
 
-@pytest.fixture(scope="module")
+def name_of(value: object) -> str | None:
+    return value.wrapper if isinstance(value, Subject) else None
+
+
+def measure(
+    benchmark: Any,
+    ranks: Ranks,
+    model: str,
+    subject: Subject,
+    options: dict[str, Any],
+    limit: float,
+) -> None:
+    """One row: the first step is verified, then all wrappers are timed in turn, round by round.
+
+    ``limit``: bytes per second that a rank can send. See README.md for the columns.
+    """
+    others = ["bare", "torch"]
+    wrappers = list(dict.fromkeys([*others, subject.wrapper]))
+    gradient_bytes = ranks(steps.prepare, model, wrappers, options)[0]
+    for name in wrappers:
+        for _ in range(1 + (subject.first_step if name == subject.wrapper else 0)):
+            ranks(steps.backward, name, True)
+    error = max(ranks(steps.error, subject.wrapper, subject.averages))
+    assert error <= subject.largest_error
+    seconds: dict[str, list[float]] = {name: [] for name in wrappers}
+
+    def run(name: str) -> None:
+        seconds[name].append(max(ranks(steps.backward, name, True)))
+
+    benchmark.pedantic(
+        lambda: run(subject.wrapper),
+        setup=lambda: [run(name) for name in others if name != subject.wrapper] and None,
+        rounds=ROUNDS,
+        warmup_rounds=WARM_UP,
+        iterations=1,
+    )
+    median = {name: statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
+    wire_bytes, exposed = ranks(steps.sent, subject.wrapper)[0]
+    own, bare = median[subject.wrapper], median["bare"]
+    floor = bare + wire_bytes / limit
+    benchmark.extra_info.update(
+        gradient_bytes=gradient_bytes,
+        wire_bytes=wire_bytes,
+        ratio=gradient_bytes * 2 * (ranks.world_size - 1) / ranks.world_size / wire_bytes
+        if wire_bytes
+        else None,
+        error=error if subject.averages else None,
+        seconds=own,
+        bare_seconds=bare,
+        exposed_seconds=exposed,
+        bandwidth=wire_bytes / own,
+        limit_bandwidth=limit,
+        floor_seconds=floor,
+        share_of_limit=floor / own,
+        ratio_to_torch=own / median["torch"],
+    )
+
+
+@functools.cache
+def loopback_limit(ranks: Ranks) -> float:
+    """Bytes per second of each rank, at best."""
+    return min(ranks(steps.all_reduce_bandwidth, LIMIT_BYTES))
+
+
+@pytest.mark.benchmark(group="hooks: 151 MB over loopback")
+@pytest.mark.parametrize(
+    "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
+)
+def test_large_model(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
+    """What hooks cost where the wire is as fast as memory."""
+    ranks = ranks_of(2)
+    measure(benchmark, ranks, LARGE, subject, {}, loopback_limit(ranks))
+
+
+@pytest.mark.benchmark(group="hooks: bucket and world sizes, 25 MB over loopback")
+@pytest.mark.parametrize(("world_size", "bucket_mb"), [(2, 1), (2, 25), (4, 25)])
+@pytest.mark.parametrize("subject", [*TORCH, *SUBJECTS], ids=name_of)
+def test_every_hook(
+    benchmark: Any, ranks_of: RanksOf, subject: Subject, world_size: int, bucket_mb: int
+) -> None:
+    ranks = ranks_of(world_size)
+    options = {"bucket_cap_mb": bucket_mb}
+    measure(benchmark, ranks, SMALL, subject, options, loopback_limit(ranks))
+
+
+@pytest.mark.benchmark(group="hooks: PowerSGD in one bucket, 25 MB over loopback")
+@pytest.mark.parametrize(
+    "subject",
+    [TORCH_POWERSGD, *(s for s in SUBJECTS if s.hook == "powersgd")],
+    ids=name_of,
+)
+def test_powersgd(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
+    """Torch's needs all gradients in one bucket; on several it hangs or aborts over Gloo."""
+    ranks = ranks_of(2)
+    measure(benchmark, ranks, SMALL, subject, {"bucket_cap_mb": 1000}, loopback_limit(ranks))
+
+
+@pytest.fixture(scope="session")
 def gigabit() -> Iterator[tuple[Ranks, Link]]:
     """Two hosts that are joined by a link of 1 Gbit/s."""
     reason = unavailable()
@@ -28,91 +133,27 @@ def gigabit() -> Iterator[tuple[Ranks, Link]]:
         yield ranks, link
 
 
-def measure(benchmark: Any, ranks: Ranks, wrapper: str, rounds: int = ROUNDS) -> float:
-    """Median seconds of a backward on the slowest rank."""
-    seconds: list[float] = []
-
-    def run() -> None:
-        seconds.append(max(ranks(steps.backward, wrapper, True)))
-
-    benchmark.pedantic(run, rounds=rounds, warmup_rounds=WARM_UP, iterations=1)
-    return statistics.median(seconds[WARM_UP:])
-
-
-def median_of(ranks: Ranks, wrapper: str, rounds: int = ROUNDS) -> float:
-    """The same without pytest-benchmark, for what a row is compared with."""
-    seconds = [max(ranks(steps.backward, wrapper, True)) for _ in range(rounds + WARM_UP)]
-    return statistics.median(seconds[WARM_UP:])
-
-
-@pytest.mark.benchmark(group="hooks: 1 Gbit/s")
+@pytest.mark.benchmark(group="hooks: 151 MB over 1 Gbit/s")
 @pytest.mark.parametrize(
-    ("wrapper", "largest_error"),
-    [
-        ("torch", 1e-6),
-        ("ours", 1e-6),
-        ("torch fp16", 1e-2),
-        ("ours fp16", 1e-2),
-        ("ours bf16", 1e-2),
-        ("ours powersgd", 1.0),
-    ],
+    "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
 )
-def test_over_a_gigabit_link(
-    benchmark: Any, gigabit: tuple[Ranks, Link], wrapper: str, largest_error: float
-) -> None:
-    """Share of the floor: wire bytes over bandwidth, plus the plain backward."""
+def test_over_a_gigabit_link(benchmark: Any, gigabit: tuple[Ranks, Link], subject: Subject) -> None:
+    """The aims: see README.md in results/."""
     ranks, link = gigabit
-    gradient_bytes = ranks(steps.prepare, MODEL, ["bare", wrapper], {})[0]
-    ranks(steps.backward, "bare", True)
-    ranks(steps.backward, wrapper, True)
-    error = max(ranks(steps.error_against_mean, wrapper))
-    assert error <= largest_error
-    bare = median_of(ranks, "bare")
-    seconds = measure(benchmark, ranks, wrapper)
-    wire_bytes = ranks(steps.wire_bytes, wrapper)[0]
-    floor = wire_bytes / link.bytes_per_second + bare
-    benchmark.extra_info.update(
-        gradient_bytes=gradient_bytes,
-        wire_bytes=wire_bytes,
-        ratio=gradient_bytes / wire_bytes,
-        error=error,
-        seconds=seconds,
-        bare_seconds=bare,
-        floor_seconds=floor,
-        times_floor=seconds / floor,
-        aim="fp16, bf16: at most 1.10 times the floor",
-    )
-
-
-@pytest.mark.benchmark(group="hooks: loopback")
-@pytest.mark.parametrize("wrapper", ["ours", "ours fp16", "ours bf16", "ours powersgd"])
-def test_over_loopback(benchmark: Any, two_ranks: Ranks, wrapper: str) -> None:
-    """What hooks cost where the wire is as fast as memory."""
-    gradient_bytes = two_ranks(steps.prepare, MODEL, ["bare", wrapper], {})[0]
-    two_ranks(steps.backward, "bare", True)
-    two_ranks(steps.backward, wrapper, True)
-    error = max(two_ranks(steps.error_against_mean, wrapper))
-    seconds = measure(benchmark, two_ranks, wrapper)
-    wire_bytes = two_ranks(steps.wire_bytes, wrapper)[0]
-    benchmark.extra_info.update(
-        gradient_bytes=gradient_bytes,
-        wire_bytes=wire_bytes,
-        ratio=gradient_bytes / wire_bytes,
-        error=error,
-        seconds=seconds,
-    )
+    measure(benchmark, ranks, LARGE, subject, {}, link.bytes_per_second)
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")
-def test_awaited_stage(benchmark: Any, two_ranks: Ranks) -> None:
+def test_awaited_stage(benchmark: Any, ranks_of: RanksOf) -> None:
     """What Python adds to each awaited collective; the aim is at most 50 microseconds."""
-    two_ranks(steps.prepare_stages)
+    ranks = ranks_of(2)
+    ranks(steps.prepare_stages)
     seconds: dict[str, list[float]] = {"bare": [], "bare, one group": [], "awaited": []}
 
     def run() -> None:
-        seconds["bare"].append(max(two_ranks(steps.bare_stages, steps.STAGES)))
-        seconds["bare, one group"].append(max(two_ranks(steps.bare_stages, 1)))
-        seconds["awaited"].append(max(two_ranks(steps.awaited_stages)))
+        seconds["bare"].append(max(ranks(steps.bare_stages, steps.STAGES)))
+        seconds["bare, one group"].append(max(ranks(steps.bare_stages, 1)))
+        seconds["awaited"].append(max(ranks(steps.awaited_stages)))
 
     benchmark.pedantic(run, rounds=30, warmup_rounds=5, iterations=1)
     per_stage = {

@@ -23,6 +23,7 @@ from commhooks.handle import HookHandle, handle_of, register
 from commhooks.hook import CommHook
 from commhooks.registry import HookInfo, available, create, describe, register_hook
 from commhooks.stats import BucketStats, HookStats
+from commhooks.trace import merge_traces
 from reducer import (
     DistributedDataParallel,
     GradBucket,
@@ -55,6 +56,7 @@ __all__ = [
     "create",
     "describe",
     "handle_of",
+    "merge_traces",
     "overlap_optimizer",
     "register",
     "register_hook",

@@ -43,7 +43,6 @@ import itertools
 import math
 import os
 import threading
-import time
 import weakref
 from collections import deque
 
@@ -219,8 +218,7 @@ class _Loop:
         self._tasks.remove(task)
         if task.bucket.is_last():
             self._is_open = False
-        seconds = time.perf_counter() - task.start
-        self._ledger.record(task.bucket, task.comm.wire_bytes, seconds)
+        self._ledger.record(task.run())
         task.future.set_result(result)
 
     def _give_turns(self) -> None:
@@ -263,7 +261,7 @@ class _Loop:
         token = next(self._tokens)
         self._pending[token] = task
         self._queue.watch(task.work, token)
-        task.comm.wire_bytes += request.count()
+        task.count_bytes(request)
 
     # -------------------------------------------------------------------------------- failure
 

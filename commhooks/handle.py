@@ -3,9 +3,12 @@
 import functools
 import inspect
 import json
+import os
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from commhooks.saved_state import check_saved_state, saved_state
 from commhooks.slot import OwnSlot, Slot, TorchHook
 from commhooks.stats import HookStats
 from commhooks.stock import StockSlot
+from commhooks.trace import trace
 from reducer import DistributedDataParallel
 
 __all__ = ["HookHandle", "handle_of", "register"]
@@ -116,6 +120,27 @@ class HookHandle:
         stats = self._in_use().stats()
         hook = self.hook
         return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
+        """Records the steps inside a ``with`` block on this rank, as a trace for Perfetto.
+
+        ::
+
+            with handle.trace("step.json") as written:
+                loss = model(inputs).sum()
+                loss.backward()
+
+        Open the file at https://ui.perfetto.dev or chrome://tracing; docs/tracing.md tells what is
+        in it. Rank 0 writes ``path``, rank r ``step.rank<r>.json``; ``written`` is the path. Each
+        rank may trace or not. On CUDA the times are those of the host, and nothing is synchronised.
+        On torch's own wrapper only gradients, hooks and their collectives can be seen. It is meant
+        for a few steps: what is recorded stays in memory, about 100 bytes per gradient and step.
+
+        Raises:
+            CommHookError: on entering, if the directory does not exist or another trace of the
+                model is under way. After an exception in the block what there was is written.
+        """
+        return trace(self._in_use(), path, {"hook": _identity(self.hook)})
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs. Each rank has its own, to be saved by each."""
@@ -237,7 +262,8 @@ def _check_arity(function: Function) -> None:
 
 
 def _bind(function: Function, options: Mapping[str, Any]) -> TorchHook:
-    return functools.partial(function, options.get("state"))
+    bound = functools.partial(function, options.get("state"))
+    return functools.update_wrapper(bound, function)  # for its name
 
 
 def _identity(hook: CommHook | Function) -> str:

@@ -1,6 +1,5 @@
 """Runs a hook to its end on the thread that runs backward, where order is kept by the backend."""
 
-import time
 from typing import Any, cast
 
 import torch
@@ -51,7 +50,7 @@ class InlineDriver:
             self._has_failed = True
             task.fail(error)
             return future
-        self.ledger.record(bucket, task.comm.wire_bytes, time.perf_counter() - task.start)
+        self.ledger.record(task.run())
         future.set_result(result)
         return future
 
@@ -73,7 +72,8 @@ class InlineDriver:
                 request.start(self._among(request.ranks)).wait()
             except Exception as error:
                 raise task.refuse(error) from error
-            task.comm.wire_bytes += request.count()
+            task.end_stage()
+            task.count_bytes(request)
         return result
 
     def _among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:

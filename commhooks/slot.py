@@ -1,7 +1,7 @@
 """The place in a wrapped model that takes a hook: what our wrapper and torch's have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from commhooks.driver import Driver
 from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
 from commhooks.inline import InlineDriver
-from commhooks.stats import HookStats, bucket_stats
+from commhooks.recording import HookRun, Recording, Span, Stage
+from commhooks.stats import HookStats, Ledger, bucket_stats
 from commhooks.wire import all_gather_bytes, all_reduce_bytes
 from reducer import DistributedDataParallel
 
@@ -32,6 +33,8 @@ class Slot(ABC):
 
     device: torch.device
     parameters: dict[str, Tensor]
+    recording: Recording | None = None
+    """Being made, while a step is traced."""
 
     @property
     @abstractmethod
@@ -62,6 +65,18 @@ class Slot(ABC):
     @abstractmethod
     def stats(self) -> HookStats:
         """Of the hook that is installed, since it was."""
+
+    @abstractmethod
+    def start_recording(self) -> None:
+        """Notes when what happens, until :meth:`stop_recording`."""
+
+    @abstractmethod
+    def stop_recording(self) -> Recording:
+        """What has happened since :meth:`start_recording`."""
+
+    def listen(self, ledger: Ledger) -> None:
+        """Lets the recording, if there is one, know of the runs that come to ``ledger``."""
+        ledger.listener = None if self.recording is None else self.recording.add_run
 
 
 class OwnSlot(Slot):
@@ -139,13 +154,42 @@ class OwnSlot(Slot):
         ]
         return HookStats.of(max((row["steps"] for row in rows), default=0), buckets, size)
 
+    def start_recording(self) -> None:
+        self.recording = Recording(self._names)
+        if self._driver is not None:
+            self.listen(self._driver.ledger)
+        self._reducer.start_recording()
+
+    def stop_recording(self) -> Recording:
+        recording, self.recording = self.recording, None
+        assert recording is not None
+        if self._driver is not None:
+            self.listen(self._driver.ledger)
+        recording.spans = [Span(**span) for span in self._reducer.stop_recording()]
+        recording.runs += self._runs_in_cpp(recording)
+        return recording
+
     def _set(self, target: Any, driver: AnyDriver | None, *, is_native: bool) -> None:
         self._reducer.set_hook(target)  # raises while a backward is under way
         self._reducer.reset_stats()
         if self._driver is not None:
             self._driver.close()
+        if driver is not None:
+            self.listen(driver.ledger)
         self._driver = driver
         self._is_native = is_native
+
+    def _runs_in_cpp(self, recording: Recording) -> Iterator[HookRun]:
+        """Those of native hooks: one collective from beginning to end."""
+        rows = {row["key"]: row for row in self._reducer.bucket_stats()}
+        for span in recording.spans:
+            row = rows.get(span.key)
+            if row is None or not (self._is_native or row["lane"]) or recording.run_of(span):
+                continue
+            sent = self._wire_bytes(row)
+            operation = "all_gather" if row["is_sparse"] else "all_reduce"
+            stage = Stage(operation, (), span.start_ns, span.start_ns, span.end_ns, int(sent or 0))
+            yield HookRun(span.key, sent, span.start_ns, span.end_ns, (stage,))
 
     def _wire_bytes(self, row: dict[str, Any]) -> float | None:
         packed = row["packed_bytes"] // max(row["steps"], 1)

@@ -1,10 +1,11 @@
 """What a hook costs and saves, per bucket and in total."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from commhooks.recording import Run
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 
@@ -59,9 +60,19 @@ class HookStats:
         )
         return cls(steps, total, buckets)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One dict per bucket, in JSON's types."""
-        return [asdict(bucket) | {"names": list(bucket.names)} for bucket in self.buckets]
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row per bucket and one for the total, in JSON's types, for ``pandas.DataFrame(rows)``.
+
+        Columns: ``bucket`` (its index, or "total"), ``steps`` (that the means are over), and the
+        fields of :class:`BucketStats`: ``names``, ``gradient_bytes``, ``wire_bytes``, ``ratio``,
+        ``hook_seconds``, ``exposed_seconds``. What is not known is None.
+        """
+        return [self._row(bucket) for bucket in (*self.buckets, self.total)]
+
+    def _row(self, bucket: BucketStats) -> dict[str, Any]:
+        values = asdict(bucket) | {"names": list(bucket.names)}
+        index = values.pop("index")
+        return {"bucket": "total" if index is None else index, "steps": self.steps, **values}
 
     def __str__(self) -> str:
         lines = [
@@ -98,25 +109,31 @@ class _Entry:
     names: tuple[str, ...]
     gradient_bytes: int
     steps: int = 0
-    wire_bytes: int | None = 0
+    wire_bytes: float | None = 0
     hook_seconds: float = 0.0
 
 
 class Ledger:
-    """Adds up what the runs of a hook cost, by the key of their bucket."""
+    """Adds up what the runs of a hook cost, by the key of their bucket.
+
+    ``listener``, if any, gets each run as well.
+    """
 
     def __init__(self) -> None:
+        self.listener: Callable[[Run], None] | None = None
         self._entries: dict[str, _Entry] = {}
 
-    def record(self, bucket: GradBucket, wire_bytes: int | None, seconds: float) -> None:
-        """One run; ``wire_bytes`` is None where it is not known."""
-        entry = self._entries.get(bucket.key) or self._open(bucket)
+    def record(self, run: Run) -> None:
+        """Adds one run."""
+        entry = self._entries.get(run.bucket.key) or self._open(run.bucket)
         entry.steps += 1
-        entry.hook_seconds += seconds
-        if wire_bytes is None or entry.wire_bytes is None:
+        entry.hook_seconds += run.seconds
+        if run.wire_bytes is None or entry.wire_bytes is None:
             entry.wire_bytes = None
         else:
-            entry.wire_bytes += wire_bytes
+            entry.wire_bytes += run.wire_bytes
+        if self.listener is not None:
+            self.listener(run)
 
     def wire_bytes(self, key: str) -> float | None:
         """The mean per step of the bucket of this key, None if not known."""

@@ -1,5 +1,7 @@
 """Hooks on torch's own DistributedDataParallel."""
 
+import functools
+import time
 import weakref
 from typing import Any, cast
 
@@ -11,9 +13,11 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook import CommHook
+from commhooks.recording import Recording, Run, Span
 from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver
 from commhooks.stats import HookStats, Ledger
 from reducer import GradBucket
@@ -47,6 +51,8 @@ class StockSlot(Slot):
         self._driver: AnyDriver | None = None
         self._function: TorchHook = self._average
         self._error: Exception | None = None
+        self._runs: list[Run] = []  # of the function, in this step
+        self._arrivals: list[RemovableHandle] = []
         try:
             model.register_comm_hook(weakref.proxy(self), _run)
         except RuntimeError as error:
@@ -77,25 +83,44 @@ class StockSlot(Slot):
         self._set(None, self._average)
 
     def stats(self) -> HookStats:
-        ledger = self._ledger if self._driver is None else self._driver.ledger
-        return ledger.stats(self.group.size())
+        return self._ledger.stats(self.group.size())
+
+    def start_recording(self) -> None:
+        """Gradients and hooks; the rest is between torch's reducer and itself."""
+        self.recording = Recording(list(self.parameters))
+        self.listen(self._ledger)
+        self._arrivals = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(self._arrive, index)
+            )
+            for index, parameter in enumerate(self.parameters.values())
+        ]
+
+    def stop_recording(self) -> Recording:
+        recording, self.recording = self.recording, None
+        assert recording is not None
+        self.listen(self._ledger)
+        while self._arrivals:
+            self._arrivals.pop().remove()
+        return recording
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Torch's reducer calls this for each bucket."""
         if bucket.index() == 0:
             self._error = None
+            self._runs.clear()
             _queue_callback(lambda: _queue_callback(self._end_step))
+        start_ns = time.monotonic_ns()
         try:
             future = self._launch(bucket)
         except Exception as error:
             self._error = self._error or error
             return _completed(bucket.buffer())
-        return future.then(lambda future: self._settle(future, bucket))
+        return future.then(lambda future: self._settle(future, bucket, start_ns))
 
     def _launch(self, bucket: TorchBucket) -> Future[Tensor]:
         if self._driver is not None:
             return self._driver(self._with_names(bucket))
-        self._ledger.record(self._with_names(bucket), None, 0.0)
         future = self._function(bucket)
         if not isinstance(future, AnyFuture):
             raise CommHookResultError(
@@ -104,7 +129,13 @@ class StockSlot(Slot):
             )
         return future
 
-    def _settle(self, future: Future[Tensor], bucket: TorchBucket) -> Tensor:
+    def _settle(self, future: Future[Tensor], bucket: TorchBucket, start_ns: int) -> Tensor:
+        """Called on a thread of the backend's, or of the driver's."""
+        run = Run(self._with_names(bucket), None, start_ns, time.monotonic_ns())
+        if self._driver is None:
+            self._runs.append(run)
+        if self.recording is not None:
+            self.recording.spans.append(self._span(run))
         try:
             return future.value()
         except Exception as error:
@@ -116,14 +147,36 @@ class StockSlot(Slot):
         error, self._error = self._error, None
         if error is not None:
             raise error
+        for run in self._runs:
+            self._ledger.record(run)
+        if self.recording is not None:
+            self.recording.spans.append(self._backward(self.recording))
         self._steps += 1
+
+    def _arrive(self, index: int, _: Tensor) -> None:
+        if self.recording is not None:
+            now = time.monotonic_ns()
+            self.recording.spans.append(Span("gradient", index, now, now))
+
+    def _span(self, hook: Run) -> Span:
+        bucket = hook.bucket
+        name = self._driver.name if self._driver else getattr(self._function, "__qualname__", "")
+        names = tuple(bucket.names)
+        return Span("hook", bucket.index(), hook.start_ns, hook.end_ns, bucket.key, names, name)
+
+    def _backward(self, recording: Recording) -> Span:
+        """From the first gradient since the last backward; torch's waiting included."""
+        last_end = max((s.end_ns for s in recording.spans if s.activity == "backward"), default=0)
+        start = min(s.start_ns for s in recording.spans if s.start_ns > last_end)
+        return Span("backward", self._steps, start, time.monotonic_ns())
 
     def _set(self, driver: AnyDriver | None, function: TorchHook) -> None:
         if self._driver is not None:
             self._driver.close()
         self._driver = driver
         self._function = function
-        self._ledger = Ledger()
+        self._ledger = Ledger() if driver is None else driver.ledger
+        self.listen(self._ledger)
 
     def _with_names(self, bucket: TorchBucket) -> GradBucket:
         parameters = bucket.parameters()

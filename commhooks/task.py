@@ -14,6 +14,7 @@ from torch.futures import Future
 from commhooks.communicator import Communicator, Request
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook import CommHook
+from commhooks.recording import Run, Stage
 from reducer import GradBucket
 
 __all__ = ["Task"]
@@ -36,11 +37,16 @@ class Task:
         self.future: Future[Tensor] = Future(devices=[] if device.type == "cpu" else [device])
         self.request: Request | None = None
         self.issued: dict[tuple[int, ...], int] = {}
-        self.operation = ""
         self.work: Work | None = None
-        self.start = time.perf_counter()
+        self._stages: list[Stage] = []
+        self._start_ns = self._awaited_ns = time.monotonic_ns()
         self._hook = hook
         self._coroutine: Coroutine[Request, None, Tensor] = self._run()
+
+    @property
+    def operation(self) -> str:
+        """What the last collective was."""
+        return self._stages[-1].operation
 
     def step(self) -> Tensor | None:
         """Runs the hook to its next ``await``, then ``request`` is set; or returns its result.
@@ -64,14 +70,30 @@ class Task:
                 f"comm.all_reduce(tensor)`; it awaits {request!r}"
             )
         self.request = request
+        self._awaited_ns = time.monotonic_ns()
         return None
 
     def count(self, request: Request) -> int:
         """Counts ``request`` as issued; returns its stage, the number of those before it."""
         stage = self.issued.get(request.ranks, 0)
         self.issued[request.ranks] = stage + 1
-        self.operation = request.operation
+        now = time.monotonic_ns()
+        self._stages.append(Stage(request.operation, request.ranks, self._awaited_ns, now))
         return stage
+
+    def count_bytes(self, request: Request) -> None:
+        """Counts what ``request``, now under way, puts on the wire."""
+        self._stages[-1].wire_bytes = request.count()
+        self.comm.wire_bytes += self._stages[-1].wire_bytes
+
+    def end_stage(self) -> None:
+        """The collective has completed."""
+        self._stages[-1].completed_ns = time.monotonic_ns()
+
+    def run(self) -> Run:
+        """What there was, once it is over."""
+        end_ns = time.monotonic_ns()
+        return Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
 
     def end_collective(self) -> Exception | None:
         """Lets go of the collective that has completed, and returns its error.
@@ -79,6 +101,7 @@ class Task:
         No frame may hold the work when the hook runs on: what the hook raises keeps all frames
         below it, and the work its channel's connections, by whose end peers learn of a failure.
         """
+        self.end_stage()
         work, self.work = self.work, None
         assert work is not None
         try:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
 
 import commhooks
+from commhooks.recording import Run
 from commhooks.stats import BucketStats, HookStats, Ledger
 
 
@@ -20,12 +21,16 @@ def make_bucket(names: list[str], index: int = 0) -> commhooks.GradBucket:
     )
 
 
+def run(bucket: commhooks.GradBucket, wire_bytes: int | None, seconds: float) -> Run:
+    return Run(bucket, wire_bytes, start_ns=5, end_ns=5 + round(seconds * 1e9))
+
+
 def test_ledger_gives_means_per_step() -> None:
     ledger = Ledger()
     first, second = make_bucket(["a", "b"]), make_bucket(["c"], index=1)
     for wire, seconds in [(10, 1.0), (30, 3.0)]:
-        ledger.record(first, wire, seconds)
-        ledger.record(second, 40, 1.0)
+        ledger.record(run(first, wire, seconds))
+        ledger.record(run(second, 40, 1.0))
     stats = ledger.stats(world_size=2)
     assert stats.steps == 2
     assert stats.buckets == (
@@ -39,16 +44,16 @@ def test_ledger_gives_means_per_step() -> None:
 
 def test_buckets_that_were_cut_anew_replace_the_old_ones() -> None:
     ledger = Ledger()
-    ledger.record(make_bucket(["a", "b", "c"]), 1, 1.0)
-    ledger.record(make_bucket(["c", "b"]), 2, 1.0)
-    ledger.record(make_bucket(["a"], index=1), 3, 1.0)
+    ledger.record(run(make_bucket(["a", "b", "c"]), 1, 1.0))
+    ledger.record(run(make_bucket(["c", "b"]), 2, 1.0))
+    ledger.record(run(make_bucket(["a"], index=1), 3, 1.0))
     assert [bucket.names for bucket in ledger.stats(2).buckets] == [("c", "b"), ("a",)]
 
 
 def test_unknown_and_absent_traffic() -> None:
     ledger = Ledger()
-    ledger.record(make_bucket(["a"]), None, 1.0)
-    ledger.record(make_bucket(["b"], index=1), 0, 1.0)
+    ledger.record(run(make_bucket(["a"]), None, 1.0))
+    ledger.record(run(make_bucket(["b"], index=1), 0, 1.0))
     stats = ledger.stats(2)
     assert [(bucket.wire_bytes, bucket.ratio) for bucket in stats.buckets] == [
         (None, None),
@@ -56,6 +61,22 @@ def test_unknown_and_absent_traffic() -> None:
     ]
     assert stats.total.wire_bytes is None
     assert "total" in str(stats)
+
+
+def test_rows_for_a_table() -> None:
+    ledger = Ledger()
+    ledger.record(run(make_bucket(["a", "b"]), 8, 1.0))
+    ledger.record(run(make_bucket(["c"], index=1), None, 2.0))
+    rows = json.loads(json.dumps(ledger.stats(2).to_dicts()))
+    common = {"steps": 1, "exposed_seconds": None}
+    assert rows == [
+        {**common, "bucket": 0, "names": ["a", "b"], "gradient_bytes": 80}
+        | {"wire_bytes": 8.0, "ratio": 10.0, "hook_seconds": 1.0},
+        {**common, "bucket": 1, "names": ["c"], "gradient_bytes": 40}
+        | {"wire_bytes": None, "ratio": None, "hook_seconds": 2.0},
+        {**common, "bucket": "total", "names": ["a", "b", "c"], "gradient_bytes": 120}
+        | {"wire_bytes": None, "ratio": None, "hook_seconds": 3.0},
+    ]
 
 
 def test_nothing_yet() -> None:
@@ -94,7 +115,6 @@ def measure(rank: int, size: int, stock: bool) -> dict[str, HookStats]:
         for _ in range(4):
             model(torch.ones(1, 10)).sum().backward()
         found[name] = handle.stats()
-    json.dumps(found["coroutine"].rows())
     return found
 
 

@@ -30,9 +30,9 @@ class _Layer(nn.Module):
 class Transformer(nn.Module):
     """12 layers of width 512. Attention is left out: it has no parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = _LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer() for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(_Layer() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         """``x``: (batch, 512)."""

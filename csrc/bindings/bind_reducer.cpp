@@ -69,14 +69,40 @@ void set_observer(Reducer& reducer, const py::object& observer) {
   reducer.set_observer(std::move(native));
 }
 
+double seconds(Span::Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+int64_t nanoseconds(Span::Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
 py::dict last_times(const Reducer& reducer) {
   const StepTimes times = reducer.last_times();
   py::dict row;
-  row["backward_start"] = times.backward_start;
-  row["backward_end"] = times.backward_end;
-  row["communication_start"] = times.communication_start;
-  row["communication_end"] = times.communication_end;
+  row["backward_start"] = seconds(times.backward_start);
+  row["backward_end"] = seconds(times.backward_end);
+  row["communication_start"] = seconds(times.communication_start);
+  row["communication_end"] = seconds(times.communication_end);
   return row;
+}
+
+py::list stop_recording(Reducer& reducer) {
+  py::list rows;
+  for (const Span& span : reducer.stop_recording()) {
+    py::dict row;
+    row["activity"] = name_of(span.activity);
+    row["index"] = span.index;
+    row["start_ns"] = nanoseconds(span.start);
+    row["end_ns"] = nanoseconds(span.end);
+    if (span.layout) {
+      row["key"] = span.layout->key;
+      row["names"] = span.layout->names;
+      row["hook"] = span.hook;
+    }
+    rows.append(std::move(row));
+  }
+  return rows;
 }
 
 py::list bucket_stats(const Reducer& reducer) {
@@ -181,6 +207,13 @@ Wait for all buckets and write the averages into `.grad`. Does nothing if no bac
 Raise RuntimeError, naming the parameters, if the last backward left some without a gradient.)")
       .def("last_times", &last_times, R"(
 When, in seconds of a monotonic clock, the last step's backward started and ended, and communication.)")
+      .def("start_recording", &Reducer::start_recording, release_gil(), R"(
+Note when what happens, until `stop_recording`. It costs 40 bytes and about 0.1 us per gradient.)")
+      .def("stop_recording", &stop_recording, R"(
+End the recording; returns a dict for each activity: activity (backward, drain, gradient, pack, launch,
+hook, wait or unpack), index (of the parameter for a gradient, of the step for backward and drain, else
+of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for a gradient); and for a hook key
+and names of its bucket, and hook, its name. In no particular order.)")
       .def_property_readonly("hook_name", &Reducer::hook_name, "Of the hook in use, for people.")
       .def("abandon", &Reducer::abandon, release_gil(), R"(
 End the current step, if there is one: wait for the buckets that are with the hook and forget them.)")

@@ -85,6 +85,7 @@ class Bucket {
     return numel_ * static_cast<int64_t>(c10::elementSize(dtype()));
   }
 
+  size_t index = 0;        // among all buckets
   size_t lane = 0;         // index of the hook that averages it
   bool is_sparse = false;  // its only gradient is, so `pack` returns a sparse tensor
 

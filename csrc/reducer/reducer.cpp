@@ -162,6 +162,7 @@ void Reducer::set_buckets(const std::vector<size_t>& order, bool back_to_front) 
     }
     auto bucket = std::make_unique<Bucket>(
         std::move(parameters), std::move(names), plan[b], options_.gradient_as_bucket_view);
+    bucket->index = b;
     bucket->lane = lane_of(plan[b].front());
     bucket->is_sparse = options_.sparse[plan[b].front()];
     buckets_.push_back(std::move(bucket));

@@ -4,6 +4,7 @@
 #include "reducer/bucket.h"
 #include "reducer/bucket_plan.h"
 #include "reducer/hook.h"
+#include "reducer/recorder.h"
 #include "reducer/step_state.h"
 #include "reducer/usage.h"
 
@@ -43,12 +44,14 @@ struct ReducerOptions {
   std::map<std::string, at::Tensor> frozen;  // parameters that required no gradient at first
 };
 
-// Where the time of a step went, in seconds since some moment in the past; zero where unknown.
+// Where the time of a step went; the clock's epoch where unknown.
 struct StepTimes {
-  double backward_start = 0;
-  double backward_end = 0;  // the last gradient
-  double communication_start = 0;
-  double communication_end = 0;
+  using Clock = Span::Clock;
+
+  Clock::time_point backward_start;
+  Clock::time_point backward_end;  // the last gradient
+  Clock::time_point communication_start;
+  Clock::time_point communication_end;
 };
 
 // Note [How a gradient travels]
@@ -154,6 +157,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void reset_stats();
   StepTimes last_times() const;
 
+  // Notes when what happens, from now until `stop_recording`, which hands it out.
+  void start_recording() {
+    recorder_.start();
+  }
+  std::vector<Span> stop_recording() {
+    return recorder_.stop();
+  }
+
   // Synchronised backward passes so far; `GradBucket::step` of the next one. Set when training resumes.
   int64_t steps() const;
   void set_steps(int64_t steps);
@@ -190,6 +201,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void launch_ready_buckets();
   void launch(size_t bucket_index);
+  at::Tensor pack(Bucket& bucket, const PackFormat& format);
   void keep_gradients(const Bucket& bucket);
   void finish_ready_buckets();
   void finish(Bucket& bucket);
@@ -238,6 +250,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int64_t first_step_ = 0;    // and those that came before it
   Observer observer_;
   bool manual_finalization_ = false;
+  Recorder recorder_;
 
   // --- of the current step ---
   StepState state_;

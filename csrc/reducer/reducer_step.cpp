@@ -12,14 +12,10 @@
 namespace commhooks {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using Clock = Span::Clock;
 
 double seconds_between(Clock::time_point start, Clock::time_point end) {
   return std::chrono::duration<double>(end - start).count();
-}
-
-double now() {
-  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
@@ -227,6 +223,7 @@ void Reducer::on_gradient(size_t index) {
     if (!state_.collecting()) {
       return;
     }
+    recorder_.add_instant(Activity::Gradient, index);
     if (discovering_locked()) {
       remaining_hits_.resize(parameters_.size(), 0);
       ++remaining_hits_[index];
@@ -250,6 +247,7 @@ void Reducer::on_gradient(size_t index) {
   const Location& location = locations_[index];
   Bucket& bucket = *buckets_[location.bucket];
   if (!lanes_[bucket.lane].hook->passes_through() && !may_be_unused(index)) {
+    const Recorder::Scope packing(recorder_, Activity::Pack, location.bucket);
     bucket.pack_early(format_of(bucket), location.position);
   }
   if (bucket_ready) {
@@ -267,7 +265,7 @@ void Reducer::queue_backward_end_locked() {
         "higher-order gradients through the average are not. Use torch.autograd.grad and average "
         "what it returns.");
   }
-  times_.backward_start = now();
+  times_.backward_start = Clock::now();
   store_ = current_gradients();
   for (auto& bucket : buckets_) {
     bucket->set_store(store_);
@@ -337,7 +335,11 @@ void Reducer::on_backward_end() {
     if (discovering_locked()) {
       end_discovery_locked();
     }
-    times_.backward_end = now();
+    times_.backward_end = Clock::now();
+    if (!shadows_) {
+      const auto step = static_cast<size_t>(first_step_ + completed_);
+      recorder_.add({Activity::Backward, step, times_.backward_start, times_.backward_end});
+    }
   }
   bool waits = true;
   try {
@@ -405,14 +407,15 @@ void Reducer::launch(size_t bucket_index) {
   }
   const PackFormat format = format_of(bucket);
   BucketCall call{
-      bucket.shared_layout(), shadows_ ? bucket.pack_zeros(format) : bucket.pack(format),
-      lane_indices_[bucket.lane]++, lane_counts_[bucket.lane], first_step_ + completed_};
+      bucket.shared_layout(), pack(bucket, format), lane_indices_[bucket.lane]++,
+      lane_counts_[bucket.lane], first_step_ + completed_};
   bucket.stats.packed_bytes += static_cast<int64_t>(
       bucket.is_sparse ? call.buffer._indices().nbytes() + call.buffer._values().nbytes()
                        : call.buffer.nbytes());
+  const Recorder::Scope launching(recorder_, Activity::Launch, bucket_index);
   bucket.handed_over = Clock::now();
-  if (times_.communication_start == 0) {
-    times_.communication_start = now();
+  if (times_.communication_start == Clock::time_point()) {
+    times_.communication_start = bucket.handed_over;
   }
   bucket.pending = hook.run(call);
   bucket.completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
@@ -420,6 +423,11 @@ void Reducer::launch(size_t bucket_index) {
     *completed = Clock::now().time_since_epoch();
   });
   bucket.stats.exposed_seconds += seconds_between(bucket.handed_over, Clock::now());
+}
+
+at::Tensor Reducer::pack(Bucket& bucket, const PackFormat& format) {
+  const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
+  return shadows_ ? bucket.pack_zeros(format) : bucket.pack(format);
 }
 
 // In view mode the hook works in place on whatever an unused parameter's gradient holds; if no rank
@@ -454,11 +462,17 @@ void Reducer::finish(Bucket& bucket) {
   at::Tensor result;
   if (bucket.pending) {
     // Waiters are woken before callbacks run, so a hook that was waited for may have no time yet.
-    const Clock::time_point completed(bucket.completed->load());
-    bucket.stats.hook_seconds += seconds_between(
-        bucket.handed_over, completed > bucket.handed_over ? completed : Clock::now());
+    const Clock::time_point called_back(bucket.completed->load());
+    const auto end = called_back > bucket.handed_over ? called_back : Clock::now();
+    const Hook& hook = *lanes_[bucket.lane].hook;
+    bucket.stats.hook_seconds += seconds_between(bucket.handed_over, end);
+    if (recorder_.is_on()) {
+      recorder_.add(
+          {Activity::Hook, bucket.index, bucket.handed_over, end, bucket.shared_layout(),
+           hook.name()});
+    }
     result = bucket.pending->result();
-    bucket.check_result(result, lanes_[bucket.lane].hook->format());
+    bucket.check_result(result, hook.format());
   }
   if (!shadows_) {
     write_back(bucket, result);
@@ -479,6 +493,7 @@ void Reducer::write_back(Bucket& bucket, const at::Tensor& result) {
     }
   }
   if (result.defined()) {
+    const Recorder::Scope unpacking(recorder_, Activity::Unpack, bucket.index);
     bucket.unpack(result, positions);
     if (tracks_use_) {
       unfinished_.emplace_back(&bucket, result);
@@ -509,6 +524,8 @@ void Reducer::drain() {
   if (range.isActive()) {
     range.before("commhooks: wait for all buckets");
   }
+  const Recorder::Scope draining(
+      recorder_, Activity::Drain, static_cast<size_t>(first_step_ + completed_));
   drain_buckets();
   if (tracks_use_) {
     finish_unused();
@@ -528,7 +545,7 @@ void Reducer::drain() {
   kept_grads_.clear();
   scale_ = 1.0;
   shadows_ = false;
-  times_.communication_end = now();
+  times_.communication_end = Clock::now();
   last_times_ = times_;
   ++completed_;
   state_.finish();
@@ -542,6 +559,7 @@ void Reducer::drain_buckets() {
   for (; next_finish_ < buckets_.size(); ++next_finish_) {
     Bucket& bucket = *buckets_[next_finish_];
     if (bucket.pending) {
+      const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
       const auto start = Clock::now();
       bucket.pending->future().wait();
       bucket.stats.exposed_seconds += seconds_between(start, Clock::now());
@@ -574,7 +592,10 @@ void Reducer::finish_unused() {
         indices.push_back(index);
       }
     }
-    bucket->unpack(result, positions);
+    {
+      const Recorder::Scope unpacking(recorder_, Activity::Unpack, bucket->index);
+      bucket->unpack(result, positions);
+    }
     if (observer_ && !indices.empty()) {
       observer_(indices);
     }

@@ -1,0 +1,84 @@
+"""What a hook keeps and needs, in a process that has done nothing else.
+
+See docs/memory.md for the formulas.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from bench import steps
+from commhooks import CommHook
+from commhooks.hook import tree
+
+__all__ = ["Usage", "expected_state_bytes", "usage"]
+
+STEPS = 4  # buckets are cut anew after the first
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes, of one rank. ``peak`` and ``between_steps``: of resident memory, gradients cleared."""
+
+    gradient_bytes: int
+    state_bytes: int
+    between_steps: int
+    peak: int
+
+
+def usage(rank: int, model: str, wrapper: str) -> Usage:
+    """Of a process that trains ``model`` in ``wrapper`` for some steps."""
+    gradient_bytes = steps.prepare(rank, model, [wrapper], {})
+    for _ in range(STEPS):
+        steps.backward(rank, wrapper, True)
+    steps.clear_gradients(wrapper)
+    gc.collect()
+    state = sum(storage_bytes(steps.hook_of(wrapper)).values())
+    return Usage(gradient_bytes, state, _status("VmRSS"), _status("VmHWM"))
+
+
+def storage_bytes(hook: CommHook | None) -> dict[int, int]:
+    """Of the memory that the hook's saved state lies in, and those of the hooks in it."""
+    states = [each.state for each in tree(hook)] if hook is not None else []
+    tensors = [t for state in states for entry in state.values() for t in entry.values()]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None:
+    """What docs/memory.md says of the hook as in subjects.py, in float32; None where it depends on how buckets are cut."""
+    parameters = list(steps.MODELS[model]().parameters())
+    numel = sum(parameter.numel() for parameter in parameters)
+    errors = 4 * numel
+    match hook:
+        case "int8" | "int4" | "fp8" | "onebit" | "signsgd" | "schedule":
+            return errors + errors / world_size
+        case "topk" | "threshold" | "push_sum" | "error_feedback":
+            return errors
+        case "dgc":
+            return 2 * errors
+        case "powersgd":
+            return 4 * sum(_powersgd_elements(parameter) for parameter in parameters)
+        case "batched_powersgd" | "route":
+            return None
+        case _:
+            return 0
+
+
+def _powersgd_elements(parameter: Tensor, rank: int = 4) -> int:
+    """The errors of a matrix (n, m), and its right factor."""
+    if parameter.dim() < 2:
+        return 0
+    rows, columns = parameter.flatten(1).shape
+    compresses = rows * columns >= 2 * rank * (rows + columns)
+    return rows * columns + rank * columns if compresses else 0
+
+
+def _status(field: str) -> int:
+    """Of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    values = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(values[field].split()[0])

@@ -1,0 +1,4 @@
+"""docs/results.md out of what is stored in bench/results; ``python -m bench.results_page``.
+
+A kind of result is a module here with a :class:`Kind`, named in ``KINDS`` of page.py.
+"""

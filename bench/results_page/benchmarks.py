@@ -1,0 +1,68 @@
+"""Runs of ``make bench``: pytest-benchmark's JSON."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from bench.results_page.kind import Document, Kind, Section, bars, number, table
+
+__all__ = ["BENCHMARKS"]
+
+# What is drawn of a group: the first of these that its rows have.
+_DRAWN = {
+    "ratio_to_torch": "time over that of torch's plain averaging",
+    "share_of_copy": "bandwidth over that of a plain copy",
+    "added_to_torch_added": "added time over what torch adds",
+    "times_floor": "time over wire bytes / bandwidth + plain backward",
+    "peak_to_gradients": "extra peak memory over the bytes of the gradients",
+}
+
+
+def _groups(run: Document) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in run["benchmarks"]:
+        groups.setdefault(row["group"] or row["fullname"], []).append(row)
+    return groups
+
+
+def _case(row: dict[str, Any]) -> str:
+    name: str = row["name"].partition("[")[2].rstrip("]") or row["name"]
+    return name
+
+
+def _render(stem: str, run: Document) -> Section:
+    machine, cpu = run["machine_info"], run["machine_info"]["cpu"]
+    where = (
+        f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu['count']} cores, Python "
+        f"{machine['python_version']}, commit {run['commit_info'].get('id', 'unknown')[:12]}."
+    )
+    section = Section([where, ""])
+    for group, rows in _groups(run).items():
+        _add_group(section, stem, group, rows)
+    return section
+
+
+def _add_group(section: Section, stem: str, group: str, rows: list[dict[str, Any]]) -> None:
+    section.lines += [f"### {group}", ""]
+    infos = [row["extra_info"] for row in rows]
+    aims = {str(info["aim"]) for info in infos if "aim" in info}
+    section.lines += [f"Aim: {'; '.join(sorted(aims))}.", ""] if aims else []
+    drawn = next((name for name in _DRAWN if any(name in info for info in infos)), None)
+    if drawn:
+        values = {
+            _case(row): row["extra_info"][drawn] for row in rows if drawn in row["extra_info"]
+        }
+        plot = f"{stem}-{re.sub(r'[^a-z0-9]+', '-', group.lower())}.svg"
+        section.add_plot(plot, f"{group}: {drawn}", bars(group, values, _DRAWN[drawn]))
+    columns = list(dict.fromkeys(key for info in infos for key in info if key != "aim"))
+    cells = [
+        [_case(row), *(number(column, row["extra_info"].get(column)) for column in columns)]
+        for row in rows
+    ]
+    section.lines += table(["case", *columns], cells)
+
+
+BENCHMARKS = Kind(
+    "pytest-benchmark", lambda document: {"benchmarks", "machine_info"} <= document.keys(), _render
+)

@@ -1,0 +1,55 @@
+"""What hooks keep and need besides the model and its gradients, each in processes of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bench.memory import Usage, expected_state_bytes, usage
+from bench.subjects import SUBJECTS, TORCH, Subject
+from commhooks.ranks import Ranks
+
+MODEL = "transformer-50MB"
+NOISE = 0.05  # of the gradients: what else a process allocates
+RANKS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freed_memory_goes_back() -> Iterator[None]:
+    """Else the C library keeps some, and a peak shows how it was fragmented."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "MALLOC_MMAP_THRESHOLD_", "65536")
+        yield
+
+
+@functools.cache
+def measured(wrapper: str) -> Usage:
+    """Of the rank that needed most."""
+    with Ranks(RANKS) as ranks:
+        return max(ranks(usage, MODEL, wrapper), key=lambda used: used.peak)
+
+
+@pytest.mark.benchmark(group="memory")
+@pytest.mark.parametrize("subject", [*TORCH, *SUBJECTS], ids=lambda subject: subject.wrapper)
+def test_memory(benchmark: Any, subject: Subject) -> None:
+    """The time shown is that of starting the processes."""
+    bare = measured("bare")
+    used = benchmark.pedantic(measured, (subject.wrapper,), rounds=1, iterations=1)
+    said = expected_state_bytes(subject.hook, MODEL, RANKS) if subject.is_ours else None
+    if said is not None:
+        assert used.state_bytes == pytest.approx(said, rel=1e-3)
+    if subject.hook == "allreduce":
+        torch_peak = measured("torch").peak
+        assert used.peak <= torch_peak + NOISE * used.gradient_bytes
+    benchmark.extra_info.update(
+        gradient_bytes=used.gradient_bytes,
+        state_bytes=used.state_bytes,
+        state_bytes_as_documented=said,
+        between_steps_bytes=used.between_steps - bare.between_steps,
+        peak_bytes=used.peak - bare.peak,
+        peak_to_gradients=(used.peak - bare.peak) / used.gradient_bytes,
+    )

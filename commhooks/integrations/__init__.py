@@ -1,0 +1,1 @@
+"""What connects hooks to other packages, which are needed only by who imports these modules."""

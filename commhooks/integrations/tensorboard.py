@@ -1,0 +1,54 @@
+"""Statistics of a hook as TensorBoard's scalars.
+
+::
+
+    from torch.utils.tensorboard import SummaryWriter
+    from commhooks.integrations.tensorboard import log_stats
+
+    with SummaryWriter("runs/powersgd") as writer:
+        ...
+        log_stats(writer, handle, step)
+"""
+
+from dataclasses import fields
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ImportError(
+        "commhooks.integrations.tensorboard needs the package tensorboard: "
+        "pip install 'commhooks[tensorboard]'"
+    ) from error
+
+from commhooks.handle import HookHandle
+from commhooks.stats import BucketStats
+
+__all__ = ["log_stats"]
+
+_SCALARS = [field.name for field in fields(BucketStats) if field.name not in ("index", "names")]
+
+
+def log_stats(
+    writer: SummaryWriter,
+    handle: HookHandle,
+    step: int,
+    *,
+    prefix: str = "commhooks",
+    per_bucket: bool = False,
+) -> None:
+    """Writes what ``handle.stats()`` tells at present, on this rank.
+
+    Tags: ``prefix/wire_bytes`` and the other numbers of :class:`BucketStats` for the total, bytes
+    and seconds per step; ``prefix/metrics/<name>`` for what the hook tells of itself; with
+    ``per_bucket`` also ``prefix/bucket <index>/wire_bytes`` and so on. What is not known is left
+    out.
+    """
+    stats = handle.stats()
+    for bucket in (stats.total, *(stats.buckets if per_bucket else ())):
+        where = prefix if bucket.index is None else f"{prefix}/bucket {bucket.index}"
+        for name in _SCALARS:
+            value = getattr(bucket, name)
+            if value is not None:
+                writer.add_scalar(f"{where}/{name}", value, step)
+    for name, metric in stats.metrics.items():
+        writer.add_scalar(f"{prefix}/metrics/{name}", metric, step)

@@ -1,0 +1,91 @@
+// What the reducer did when, while somebody wants to know.
+#pragma once
+
+#include "reducer/grad_bucket.h"
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace commhooks {
+
+enum class Activity {
+  Backward,  // from the first gradient to the last
+  Drain,     // from there until all averages are written back
+  Gradient,  // an instant: it has arrived
+  Pack,
+  Launch,  // handing the bucket to its hook, which may do part of its work there
+  Hook,    // from handing over until the result is there
+  Wait,
+  Unpack,
+};
+
+const char* name_of(Activity activity);
+
+// Of a steady clock, which on Linux is CLOCK_MONOTONIC, as Python's `time.monotonic_ns`.
+struct Span {
+  using Clock = std::chrono::steady_clock;
+
+  Activity activity;
+  size_t index;  // of the parameter, of the bucket, or of the step for Backward and Drain
+  Clock::time_point start;
+  Clock::time_point end;
+  std::shared_ptr<const BucketLayout> layout;  // of a hook's bucket
+  std::string hook;
+};
+
+// Keeps spans between `start` and `stop`; otherwise a span costs one look at a flag. Spans may come
+// from any thread.
+class Recorder {
+ public:
+  using Clock = Span::Clock;
+
+  // A span from here to the end of the scope.
+  class Scope {
+   public:
+    Scope(Recorder& recorder, Activity activity, size_t index)
+        : recorder_(recorder.is_on() ? &recorder : nullptr), activity_(activity), index_(index) {
+      if (recorder_) {
+        start_ = Clock::now();
+      }
+    }
+    ~Scope() {
+      if (recorder_) {
+        recorder_->add({activity_, index_, start_, Clock::now()});
+      }
+    }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    Recorder* recorder_;
+    Activity activity_;
+    size_t index_;
+    Clock::time_point start_;
+  };
+
+  bool is_on() const {
+    return is_on_.load(std::memory_order_relaxed);
+  }
+  void start();
+  // Ends the recording and hands it out.
+  std::vector<Span> stop();
+
+  void add(Span span);
+  void add_instant(Activity activity, size_t index) {
+    if (is_on()) {
+      const auto now = Clock::now();
+      add({activity, index, now, now});
+    }
+  }
+
+ private:
+  std::atomic<bool> is_on_{false};
+  std::mutex mutex_;
+  std::vector<Span> spans_;
+};
+
+}  // namespace commhooks
