@@ -15,6 +15,7 @@ __all__ = ["commands"]
 _COMMANDS = {
     "describe": "commhooks.cli.catalogue:describe",
     "list": "commhooks.cli.catalogue:list_hooks",
+    "simulate": "commhooks.cli.simulate:simulate",
 }
 
 
