@@ -5,6 +5,7 @@ which has the hardware can measure for one that has not.
 """
 
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -85,8 +86,13 @@ def measure(
 ) -> Measurements:
     """Measures Gloo, the model and the hooks here, in processes of their own; takes seconds."""
     gloo = measure_gloo()
-    (found,) = run_ranks(
-        rehearse_hooks, 1, subject, list(configs), list(sizes), timeout=_TIMEOUT_SECONDS
+    found, *_ = run_ranks(
+        rehearse_hooks,
+        min(subject.ranks_per_machine, os.cpu_count() or 1),
+        subject,
+        list(configs),
+        list(sizes),
+        timeout=_TIMEOUT_SECONDS,
     )
     rehearsals = {_key(config): r for config, r in zip(configs, found, strict=True)}
     return Measurements(_machine(), subject, gloo, rehearsals)

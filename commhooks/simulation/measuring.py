@@ -30,19 +30,27 @@ class Subject:
     model: str
     input: str | None = None
     ranks_per_node: int = 1
+    ranks_per_machine: int = 1
+    """That will share its memory, as many processes measure at the same time here."""
     bucket_cap_mb: float | None = None
     first_step: int = 1000
     """Of the steps whose mean is predicted: past all warm-ups."""
 
 
 def rehearse_hooks(
-    rank: int,  # noqa: ARG001
-    world_size: int,  # noqa: ARG001
+    rank: int,
+    world_size: int,
     subject: Subject,
     configs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
 ) -> list[Rehearsals]:
-    """What each hook does with the model in worlds of ``sizes``; in a default group of one rank."""
+    """What each hook does with the model in worlds of ``sizes``.
+
+    Each of ``world_size`` processes finds out for itself, at the same time: cores that compute at
+    the same time share the memory's bandwidth, and so do the ranks of a machine.
+    """
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    assert isinstance(alone, dist.ProcessGroup)
     model = load_model(subject.model)
     inputs = _inputs(model, subject)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -53,10 +61,12 @@ def rehearse_hooks(
         keys = tuple(hook.bucket_key(name) for name in parameters)
         if keys not in steps:
             steps.clear()  # it may be as large as the model
+            dist.barrier()
             steps[keys] = witness(
                 model,
                 lambda wrapped: _loss(wrapped(*inputs)),
                 hook,
+                alone,
                 bucket_cap_mb=subject.bucket_cap_mb,
             )
         return steps[keys]
@@ -67,9 +77,10 @@ def rehearse_hooks(
         group = cast("dist.ProcessGroup", CloneGroup(max(sizes)))
         hook.prepare(parameters, group)
         step = step_of(hook)
+        dist.barrier()
         by_size = {
             size: [
-                (share, _script(step, parts, is_native=_is_native(config)))
+                (share, _script(step, parts, is_native=create(config).native(alone) is not None))
                 for share, parts in rehearse(
                     config,
                     step.buckets,
@@ -83,11 +94,6 @@ def rehearse_hooks(
         }
         found.append(Rehearsals(by_size, subject.ranks_per_node))
     return found
-
-
-def _is_native(config: Mapping[str, Any]) -> bool:
-    assert dist.group.WORLD is not None
-    return create(config).native(dist.group.WORLD) is not None
 
 
 def _script(step: Step, parts: Sequence[Part], *, is_native: bool) -> StepScript:

@@ -30,6 +30,8 @@ __all__ = ["Part", "rehearse"]
 
 _REPEATS = 3
 """Of which the first one warms up: memory is allocated, and state made."""
+_EVICTING_ELEMENTS = 1 << 24  # 64 MiB
+"""Other buckets, and backward, have had the caches since a hook last saw its bucket."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,10 @@ def rehearse(
 def _rehearse_step(
     hook: CommHook, buckets: Sequence[GradBucket], step: int, size: int, ranks_per_node: int
 ) -> list[Part]:
+    scratch = torch.zeros(_EVICTING_ELEMENTS)
     return [
-        _run(hook, _copy(bucket, len(buckets), step), size, ranks_per_node) for bucket in buckets
+        _run(hook, _copy(bucket, len(buckets), step), size, ranks_per_node, scratch)
+        for bucket in buckets
     ]
 
 
@@ -91,7 +95,9 @@ def _copy(bucket: GradBucket, count: int, step: int) -> GradBucket:
     )
 
 
-def _run(hook: CommHook, bucket: GradBucket, size: int, ranks_per_node: int) -> Part:
+def _run(
+    hook: CommHook, bucket: GradBucket, size: int, ranks_per_node: int, scratch: Tensor
+) -> Part:
     comm = Communicator(
         cast("dist.ProcessGroup", CloneGroup(size)),
         step=bucket.step,
@@ -103,6 +109,7 @@ def _run(hook: CommHook, bucket: GradBucket, size: int, ranks_per_node: int) -> 
     collectives: list[Collective] = []
     seconds = 0.0
     while True:
+        scratch.add_(1)
         start = time.perf_counter()
         try:
             request = run.send(None)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
@@ -35,14 +36,15 @@ def witness(
     model: nn.Module,
     forward: Callable[[nn.Module], Tensor],
     hook: CommHook,
+    alone: dist.ProcessGroup,
     *,
     bucket_cap_mb: float | None = None,
 ) -> Step:
-    """Runs some steps in the default group, of one rank, with buckets as ``hook`` prefers them.
+    """Runs some steps in the group ``alone``, of one rank, with buckets as ``hook`` prefers them.
 
     ``forward`` maps the wrapped model to a loss. The hook has to be prepared, and does not run.
     """
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+    wrapped = DistributedDataParallel(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
     slot = OwnSlot(wrapped)
     watch = _Watch()
     slot.install_function(watch)
