@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.cluster import Cluster, cluster
+from commhooks.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Cluster]:
+def two_ranks() -> Iterator[Ranks]:
     """Two ranks over loopback."""
-    with cluster(2) as ranks:
+    with Ranks(2) as ranks:
         yield ranks

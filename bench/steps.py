@@ -74,7 +74,8 @@ def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any])
     for name in wrappers:
         torch.manual_seed(0)
         _models[name] = WRAPPERS[name](MODELS[model](), **options)
-    _inputs["x"] = MODELS[model].example(torch.Generator().manual_seed(rank))  # type: ignore[attr-defined]
+    torch.manual_seed(rank)
+    _inputs["x"] = MODELS[model].example_input()  # type: ignore[attr-defined]
     module = next(iter(_models.values()))
     return sum(p.numel() * p.element_size() for p in module.parameters())
 

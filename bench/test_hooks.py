@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench import steps
-from bench.cluster import Cluster, cluster
 from commhooks.links import Link, shaped_link, unavailable
+from commhooks.ranks import Ranks
 
 ROUNDS = 7
 WARM_UP = 2
@@ -19,19 +19,16 @@ GIGABIT = 1e9
 
 
 @pytest.fixture(scope="module")
-def gigabit() -> Iterator[tuple[Cluster, Link]]:
+def gigabit() -> Iterator[tuple[Ranks, Link]]:
     """Two hosts that are joined by a link of 1 Gbit/s."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)
-    with (
-        shaped_link(2, GIGABIT) as link,
-        cluster(2, prefixes=link.prefixes, interface=link.interface) as ranks,
-    ):
+    with shaped_link(2, GIGABIT) as link, Ranks(2, link) as ranks:
         yield ranks, link
 
 
-def measure(benchmark: Any, ranks: Cluster, wrapper: str, rounds: int = ROUNDS) -> float:
+def measure(benchmark: Any, ranks: Ranks, wrapper: str, rounds: int = ROUNDS) -> float:
     """Median seconds of a backward on the slowest rank."""
     seconds: list[float] = []
 
@@ -42,7 +39,7 @@ def measure(benchmark: Any, ranks: Cluster, wrapper: str, rounds: int = ROUNDS) 
     return statistics.median(seconds[WARM_UP:])
 
 
-def median_of(ranks: Cluster, wrapper: str, rounds: int = ROUNDS) -> float:
+def median_of(ranks: Ranks, wrapper: str, rounds: int = ROUNDS) -> float:
     """The same without pytest-benchmark, for what a row is compared with."""
     seconds = [max(ranks(steps.backward, wrapper, True)) for _ in range(rounds + WARM_UP)]
     return statistics.median(seconds[WARM_UP:])
@@ -61,7 +58,7 @@ def median_of(ranks: Cluster, wrapper: str, rounds: int = ROUNDS) -> float:
     ],
 )
 def test_over_a_gigabit_link(
-    benchmark: Any, gigabit: tuple[Cluster, Link], wrapper: str, largest_error: float
+    benchmark: Any, gigabit: tuple[Ranks, Link], wrapper: str, largest_error: float
 ) -> None:
     """Share of the floor: wire bytes over bandwidth, plus the plain backward."""
     ranks, link = gigabit
@@ -89,7 +86,7 @@ def test_over_a_gigabit_link(
 
 @pytest.mark.benchmark(group="hooks: loopback")
 @pytest.mark.parametrize("wrapper", ["ours", "ours fp16", "ours bf16", "ours powersgd"])
-def test_over_loopback(benchmark: Any, two_ranks: Cluster, wrapper: str) -> None:
+def test_over_loopback(benchmark: Any, two_ranks: Ranks, wrapper: str) -> None:
     """What hooks cost where the wire is as fast as memory."""
     gradient_bytes = two_ranks(steps.prepare, MODEL, ["bare", wrapper], {})[0]
     two_ranks(steps.backward, "bare", True)
@@ -107,7 +104,7 @@ def test_over_loopback(benchmark: Any, two_ranks: Cluster, wrapper: str) -> None
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")
-def test_awaited_stage(benchmark: Any, two_ranks: Cluster) -> None:
+def test_awaited_stage(benchmark: Any, two_ranks: Ranks) -> None:
     """What Python adds to each awaited collective; the aim is at most 50 microseconds."""
     two_ranks(steps.prepare_stages)
     seconds: dict[str, list[float]] = {"bare": [], "bare, one group": [], "awaited": []}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench import steps
-from bench.cluster import Cluster
 from bench.models import MODELS
+from commhooks.ranks import Ranks
 
 ROUNDS = 15
 WARM_UP = 3
@@ -23,7 +23,7 @@ CLEARING = {"to none": True, "to zero": False}
 
 
 def measure_in_turn(
-    benchmark: Any, ranks: Cluster, subject: str, others: list[str], set_to_none: bool
+    benchmark: Any, ranks: Ranks, subject: str, others: list[str], set_to_none: bool
 ) -> dict[str, float]:
     """Median seconds of a backward on the slowest rank, for the subject and each other wrapper."""
     seconds: dict[str, list[float]] = {name: [] for name in [subject, *others]}
@@ -45,9 +45,7 @@ def measure_in_turn(
 @pytest.mark.parametrize("clearing", CLEARING)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
-def test_averaging(
-    benchmark: Any, two_ranks: Cluster, model: str, mode: str, clearing: str
-) -> None:
+def test_averaging(benchmark: Any, two_ranks: Ranks, model: str, mode: str, clearing: str) -> None:
     """Default averaging; the aim is at most 0.95 of torch's time."""
     options = {"gradient_as_bucket_view": MODES[mode]}
     gradient_bytes = two_ranks(steps.prepare, model, ["torch", "ours"], options)[0]
@@ -70,7 +68,7 @@ def test_averaging(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
 def test_added_to_backward(
-    benchmark: Any, two_ranks: Cluster, model: str, mode: str, subject: str, clearing: str
+    benchmark: Any, two_ranks: Ranks, model: str, mode: str, subject: str, clearing: str
 ) -> None:
     """A hook that sends nothing, so that only the engine's own work shows.
 
