@@ -150,7 +150,7 @@ class Broken(commhooks.CommHook):
 def test_a_hook_that_cannot_run_alone_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr("commhooks.simulation.rehearsal.create", lambda config: Broken())
     buckets, parameters = make_buckets()
-    with pytest.raises(CommHookError, match="cannot be simulated.*no GPU here"):
+    with pytest.raises(CommHookError, match=r"cannot be simulated.*no GPU here"):
         rehearse({"name": "broken"}, buckets, parameters, size=4)
 
 

@@ -36,7 +36,7 @@ def played(
     *buckets: BucketScript,
     native: bool = False,
     cores: float = 9.0,
-    backend: Plain = Plain(),  # noqa: B008  # frozen
+    backend: Plain = Plain(),  # frozen
 ) -> Timing:
     script = StepScript(buckets, forward_seconds=0.5, is_native=native)
     return play(script, Network(2, LINK, LINK), backend, cores)
@@ -127,7 +127,9 @@ def test_a_step_without_buckets_that_send_is_not_voted_on():
 def test_the_number_of_events_grows_with_buckets_only(buckets):
     sizes = [1e3, 1e9]
     events = {
-        played(*[bucket(0.1, nbytes, nbytes)] * buckets, backend=Plain(has_stage_channels=True)).events
+        played(
+            *[bucket(0.1, nbytes, nbytes)] * buckets, backend=Plain(has_stage_channels=True)
+        ).events
         for nbytes in sizes
     }
     assert max(events) <= 12 * buckets + 3

@@ -114,7 +114,7 @@ def simulate(
     )
     specs = _with_baseline(hooks)
     _check_backend(specs, backend)
-    subject = Subject(model, input_, ranks_per_node, bucket_cap_mb, step)
+    subject = Subject(model, input_, ranks_per_node, ranks_per_node, bucket_cap_mb, step)
     known = _measured(subject, specs, world_size, measurements)
     study = Study(
         hooks={str(spec): known.of(spec.config) for spec in specs},

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from commhooks.communicator import Communicator
 from commhooks.handle import register
 from commhooks.hook import CommHook
+from commhooks.ranks import Ranks
 from commhooks.simulation.gloo import Gloo
-from commhooks.testing.ranks import run_ranks
 from reducer import DistributedDataParallel, GradBucket
 
 __all__ = ["measure_gloo"]
@@ -25,7 +25,8 @@ _REPEATS = 7
 
 def measure_gloo() -> Gloo:
     """Takes seconds, most of them to start two processes."""
-    rates: Gloo = run_ranks(_measure, 2)[0]
+    with Ranks(2) as ranks:
+        rates: Gloo = ranks(_measure)[0]
     return rates
 
 
@@ -40,7 +41,7 @@ class _Chain(CommHook):
         return bucket.buffer()
 
 
-def _measure(rank: int, world_size: int) -> Gloo:  # noqa: ARG001
+def _measure(rank: int) -> Gloo:  # noqa: ARG001
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     register(model, _Chain())
     chains = [_time(lambda: model(torch.ones(1, 4)).sum().backward()) for _ in range(_REPEATS)]

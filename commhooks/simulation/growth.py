@@ -17,7 +17,7 @@ _TOLERANCE = 0.01  # what rounding up to whole blocks makes of a formula
 
 
 def bytes_at(size: int, sizes: Sequence[int], values: Sequence[float]) -> float:
-    """By the simplest sum of the terms 1, 1/N and N that fits all ``values`` within 1 %.
+    """By the simplest sum of the terms 1, 1/N and N that fits all ``values`` within 1 %, rounded.
 
     The simplest one, because what a more flexible one makes of rounding, it multiplies with N.
     """
@@ -30,7 +30,7 @@ def bytes_at(size: int, sizes: Sequence[int], values: Sequence[float]) -> float:
         if np.abs(columns @ factors - known).max() <= _TOLERANCE * known.max():
             break
     there = np.array([_TERMS[term](size) for term in form])
-    return max(0.0, float(there @ factors))
+    return max(0.0, round(float(there @ factors)))
 
 
 def seconds_at(size: int, sizes: Sequence[int], values: Sequence[float]) -> float:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from commhooks.errors import CommHookError
+from commhooks.ranks import Ranks
 from commhooks.simulation.calibration import measure_gloo
 from commhooks.simulation.gloo import Gloo
 from commhooks.simulation.measuring import Subject, rehearse_hooks
 from commhooks.simulation.rehearsals import Rehearsals
-from commhooks.testing.ranks import run_ranks
 
 __all__ = ["Measurements", "measure"]
 
@@ -86,14 +86,9 @@ def measure(
 ) -> Measurements:
     """Measures Gloo, the model and the hooks here, in processes of their own; takes seconds."""
     gloo = measure_gloo()
-    found, *_ = run_ranks(
-        rehearse_hooks,
-        min(subject.ranks_per_machine, os.cpu_count() or 1),
-        subject,
-        list(configs),
-        list(sizes),
-        timeout=_TIMEOUT_SECONDS,
-    )
+    company = min(subject.ranks_per_machine, os.cpu_count() or 1)
+    with Ranks(company, timeout=_TIMEOUT_SECONDS) as ranks:
+        found = ranks(rehearse_hooks, subject, list(configs), list(sizes))[0]
     rehearsals = {_key(config): r for config, r in zip(configs, found, strict=True)}
     return Measurements(_machine(), subject, gloo, rehearsals)
 

@@ -39,17 +39,16 @@ class Subject:
 
 def rehearse_hooks(
     rank: int,
-    world_size: int,
     subject: Subject,
     configs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
 ) -> list[Rehearsals]:
     """What each hook does with the model in worlds of ``sizes``.
 
-    Each of ``world_size`` processes finds out for itself, at the same time: cores that compute at
-    the same time share the memory's bandwidth, and so do the ranks of a machine.
+    Each rank of the default group finds out for itself, at the same time: what computes at the same
+    time shares the memory's bandwidth, as the ranks of a machine do.
     """
-    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     assert isinstance(alone, dist.ProcessGroup)
     model = load_model(subject.model)
     inputs = _inputs(model, subject)

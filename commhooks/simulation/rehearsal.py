@@ -60,9 +60,10 @@ def rehearse(
     with _launched(ranks_per_node), torch.no_grad():
         hook = create(config)
         hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(size)))
+        scratch = torch.zeros(_EVICTING_ELEMENTS)
         steps = typical_steps(hook, buckets, size, first_step)
         runs = [
-            [_rehearse_step(hook, buckets, step, size, ranks_per_node) for step in steps]
+            [_rehearse_step(hook, buckets, step, size, ranks_per_node, scratch) for step in steps]
             for _ in range(_REPEATS)
         ]
     del hook
@@ -75,9 +76,13 @@ def rehearse(
 
 
 def _rehearse_step(
-    hook: CommHook, buckets: Sequence[GradBucket], step: int, size: int, ranks_per_node: int
+    hook: CommHook,
+    buckets: Sequence[GradBucket],
+    step: int,
+    size: int,
+    ranks_per_node: int,
+    scratch: Tensor,
 ) -> list[Part]:
-    scratch = torch.zeros(_EVICTING_ELEMENTS)
     return [
         _run(hook, _copy(bucket, len(buckets), step), size, ranks_per_node, scratch)
         for bucket in buckets
