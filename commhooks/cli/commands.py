@@ -17,6 +17,7 @@ _COMMANDS = {
     "describe": "commhooks.cli.catalogue:describe",
     "doctor": "commhooks.cli.doctor:doctor",
     "list": "commhooks.cli.catalogue:list_hooks",
+    "simulate": "commhooks.cli.simulate:simulate",
 }
 
 

@@ -1,0 +1,73 @@
+"""A world of clones: N ranks that all hold the same tensors, of which only rank 0 exists.
+
+What a collective gives to rank 0 follows from what rank 0 gives, so a hook can be run to its end in
+one process, for any N, with numbers that its decoders understand. Nothing is sent.
+
+Rank 0 has all there is to do: in every topology of :mod:`commhooks.algorithms` the first rank of a
+node is the one that leads it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import ReduceOp
+
+__all__ = ["CloneChannel", "CloneGroup"]
+
+
+class CloneGroup:
+    """What hooks and communicators ask of the model's process group."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
+class CloneChannel(CloneGroup):
+    """Carries out one collective among ``size`` clones, and says what a rank gave to it.
+
+    The methods are those of a process group that :class:`commhooks.Communicator` calls.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.tensor_bytes = 0
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> None:
+        (tensor,) = tensors
+        self.tensor_bytes = tensor.nbytes
+        if options.reduceOp == ReduceOp.SUM:
+            tensor.mul_(self._size)
+        elif options.reduceOp == ReduceOp.PRODUCT:
+            tensor.pow_(self._size)
+
+    def _allgather_base(self, gathered: Tensor, own: Tensor) -> None:
+        self.tensor_bytes = own.nbytes
+        gathered.view(self._size, -1).copy_(own.view(1, -1).expand(self._size, -1))
+
+    def alltoall_base(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],  # noqa: ARG002
+    ) -> None:
+        """With sizes: whole tensors of some ranks; without: everybody's part for rank 0."""
+        self.tensor_bytes = sent.nbytes
+        part = sent.view(-1) if received_sizes else sent.view(self._size, -1)[0]
+        if received.numel() > 0:
+            rows = received.view(-1, part.numel())
+            rows.copy_(part.expand_as(rows))
+
+    def _reduce_scatter_base(self, part: Tensor, whole: Tensor, options: Any) -> None:  # noqa: ARG002
+        self.tensor_bytes = whole.nbytes
+        part.copy_(whole.chunk(self._size)[0]).mul_(self._size)
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:  # noqa: ARG002
+        self.tensor_bytes = tensors[0].nbytes

@@ -1,0 +1,168 @@
+"""Runs a hook alone, on real gradients, to learn what it awaits and how long it works in between.
+
+The hook itself is the model of the hook: whatever is registered, also by others, can be simulated
+without a line about it anywhere. It runs in a world of clones (clones.py), which can be of any
+size; see docs/design/2026-11-21-simulation.md for why not on meta tensors, or from a table.
+"""
+
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.communicator import Communicator
+from commhooks.errors import CommHookError
+from commhooks.hook import CommHook
+from commhooks.registry import create
+from commhooks.simulation.clones import CloneChannel, CloneGroup
+from commhooks.simulation.script import Collective, Members
+from commhooks.simulation.typical_steps import typical_steps
+from reducer import GradBucket
+
+__all__ = ["Part", "rehearse"]
+
+_REPEATS = 3
+"""Of which the first one warms up: memory is allocated, and state made."""
+_EVICTING_ELEMENTS = 1 << 24  # 64 MiB
+"""Other buckets, and backward, have had the caches since a hook last saw its bucket."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A hook's work on one bucket. Seconds before, between and after the collectives."""
+
+    local_seconds: tuple[float, ...]
+    collectives: tuple[Collective, ...]
+
+
+def rehearse(
+    config: Mapping[str, Any],
+    buckets: Sequence[GradBucket],
+    parameters: Mapping[str, Tensor],
+    *,
+    size: int,
+    ranks_per_node: int = 1,
+    first_step: int = 1000,
+) -> list[tuple[float, list[Part]]]:
+    """The parts of all buckets, for every kind of step that there is, with its share of the steps.
+
+    ``buckets``: of one step, in order, whose gradients stay as they are; the hook may write to
+    ``parameters``, by name. Seconds are the shortest of a few runs. Raises CommHookError if the
+    hook cannot work with this model, with ``size`` ranks or in this way.
+    """
+    with _launched(ranks_per_node), torch.no_grad():
+        hook = create(config)
+        hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(size)))
+        scratch = torch.zeros(_EVICTING_ELEMENTS)
+        steps = typical_steps(hook, buckets, size, first_step)
+        runs = [
+            [_rehearse_step(hook, buckets, step, size, ranks_per_node, scratch) for step in steps]
+            for _ in range(_REPEATS)
+        ]
+    del hook
+    gc.collect()  # what it kept may be as large as the model, and there are more sizes to come
+    timed = runs[1:]
+    return [
+        (share, [_fastest(parts) for parts in zip(*(run[i] for run in timed), strict=True)])
+        for i, share in enumerate(steps.values())
+    ]
+
+
+def _rehearse_step(
+    hook: CommHook,
+    buckets: Sequence[GradBucket],
+    step: int,
+    size: int,
+    ranks_per_node: int,
+    scratch: Tensor,
+) -> list[Part]:
+    return [
+        _run(hook, _copy(bucket, len(buckets), step), size, ranks_per_node, scratch)
+        for bucket in buckets
+    ]
+
+
+def _copy(bucket: GradBucket, count: int, step: int) -> GradBucket:
+    return GradBucket(
+        bucket.buffer().clone(),
+        bucket.parameters(),
+        bucket.names,
+        index=bucket.index(),
+        count=count,
+        step=step,
+    )
+
+
+def _run(
+    hook: CommHook, bucket: GradBucket, size: int, ranks_per_node: int, scratch: Tensor
+) -> Part:
+    comm = Communicator(
+        cast("dist.ProcessGroup", CloneGroup(size)),
+        step=bucket.step,
+        key=bucket.key,
+        seed=getattr(hook, "seed", 0),
+    )
+    run = hook.reduce(bucket, comm)
+    local: list[float] = []
+    collectives: list[Collective] = []
+    seconds = 0.0
+    while True:
+        scratch.add_(1)
+        start = time.perf_counter()
+        try:
+            request = run.send(None)
+        except StopIteration:
+            local.append(seconds + time.perf_counter() - start)
+            return Part(tuple(local), tuple(collectives))
+        except CommHookError:
+            raise
+        except Exception as error:
+            raise CommHookError(
+                f"hook {hook!r} cannot be simulated: among {size} ranks that all hold the same "
+                f"gradients it raised {type(error).__name__}: {error}"
+            ) from error
+        seconds += time.perf_counter() - start
+        members = len(request.ranks) or size
+        if members == 1:
+            continue  # nothing is sent; the work goes on
+        local.append(seconds)
+        seconds = 0.0
+        channel = CloneChannel(members)
+        request.start(cast("dist.ProcessGroup", channel))
+        collectives.append(
+            Collective(
+                request.operation,
+                channel.tensor_bytes,
+                Members.of(request.ranks, size, ranks_per_node),
+            )
+        )
+
+
+def _fastest(parts: Sequence[Part]) -> Part:
+    if len({len(part.collectives) for part in parts}) > 1:
+        return parts[-1]  # what it sends depends on its state; the last run has the most of that
+    local = zip(*(part.local_seconds for part in parts), strict=True)
+    return Part(tuple(min(seconds) for seconds in local), parts[-1].collectives)
+
+
+@contextmanager
+def _launched(ranks_per_node: int) -> Iterator[None]:
+    """As a launcher would have started rank 0; hooks that group ranks by node ask for that."""
+    names = {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,92 @@
+"""Time, and things that are shared: cores and links, at rates that change when others come and go.
+
+A fluid model: whoever uses a resource gets an equal share of its capacity at every moment. Events
+are the moments at which somebody is done, so their number does not depend on amounts.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Clock", "Resource"]
+
+
+@dataclass(eq=False)
+class Resource:
+    """``capacity`` units per second, shared equally; one user gets no more than ``limit``.
+
+    ``burst``: units that are given at once, if that much has been saved up in idle time.
+    """
+
+    capacity: float = math.inf
+    limit: float = math.inf
+    burst: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.users = 0
+        self._saved = self.burst
+        self._idle_since = 0.0
+
+    def speed(self) -> float:
+        """Of each user."""
+        return min(self.limit, self.capacity / max(1, self.users))
+
+    def enter(self, now: float, amount: float) -> float:
+        """What remains to be waited for of ``amount``."""
+        if self.users == 0 and self.burst:
+            idle = (now - self._idle_since) * self.capacity
+            self._saved = min(self.burst, self._saved + idle)
+        at_once = min(amount, self._saved)
+        self._saved -= at_once
+        self.users += 1
+        return amount - at_once
+
+    def leave(self, now: float) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self._idle_since = now
+
+
+@dataclass(eq=False)
+class _Use:
+    resource: Resource
+    remaining: float
+    then: Callable[[], None]
+
+
+class Clock:
+    """Runs what was started until nothing is left, and calls back whoever is done."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._uses: list[_Use] = []
+        self._delay = Resource(limit=1.0)
+
+    def use(self, resource: Resource, amount: float, then: Callable[[], None]) -> None:
+        """Calls ``then`` when so many units have been used."""
+        remaining = resource.enter(self.now, amount)
+        self._uses.append(_Use(resource, remaining, then))
+
+    def wait(self, seconds: float, then: Callable[[], None]) -> None:
+        """Calls ``then`` later, whatever others do."""
+        self.use(self._delay, seconds, then)
+
+    def run(self) -> float:
+        """Returns the time at the end."""
+        while self._uses:
+            self.events += 1
+            pending = [use.remaining / use.resource.speed() for use in self._uses]
+            elapsed = min(pending)
+            for use in self._uses:
+                use.remaining -= elapsed * use.resource.speed()
+            done = [
+                use for use, seconds in zip(self._uses, pending, strict=True) if seconds <= elapsed
+            ]
+            self.now += elapsed
+            self._uses = [use for use in self._uses if use not in done]
+            for use in done:
+                use.resource.leave(self.now)
+            for use in done:
+                use.then()
+        return self.now

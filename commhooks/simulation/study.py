@@ -1,0 +1,122 @@
+"""Hooks side by side on one network: which of them to take."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from commhooks.rates import format_rate
+from commhooks.simulation.network import Backend, Network
+from commhooks.simulation.prediction import Prediction, predict
+from commhooks.simulation.rehearsals import Rehearsals
+
+__all__ = ["BASELINE", "Study"]
+
+BASELINE = "allreduce"
+"""What other hooks are compared with: it loses nothing."""
+
+_WORTH_IT = 1.1
+"""How many times faster a step has to be before losing anything makes sense."""
+_SLOWEST, _FASTEST = 1e6, 1e13  # bits per second
+_LONG_CURVE = 1024  # ranks
+
+
+@dataclass(frozen=True)
+class Study:
+    """``hooks`` by name, BASELINE among them. Other arguments as of :func:`predict`."""
+
+    hooks: Mapping[str, Rehearsals]
+    network: Network
+    backend: Backend
+    cores: float = math.inf
+    speed: float = 1.0
+
+    @cached_property
+    def predictions(self) -> dict[str, Prediction]:
+        """By hook."""
+        return {hook: self._on(self.network, hook) for hook in self.hooks}
+
+    @property
+    def alone_seconds(self) -> float:
+        """Of a step without communication."""
+        baseline = self.predictions[BASELINE]
+        return baseline.step_seconds - baseline.exposed_seconds
+
+    def curve_sizes(self) -> list[int]:
+        """World sizes from two nodes to beyond that of the network."""
+        per_node = self.network.ranks_per_node
+        longest = max(self.network.size, _LONG_CURVE * per_node)
+        doublings = range(1, math.floor(math.log2(longest / per_node)) + 1)
+        return sorted({self.network.size, *(per_node << power for power in doublings)})
+
+    def curve(self, hook: str, sizes: Sequence[int]) -> list[float]:
+        """Seconds per step in worlds of ``sizes``."""
+        return [self._on(replace(self.network, size=size), hook).step_seconds for size in sizes]
+
+    def break_even(self, hook: str) -> float:
+        """The rate of links, in bits per second, below which ``hook`` beats the plain average.
+
+        0: it does at no rate; infinity: at any. Where the two overtake each other several times,
+        one of these rates.
+        """
+        low, high = _SLOWEST, _FASTEST
+        if not self._pays(hook, low):
+            return 0.0
+        if self._pays(hook, high):
+            return math.inf
+        while high / low > 1.01:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if self._pays(hook, middle) else (low, middle)
+        return low
+
+    @property
+    def advice(self) -> str:
+        """Which hook to take, in a sentence or two."""
+        baseline = self.predictions[BASELINE]
+        best = min(self.predictions, key=lambda hook: self.predictions[hook].step_seconds)
+        gain = baseline.step_seconds / self.predictions[best].step_seconds
+        rate = format_rate(self.network.link.bits_per_second)
+        where = f"among {self.network.size} ranks at {rate}"
+        if best == BASELINE:
+            return f"Stay with {BASELINE}: {where} none of these is faster, and it loses nothing."
+        if gain < _WORTH_IT:
+            return (
+                f"Stay with {BASELINE}: {where} {best} would make a step {gain:.2f} times as fast, "
+                "which is too little to lose anything for."
+            )
+        return (
+            f"Take {best}: {where} it makes a step {gain:.1f} times as fast as {BASELINE}. Whether "
+            "the model learns as well with it, training has to show."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types; rates are null where a hook beats the plain average at any."""
+        sizes = self.curve_sizes()
+        return {
+            "network": asdict(self.network),
+            "backend": self.backend.name,
+            "alone_seconds": self.alone_seconds,
+            "hooks": {
+                hook: asdict(prediction)
+                | {
+                    "pays_below_bits_per_second": _finite(self.break_even(hook)),
+                    "curve_seconds": self.curve(hook, sizes),
+                }
+                for hook, prediction in self.predictions.items()
+            },
+            "curve_ranks": sizes,
+            "advice": self.advice,
+        }
+
+    def _on(self, network: Network, hook: str) -> Prediction:
+        return predict(self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed)
+
+    def _pays(self, hook: str, bits_per_second: float) -> bool:
+        link = replace(self.network.link, bits_per_second=bits_per_second)
+        slower = replace(self.network, link=link)
+        return self._on(slower, hook).step_seconds < self._on(slower, BASELINE).step_seconds
+
+
+def _finite(rate: float) -> float | None:
+    return rate if math.isfinite(rate) else None

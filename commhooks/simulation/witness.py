@@ -1,0 +1,92 @@
+"""Sees what the engine does with a model: which buckets it makes, when, of what gradients."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from commhooks.algorithms.derived_bucket import bucket_with
+from commhooks.hook import CommHook
+from commhooks.slot import OwnSlot
+from reducer import DistributedDataParallel, GradBucket
+
+__all__ = ["Step", "witness"]
+
+_WARM_UP = 2  # buckets are cut anew after the first step
+_TIMED = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step without communication; times in seconds."""
+
+    buckets: tuple[GradBucket, ...]
+    """With their gradients."""
+    launches: tuple[float, ...]
+    """From the start of backward until each bucket, packed, was handed to the hook."""
+    backward_seconds: float
+    forward_seconds: float
+
+
+def witness(
+    model: nn.Module,
+    forward: Callable[[nn.Module], Tensor],
+    hook: CommHook,
+    alone: dist.ProcessGroup,
+    *,
+    bucket_cap_mb: float | None = None,
+) -> Step:
+    """Runs some steps in the group ``alone``, of one rank, with buckets as ``hook`` prefers them.
+
+    ``forward`` maps the wrapped model to a loss. The hook has to be prepared, and does not run.
+    """
+    wrapped = DistributedDataParallel(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
+    slot = OwnSlot(wrapped)
+    watch = _Watch()
+    slot.install_function(watch)
+    slot.regroup(hook.bucket_key)
+    steps = [_step(wrapped, forward, watch) for _ in range(_WARM_UP + _TIMED)][_WARM_UP:]
+    watch.keeps_gradients = True
+    kept = _step(wrapped, forward, watch)
+    return Step(
+        kept.buckets,
+        tuple(map(statistics.median, zip(*(step.launches for step in steps), strict=True))),
+        statistics.median(step.backward_seconds for step in steps),
+        statistics.median(step.forward_seconds for step in steps),
+    )
+
+
+def _step(model: nn.Module, forward: Callable[[nn.Module], Tensor], watch: "_Watch") -> Step:
+    model.zero_grad(set_to_none=True)
+    watch.clear()
+    start = time.perf_counter()
+    loss = forward(model)
+    between = time.perf_counter()
+    loss.backward()  # type: ignore[no-untyped-call]
+    end = time.perf_counter()
+    launches = tuple(launch - between for launch in watch.launches)
+    return Step(tuple(watch.buckets), launches, end - between, between - start)
+
+
+class _Watch:
+    """A torch-style hook that changes nothing."""
+
+    def __init__(self) -> None:
+        self.keeps_gradients = False
+        self.clear()
+
+    def clear(self) -> None:
+        self.launches: list[float] = []
+        self.buckets: list[GradBucket] = []
+
+    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
+        self.launches.append(time.perf_counter())
+        if self.keeps_gradients:
+            self.buckets.append(bucket_with(bucket, bucket.buffer().clone()))
+        future: Future[Tensor] = Future()
+        future.set_result(bucket.buffer())
+        return future
