@@ -26,7 +26,7 @@ class CudaBackend:
     one. torch's guard alone does nothing where the device is the current one already.
     """
 
-    def require(self, device: torch.device) -> None:
+    def require(self, device: torch.device) -> None:  # noqa: ARG002
         """Raises CommHookError, with what to install, if kernels cannot run there."""
         _check_cupy()
 

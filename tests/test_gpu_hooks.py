@@ -1,0 +1,98 @@
+"""Whole hooks on the path of CUDA tensors, emulated on CPU tensors, against the path of the CPU."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emulation import emulated
+from lockstep import lockstep, make_bucket
+from torch import Tensor
+
+import commhooks
+from commhooks import CommHookError, kernels
+from commhooks.kernels import loader
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "int8": {"block_size": 32},
+    "int4": {"stochastic": True, "error_feedback": False},
+    "fp8": {"format": "e5m2"},
+    "qsgd": {"norm": "l2"},
+    "terngrad": {"block_size": 32},
+    "natural": {},
+    "onebit": {"block_size": 64},
+    "signsgd": {"error_feedback": False},
+}
+
+
+def train(rank: int, size: int, name: str, is_emulated: bool) -> tuple[list[Tensor], Any]:
+    """A few steps, of which one has a gradient that is not finite: results and the hook's state."""
+    parameters = probe_parameters()
+    hook = commhooks.create(name, **HOOKS[name])
+    trainer = Trainer(hook, parameters, bucket_cap_mb=25, stable_buckets=True)
+    results = []
+    with emulated() if is_emulated else nullcontext():
+        for step in range(4):
+            gradients = draw_gradients(parameters, rank, step)
+            if step == 2 and rank == size - 1:
+                next(g for g in gradients.values() if g.dim() == 1)[:1] = torch.inf
+            averages = trainer.step(gradients)
+            results += [averages[parameter].clone() for parameter in sorted(averages)]
+    return results, hook.state_dict()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["int8", "fp8", "onebit"])
+def test_same_averages_and_states_on_several_ranks(run_ranks, name, size):
+    expected = run_ranks(train, size, name, False)
+    found = run_ranks(train, size, name, True)
+    for (results, state), (others, other_state) in zip(found, expected, strict=True):
+        assert any(tensor.isnan().any() for tensor in others)
+        assert same_bits([t.nan_to_num(9.0) for t in results], [t.nan_to_num(9.0) for t in others])
+        assert same_bits(state, other_state)
+
+
+def lockstep_steps(name: str) -> tuple[list[Tensor], list[Any]]:
+    results, states = [], []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        hooks = [commhooks.create(name, **HOOKS[name]) for _ in range(3)]
+        for step in range(2):
+            generators = [torch.Generator().manual_seed(10 * step + rank) for rank in range(3)]
+            drawn = [torch.randn(700, generator=generator).to(dtype) for generator in generators]
+            results += lockstep(hooks, [make_bucket({"a": g}, step) for g in drawn])[0]
+        states += [hook.state_dict() for hook in hooks]
+    return results, states
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_same_averages_and_states_of_every_hook(name):
+    expected = lockstep_steps(name)
+    with emulated():
+        found = lockstep_steps(name)
+    assert same_bits(found, expected)
+
+
+def test_missing_cupy_is_named_when_a_hook_is_registered(monkeypatch):
+    """Not at the first step: a torch without CUDA, no CuPy, or one for another CUDA."""
+    parameters = {"w": torch.empty(3, device="meta")}
+    monkeypatch.setitem(kernels.BACKENDS, "meta", loader.CudaBackend())
+    hook = commhooks.create("int8")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(CommHookError, match=r"expected a torch for CUDA"):
+        hook.prepare(parameters, None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def no_cupy(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(loader, "import_module", no_cupy)
+    with pytest.raises(CommHookError, match=r"pip install 'commhooks\[cuda13\]'"):
+        hook.prepare(parameters, None)
+
+    older = SimpleNamespace(getVersion=lambda: (12, 9))
+    monkeypatch.setattr(loader, "import_module", lambda name: older)
+    with pytest.raises(CommHookError, match=r"for CUDA 13, .*uninstall cupy-cuda12x.*\[cuda13\]"):
+        hook.prepare(parameters, None)
