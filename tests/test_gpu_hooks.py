@@ -85,14 +85,14 @@ def test_missing_cupy_is_named_when_a_hook_is_registered(monkeypatch):
         hook.prepare(parameters, None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def no_cupy(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
+    def no_cupy() -> None:
+        raise ImportError("No module named 'cupy'")
 
-    monkeypatch.setattr(loader, "import_module", no_cupy)
+    monkeypatch.setattr(loader, "nvrtc", no_cupy)
     with pytest.raises(CommHookError, match=r"pip install 'commhooks\[cuda13\]'"):
         hook.prepare(parameters, None)
 
     older = SimpleNamespace(getVersion=lambda: (12, 9))
-    monkeypatch.setattr(loader, "import_module", lambda name: older)
+    monkeypatch.setattr(loader, "nvrtc", lambda: older)
     with pytest.raises(CommHookError, match=r"for CUDA 13, .*uninstall cupy-cuda12x.*\[cuda13\]"):
         hook.prepare(parameters, None)
