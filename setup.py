@@ -24,7 +24,7 @@ setup(
         CppExtension(
             name="reducer._C",
             sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.cpp")),
-            include_dirs=[str(ROOT / "csrc")],
+            include_dirs=[str(ROOT / "csrc"), str(ROOT / "commhooks" / "kernels")],
             extra_compile_args={"cxx": CXX_FLAGS},
         )
     ],

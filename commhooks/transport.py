@@ -23,7 +23,7 @@ Note [One verdict]
 A block that is not finite makes a scale that is not, which passes from a rank's message into the
 average and from there to all ranks. These all look at the same gathered messages, so they agree
 whether to change what is kept. Until then the gradients' memory holds the residuals, and the errors
-are as they were.
+are as they were. The verdict stays on the device: whoever writes depends on it, and no host waits.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from torch import Tensor
 from commhooks.codecs import Codec
 from commhooks.communicator import Communicator
 
-__all__ = ["Feedback", "average_encoded", "part_of", "wire_bytes"]
+__all__ = ["Feedback", "average_encoded", "part_length", "part_of", "wire_bytes"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,11 @@ def wire_bytes(numel: int, size: int, codec: Codec) -> int:
 
 
 def part_length(numel: int, size: int) -> int:
-    """The most elements that one of ``size`` parts has: ⌈numel / size⌉. Last parts have fewer."""
-    return -(-numel // size)
+    """The most elements that one of ``size`` parts has; the last ones have fewer, or none.
+
+    ⌈numel / size⌉, up to a multiple of 32 so that no two parts share a line of memory.
+    """
+    return min(-(-numel // (32 * size)) * 32, numel)
 
 
 def part_of(numel: int, size: int, rank: int) -> slice:
@@ -85,7 +88,8 @@ async def average_encoded(
     average, where the error of the average of this rank's part counts as this rank's. It has no
     meaning with ``feedback``, nor for codecs that vote.
 
-    Wire: 2·(N-1) messages of ⌈numel / N⌉ values; nothing if there are no values.
+    Wire: 2·(N-1) messages of numel / N values, see :func:`part_length`; nothing if there are no
+    values. On a GPU everything is queued on torch's current stream, and nothing synchronises.
     """
     if tells_contribution:
         comm.contribution = values.clone()
@@ -113,48 +117,48 @@ class _Exchange:
         self._codec = codec
         self._seed = seed
         self._feedback = feedback
-        self._parts = [part_of(values.numel(), comm.size, rank) for rank in range(comm.size)]
-        own = self._parts[comm.rank]
-        self._average = values.new_empty(own.stop - own.start, dtype=torch.float32)
+        self._part_length = part_length(values.numel(), comm.size)
+        self._own = part_of(values.numel(), comm.size, comm.rank)
+        own_length = self._own.stop - self._own.start
+        self._average = values.new_empty(own_length, dtype=torch.float32)
         self._keep_residual = feedback is not None or comm.contribution is not None
 
     def encode_parts(self) -> Tensor:
         """(N, bytes): a message for each rank. Values become what these leave out, if kept."""
-        longest = self._parts[0].stop
-        shape = (len(self._parts), self._codec.encoded_bytes(longest))
+        shape = (self._comm.size, self._codec.encoded_bytes(self._part_length))
         messages = self._values.new_empty(shape, dtype=torch.uint8)
-        for peer, part in enumerate(self._parts):
-            error = None if self._feedback is None else self._feedback.own[part]
-            self._encode(self._values[part], messages[peer], error, peer)
+        error = None if self._feedback is None else self._feedback.own
+        self._encode(self._values, messages, error, "own")
         return messages
 
     def encode_average(self, received: Tensor) -> Tensor:
         """(bytes,): of this rank's part. The average becomes what this leaves out, if kept."""
-        self._codec.decode(received, self._average)
-        message = torch.empty_like(received[0])
+        self._codec.average(received, self._average, self._part_length)
+        messages = torch.empty_like(received[:1])
         error = None if self._feedback is None else self._feedback.average
-        self._encode(self._average, message, error, "average")
-        return message
+        self._encode(self._average, messages, error, "average")
+        return messages[0]
 
     def finish(self, gathered: Tensor) -> None:
         """Takes over the averages of all parts, (N, bytes). See Note [One verdict]."""
         if self._comm.contribution is not None:
             self._comm.contribution -= self._values
-            self._comm.contribution[self._parts[self._comm.rank]] -= self._comm.size * self._average
-        rows = [gathered[peer : peer + 1] for peer in range(len(self._parts))]
-        lengths = [part.stop - part.start for part in self._parts]
-        if not all(map(self._codec.is_finite, rows, lengths)):
-            self._values.fill_(torch.nan)
+            self._comm.contribution[self._own] -= self._comm.size * self._average
+        if self._feedback is None:
+            self._codec.assemble(gathered, self._values, self._part_length)
             return
-        for row, part in zip(rows, self._parts, strict=True):
-            kept = None if self._feedback is None else self._feedback.own[part]
-            self._codec.decode(row, self._values[part], kept=kept)
-        if self._feedback is not None:
-            self._feedback.average.copy_(self._average)
+        own, average = self._feedback.own, self._feedback.average
+        is_finite = self._codec.assemble(gathered, self._values, self._part_length, kept=own)
+        torch.where(is_finite, self._average, average, out=average)
 
-    def _encode(self, values: Tensor, message: Tensor, error: Tensor | None, what: object) -> None:
+    def _encode(self, values: Tensor, messages: Tensor, error: Tensor | None, what: str) -> None:
         text = f"{self._seed}:{self._comm.step}:{self._comm.rank}:{what}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         self._codec.encode(
-            values, message, error=error, seed=seed, keep_residual=self._keep_residual
+            values,
+            messages,
+            self._part_length,
+            error=error,
+            seed=seed,
+            keep_residual=self._keep_residual,
         )

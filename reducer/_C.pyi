@@ -8,17 +8,20 @@ from torch._C import _distributed_c10d as c10d
 
 @final
 class BlockCodec:
-    def encoded_bytes(self, numel: int) -> int: ...
+    def encoded_bytes(self, part_length: int) -> int: ...
     def encode(
         self,
         values: Tensor,
-        message: Tensor,
+        messages: Tensor,
+        part_length: int,
         error: Tensor | None,
         seed: int,
         keep_residual: bool,
     ) -> None: ...
-    def decode(self, messages: Tensor, values: Tensor, kept: Tensor | None) -> None: ...
-    def is_finite(self, messages: Tensor, numel: int) -> bool: ...
+    def average(self, messages: Tensor, values: Tensor, part_length: int) -> None: ...
+    def assemble(
+        self, messages: Tensor, values: Tensor, part_length: int, kept: Tensor | None
+    ) -> bool: ...
 
 @final
 class CompletionQueue:

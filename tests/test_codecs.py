@@ -17,7 +17,7 @@ from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
 Array = NDArray[np.float64]
 
 BLOCK = 64
-# Beyond, numbers are taken for an overflow; below, for zeros. See csrc/codecs/block.h.
+# Beyond, numbers are taken for an overflow; below, for zeros. See commhooks/kernels/codecs/block.h.
 LARGEST, SMALLEST = 2.0**126, 2.0**-100
 
 
@@ -108,13 +108,13 @@ CASES = {
 
 def encode(case: Case, values: Tensor, error: Tensor | None = None, seed: int = 1) -> Tensor:
     message = torch.full((case.codec.encoded_bytes(values.numel()),), 0xAA, dtype=torch.uint8)
-    case.codec.encode(values, message, error=error, seed=seed)
+    case.codec.encode(values, message[None], values.numel(), error=error, seed=seed)
     return message
 
 
 def decode(case: Case, message: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
     values = torch.empty(numel, dtype=dtype)
-    case.codec.decode(message[None], values)
+    case.codec.average(message[None], values, numel)
     return values
 
 
@@ -167,7 +167,7 @@ def test_message_is_what_numpy_says(name, drawn, offset, byte_offset):
     values.copy_(torch.tensor(drawn))
     room = torch.full((case.codec.encoded_bytes(numel) + 8,), 0xAA, dtype=torch.uint8)
     message = room[byte_offset : byte_offset + case.codec.encoded_bytes(numel)]
-    case.codec.encode(values, message, seed=3)
+    case.codec.encode(values, message[None], numel, seed=3)
 
     y = values.double().numpy()
     scales, codes = split(case, message.clone(), numel)
@@ -197,7 +197,9 @@ def test_message_is_what_numpy_says(name, drawn, offset, byte_offset):
     assert (room[:byte_offset] == 0xAA).all()
     assert (room[byte_offset + len(message) :] == 0xAA).all()
     is_finite = bool(np.isfinite(scales).all())
-    assert case.codec.is_finite(message[None].clone(), numel) == is_finite
+    assembled = torch.zeros(numel)
+    assert case.codec.assemble(message[None].clone(), assembled, numel).item() == is_finite
+    assert assembled.isnan().all() != is_finite or numel == 0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,8 +214,8 @@ def test_sent_plus_residual_is_value_plus_error(name, dtype, numel):
     error[: numel // 3] *= 1e-3
     kept_error = error.clone()
     values = given_values.clone()
-    message = torch.empty(case.codec.encoded_bytes(numel) + 3, dtype=torch.uint8)
-    case.codec.encode(values, message, error=error, seed=5, keep_residual=True)
+    message = torch.empty(case.codec.encoded_bytes(numel), dtype=torch.uint8)
+    case.codec.encode(values, message[None], numel, error=error, seed=5, keep_residual=True)
     sent = decode(case, message, numel).to(dtype)
     wanted = given_values.double() + kept_error.double()
     # One rounding of the sum, one of the difference; numbers are below 8, what is sent below 32.
@@ -221,7 +223,7 @@ def test_sent_plus_residual_is_value_plus_error(name, dtype, numel):
     assert torch.equal(error, kept_error)
     assert ((sent.double() + values.double()) - wanted).abs().le(tolerance).all()
     same = torch.empty_like(message)
-    case.codec.encode(given_values, same, error=error, seed=5)
+    case.codec.encode(given_values, same[None], numel, error=error, seed=5)
     assert torch.equal(message, same)  # keeping the residual changes nothing
 
 
@@ -232,7 +234,7 @@ def test_blocks_without_a_scale_are_kept_in_the_residual(name):
     values[BLOCK:] = 1.0
     before = values.clone()
     message = torch.empty(case.codec.encoded_bytes(values.numel()), dtype=torch.uint8)
-    case.codec.encode(values, message, keep_residual=True)
+    case.codec.encode(values, message[None], values.numel(), keep_residual=True)
     assert torch.equal(values[:BLOCK], before[:BLOCK])
 
 
@@ -251,7 +253,7 @@ def test_fp8_rounds_as_torch_does():
         values = rows.reshape(-1)
         codec = Fp8(number_format, block_size=32)
         message = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
-        codec.encode(values, message)
+        codec.encode(values, message[None], values.numel())
         scales, codes = message[: len(rows) * 4], message[len(rows) * 4 :]
         assert (scales.view(torch.float32) == 1).all()
         assert torch.equal(codes, values.to(dtype).view(torch.uint8))
@@ -267,7 +269,7 @@ def test_fp8_decodes_every_finite_code_as_torch_does(number_format, dtype):
     message = torch.cat([scale[: 4 * -(-len(codes) // 32)], codes])
     message = torch.nn.functional.pad(message, (0, -len(message) % 4))
     values = torch.empty(len(codes))
-    Fp8(number_format, block_size=32).decode(message[None], values)
+    Fp8(number_format, block_size=32).average(message[None], values, len(codes))
     assert torch.equal(values.view(torch.int32), codes.view(dtype).float().view(torch.int32))
 
 
@@ -354,16 +356,14 @@ def test_number_of_threads_changes_nothing(name):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_decode_is_the_mean_and_keeps_what_was_there(name, count, dtype):
+def test_average_is_the_mean(name, count, dtype):
     case, numel = CASES[name], 200
     generator = torch.Generator().manual_seed(count)
     values = torch.randn(count, numel, generator=generator)
     messages = torch.stack([encode(case, row, seed=i) for i, row in enumerate(values)])
     alone = torch.stack([decode(case, message, numel) for message in messages]).double()
     result = torch.arange(numel, dtype=dtype)
-    kept = torch.full((numel,), -1, dtype=dtype)
-    case.codec.decode(messages, result, kept=kept)
-    assert torch.equal(kept, torch.arange(numel, dtype=dtype))
+    case.codec.average(messages, result, numel)
     tolerance = 2 * count * torch.finfo(torch.float32).eps * alone.abs().sum(0)
     assert ((result.double() - alone.mean(0)).abs() <= tolerance).all()
 
@@ -376,7 +376,7 @@ def test_majority_of_signs(count):
     values[0, BLOCK : 2 * BLOCK] = 0  # has no vote there
     messages = torch.stack([encode(case, row) for row in values])
     result = torch.empty(3 * BLOCK)
-    codec.decode(messages, result)
+    codec.average(messages, result, 3 * BLOCK)
     for block in range(3):
         part = values[:, block * BLOCK : (block + 1) * BLOCK].double()
         expected = part.sign().sum(0).sign() * part.abs().mean(1).mean()
@@ -391,11 +391,53 @@ def test_one_message_that_is_not_finite_makes_nan(name):
     values[1, 3] = -math.inf
     messages = torch.stack([encode(case, row) for row in values])
     result = torch.empty(2 * BLOCK)
-    case.codec.decode(messages, result)
+    case.codec.average(messages, result, 2 * BLOCK)
     assert result[:BLOCK].isnan().all()
     assert result[BLOCK:].isfinite().all()
-    assert not case.codec.is_finite(messages, 2 * BLOCK)
-    assert case.codec.is_finite(messages[:1], 2 * BLOCK)
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("numel", "length"), [(200, 100), (300, 100), (201, 100), (130, 64), (5, 9)]
+)
+def test_parts_are_encoded_each_by_itself(name, dtype, numel, length):
+    """Three of them, of which the last ones may be short or empty."""
+    codec = CASES[name].codec
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    messages = torch.full((3, codec.encoded_bytes(length)), 0xAA, dtype=torch.uint8)
+    codec.encode(values, messages, length, seed=2)
+    assembled = torch.full((numel,), 7, dtype=dtype)
+    kept = torch.zeros_like(assembled)
+    assert codec.assemble(messages, assembled, length, kept=kept).tolist() == [True]
+    assert (kept == 7).all()
+    for part, message in zip(values.split(length), messages, strict=False):
+        if name not in STOCHASTIC and name != "ternary, clipped":  # random numbers go by position
+            alone = torch.empty_like(message)
+            codec.encode(part, alone[None], length, seed=2)
+            assert torch.equal(message, alone)
+    for index, part in enumerate(assembled.split(length)):
+        alone = torch.empty_like(part)
+        codec.average(messages[index : index + 1], alone, length)
+        assert torch.equal(part, alone)
+    if numel <= 2 * length:
+        assert not messages[2].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_part_that_is_not_finite_makes_all_nan_and_keeps_nothing(name):
+    codec = CASES[name].codec
+    values = torch.ones(3 * BLOCK)
+    values[BLOCK + 3] = -math.inf
+    messages = torch.empty(3, codec.encoded_bytes(BLOCK), dtype=torch.uint8)
+    codec.encode(values, messages, BLOCK)
+    result, kept = torch.ones(3 * BLOCK), torch.full((3 * BLOCK,), 5.0)
+    assert codec.assemble(messages, result, BLOCK, kept=kept).tolist() == [False]
+    assert result.isnan().all()
+    assert (kept == 5).all()
 
 
 # -------------------------------------------------------------------------------- lengths, mistakes
@@ -419,17 +461,21 @@ def test_lengths(codec, expected):
 
 def test_mistakes_are_named():
     codec = Levels(8, block_size=32)
-    room = torch.empty(64, dtype=torch.uint8)
+    room = torch.empty(1, 8, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"float32 or float64, found Half"):
-        codec.encode(torch.ones(3, dtype=torch.float16), room)
+        codec.encode(torch.ones(3, dtype=torch.float16), room, 3)
     with pytest.raises(RuntimeError, match=r"flat and contiguous, found shape \[2, 2\]"):
-        codec.encode(torch.ones(2, 2), room)
-    with pytest.raises(RuntimeError, match=r"at least 108 bytes for 96 elements, found 64"):
-        codec.encode(torch.ones(96), room)
+        codec.encode(torch.ones(2, 2), room, 4)
+    with pytest.raises(RuntimeError, match=r"rows of 108 bytes, for 96 elements each, found shape"):
+        codec.encode(torch.ones(96), room, 96)
+    with pytest.raises(RuntimeError, match=r"at most 1 parts of 3 elements, found 4"):
+        codec.encode(torch.ones(4), room, 3)
     with pytest.raises(RuntimeError, match=r"error to have the 3 elements"):
-        codec.encode(torch.ones(3), room, error=torch.ones(4))
-    with pytest.raises(RuntimeError, match=r"messages as rows"):
-        codec.decode(room, torch.ones(3))
+        codec.encode(torch.ones(3), room, 3, error=torch.ones(4))
+    with pytest.raises(RuntimeError, match=r"messages as contiguous rows"):
+        codec.average(room[0], torch.ones(3), 3)
+    with pytest.raises(RuntimeError, match=r"one part of at most 2 elements, found 2 messages"):
+        codec.average(torch.empty(2, 8, dtype=torch.uint8), torch.ones(4), 2)
     with pytest.raises(RuntimeError, match=r"multiple of 32 up to 4096, found 33"):
         Levels(8, block_size=33)
     with pytest.raises(RuntimeError, match=r"1 to 7 levels in 4 bits, found 8"):

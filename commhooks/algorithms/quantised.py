@@ -1,8 +1,10 @@
 """What hooks that send codes of a few bits have in common."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.error_memory import ErrorMemory
@@ -21,10 +23,8 @@ class Quantised(CommHook):
 
     Averages are summed in float32 and errors kept in it, or in float64 for float64 gradients. A
     bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
-    all errors as they were. CPU only.
+    all errors as they were. On a GPU nothing synchronises, and CuPy is needed.
     """
-
-    backends = ("gloo", "mpi", "ucc")
 
     seed: int = field(default=0, kw_only=True)
     """Of random numbers, which also depend on rank, step and bucket."""
@@ -49,6 +49,12 @@ class Quantised(CommHook):
     def tells_contribution(self) -> bool:  # type: ignore[override]
         """Not with errors of its own: another error feedback would count them twice."""
         return not self.feeds_back
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raises CommHookError if the kernels for the parameters' devices cannot run."""
+        super().prepare(parameters, group)
+        for device in {parameter.device for parameter in parameters.values()}:
+            self._codec.require(device)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         """What each of ``size`` ranks sends for ``bucket``."""

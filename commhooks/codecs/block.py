@@ -2,10 +2,13 @@
 
 from typing import Annotated
 
+import torch
 from annotated_types import Ge, Le, MultipleOf
 from torch import Tensor
 
+from commhooks import kernels
 from commhooks.codecs.codec import Codec
+from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 
 __all__ = ["BlockCodec", "BlockSize"]
@@ -19,32 +22,47 @@ class BlockCodec(Codec):
 
     A number is decoded to its code's value times the scale of its block, which depends on the
     block alone. A scale that is not finite marks a block that was not. Blocks whose numbers are all
-    below 2^-100 in size are decoded to zeros. CPU only.
+    below 2^-100 in size are decoded to zeros.
+
+    CPU tensors are for ``loops``, CUDA tensors for ``gpu``, whose messages are the same. On a GPU
+    messages start at a multiple of 4 bytes.
     """
 
-    def __init__(self, kernels: _C.BlockCodec) -> None:
-        self._kernels = kernels
+    def __init__(self, loops: _C.BlockCodec, gpu: BlockKernels) -> None:
+        self._loops = loops
+        self._gpu = gpu
 
-    def encoded_bytes(self, numel: int) -> int:
-        """4·⌈numel / block_size⌉ + 4·⌈numel · bits / 32⌉."""
-        return self._kernels.encoded_bytes(numel)
+    def require(self, device: torch.device) -> None:
+        """See :class:`Codec`."""
+        kernels.require(device)
+
+    def encoded_bytes(self, part_length: int) -> int:
+        """4·⌈part_length / block_size⌉ + 4·⌈part_length · bits / 32⌉."""
+        return self._loops.encoded_bytes(part_length)
 
     def encode(
         self,
         values: Tensor,
-        message: Tensor,
+        messages: Tensor,
+        part_length: int,
         *,
         error: Tensor | None = None,
         seed: int = 0,
         keep_residual: bool = False,
     ) -> None:
         """See :class:`Codec`. One pass over the memory."""
-        self._kernels.encode(values, message, error, seed, keep_residual)
+        self._for(values).encode(values, messages, part_length, error, seed, keep_residual)
 
-    def decode(self, messages: Tensor, values: Tensor, *, kept: Tensor | None = None) -> None:
+    def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
         """See :class:`Codec`. One pass over the memory, for all messages."""
-        self._kernels.decode(messages, values, kept)
+        self._for(values).average(messages, values, part_length)
 
-    def is_finite(self, messages: Tensor, numel: int) -> bool:
-        """See :class:`Codec`. Reads the scales only."""
-        return self._kernels.is_finite(messages, numel)
+    def assemble(
+        self, messages: Tensor, values: Tensor, part_length: int, *, kept: Tensor | None = None
+    ) -> Tensor:
+        """See :class:`Codec`. One pass over the scales, then one over the memory."""
+        finite = self._for(values).assemble(messages, values, part_length, kept)
+        return finite if isinstance(finite, Tensor) else torch.tensor([finite])
+
+    def _for(self, values: Tensor) -> _C.BlockCodec | BlockKernels:
+        return self._loops if kernels.backend_of(values) is None else self._gpu

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from commhooks.codecs.block import BlockCodec
+from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 
 __all__ = ["Fp8"]
@@ -16,4 +17,6 @@ class Fp8(BlockCodec):
     """
 
     def __init__(self, number_format: Literal["e4m3", "e5m2"], *, block_size: int) -> None:
-        super().__init__(_C.fp8_codec(number_format, block_size))
+        loops = _C.fp8_codec(number_format, block_size)
+        kind = number_format.upper()
+        super().__init__(loops, BlockKernels(kind, kind, 8, block_size))

@@ -4,6 +4,7 @@ import math
 from typing import Literal
 
 from commhooks.codecs.block import BlockCodec
+from commhooks.kernels.block_codec import BlockKernels, Norm
 from reducer import _C
 
 __all__ = ["Levels"]
@@ -29,9 +30,17 @@ class Levels(BlockCodec):
         stochastic: bool = False,
         block_size: int,
     ) -> None:
-        most = 2 ** (bits - 1) - 1
-        super().__init__(
-            _C.level_codec(
-                bits, most if levels is None else levels, norm, clip, stochastic, block_size
-            )
+        levels = 2 ** (bits - 1) - 1 if levels is None else levels
+        loops = _C.level_codec(bits, levels, norm, clip, stochastic, block_size)
+        unclipped = Norm.LARGEST if norm == "max" else Norm.EUCLIDEAN
+        is_clipped = norm == "max" and math.isfinite(clip)
+        gpu = BlockKernels(
+            f"Levels<{bits}, {str(stochastic).lower()}>",
+            f"Levels<{bits}, false>",
+            bits,
+            block_size,
+            norm=Norm.ROOT_MEAN if is_clipped else unclipped,
+            levels=levels,
+            clip=clip,
         )
+        super().__init__(loops, gpu)

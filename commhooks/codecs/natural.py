@@ -1,6 +1,7 @@
 """Powers of two."""
 
 from commhooks.codecs.block import BlockCodec
+from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 
 __all__ = ["Natural"]
@@ -14,4 +15,5 @@ class Natural(BlockCodec):
     """
 
     def __init__(self, *, block_size: int) -> None:
-        super().__init__(_C.natural_codec(block_size))
+        gpu = BlockKernels("Natural", "Natural", 8, block_size)
+        super().__init__(_C.natural_codec(block_size), gpu)

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from commhooks.codecs.block import BlockCodec
+from commhooks.kernels.block_codec import BlockKernels, Norm
 from reducer import _C
 
 __all__ = ["Sign"]
@@ -19,4 +20,12 @@ class Sign(BlockCodec):
     def __init__(
         self, norm: Literal["mean", "root_mean"], *, majority: bool = False, block_size: int
     ) -> None:
-        super().__init__(_C.sign_codec(norm, majority, block_size))
+        gpu = BlockKernels(
+            "Sign",
+            "Sign",
+            1,
+            block_size,
+            norm=Norm.MEAN if norm == "mean" else Norm.ROOT_MEAN,
+            is_vote=majority,
+        )
+        super().__init__(_C.sign_codec(norm, majority, block_size), gpu)

@@ -11,17 +11,19 @@ void register_codecs(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<BlockCodec>(module, "BlockCodec", R"(
 Numbers as blocks of codes with one float32 scale each. See csrc/cpu/block_codec.h.)")
-      .def("encoded_bytes", &BlockCodec::encoded_bytes, py::arg("numel"))
+      .def("encoded_bytes", &BlockCodec::encoded_bytes, py::arg("part_length"))
       .def(
-          "encode", &BlockCodec::encode, no_gil, py::arg("values"), py::arg("message"),
-          py::arg("error"), py::arg("seed"), py::arg("keep_residual"), R"(
-Writes the message of values + error; values become what it leaves out, if that is to be kept.)")
+          "encode", &BlockCodec::encode, no_gil, py::arg("values"), py::arg("messages"),
+          py::arg("part_length"), py::arg("error"), py::arg("seed"), py::arg("keep_residual"), R"(
+Writes the messages of values + error; values become what they leave out, if that is to be kept.)")
       .def(
-          "decode", &BlockCodec::decode, no_gil, py::arg("messages"), py::arg("values"),
-          py::arg("kept"), R"(
-Writes the mean of the messages; what the values were before goes to `kept`, if given.)")
-      .def("is_finite", &BlockCodec::is_finite, no_gil, py::arg("messages"), py::arg("numel"), R"(
-Whether all scales are.)");
+          "average", &BlockCodec::average, no_gil, py::arg("messages"), py::arg("values"),
+          py::arg("part_length"), "Writes the mean of the messages.")
+      .def(
+          "assemble", &BlockCodec::assemble, no_gil, py::arg("messages"), py::arg("values"),
+          py::arg("part_length"), py::arg("kept"), R"(
+Writes what the messages of all parts tell; what the values were before goes to `kept`, if given.
+If a message is not finite writes NaN, leaves `kept` alone, and returns False.)");
   module.def(
       "level_codec",
       [](int64_t bits, int64_t levels, const std::string& norm, double clip, bool stochastic,

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <limits>
 
 namespace commhooks {
 namespace {
@@ -52,18 +52,15 @@ BlockCodec::BlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_size)
       ", found ", block_size, ".");
 }
 
-int64_t BlockCodec::blocks(int64_t numel) const {
-  return divide_up(numel, block_size_);
-}
-
-int64_t BlockCodec::encoded_bytes(int64_t numel) const {
-  TORCH_CHECK(numel >= 0, "Expected a number of elements, found ", numel, ".");
-  return 4 * (blocks(numel) + divide_up(numel * loops_->bits(), 32));
+int64_t BlockCodec::encoded_bytes(int64_t part_length) const {
+  TORCH_CHECK(part_length >= 0, "Expected a number of elements, found ", part_length, ".");
+  return 4 * (divide_up(part_length, block_size_) + divide_up(part_length * loops_->bits(), 32));
 }
 
 void BlockCodec::encode(
     at::Tensor values,
-    at::Tensor message,
+    at::Tensor messages,
+    int64_t part_length,
     const std::optional<at::Tensor>& error,
     uint64_t seed,
     bool keep_residual) const {
@@ -71,77 +68,105 @@ void BlockCodec::encode(
   if (error) {
     check_companion("error", *error, values);
   }
-  const int64_t numel = values.numel();
-  TORCH_CHECK(message.dim() == 1, "Expected one message, found shape ", message.sizes(), ".");
-  check_messages(message, numel);
-  auto* const bytes = message.data_ptr<uint8_t>();
-  const int64_t codes_end = 4 * blocks(numel) + divide_up(numel * loops_->bits(), 8);
-  std::memset(bytes + codes_end, 0, static_cast<size_t>(message.numel() - codes_end));
+  const Parts parts = parts_of(values, part_length, messages);
   const EncodeCall call{
+      .parts = parts,
       .values = values.data_ptr(),
       .error = error ? error->data_ptr() : nullptr,
-      .scales = bytes,
-      .codes = bytes + 4 * blocks(numel),
-      .numel = numel,
-      .block_size = block_size_,
+      .messages = messages.data_ptr<uint8_t>(),
+      .message_bytes = messages.size(1),
+      .codes_offset = 4 * parts.blocks_per_part(),
       .seed = seed,
       .is_double = values.scalar_type() == c10::kDouble,
       .keep_residual = keep_residual,
   };
   at::parallel_for(
-      0, blocks(numel), std::max<int64_t>(1, kGrainElements / block_size_),
+      0, messages.size(0) * parts.blocks_per_part(), grain(),
       [&](int64_t begin, int64_t end) { loops_->encode(call, begin, end); });
 }
 
-void BlockCodec::decode(
-    const at::Tensor& messages, at::Tensor values, std::optional<at::Tensor> kept) const {
+void BlockCodec::average(const at::Tensor& messages, at::Tensor values, int64_t part_length) const {
+  check_values("values", values);
+  const Parts parts = parts_of(values, part_length, messages);
+  TORCH_CHECK(
+      messages.size(0) > 0 && values.numel() <= part_length,
+      "Expected messages of one part of at most ", part_length, " elements, found ",
+      messages.size(0), " messages and ", values.numel(), " elements.");
+  decode(
+      {
+          .parts = parts,
+          .messages = messages.data_ptr<uint8_t>(),
+          .message_bytes = messages.size(1),
+          .codes_offset = 4 * parts.blocks_per_part(),
+          .message_count = messages.size(0),
+          .values = values.data_ptr(),
+          .kept = nullptr,
+          .is_double = values.scalar_type() == c10::kDouble,
+      },
+      parts.blocks_per_part());
+}
+
+bool BlockCodec::assemble(
+    const at::Tensor& messages,
+    at::Tensor values,
+    int64_t part_length,
+    std::optional<at::Tensor> kept) const {
   check_values("values", values);
   if (kept) {
     check_companion("kept", *kept, values);
   }
-  const int64_t numel = values.numel();
-  TORCH_CHECK(
-      messages.dim() == 2 && messages.size(0) > 0, "Expected messages as rows, found shape ",
-      messages.sizes(), ".");
-  check_messages(messages, numel);
-  const DecodeCall call{
-      .messages = messages.data_ptr<uint8_t>(),
-      .message_count = messages.size(0),
-      .message_stride = messages.size(1),
-      .codes_offset = 4 * blocks(numel),
-      .values = values.data_ptr(),
-      .kept = kept ? kept->data_ptr() : nullptr,
-      .numel = numel,
-      .block_size = block_size_,
-      .is_double = values.scalar_type() == c10::kDouble,
-  };
-  at::parallel_for(
-      0, blocks(numel), std::max<int64_t>(1, kGrainElements / block_size_),
-      [&](int64_t begin, int64_t end) { loops_->decode(call, begin, end); });
-}
-
-bool BlockCodec::is_finite(const at::Tensor& messages, int64_t numel) const {
-  TORCH_CHECK(messages.dim() == 2, "Expected messages as rows, found ", messages.sizes(), ".");
-  check_messages(messages, numel);
+  const Parts parts = parts_of(values, part_length, messages);
+  const int64_t blocks = parts.blocks_per_part();
   const auto* const bytes = messages.data_ptr<uint8_t>();
-  bool all = true;
+  bool is_finite = true;
   for (int64_t row = 0; row < messages.size(0); ++row) {
-    for (int64_t block = 0; block < blocks(numel); ++block) {
-      all &= std::isfinite(load_float(bytes + row * messages.size(1) + 4 * block));
+    for (int64_t block = 0; block < blocks; ++block) {
+      is_finite &= std::isfinite(load_float(bytes + row * messages.size(1) + 4 * block));
     }
   }
-  return all;
+  if (!is_finite) {
+    values.fill_(std::numeric_limits<double>::quiet_NaN());
+    return false;
+  }
+  decode(
+      {
+          .parts = parts,
+          .messages = bytes,
+          .message_bytes = messages.size(1),
+          .codes_offset = 4 * blocks,
+          .message_count = 1,
+          .values = values.data_ptr(),
+          .kept = kept ? kept->data_ptr() : nullptr,
+          .is_double = values.scalar_type() == c10::kDouble,
+      },
+      messages.size(0) * blocks);
+  return true;
 }
 
-void BlockCodec::check_messages(const at::Tensor& messages, int64_t numel) const {
+int64_t BlockCodec::grain() const {
+  return std::max<int64_t>(1, kGrainElements / block_size_);
+}
+
+void BlockCodec::decode(const DecodeCall& call, int64_t blocks) const {
+  at::parallel_for(
+      0, blocks, grain(), [&](int64_t begin, int64_t end) { loops_->decode(call, begin, end); });
+}
+
+Parts BlockCodec::parts_of(
+    const at::Tensor& values, int64_t part_length, const at::Tensor& messages) const {
   TORCH_CHECK(
       messages.device().is_cpu() && messages.scalar_type() == c10::kByte, "Expected ",
       "messages to be uint8 on the CPU, found ", messages.scalar_type(), " on ", messages.device(),
       ".");
-  TORCH_CHECK(messages.is_contiguous(), "Expected contiguous messages.");
+  const int64_t bytes = encoded_bytes(part_length);
   TORCH_CHECK(
-      messages.size(-1) >= encoded_bytes(numel), "Expected messages of at least ",
-      encoded_bytes(numel), " bytes for ", numel, " elements, found ", messages.size(-1), ".");
+      messages.dim() == 2 && messages.is_contiguous() && messages.size(1) == bytes,
+      "Expected messages as contiguous rows of ", bytes, " bytes, for ", part_length,
+      " elements each, found shape ", messages.sizes(), ".");
+  TORCH_CHECK(
+      values.numel() <= messages.size(0) * part_length, "Expected at most ", messages.size(0),
+      " parts of ", part_length, " elements, found ", values.numel(), " elements.");
+  return {values.numel(), part_length, block_size_};
 }
 
 }  // namespace commhooks

@@ -10,28 +10,40 @@
 
 namespace commhooks {
 
+// Numbers, cut into parts of equal length, of which the last ones may have fewer or none; and parts
+// into blocks. Blocks are counted through all parts.
+struct Parts {
+  int64_t numel;
+  int64_t part_length;
+  int64_t block_size;
+
+  int64_t blocks_per_part() const {
+    return (part_length + block_size - 1) / block_size;
+  }
+};
+
 // Some blocks of one encoding. Scales and codes lie in a message without alignment.
 struct EncodeCall {
+  Parts parts;
   void* values;
   const void* error;  // may be null
-  uint8_t* scales;
-  uint8_t* codes;
-  int64_t numel;
-  int64_t block_size;
+  uint8_t* messages;  // one per part
+  int64_t message_bytes;
+  int64_t codes_offset;
   uint64_t seed;
   bool is_double;
   bool keep_residual;
 };
 
+// Some blocks, each of which several messages tell.
 struct DecodeCall {
+  Parts parts;
   const uint8_t* messages;
-  int64_t message_count;
-  int64_t message_stride;
+  int64_t message_bytes;
   int64_t codes_offset;
+  int64_t message_count;  // per part; those of one part follow each other
   void* values;
   void* kept;  // may be null
-  int64_t numel;
-  int64_t block_size;
   bool is_double;
 };
 
@@ -54,37 +66,46 @@ std::unique_ptr<BlockLoops> natural_loops();
 // have, times their mean scale; to zero where they are in balance.
 std::unique_ptr<BlockLoops> sign_loops(const std::string& norm, bool majority);
 
-// The message of `numel` values is, in bytes:
+// The message of a part of n values is, in bytes:
 //
-//     | scales: 4 per block, float32 | codes: ceil(numel * bits / 8) | zeros up to a multiple of 4 |
+//     | scales: 4 per block, float32 | codes: ceil(n * bits / 8) | zeros up to a multiple of 4 |
 //
-// All tensors are on the CPU; values, error and kept are 1-D, contiguous, and of one dtype, float32 or
-// float64, while scales, codes and sums of what was decoded are float32. Results do not depend on the
-// number of threads.
+// A part with fewer values than the others has a message of the same length, with zeros where they
+// would be. All tensors are on the CPU; values, error and kept are 1-D, contiguous, and of one dtype,
+// float32 or float64, while scales, codes and sums of what was decoded are float32. Results do not
+// depend on the number of threads, nor on the machine: commhooks/kernels/block_codec.cu gives the same.
 class BlockCodec {
  public:
   BlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_size);
 
-  int64_t encoded_bytes(int64_t numel) const;
+  // Of the message of a part.
+  int64_t encoded_bytes(int64_t part_length) const;
 
-  // Writes the message of values + error, and zeros behind it up to the end of `message`. If
-  // `keep_residual`, values become what the message leaves out; else they stay.
+  // Row i of `messages` becomes the message of part i of values + error. If `keep_residual`, values
+  // become what the messages leave out; else they stay.
   void encode(
       at::Tensor values,
-      at::Tensor message,
+      at::Tensor messages,
+      int64_t part_length,
       const std::optional<at::Tensor>& error,
       uint64_t seed,
       bool keep_residual) const;
 
-  // values = mean over the rows of `messages`, and kept = what values were before.
-  void decode(const at::Tensor& messages, at::Tensor values, std::optional<at::Tensor> kept) const;
+  // values = mean over the rows of `messages`, each of the same part.
+  void average(const at::Tensor& messages, at::Tensor values, int64_t part_length) const;
 
-  // Whether every scale in every row of messages of `numel` values is.
-  bool is_finite(const at::Tensor& messages, int64_t numel) const;
+  // If all scales are finite, part i of values = row i of `messages`, kept = what values were before,
+  // and the result is true; else values = NaN.
+  bool assemble(
+      const at::Tensor& messages,
+      at::Tensor values,
+      int64_t part_length,
+      std::optional<at::Tensor> kept) const;
 
  private:
-  int64_t blocks(int64_t numel) const;
-  void check_messages(const at::Tensor& messages, int64_t numel) const;
+  Parts parts_of(const at::Tensor& values, int64_t part_length, const at::Tensor& messages) const;
+  void decode(const DecodeCall& call, int64_t blocks) const;
+  int64_t grain() const;  // blocks that are worth a thread
 
   std::unique_ptr<BlockLoops> loops_;
   int64_t block_size_;

@@ -1,4 +1,4 @@
-// The loops over blocks, for any codec of csrc/codecs. A block is read from memory once and written
+// The loops over blocks, for any codec of commhooks/kernels/codecs. A block is read from memory once and written
 // once; all passes in between are over buffers that stay in the first-level cache.
 #pragma once
 
@@ -7,8 +7,15 @@
 #include "cpu/multiversion.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
+
+// A multiplication and an addition are rounded one by one, also where one instruction could do both:
+// not all machines have it, and all are to give the same bits.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=off")
+#else
+#pragma STDC FP_CONTRACT OFF
+#endif
 
 namespace commhooks {
 
@@ -22,6 +29,15 @@ COMMHOOKS_INLINE int64_t pad(int64_t count) {
   return (count + 63) / 64 * 64;
 }
 
+// Up to a power of two, or whole chunks: see Note [Order of sums].
+COMMHOOKS_INLINE int64_t pad_for_sums(int64_t count) {
+  int64_t width = 64;
+  while (width < count && width < codecs::kChunk) {
+    width *= 2;
+  }
+  return (count + width - 1) / width * width;
+}
+
 inline float load_float(const uint8_t* from) {
   float value;
   std::memcpy(&value, from, sizeof(value));
@@ -32,9 +48,21 @@ inline void store_float(uint8_t* to, float value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-// Spreads a seed over all its bits and mixes in the high bits of an index.
-inline codecs::Random random_for(uint64_t seed, int64_t first) {
-  return codecs::Random(seed + (static_cast<uint64_t>(first) >> 32) * 0x9e3779b97f4a7c15u);
+// Where a block is: of the parts, of all numbers, and how many it has, which may be none.
+struct Place {
+  int64_t part;
+  int64_t block;  // of the part
+  int64_t first;
+  int64_t count;
+};
+
+inline Place place_of(const Parts& parts, int64_t index) {
+  const int64_t part = index / parts.blocks_per_part();
+  const int64_t block = index % parts.blocks_per_part();
+  const int64_t offset = block * parts.block_size;
+  const int64_t first = part * parts.part_length + offset;
+  const int64_t left = std::min(parts.part_length - offset, parts.numel - first);
+  return {part, block, first, std::clamp<int64_t>(left, 0, parts.block_size)};
 }
 
 // y = values + error, or values alone; returns the bits of the largest |y|.
@@ -58,45 +86,53 @@ COMMHOOKS_INLINE uint32_t load_sums(
 
 constexpr int64_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
+static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
 
-// The sum of |y| / largest, or of its square: sizes that neither overflow nor vanish. In one fixed
-// order, by lanes and then by eights, so that few roundings meet in a number. y is padded with zeros
-// to a multiple of kPadding.
-constexpr int64_t kPadding = 8 * kLanes;
-template <bool squares>
-COMMHOOKS_INLINE double sum_of_ratios(const float* y, int64_t count, float largest) {
-  const float inverse = 1.0f / largest;
-  Lanes totals = {};
-  for (int64_t i = 0; i < count; i += kPadding) {
-    Lanes sums = {};
-    for (int64_t j = i; j < i + kPadding; j += kLanes) {
-      Lanes ratios;
-      std::memcpy(&ratios, y + j, sizeof(ratios));
-      ratios *= inverse;
-      sums += squares ? ratios * ratios : (ratios < 0 ? -ratios : ratios);
+COMMHOOKS_INLINE Lanes load_lanes(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+// By halves, the sum of numbers whose count is a power of two, in whole lanes. Overwrites them.
+COMMHOOKS_INLINE float sum_by_halves(float* terms, int64_t count) {
+  for (int64_t half = count / 2; half >= kLanes; half /= 2) {
+    for (int64_t i = 0; i < half; i += kLanes) {
+      const Lanes sums = load_lanes(terms + i) + load_lanes(terms + half + i);
+      std::memcpy(terms + i, &sums, sizeof(sums));
     }
-    totals += sums;
   }
-  double total = 0;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    total += totals[lane];
+  for (int64_t half = kLanes / 2; half >= 1; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) {
+      terms[i] += terms[half + i];
+    }
   }
-  return total;
+  return terms[0];
+}
+
+// See Note [Order of sums]. y has zeros behind it, up to pad_for_sums(count).
+template <bool squares>
+COMMHOOKS_INLINE float sum_of_ratios(const float* y, int64_t count, float largest) {
+  const float inverse = 1.0f / largest;
+  alignas(64) float terms[codecs::kChunk];
+  alignas(64) float totals[kLanes] = {};
+  const int64_t width = std::min<int64_t>(pad_for_sums(count), codecs::kChunk);
+  for (int64_t i = 0; i < count; i += width) {
+    for (int64_t k = 0; k < width; ++k) {
+      terms[k] = codecs::sum_term<squares>(y[i + k], inverse);
+    }
+    totals[i / codecs::kChunk] = sum_by_halves(terms, width);
+  }
+  return sum_by_halves(totals, kLanes);
 }
 
 COMMHOOKS_INLINE float norm_of(codecs::Norm norm, const float* y, int64_t count, float largest) {
-  const auto size = static_cast<double>(largest);
-  const auto terms = static_cast<double>(count);
-  switch (norm) {
-    case codecs::Norm::kMean:
-      return static_cast<float>(size * (sum_of_ratios<false>(y, count, largest) / terms));
-    case codecs::Norm::kRootMean:
-      return static_cast<float>(size * std::sqrt(sum_of_ratios<true>(y, count, largest) / terms));
-    case codecs::Norm::kEuclidean:
-      return static_cast<float>(size * std::sqrt(sum_of_ratios<true>(y, count, largest)));
-    default:
-      return largest;
+  if (norm == codecs::Norm::kLargest) {
+    return largest;
   }
+  const float sum = codecs::sums_squares(norm) ? sum_of_ratios<true>(y, count, largest)
+                                               : sum_of_ratios<false>(y, count, largest);
+  return codecs::norm_from(norm, largest, sum, static_cast<int>(count));
 }
 
 // `count` codes, one per byte, into `bits` each, lowest bits first. `codes` has room for the codes
@@ -163,9 +199,8 @@ COMMHOOKS_INLINE void encode_blocks(
     const Codec& codec, const EncodeCall& call, int64_t begin, int64_t end) {
   alignas(64) float y[kMaxBlockSize];
   alignas(64) uint8_t codes[kMaxBlockSize + 8];
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = block * call.block_size;
-    const int64_t count = std::min(call.block_size, call.numel - first);
+  for (int64_t index = begin; index < end; ++index) {
+    const auto [part, block, first, count] = place_of(call.parts, index);
     T* __restrict const values = static_cast<T*>(call.values) + first;
     const T* __restrict const error =
         call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + first;
@@ -174,28 +209,35 @@ COMMHOOKS_INLINE void encode_blocks(
       prefetch(error + kAhead, count);
     }
     const uint32_t largest = load_sums(values, error, y, count);
-    std::fill(y + count, y + (count + kPadding - 1) / kPadding * kPadding, 0.0f);
+    std::fill(y + count, y + pad_for_sums(count), 0.0f);
 
-    uint8_t* const packed = call.codes + block * (call.block_size * Codec::kBits / 8);
+    uint8_t* const message = call.messages + part * call.message_bytes;
+    const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
+    const int64_t codes_begin = call.codes_offset + block * code_bytes;
+    uint8_t* const packed = message + codes_begin;
+    // Those of the numbers there are; then zeros, for those that the part has not.
+    const int64_t packed_bytes = (count * Codec::kBits + 7) / 8;
+    const int64_t room = std::min(code_bytes, call.message_bytes - codes_begin);
+    std::memset(packed + packed_bytes, 0, static_cast<size_t>(room - packed_bytes));
     const bool has_scale = codecs::has_scale(largest);
     float scale = codecs::scale_without(largest);
     if (has_scale) {
       const float size = codecs::float_of(largest);
       scale = codec.scale(size, norm_of(codec.norm, y, count, size));
       const float inverse = 1.0f / scale;
-      const codecs::Random random = random_for(call.seed, first);
-      const auto index = static_cast<uint32_t>(first);
+      const codecs::Random random = codecs::random_for(call.seed, static_cast<uint64_t>(first));
+      const auto first_index = static_cast<uint32_t>(first);
       const auto padded = static_cast<int32_t>(pad(count));
       for (int32_t i = 0; i < padded; ++i) {  // an index as wide as the numbers
         codes[i] = static_cast<uint8_t>(
-            codec.code(y[i] * inverse, random, index + static_cast<uint32_t>(i)));
+            codec.code(y[i] * inverse, random, first_index + static_cast<uint32_t>(i)));
       }
       std::fill(codes + count, codes + (count + 7) / 8 * 8, uint8_t{0});
       pack<Codec::kBits>(codes, packed, count);
     } else {
-      std::memset(packed, 0, static_cast<size_t>((count * Codec::kBits + 7) / 8));
+      std::memset(packed, 0, static_cast<size_t>(packed_bytes));
     }
-    store_float(call.scales + 4 * block, scale);
+    store_float(message + 4 * block, scale);
 
     if (!call.keep_residual) {
       continue;
@@ -222,15 +264,15 @@ COMMHOOKS_INLINE void decode_blocks(
   alignas(64) float sums[kMaxBlockSize];
   alignas(64) uint8_t codes[kMaxBlockSize + 8] = {};
   const float share = 1.0f / static_cast<float>(call.message_count);
-  for (int64_t block = begin; block < end; ++block) {
-    const int64_t first = block * call.block_size;
-    const int64_t count = std::min(call.block_size, call.numel - first);
+  for (int64_t index = begin; index < end; ++index) {
+    const auto [part, block, first, count] = place_of(call.parts, index);
     const int64_t padded = pad(count);
     float mean_scale = 0.0f;
     for (int64_t k = 0; k < call.message_count; ++k) {
-      const uint8_t* const message = call.messages + k * call.message_stride;
+      const uint8_t* const message =
+          call.messages + (part * call.message_count + k) * call.message_bytes;
       const uint8_t* const packed =
-          message + call.codes_offset + block * (call.block_size * Codec::kBits / 8);
+          message + call.codes_offset + block * (call.parts.block_size * Codec::kBits / 8);
       unpack<Codec::kBits>(packed, codes, count);
       const float scale = load_float(message + 4 * block);
       mean_scale += scale * share;

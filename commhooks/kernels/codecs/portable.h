@@ -4,9 +4,11 @@
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define COMMHOOKS_HD __host__ __device__ __forceinline__
+#define COMMHOOKS_CONSTEXPR __host__ __device__ constexpr
 #else
 // Always, so that it is compiled for the instruction set of the loop that calls it.
 #define COMMHOOKS_HD inline __attribute__((always_inline))
+#define COMMHOOKS_CONSTEXPR constexpr
 #endif
 
 namespace commhooks::codecs {
@@ -38,6 +40,14 @@ COMMHOOKS_HD float float_of(u32 bits) {
 // The bits of |value|. They are ordered as the numbers are, infinity and then NaN last.
 COMMHOOKS_HD u32 magnitude_bits(float value) {
   return bits_of(value) & 0x7fffffffu;
+}
+
+COMMHOOKS_HD double square_root(double value) {
+#ifdef __CUDA_ARCH__
+  return sqrt(value);
+#else
+  return __builtin_sqrt(value);
+#endif
 }
 
 // condition ? yes : no, without a branch, which would keep compilers from vectorising the loop.

@@ -35,4 +35,9 @@ struct Random {
   }
 };
 
+// For numbers from `first` on, of which the low 32 bits of the index tell one from another.
+COMMHOOKS_HD Random random_for(u64 seed, u64 first) {
+  return Random(seed + (first >> 32) * 0x9e3779b97f4a7c15u);
+}
+
 }  // namespace commhooks::codecs

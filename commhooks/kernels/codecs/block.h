@@ -40,6 +40,36 @@ COMMHOOKS_HD float scale_without(u32 largest_bits) {
   return largest_bits < bits_of(kSmallestLargest) ? 0.0f : float_of(0x7fc00000u);
 }
 
+// Note [Order of sums]
+//
+// A norm needs the sum over a block of |x| / max |x|, or of its square: sizes that neither overflow
+// nor vanish. Rounding depends on the order, which is therefore the same on every machine: a block is
+// cut into chunks; the halves of a chunk are added element by element, then the halves of what that
+// gives, until one number is left; and then those of the chunks are added likewise. Zeros behind the
+// last number, up to any power of two, change nothing.
+constexpr int kChunk = 512;
+constexpr int kMaxChunks = 8;
+
+template <bool squares>
+COMMHOOKS_HD float sum_term(float value, float inverse) {
+  const float ratio = value * inverse;
+  return squares ? ratio * ratio : float_of(magnitude_bits(ratio));
+}
+
+COMMHOOKS_CONSTEXPR bool sums_squares(Norm norm) {
+  return norm == Norm::kRootMean || norm == Norm::kEuclidean;
+}
+
+// The norm of `count` numbers, of which `largest` is the largest, from that sum.
+COMMHOOKS_HD float norm_from(Norm norm, float largest, float sum, int count) {
+  const double size = largest;
+  const double terms = count;
+  if (norm == Norm::kMean) {
+    return (float)(size * (sum / terms));
+  }
+  return (float)(size * square_root(norm == Norm::kRootMean ? sum / terms : (double)sum));
+}
+
 // Adding this to a number below 2^22 rounds it to an integer, to nearest even, which then stands in
 // the lowest bits of the sum, in two's complement.
 constexpr float kRounder = 0x1.8p23f;

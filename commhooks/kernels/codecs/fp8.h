@@ -44,7 +44,7 @@ struct Fp8 {
   static constexpr int kShift = 23 - mantissa;
   static constexpr u32 kRebias = (u32)(127 - bias) << 23;
   static constexpr u32 kSmallestNormal = (u32)(128 - bias) << 23;
-  static constexpr float power_of_two(int exponent) {
+  static COMMHOOKS_CONSTEXPR float power_of_two(int exponent) {
     return exponent < 0 ? power_of_two(exponent + 1) / 2
                         : (exponent > 0 ? power_of_two(exponent - 1) * 2 : 1.0f);
   }

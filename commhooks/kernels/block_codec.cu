@@ -1,0 +1,447 @@
+// Numbers to blocks of codes with one scale each, and back. The messages are those of
+// csrc/cpu/block_codec.h, byte for byte; the arithmetic is in codecs/.
+//
+// Note [Teams]
+// A team of threads holds a block in registers, so that all of it is read once: 16 numbers per thread,
+// as four quads of 16 bytes. Neighbours hold neighbouring quads, so that a warp's accesses are of
+// whole sectors:
+//
+//     block size     team                  a thread block has
+//     32 .. 512      2 .. 32 lanes         several teams
+//     544 .. 4096    2 .. 8 warps          one; a warp holds a chunk of 512 numbers
+//
+// Parts of the numbers are along the y axis of the grid, the blocks of a part along x.
+#include "codecs/fp8.h"
+#include "codecs/levels.h"
+#include "codecs/natural.h"
+#include "codecs/sign.h"
+
+using namespace commhooks::codecs;
+
+namespace {
+
+using i64 = long long;
+
+constexpr int kThreads = 256;  // at most
+constexpr int kQuad = 4;
+constexpr int kSlots = 4;  // quads per thread
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+static_assert(kQuad * kSlots * kWarp == kChunk, "a chunk is what a warp holds");
+
+// How numbers are cut; `blocks` are per part.
+struct Cut {
+  i64 numel;
+  i64 part_length;
+  i64 blocks;
+  int block_size;
+  int lane_bits;  // a team has 2^lane_bits lanes of a warp
+};
+
+// What one thread has to do with its block.
+struct Share {
+  i64 part;
+  i64 block;   // of the part
+  i64 offset;  // of the block's first number in the part
+  i64 first;   // and among all numbers
+  int count;   // of the block's numbers; none for a thread without a block
+  int lane;
+  int lanes;
+  int chunk;
+  int first_quad;
+
+  __device__ bool has_block(const Cut& cut) const {
+    return block < cut.blocks;
+  }
+  __device__ int quad(int slot) const {
+    return first_quad + slot * lanes;
+  }
+};
+
+__device__ Share share_of(const Cut& cut) {
+  Share share;
+  const bool is_wide = cut.block_size > kChunk;
+  share.lanes = 1 << cut.lane_bits;
+  share.lane = (int)threadIdx.x & (share.lanes - 1);
+  share.chunk = is_wide ? (int)threadIdx.x / kWarp : 0;
+  share.part = blockIdx.y;
+  share.block = is_wide
+      ? (i64)blockIdx.x
+      : (i64)blockIdx.x * (blockDim.x >> cut.lane_bits) + (threadIdx.x >> cut.lane_bits);
+  share.offset = share.block * cut.block_size;
+  share.first = share.part * cut.part_length + share.offset;
+  const i64 left = min(cut.part_length - share.offset, cut.numel - share.first);
+  share.count = (int)max((i64)0, min(left, (i64)cut.block_size));
+  share.first_quad = share.chunk * (kChunk / kQuad) + share.lane;
+  return share;
+}
+
+__device__ void load_quad(const float* from, float (&quad)[kQuad]) {
+  const float4 all = *reinterpret_cast<const float4*>(from);
+  quad[0] = all.x;
+  quad[1] = all.y;
+  quad[2] = all.z;
+  quad[3] = all.w;
+}
+
+__device__ void load_quad(const double* from, double (&quad)[kQuad]) {
+  const double2 low = reinterpret_cast<const double2*>(from)[0];
+  const double2 high = reinterpret_cast<const double2*>(from)[1];
+  quad[0] = low.x;
+  quad[1] = low.y;
+  quad[2] = high.x;
+  quad[3] = high.y;
+}
+
+__device__ void store_quad(float* to, const float (&quad)[kQuad]) {
+  *reinterpret_cast<float4*>(to) = make_float4(quad[0], quad[1], quad[2], quad[3]);
+}
+
+__device__ void store_quad(double* to, const double (&quad)[kQuad]) {
+  reinterpret_cast<double2*>(to)[0] = make_double2(quad[0], quad[1]);
+  reinterpret_cast<double2*>(to)[1] = make_double2(quad[2], quad[3]);
+}
+
+// Whether the block that begins here can be accessed by quads: not the last of a part that ends
+// within it, nor a block of a part that begins at an odd place.
+__device__ bool is_in_quads(const void* begin, const Share& share, const Cut& cut) {
+  return share.count == cut.block_size && reinterpret_cast<u64>(begin) % 16 == 0;
+}
+
+// This thread's numbers of a block, zeros where it has none.
+template <typename T>
+__device__ void load(const T* begin, const Share& share, const Cut& cut, T (&x)[kSlots][kQuad]) {
+  const bool in_quads = is_in_quads(begin, share, cut);
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int at = kQuad * share.quad(slot);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      x[slot][i] = 0;
+    }
+    if (in_quads) {
+      if (at < share.count) {
+        load_quad(begin + at, x[slot]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (at + i < share.count) {
+          x[slot][i] = begin[at + i];
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+__device__ void store(T* begin, const Share& share, const Cut& cut, const T (&x)[kSlots][kQuad]) {
+  const bool in_quads = is_in_quads(begin, share, cut);
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int at = kQuad * share.quad(slot);
+    if (in_quads) {
+      if (at < share.count) {
+        store_quad(begin + at, x[slot]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (at + i < share.count) {
+          begin[at + i] = x[slot][i];
+        }
+      }
+    }
+  }
+}
+
+// The largest magnitude of the block, as bits. For all threads of the thread block together.
+template <typename T>
+__device__ u32 largest_of(const T (&x)[kSlots][kQuad], const Share& share, const Cut& cut) {
+  u32 largest = 0;
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      largest = max(largest, magnitude_bits((float)x[slot][i]));
+    }
+  }
+  for (int step = share.lanes / 2; step > 0; step /= 2) {
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  if (cut.block_size > kChunk) {
+    __shared__ u32 of_chunk[kMaxChunks];
+    if (share.lane == 0) {
+      of_chunk[share.chunk] = largest;
+    }
+    __syncthreads();
+    for (int chunk = 0; chunk < (int)blockDim.x / kWarp; ++chunk) {
+      largest = max(largest, of_chunk[chunk]);
+    }
+  }
+  return largest;
+}
+
+// See Note [Order of sums]. For all threads of the thread block together.
+template <bool squares, typename T>
+__device__ float sum_of_ratios(
+    const T (&x)[kSlots][kQuad], const Share& share, const Cut& cut, float largest) {
+  const float inverse = 1.0f / largest;
+  float sums[kQuad];
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    float terms[kSlots];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const bool is_there = kQuad * share.quad(slot) + i < share.count;
+      terms[slot] = is_there ? sum_term<squares>((float)x[slot][i], inverse) : 0.0f;
+    }
+    sums[i] = (terms[0] + terms[2]) + (terms[1] + terms[3]);
+  }
+  for (int step = share.lanes / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      sums[i] += __shfl_xor_sync(kAllLanes, sums[i], step);
+    }
+  }
+  const float sum = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+  if (cut.block_size <= kChunk) {
+    return sum;
+  }
+  __shared__ float of_chunk[kMaxChunks];
+  if (threadIdx.x < kMaxChunks) {
+    of_chunk[threadIdx.x] = 0.0f;
+  }
+  __syncthreads();
+  if (share.lane == 0) {
+    of_chunk[share.chunk] = sum;
+  }
+  __syncthreads();
+  const float* const t = of_chunk;
+  return ((t[0] + t[4]) + (t[2] + t[6])) + ((t[1] + t[5]) + (t[3] + t[7]));
+}
+
+template <typename T>
+__device__ float norm_of(
+    Norm norm, const T (&x)[kSlots][kQuad], const Share& share, const Cut& cut, float largest) {
+  if (norm == Norm::kLargest) {
+    return largest;
+  }
+  const float sum = sums_squares(norm) ? sum_of_ratios<true>(x, share, cut, largest)
+                                       : sum_of_ratios<false>(x, share, cut, largest);
+  return norm_from(norm, largest, sum, share.count);
+}
+
+// The codes of one quad, lowest bits first, into the block's codes. For all lanes of a warp together.
+template <int bits>
+__device__ void store_codes(u8* codes, int quad, u32 four, bool is_in_room) {
+  if constexpr (bits == 1) {
+    const u32 next = __shfl_down_sync(kAllLanes, four, 1);
+    if (is_in_room && quad % 2 == 0) {
+      codes[quad / 2] = (u8)(four | next << 4);
+    }
+  } else if (is_in_room) {
+    if constexpr (bits == 2) {
+      codes[quad] = (u8)four;
+    } else if constexpr (bits == 4) {
+      reinterpret_cast<unsigned short*>(codes)[quad] = (unsigned short)four;
+    } else {
+      reinterpret_cast<u32*>(codes)[quad] = four;
+    }
+  }
+}
+
+template <int bits>
+__device__ u32 load_codes(const u8* codes, int quad) {
+  if constexpr (bits == 1) {
+    return (u32)codes[quad / 2] >> (quad % 2 * 4) & 15u;
+  } else if constexpr (bits == 2) {
+    return codes[quad];
+  } else if constexpr (bits == 4) {
+    return reinterpret_cast<const unsigned short*>(codes)[quad];
+  } else {
+    return reinterpret_cast<const u32*>(codes)[quad];
+  }
+}
+
+struct Options {
+  Norm norm;
+  float levels;
+  float clip;
+};
+
+template <int bits, bool stochastic>
+__device__ void configure(Levels<bits, stochastic>& codec, const Options& options) {
+  codec = {options.norm, options.levels, options.clip};
+}
+
+__device__ void configure(Sign& codec, const Options& options) {
+  codec.norm = options.norm;
+}
+
+template <typename Codec>
+__device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
+
+}  // namespace
+
+// messages: (parts, message_bytes), multiples of 4. error: may be null. Values become what the
+// messages leave out, if that is to be kept.
+template <typename Codec, typename T>
+__global__ void __launch_bounds__(kThreads) encode(
+    T* values,
+    const T* error,
+    u8* messages,
+    i64 message_bytes,
+    i64 numel,
+    i64 part_length,
+    i64 blocks,
+    i64 block_size,
+    i64 lane_bits,
+    i64 seed,
+    i64 keep_residual,
+    i64 norm,
+    double levels,
+    double clip) {
+  constexpr int bits = Codec::kBits;
+  const Cut cut{numel, part_length, blocks, (int)block_size, (int)lane_bits};
+  const Share share = share_of(cut);
+  Codec codec{};
+  configure(codec, {(Norm)norm, (float)levels, (float)clip});
+
+  T x[kSlots][kQuad];
+  load(values + share.first, share, cut, x);
+  if (error != nullptr) {
+    T added[kSlots][kQuad];
+    load(error + share.first, share, cut, added);
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        x[slot][i] += added[slot][i];
+      }
+    }
+  }
+
+  const u32 largest = largest_of(x, share, cut);
+  // Of no use without a scale, but all lanes of a warp have to take part in the sum.
+  const float size = norm_of(codec.norm, x, share, cut, float_of(largest));
+  const bool has_scale = commhooks::codecs::has_scale(largest);
+  const float scale = has_scale ? codec.scale(float_of(largest), size) : scale_without(largest);
+  const float inverse = 1.0f / scale;
+
+  u8* const message = messages + share.part * message_bytes;
+  u8* const codes = message + 4 * blocks + share.block * (cut.block_size * bits / 8);
+  // A part with fewer numbers than the others has room for as many codes.
+  const i64 room = (message_bytes - 4 * blocks) * 8 / bits - share.offset;
+  const Random random = random_for((u64)seed, (u64)share.first);
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    const int at = kQuad * share.quad(slot);
+    u32 four = 0;
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if (has_scale && at + i < share.count) {
+        const float ratio = (float)x[slot][i] * inverse;
+        const u32 code = codec.code(ratio, random, (u32)share.first + (u32)(at + i));
+        x[slot][i] -= (T)(codec.value(code) * scale);
+        four |= code << (bits * i);
+      }
+    }
+    const bool is_in_room = share.has_block(cut) && at < cut.block_size && at < room;
+    store_codes<bits>(codes, share.quad(slot), four, is_in_room);
+  }
+  if (share.has_block(cut) && share.lane == 0 && share.chunk == 0) {
+    *reinterpret_cast<float*>(message + 4 * share.block) = scale;
+  }
+  if (keep_residual != 0) {
+    store(values + share.first, share, cut, x);
+  }
+}
+
+// values = mean, or majority, of the `count` messages of each part, which follow each other. finite:
+// may be null; what it points to says whether to write NaN instead, and leave `kept` alone. kept: may
+// be null, for what values were before.
+template <typename Codec, typename T>
+__global__ void __launch_bounds__(kThreads) decode(
+    const u8* messages,
+    i64 count,
+    i64 message_bytes,
+    T* values,
+    T* kept,
+    const u8* finite,
+    i64 numel,
+    i64 part_length,
+    i64 blocks,
+    i64 block_size,
+    i64 lane_bits,
+    i64 is_vote) {
+  constexpr int bits = Codec::kBits;
+  const Cut cut{numel, part_length, blocks, (int)block_size, (int)lane_bits};
+  const Share share = share_of(cut);
+  if (share.count == 0) {
+    return;
+  }
+  const Codec codec{};
+  T* const begin = values + share.first;
+  const bool is_finite = finite == nullptr || *finite != 0;
+  if (kept != nullptr && is_finite) {
+    T before[kSlots][kQuad];
+    load(begin, share, cut, before);
+    store(kept + share.first, share, cut, before);
+  }
+
+  float sums[kSlots][kQuad];
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      sums[slot][i] = -0.0f;  // to which anything can be added without a change
+    }
+  }
+  const float of_each = 1.0f / (float)count;
+  float mean_scale = 0.0f;
+  for (i64 k = 0; k < count; ++k) {
+    const u8* const message = messages + (share.part * count + k) * message_bytes;
+    const u8* const codes = message + 4 * blocks + share.block * (cut.block_size * bits / 8);
+    const float scale = *reinterpret_cast<const float*>(message + 4 * share.block);
+    const float share_of_scale = scale * of_each;
+    const float vote = scale == 0.0f ? 0.0f : 1.0f;
+    const float weight = is_vote != 0 ? vote : share_of_scale;
+    mean_scale += share_of_scale;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      const int quad = share.quad(slot);
+      const u32 four = kQuad * quad < share.count ? load_codes<bits>(codes, quad) : 0;
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        const u32 code = four >> (bits * i) & ((1u << bits) - 1);
+        sums[slot][i] += codec.value(code) * weight;
+      }
+    }
+  }
+
+  T x[kSlots][kQuad];
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      const float voted = is_vote != 0 ? clamp(sums[slot][i], 1.0f) * mean_scale : sums[slot][i];
+      x[slot][i] = (T)(is_finite ? voted : float_of(0x7fc00000u));
+    }
+  }
+  store(begin, share, cut, x);
+}
+
+// *finite = 0 if a scale of any message is not. Messages are along y, the scales of each along x.
+__global__ void __launch_bounds__(kThreads)
+    find_not_finite(const u8* messages, i64 message_bytes, i64 blocks, u8* finite) {
+  const i64 block = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (block >= blocks) {
+    return;
+  }
+  const u8* const message = messages + blockIdx.y * message_bytes;
+  const float scale = *reinterpret_cast<const float*>(message + 4 * block);
+  if (magnitude_bits(scale) >= 0x7f800000u) {
+    *finite = 0;  // all who write, write the same
+  }
+}

@@ -1,0 +1,170 @@
+"""Blocks of codes on a GPU: what ``_C.BlockCodec`` does on the CPU, with the same bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CommHookError
+from commhooks.kernels.launcher import launch
+from commhooks.kernels.source import Source
+
+__all__ = ["SOURCE", "BlockKernels", "Norm"]
+
+_TYPES = {torch.float32: "float", torch.float64: "double"}
+_ENCODERS = (
+    *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
+    *("E4M3", "E5M2", "Natural", "Sign"),
+)
+_DECODERS = tuple(codec for codec in _ENCODERS if "true" not in codec)
+
+SOURCE = Source(
+    "block_codec.cu",
+    (
+        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in _TYPES.values()),
+        *(f"decode<{codec}, {number}>" for codec in _DECODERS for number in _TYPES.values()),
+        "find_not_finite",
+    ),
+)
+
+
+class Norm(IntEnum):
+    """As in codecs/block.h."""
+
+    LARGEST = 0
+    MEAN = 1
+    ROOT_MEAN = 2
+    EUCLIDEAN = 3
+
+
+@dataclass(frozen=True)
+class BlockKernels:
+    """The kernels of one codec.
+
+    ``encoder``, ``decoder``: the C++ types in codecs/. ``levels``, ``clip``: of ``Levels``.
+    ``is_vote``: several messages vote, and are not averaged.
+
+    Everything is queued on torch's current stream, and nothing synchronises.
+    """
+
+    encoder: str
+    decoder: str
+    bits: int
+    block_size: int
+    norm: Norm = Norm.LARGEST
+    levels: float = 0.0
+    clip: float = 0.0
+    is_vote: bool = False
+
+    def encode(
+        self,
+        values: Tensor,
+        messages: Tensor,
+        part_length: int,
+        error: Tensor | None,
+        seed: int,
+        keep_residual: bool,
+    ) -> None:
+        """One launch for all parts: reads values and error once, writes what it writes once."""
+        number = self._check(values, messages, part_length, error)
+        cut, grid, block = self._geometry(values, part_length, len(messages))
+        launch(
+            SOURCE,
+            f"encode<{self.encoder}, {number}>",
+            (values, error, messages, messages.shape[1], *cut, seed, keep_residual,
+             int(self.norm), float(self.levels), float(self.clip)),
+            grid=grid,
+            block=block,
+        )  # fmt: skip
+
+    def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
+        """One launch for all messages."""
+        if values.numel() > part_length:
+            raise CommHookError(
+                f"expected at most {part_length} values, as many as a message has, found "
+                f"{values.numel()}"
+            )
+        self._decode(messages, len(messages), values, part_length, None, None)
+
+    def assemble(
+        self, messages: Tensor, values: Tensor, part_length: int, kept: Tensor | None
+    ) -> Tensor:
+        """Two launches for all parts, of which the first reads the scales only."""
+        finite = torch.ones(1, dtype=torch.bool, device=values.device)
+        blocks = -(-part_length // self.block_size)
+        self._check(values, messages, part_length, kept)
+        launch(
+            SOURCE,
+            "find_not_finite",
+            (messages, messages.shape[1], blocks, finite),
+            grid=(-(-blocks // 256), len(messages), 1),
+            block=256,
+        )
+        self._decode(messages, 1, values, part_length, kept, finite)
+        return finite
+
+    def _decode(
+        self,
+        messages: Tensor,
+        count: int,
+        values: Tensor,
+        part_length: int,
+        kept: Tensor | None,
+        finite: Tensor | None,
+    ) -> None:
+        number = self._check(values, messages, part_length, kept)
+        cut, grid, block = self._geometry(values, part_length, len(messages) // count)
+        launch(
+            SOURCE,
+            f"decode<{self.decoder}, {number}>",
+            (messages, count, messages.shape[1], values, kept, finite, *cut, self.is_vote),
+            grid=grid,
+            block=block,
+        )
+
+    def _geometry(
+        self, values: Tensor, part_length: int, parts: int
+    ) -> tuple[Sequence[int], tuple[int, int, int], int]:
+        """How numbers are cut, the grid, and the threads of a block. See Note [Teams]."""
+        blocks = -(-part_length // self.block_size)
+        lane_bits = min(5, (self.block_size // 16 - 1).bit_length())
+        cut = (values.numel(), part_length, blocks, self.block_size, lane_bits)
+        if self.block_size > 512:
+            return cut, (blocks, parts, 1), 32 * -(-self.block_size // 512)
+        teams = 256 >> lane_bits
+        return cut, (-(-blocks // teams), parts, 1), 256
+
+    def _check(
+        self, values: Tensor, messages: Tensor, part_length: int, companion: Tensor | None
+    ) -> str:
+        """The kernel's name for the dtype. Raises CommHookError if the tensors do not fit."""
+        number = _TYPES.get(values.dtype)
+        if number is None or values.dim() != 1:
+            raise CommHookError(
+                f"expected flat values of float32 or float64, found shape {tuple(values.shape)} "
+                f"of {values.dtype}"
+            )
+        if companion is not None and (companion.shape, companion.dtype) != (
+            values.shape,
+            values.dtype,
+        ):
+            raise CommHookError(
+                f"expected as many of the same dtype as values, {tuple(values.shape)} of "
+                f"{values.dtype}, found {tuple(companion.shape)} of {companion.dtype}"
+            )
+        message_bytes = 4 * (-(-part_length // self.block_size) + -(-part_length * self.bits // 32))
+        if (
+            messages.dtype != torch.uint8
+            or messages.dim() != 2
+            or messages.shape[1] != message_bytes
+            or messages.data_ptr() % 4 != 0
+            or values.numel() > len(messages) * part_length
+        ):
+            raise CommHookError(
+                f"expected messages of uint8, in rows of {message_bytes} bytes for {part_length} "
+                f"of the {values.numel()} values, at a multiple of 4 bytes; found shape "
+                f"{tuple(messages.shape)} of {messages.dtype} at {messages.data_ptr():#x}"
+            )
+        return number
