@@ -45,7 +45,8 @@ def with_cuda() -> bool:
     wanted = os.environ.get("COMMHOOKS_WITH_CUDA")
     if wanted is not None:
         return wanted == "1"
-    return torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) == nvcc_version()
+    version = torch.version.cuda
+    return version is not None and int(version.split(".")[0]) == nvcc_version()
 
 
 def sources(*patterns: str) -> list[str]:
