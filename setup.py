@@ -55,7 +55,7 @@ def sources(*patterns: str) -> list[str]:
 
 def extension() -> CppExtension:
     cpp = [path for path in sources("csrc/**/*.cpp") if not path.startswith("csrc/cuda/")]
-    include_dirs = [str(ROOT / "csrc")]
+    include_dirs = [str(ROOT / "csrc"), str(ROOT / "commhooks" / "kernels")]
     if not with_cuda():
         return CppExtension(
             name="reducer._C",

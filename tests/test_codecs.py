@@ -17,7 +17,7 @@ from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
 Array = NDArray[np.float64]
 
 BLOCK = 64
-# Beyond, numbers are taken for an overflow; below, for zeros. See csrc/codecs/block.h.
+# Beyond, numbers are taken for an overflow; below, for zeros. See commhooks/kernels/codecs/block.h.
 LARGEST, SMALLEST = 2.0**126, 2.0**-100
 
 

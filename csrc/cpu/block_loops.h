@@ -1,4 +1,4 @@
-// The loops over blocks, for any codec of csrc/codecs. A block is read from memory once and written
+// The loops over blocks, for any codec of commhooks/kernels/codecs. A block is read from memory once and written
 // once; all passes in between are over buffers that stay in the first-level cache.
 #pragma once
 

@@ -1,0 +1,121 @@
+"""Loads kernels on a GPU, with CuPy, and passes them to the driver."""
+
+import ctypes
+import hashlib
+import json
+import os
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from commhooks.errors import CommHookError
+from commhooks.kernels.nvrtc import compile_source, options_for
+from commhooks.kernels.source import Source
+
+__all__ = ["CudaBackend"]
+
+
+class CudaBackend:
+    """Runs kernels on CUDA devices. A kernel is compiled when it is first launched.
+
+    Machine code is kept on disk, beside CuPy's own. Note [Contexts]: a thread that has not called
+    the CUDA runtime yet has no context, and the driver takes no launch from it; ``setDevice`` binds
+    one. torch's guard alone does nothing where the device is the current one already.
+    """
+
+    def require(self, device: torch.device) -> None:
+        """Raises CommHookError, with what to install, if kernels cannot run there."""
+        _check_cupy()
+
+    def launch(
+        self,
+        source: Source,
+        kernel: str,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        shared_bytes: int,
+        parameters: "ctypes.Array[ctypes.c_void_p]",
+        device: torch.device,
+    ) -> None:
+        """On torch's current stream. See Note [Contexts]."""
+        _check_cupy()
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with torch.cuda.device(device):
+            cuda = _cuda()
+            cuda.runtime.setDevice(device.index)
+            function = _function(source, kernel, device.index)
+            address = ctypes.addressof(parameters)
+            cuda.driver.launchKernel(function, *grid, *block, shared_bytes, stream, address, 0)
+
+
+@cache
+def _cuda() -> Any:
+    return import_module("cupy.cuda")
+
+
+@cache
+def _check_cupy() -> None:
+    """Raises CommHookError unless there is a CuPy for the CUDA of torch."""
+    version = torch.version.cuda
+    if version is None:
+        raise CommHookError(
+            f"expected a torch for CUDA, found {torch.__version__}: install one for CUDA"
+        )
+    wanted = version.partition(".")[0]
+    remedy = f"pip install 'commhooks[cuda{wanted}]'"
+    try:
+        found = str(import_module("cupy.cuda.nvrtc").getVersion()[0])
+    except ImportError as error:
+        raise CommHookError(
+            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, which cannot be imported "
+            f"({error}): {remedy}"
+        ) from error
+    if found != wanted:
+        raise CommHookError(
+            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, as torch {torch.__version__} "
+            f"has; found CuPy for CUDA {found}: pip uninstall cupy-cuda{found}x, then {remedy}"
+        )
+
+
+@cache
+def _function(source: Source, kernel: str, device_index: int) -> int:
+    """The driver's handle of a kernel, in the context of a device, which is the current one."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    cubin, name = _machine_code(source, kernel, f"sm_{major}{minor}")
+    return int(_module(cubin, device_index).get_function(name).kernel.ptr)
+
+
+@cache
+def _module(cubin: Path, device_index: int) -> Any:  # noqa: ARG001
+    """Loaded on the current device; kept for as long as the process lives."""
+    return import_module("cupy").RawModule(path=str(cubin))
+
+
+def _machine_code(source: Source, kernel: str, arch: str) -> tuple[Path, str]:
+    """A file with the kernel's machine code, and its name therein."""
+    version = import_module("cupy.cuda.nvrtc").getVersion()
+    key = repr((source.digest, kernel, options_for(arch), version))
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    cubin = _cache_directory() / f"commhooks-{digest}.cubin"
+    name = cubin.with_suffix(".json")
+    if not (cubin.exists() and name.exists()):
+        compiled = compile_source(source, [kernel], arch)
+        _write(name, json.dumps(compiled.names[kernel]).encode())
+        _write(cubin, compiled.cubin)
+    return cubin, json.loads(name.read_text())
+
+
+def _cache_directory() -> Path:
+    directory = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, as other processes may read it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    part.write_bytes(content)
+    part.replace(path)
