@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,demo,bench,dev,docs
 PYTEST_ARGS ?=
+GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -39,15 +40,15 @@ format: $(INSTALLED) ## Rewrite Python, C++ and CUDA sources in the project's fo
 bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
 
-gpu-check: $(INSTALLED) cuda ## Compile the CUDA sources and run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: there are none
+gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the packages it has
+	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
-cuda: ## Compile every CUDA source to machine code, if there is any and nvcc is installed
-	@if [ -z "$(CUDA_SOURCES)" ]; then echo "no CUDA sources"; \
-	elif ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
+cuda: ## Compile every CUDA source to machine code, if nvcc is installed; a warning is an error
+	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
 	else set -e; for source in $(CUDA_SOURCES); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
-	  nvcc -std=c++17 -I csrc -arch=$$arch -cubin -o /dev/null "$$source"; \
+	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -I commhooks/kernels -arch=$$arch -cubin \
+	    -o /dev/null "$$source"; \
 	done; done; fi
 
 docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error

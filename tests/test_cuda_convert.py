@@ -1,4 +1,4 @@
-"""The kernels that pack and unpack buckets, run on the CPU: see tests/emulation/cuda_emulation.h."""
+"""The kernels that pack and unpack buckets, on the CPU: see tests/emulation/cuda_emulation.h."""
 
 import ctypes
 import hashlib
@@ -239,7 +239,7 @@ def strided_piece(source: Tensor, destination: Tensor) -> StridedPiece:
 
 
 def pairs_of_other_strides(source: torch.dtype, to: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """(source, destination): transposed, channels last, expanded, with gaps, of eight dimensions."""
+    """(source, destination): transposed, channels last, expanded, with gaps, of 8 dimensions."""
     base = drawn(40_000, source, 1)
     image = (6, 5, 7, 3)
     return [
