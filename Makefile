@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,cli,demo,bench,dev,docs
 PYTEST_ARGS ?=
+GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -43,8 +44,8 @@ bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 results: $(INSTALLED) ## Write docs/results.md and its plots from bench/results
 	$(BIN)/python -m bench.results_page
 
-gpu-check: $(INSTALLED) cuda ## Compile the CUDA sources and run the tests that need a CUDA device
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: there are none
+gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the packages it has
+	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
 cuda: $(INSTALLED) ## Compile every CUDA source to machine code, with NVRTC and nvcc where installed
 	$(BIN)/python -m commhooks.kernels
@@ -52,7 +53,8 @@ cuda: $(INSTALLED) ## Compile every CUDA source to machine code, with NVRTC and 
 	elif ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
 	else set -e; for source in $(REDUCER_CUDA); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
-	  nvcc -std=c++17 -I csrc -arch=$$arch -cubin -o /dev/null "$$source"; \
+	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -I commhooks/kernels -arch=$$arch -cubin \
+	    -o /dev/null "$$source"; \
 	done; done; fi
 
 docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error

@@ -28,8 +28,14 @@ def table(run: dict[str, Any]) -> str:
         f"{run['commit_info'].get('id', 'unknown')[:12]}. Columns: see ../README.md."
     )
     lines = [f"# Benchmarks of {run['datetime'][:10]}", "", where]
+    return "\n".join(lines + tables_of_groups(run["benchmarks"]))
+
+
+def tables_of_groups(benchmarks: list[dict[str, Any]]) -> list[str]:
+    """Lines: one section per group, whose columns are what its rows tell."""
+    lines: list[str] = []
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in run["benchmarks"]:
+    for row in benchmarks:
         groups.setdefault(row["group"], []).append(row)
     for group, rows in groups.items():
         columns = list(dict.fromkeys(key for row in rows for key in row["extra_info"]))
@@ -43,7 +49,7 @@ def table(run: dict[str, Any]) -> str:
             case = row["name"].partition("[")[2].rstrip("]") or row["name"]
             cells = [number(row["extra_info"].get(column, "")) for column in columns]
             lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return lines
 
 
 def main() -> None:

@@ -256,7 +256,8 @@ class Communicator:
             received.copy_(tensor)
 
         def start(channel: dist.ProcessGroup) -> Work:
-            send = _send_on_gloo if isinstance(channel, ProcessGroupGloo) else _send_to_all
+            by_pairs = isinstance(channel, ProcessGroupGloo) and tensor.device.type == "cpu"
+            send = _send_on_gloo if by_pairs else _send_to_all
             return send(channel, self.rank, tensor, send_to, received, receive_from)
 
         return self._request(
@@ -287,7 +288,7 @@ def _send_on_gloo(
     received: Tensor,
     receive_from: Sequence[int],
 ) -> Work:
-    """Point to point: Gloo's all-to-all would send empty messages to all other ranks.
+    """Point to point, of CPU memory: an all-to-all would send empty messages to all other ranks.
 
     Raises CommHookPeerError if a connection is known to be broken; others show in the Work.
     """

@@ -55,6 +55,7 @@ from commhooks.channels import Channels
 from commhooks.communicator import Request
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook import CommHook
+from commhooks.side_stream import SideStream
 from commhooks.stats import Ledger
 from commhooks.task import Task
 from reducer import GradBucket
@@ -68,17 +69,22 @@ _ARRIVED = -1  # token: something was put into `arrivals`
 class Driver:
     """A hook for a reducer: call it with a bucket, get a future of the average.
 
-    For CPU tensors and Gloo. A thread of its own runs all coroutines, so that launching a bucket
-    costs backward nothing but a queue entry; it ends when the driver is dropped or closed.
-    ``token`` as for :class:`Channels`.
+    For Gloo. A thread of its own runs all coroutines, so that launching a bucket costs backward
+    nothing but a queue entry; it ends when the driver is dropped or closed. On CUDA tensors, which
+    Gloo sends by way of the host, the thread has a stream of its own, too. ``token`` as for
+    :class:`Channels`.
     """
 
-    def __init__(self, hook: CommHook, group: dist.ProcessGroup, token: int) -> None:
+    def __init__(
+        self, hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
+    ) -> None:
         self.ledger = Ledger()
         self.name = hook.name
         self._hook = hook
         self._group = group
-        self._loop = _Loop(hook, group.rank(), Channels(group, token), self.ledger)
+        self._stream = SideStream(device)
+        channels = Channels(group, token)
+        self._loop = _Loop(hook, group.rank(), channels, self._stream, self.ledger)
         # Not a reference to self: the thread must not keep the driver alive.
         self._finalizer = weakref.finalize(self, _stop, self._loop, os.getpid())
         self._finalizer.atexit = False
@@ -86,6 +92,7 @@ class Driver:
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Runs the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
         task = Task(self._hook, bucket, self._group)
+        task.mark = self._stream.mark()
         future = task.future
         self._loop.put(task)
         return future
@@ -102,10 +109,18 @@ class Driver:
 class _Loop:
     """What the thread works on. Everything but ``put`` and ``stop`` runs on it."""
 
-    def __init__(self, hook: CommHook, rank: int, channels: Channels, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        hook: CommHook,
+        rank: int,
+        channels: Channels,
+        stream: SideStream,
+        ledger: Ledger,
+    ) -> None:
         self._hook = hook
         self._rank = rank
         self._channels = channels
+        self._stream = stream
         self._ledger = ledger
         self._queue = CompletionQueue()
         self._arrivals: deque[Task | None] = deque()
@@ -145,6 +160,11 @@ class _Loop:
 
     @torch.no_grad()
     def _main(self) -> None:
+        with self._stream:
+            self._work()
+        self._channels.abandon()
+
+    def _work(self) -> None:
         while not self._stopped:
             token = self._queue.get()
             try:
@@ -156,7 +176,6 @@ class _Loop:
             except Exception as error:
                 # A bug of ours. Were this thread to end, all ranks would wait for ever.
                 self._fail(self._error("the driver failed", error))
-        self._channels.abandon()
 
     def _arrive(self, task: Task | None) -> None:
         if task is None:
@@ -170,6 +189,7 @@ class _Loop:
             task.fail(self._failure)
             return
         self._is_open = True
+        self._stream.follow(task.mark, task.bucket.buffer())
         self._tasks.append(task)
         self._advance(task)
         self._give_turns()

@@ -14,8 +14,10 @@ parameters as well: Note [Parameters change in backward] in algorithms/bucket_pa
 *Result.* The **average** over ranks, never the sum: exact, or approximate in a way that the class
 states. A tensor with the number of elements, dtype and device of the buffer; it may be the buffer.
 
-*Streams.* On CUDA the hook runs on the current stream; an ``await`` makes that stream wait for the
-collective, not the host. Nothing synchronises the device.
+*Streams.* On CUDA the hook has a stream of its own, which is the current one while it runs and
+has waited for the bucket; an ``await`` makes that stream wait for the collective, not the host.
+Nothing synchronises the device, and backward's stream goes on meanwhile. Where the host need not
+look at a tensor either, a CUDA graph can capture the hook.
 
 *State* is kept by parameter name in ``self.state``, because buckets are cut anew after the first
 step. *Failure:* if the hook fails on any rank the step fails on all of them, and

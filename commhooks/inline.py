@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
+from commhooks.side_stream import SideStream
 from commhooks.stats import Ledger
 from commhooks.task import Task
 from reducer import GradBucket
@@ -20,8 +21,11 @@ __all__ = ["InlineDriver"]
 class InlineDriver:
     """A hook for a reducer, for backends that complete collectives in the order of issue.
 
-    On NCCL waiting for a collective orders streams and returns at once, so communication overlaps
-    with backward all the same. With one rank nothing is issued. ``token`` as for Driver.
+    On NCCL waiting for a collective orders streams and returns at once. The hook has a stream of
+    its own, so communication overlaps with backward all the same; and its collectives, on whatever
+    communicators, come one after the other on the device, in one order on all ranks, so that they
+    cannot wait for each other in a circle. With one rank nothing is issued. A CUDA graph can
+    capture it. ``token`` as for Driver.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class InlineDriver:
         self._token = token
         self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._has_failed = False
+        self._stream = SideStream(device)
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Runs the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
@@ -43,15 +48,17 @@ class InlineDriver:
             self._hook.recover()
         task = Task(self._hook, bucket, self._group)
         future = task.future
+        self._stream.follow(self._stream.mark(), bucket.buffer())
         try:
-            with torch.no_grad():
+            with self._stream, torch.no_grad():
                 result = self._run(task)
         except CommHookError as error:
             self._has_failed = True
             task.fail(error)
             return future
         self.ledger.record(task.run())
-        future.set_result(result)
+        with self._stream:
+            future.set_result(result)
         return future
 
     def abandon(self) -> None:

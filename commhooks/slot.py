@@ -213,6 +213,6 @@ def make_driver(
 ) -> AnyDriver:
     """What runs the hook's coroutines, as the backend of ``group`` for ``device`` needs it."""
     backend = group._get_backend(device).name()  # noqa: SLF001
-    if device.type == "cpu" and backend == "gloo" and group.size() > 1:
-        return Driver(hook, group, token)
+    if backend == "gloo" and group.size() > 1:
+        return Driver(hook, group, device, token)
     return InlineDriver(hook, group, device, token)

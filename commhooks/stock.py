@@ -20,6 +20,7 @@ from commhooks.hook import CommHook
 from commhooks.recording import Recording, Run, Span
 from commhooks.slot import AnyDriver, Slot, TorchHook, make_driver
 from commhooks.stats import HookStats, Ledger
+from commhooks.task import new_future
 from reducer import GradBucket
 
 __all__ = ["StockSlot"]
@@ -199,7 +200,7 @@ def _run(slot: StockSlot, bucket: dist.GradBucket) -> Future[Tensor]:  # type: i
 
 
 def _completed(tensor: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future()
+    future = new_future(tensor.device)
     future.set_result(tensor)
     return future
 

@@ -17,7 +17,7 @@ from commhooks.hook import CommHook
 from commhooks.recording import Run, Stage
 from reducer import GradBucket
 
-__all__ = ["Task"]
+__all__ = ["Task", "new_future"]
 
 
 class Task:
@@ -25,7 +25,8 @@ class Task:
 
     ``request`` is the collective that the hook awaits and that is yet to be issued, ``work`` the
     one under way; ``issued`` counts those issued so far by the ranks that took part, see
-    Note [Subgroups], the last of which was an ``operation``.
+    Note [Subgroups], the last of which was an ``operation``. ``mark``: where backward's stream was
+    when the bucket had been packed.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -33,8 +34,8 @@ class Task:
         self.comm = Communicator(
             group, step=bucket.step, key=bucket.key, seed=getattr(hook, "seed", 0)
         )
-        device = bucket.buffer().device
-        self.future: Future[Tensor] = Future(devices=[] if device.type == "cpu" else [device])
+        self.mark: torch.Event | None = None
+        self.future = new_future(bucket.buffer().device)
         self.request: Request | None = None
         self.issued: dict[tuple[int, ...], int] = {}
         self.work: Work | None = None
@@ -179,6 +180,11 @@ class Task:
 
     def _result_error(self, text: str) -> CommHookError:
         return self.error(text, CommHookResultError)
+
+
+def new_future(device: torch.device) -> Future[Tensor]:
+    """A future of a tensor on ``device``; who waits for it makes the current stream wait."""
+    return Future(devices=[] if device.type == "cpu" else [device])
 
 
 def _vote() -> Request:

@@ -9,6 +9,8 @@
 import inspect
 import pickle
 
+import torch
+
 from commhooks.hook import CommHook
 from commhooks.testing.ranks import run_ranks
 from commhooks.testing.rules import (
@@ -27,7 +29,14 @@ class ConformanceError(AssertionError):
     """A hook breaks a rule; the text names the rule, what it asks for, and what was found."""
 
 
-def check_hook(factory: Factory, world_size: int = 2, *, timeout: float = 60.0) -> None:
+def check_hook(
+    factory: Factory,
+    world_size: int = 2,
+    *,
+    timeout: float = 60.0,
+    device: str = "cpu",
+    backend: str = "gloo",
+) -> None:
     """Trains on ``world_size`` ranks of this machine to see whether a hook is sound.
 
     ``factory`` makes the hook, on every rank, in other processes: a class, a function of a module,
@@ -35,7 +44,8 @@ def check_hook(factory: Factory, world_size: int = 2, *, timeout: float = 60.0) 
 
     The rules are the functions of :mod:`commhooks.testing.rules`. Those about the exact mean are
     for hooks with ``lossless = True``, those about equal results on all ranks for hooks with
-    ``consensus = True``. ``timeout`` is in seconds, per rule.
+    ``consensus = True``. ``timeout`` is in seconds, per rule. All ranks share the ``device``; on
+    "cuda", over NCCL, each has the one of its number.
 
     Raises :class:`ConformanceError` for the first rule that is broken.
     """
@@ -52,13 +62,16 @@ def check_hook(factory: Factory, world_size: int = 2, *, timeout: float = 60.0) 
         if name not in exempt:
             size = 1 if name == "alone" else world_size
             try:
-                run_ranks(_check, size, name, factory, timeout=timeout)
+                run_ranks(_check, size, name, factory, device, timeout=timeout, backend=backend)
             except Exception as error:
                 raise ConformanceError(_explain(hook, name, error)) from error
 
 
-def _check(rank: int, size: int, name: str, factory: Factory) -> None:
-    RULES[name](Site(rank, size, factory))
+def _check(rank: int, size: int, name: str, factory: Factory, device: str) -> None:
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    RULES[name](Site(rank, size, factory, place))
 
 
 def _exempt(hook: CommHook) -> set[str]:

@@ -16,7 +16,9 @@ __all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
 _BUCKET_MB = 0.0003
 
 
-def probe_parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def probe_parameters(
+    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Zeros of every awkward kind: odd sizes, no dimension, no element, other memory layouts."""
     shapes: dict[str, tuple[int, ...]] = {
         "matrix": (12, 10),
@@ -28,7 +30,7 @@ def probe_parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         "transposed": (9, 8),
         "spare": (11,),
     }
-    zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    zeros = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     zeros["convolution"] = zeros["convolution"].contiguous(memory_format=torch.channels_last)
     zeros["transposed"] = zeros["transposed"].T
     return zeros

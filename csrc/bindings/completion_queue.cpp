@@ -92,7 +92,9 @@ void CompletionQueue::watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t 
     // Raised by Works that have none; see below.
   }
   if (future) {
-    future->addCallback([tokens = tokens_, token](c10::ivalue::Future&) { tokens->put(token); });
+    future->addCallback(
+        [tokens = tokens_, token](c10::ivalue::Future&) { tokens->put(token); },
+        /*uses_future=*/false);  // so no stream is made to wait for it
     return;
   }
   std::lock_guard<std::mutex> lock(waiter_mutex_);

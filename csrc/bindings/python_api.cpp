@@ -4,6 +4,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The compiled part of the reducer.";
   commhooks::register_codecs(module);
   commhooks::register_completion_queue(module);
+  commhooks::register_copier(module);
   commhooks::register_grad_bucket(module);
   commhooks::register_hooks(module);
   commhooks::register_lowrank(module);

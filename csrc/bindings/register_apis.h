@@ -7,6 +7,7 @@ namespace commhooks {
 
 void register_codecs(pybind11::module_& module);
 void register_completion_queue(pybind11::module_& module);
+void register_copier(pybind11::module_& module);
 void register_grad_bucket(pybind11::module_& module);
 void register_hooks(pybind11::module_& module);
 void register_lowrank(pybind11::module_& module);

@@ -1,20 +1,13 @@
 // Copies, scales and casts many pieces of memory in one parallel pass.
 #pragma once
 
+#include "reducer/piece.h"
+
 #include <c10/core/ScalarType.h>
 
-#include <cstdint>
 #include <vector>
 
 namespace commhooks {
-
-// `numel` consecutive elements; a null source stands for zeros. Source and destination may be the
-// same memory, but must not overlap otherwise.
-struct Piece {
-  const void* source;
-  void* destination;
-  int64_t numel;
-};
 
 // destination = cast<to>(scale * source) for every piece. One pass over the memory, spread over
 // ATen's threads by elements, so that neither many small pieces nor one large one leave threads idle.

@@ -2,8 +2,6 @@
 
 #include "reducer/layout.h"
 
-#include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -36,21 +34,7 @@ char* at_offset(const at::Tensor& flat, size_t elements) {
 constexpr int64_t kFlushBytes = 1 << 20;
 
 // Buckets above this size have left the caches before they are read again.
-constexpr int64_t kStreamBytes = 4 << 20;
-
-// What `convert` cannot do (other devices, other layouts), ATen does.
-void copy_tensors(
-    const std::vector<at::Tensor>& sources,
-    const std::vector<at::Tensor>& destinations,
-    double scale) {
-  if (destinations.empty()) {
-    return;
-  }
-  at::_foreach_copy_(destinations, sources);
-  if (scale != 1.0) {
-    at::_foreach_mul_(destinations, scale);
-  }
-}
+constexpr int64_t kCachedBytes = 4 << 20;
 
 // See Note [Complex gradients].
 at::Tensor as_it_travels(const at::Tensor& gradient) {
@@ -77,7 +61,8 @@ Bucket::Bucket(
       layout_(make_bucket_layout(as_they_travel(parameters_), std::move(names))),
       indices_(std::move(indices)),
       grads_are_views_(grads_are_views),
-      numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())) {}
+      numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())),
+      copier_(make_copier(device())) {}
 
 at::Tensor Bucket::view(const at::Tensor& flat, size_t position) const {
   return gradient_view(
@@ -117,8 +102,8 @@ void Bucket::release() {
   }
 }
 
-bool Bucket::streams() const {
-  return bytes() >= kStreamBytes;
+bool Bucket::leaves_cache() const {
+  return bytes() >= kCachedBytes;
 }
 
 bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
@@ -128,7 +113,8 @@ bool Bucket::is_own_view(const at::Tensor& grad, size_t position) const {
 }
 
 bool Bucket::is_plain(const at::Tensor& grad, size_t position) const {
-  return grad.is_cpu() && !grad.is_neg() && same_memory_order(grad, layout_->strides[position]);
+  return copier_->copies_pieces() && !grad.is_neg() &&
+      same_memory_order(grad, layout_->strides[position]);
 }
 
 void Bucket::begin_step(std::shared_ptr<const GradientStore> store) {
@@ -139,6 +125,23 @@ void Bucket::begin_step(std::shared_ptr<const GradientStore> store) {
   sources_.clear();
   destinations_.clear();
   kept_.clear();
+  streams_.clear();
+}
+
+void Bucket::enter_stream() {
+  if (!streams_.join(device())) {
+    return;
+  }
+  for (const at::Tensor& parameter : parameters_) {
+    if (const at::Tensor grad = store_->get(parameter); grad.defined()) {
+      record_on_current_stream(grad);
+    }
+  }
+  for (const at::Tensor& memory : {flat_, wire_}) {
+    if (memory.defined()) {
+      record_on_current_stream(memory);
+    }
+  }
 }
 
 void Bucket::gather(const PackFormat& format, size_t i) {
@@ -146,7 +149,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
   const at::Tensor target = packed(format);
   const at::Tensor original = store_->get(parameters_[i]);
   if (!original.defined()) {
-    if (target.is_cpu()) {
+    if (copier_->copies_pieces()) {
       const auto length = static_cast<int64_t>(layout_->lengths[i]);
       pieces_.push_back({nullptr, at_offset(target, layout_->offsets[i]), length});
     } else {
@@ -179,8 +182,9 @@ void Bucket::gather(const PackFormat& format, size_t i) {
 }
 
 void Bucket::flush(const PackFormat& format) {
-  convert(pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, streams());
-  copy_tensors(sources_, destinations_, format.scale);
+  copier_->copy_pieces(
+      pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, leaves_cache());
+  copier_->copy_tensors(sources_, destinations_, format.scale);
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
@@ -283,14 +287,14 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
     const at::Tensor grad = original.is_complex() ? at::view_as_real(original) : original;
     if (is_plain(grad, i)) {
       pieces.push_back({at_offset(source, layout_->offsets[i]), grad.data_ptr(), grad.numel()});
-      torch::autograd::impl::bump_version(original);
     } else {
       sources.push_back(view(source, i));
       destinations.push_back(grad.detach());
     }
+    torch::autograd::impl::bump_version(original);
   }
-  convert(pieces, source.scalar_type(), dtype(), 1.0, streams());
-  copy_tensors(sources, destinations, 1.0);
+  copier_->copy_pieces(pieces, source.scalar_type(), dtype(), 1.0, leaves_cache());
+  copier_->copy_tensors(sources, destinations, 1.0);
 }
 
 void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {

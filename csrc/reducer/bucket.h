@@ -1,9 +1,10 @@
 // Gradients that travel together, and the memory they travel in.
 #pragma once
 
-#include "cpu/convert.h"
+#include "reducer/copier.h"
 #include "reducer/gradient.h"
 #include "reducer/hook.h"
+#include "reducer/streams.h"
 
 #include <atomic>
 #include <chrono>
@@ -14,7 +15,8 @@ namespace commhooks {
 struct BucketStats {
   int64_t steps = 0;
   int64_t packed_bytes = 0;  // what was handed to the hook
-  double hook_seconds = 0;   // from handing over to completion
+  // Of the host's time. On an accelerator hooks only enqueue work, and complete when they have.
+  double hook_seconds = 0;  // from handing over to completion
   double exposed_seconds =
       0;  // of these, what the thread that runs backward spent in or for the hook
 };
@@ -36,6 +38,13 @@ class Bucket {
   // many small ones are worth one pass, and a large one is worth reading while it is still in a cache.
   // Optional; CPU only.
   void pack_early(const PackFormat& format, size_t position);
+
+  // That a gradient has arrived on the current stream. See Note [Streams].
+  void add_stream() {
+    streams_.add_current(device());
+  }
+  // Lets the current stream work on the bucket and its gradients: before `pack` and `unpack`.
+  void enter_stream();
 
   // Gathers the gradients into one tensor in `format` and returns it. Parameters without a gradient
   // count as zeros. With `grads_are_views`, `.grad` of each parameter that has one becomes a view of
@@ -112,10 +121,10 @@ class Bucket {
   const at::Tensor& flat();
   // Whether the memory of `grad` is the place in `flat_` that is reserved for it.
   bool is_own_view(const at::Tensor& grad, size_t position) const;
-  // Whether moving `grad` is moving consecutive numbers on the CPU.
+  // Whether moving `grad` is moving consecutive numbers, which the copier can.
   bool is_plain(const at::Tensor& grad, size_t position) const;
   // Whether the bucket is too large to stay in a cache.
-  bool streams() const;
+  bool leaves_cache() const;
   void check_gradient(const at::Tensor& grad, size_t position) const;
 
   std::vector<at::Tensor> parameters_;
@@ -123,6 +132,7 @@ class Bucket {
   std::vector<size_t> indices_;
   bool grads_are_views_;
   int64_t numel_;
+  std::unique_ptr<Copier> copier_;
   std::shared_ptr<const GradientStore> store_ = local_gradients();
   at::Tensor flat_;                // in the gradients' dtype; made when first needed
   std::vector<at::Tensor> views_;  // of flat_, to serve as `.grad`
@@ -131,9 +141,10 @@ class Bucket {
   std::vector<char> gathered_;  // per position, in this step
   std::vector<Piece> pieces_;   // gathered, but not copied yet
   int64_t pieces_numel_ = 0;
-  std::vector<at::Tensor> sources_;  // what `convert` cannot copy is left to ATen, in one call too
+  std::vector<at::Tensor> sources_;  // what is not pieces: all together, too
   std::vector<at::Tensor> destinations_;
   std::vector<at::Tensor> kept_;  // gradients that `pieces_` point to and nobody else may keep
+  StreamTrail streams_;           // that have worked on the bucket or its gradients in this step
 };
 
 }  // namespace commhooks

@@ -33,11 +33,12 @@ class PendingResult {
  public:
   virtual ~PendingResult() = default;
 
-  // Completes when the result is there, or an error.
+  // Completes when the result is there, or an error; on an accelerator, when its work is enqueued.
   virtual c10::ivalue::Future& future() = 0;
 
   // The average, flat, with one element per element of the bucket; its dtype may be that of the
-  // gradients or of the packed buffer. Throws what the hook threw. Only after `future()` completed.
+  // gradients or of the packed buffer. Throws what the hook threw. Only after `future()` has been waited
+  // for; then the current stream may read it. See Note [Streams].
   virtual at::Tensor result() = 0;
 };
 
@@ -59,7 +60,8 @@ class Hook {
   }
 
   // Called on the thread that runs backward, in bucket order, without the GIL and without any lock of
-  // the reducer that autograd needs. Must not wait for other ranks.
+  // the reducer that autograd needs. Must not wait for other ranks. The buffer has been packed on the
+  // current stream, which goes on with backward: a hook leaves it free. See Note [Streams].
   virtual std::unique_ptr<PendingResult> run(const BucketCall& call) = 0;
 
   // The step ended early, for a reason that may lie outside the hook; buckets that are on their way

@@ -3,24 +3,25 @@
 namespace commhooks {
 namespace {
 
-// For hooks that work in place.
+// A collective that works in place.
 class InPlaceResult final : public PendingResult {
  public:
-  InPlaceResult(c10::intrusive_ptr<c10::ivalue::Future> future, at::Tensor buffer)
-      : future_(std::move(future)), buffer_(std::move(buffer)) {}
+  InPlaceResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
+      : work_(std::move(work)), future_(work_->getFuture()), buffer_(std::move(buffer)) {}
 
   c10::ivalue::Future& future() override {
     return *future_;
   }
 
   at::Tensor result() override {
-    if (future_->hasError()) {
-      std::rethrow_exception(future_->exception_ptr());
-    }
+    // Has completed, so this throws what went wrong, or makes the current stream wait for the
+    // collective's. Of a future of Gloo's only the default stream knows that.
+    work_->wait();
     return buffer_;
   }
 
  private:
+  c10::intrusive_ptr<c10d::Work> work_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   at::Tensor buffer_;
 };
@@ -42,8 +43,7 @@ bool AverageHook::passes_through() const {
 
 std::unique_ptr<PendingResult> AverageHook::run(const BucketCall& call) {
   std::vector<at::Tensor> tensors = {call.buffer};
-  return std::make_unique<InPlaceResult>(
-      process_group_->allreduce(tensors)->getFuture(), call.buffer);
+  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), call.buffer);
 }
 
 SparseAverageHook::SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
@@ -59,8 +59,7 @@ bool SparseAverageHook::passes_through() const {
 
 std::unique_ptr<PendingResult> SparseAverageHook::run(const BucketCall& call) {
   std::vector<at::Tensor> tensors = {call.buffer};
-  return std::make_unique<InPlaceResult>(
-      process_group_->allreduce(tensors)->getFuture(), call.buffer);
+  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), call.buffer);
 }
 
 std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& /*call*/) {

@@ -49,6 +49,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
       " parameters, ", options_.names.size(), " names, ", options_.keys.size(), " keys and ",
       options_.sparse.size(), " flags.");
   next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
+  aside_ = side_stream(parameters_.front().device());
   make_lanes();
   // Gradients arrive in about the reverse of the order in which parameters were registered.
   std::vector<size_t> order(count);

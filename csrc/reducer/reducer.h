@@ -234,6 +234,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ReducerOptions options_;
   GroupPtr process_group_;
   std::vector<std::pair<uintptr_t, NodePtr>> accumulators_;  // with the key of our hook in each
+  // Where buckets are finished while backward goes on; nothing on the CPU. See Note [Streams].
+  std::optional<c10::Stream> aside_;
 
   mutable std::mutex mutex_;
   std::mutex launch_mutex_;

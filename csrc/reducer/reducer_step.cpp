@@ -5,6 +5,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
@@ -224,6 +225,7 @@ void Reducer::on_gradient(size_t index) {
       return;
     }
     recorder_.add_instant(Activity::Gradient, index);
+    buckets_[locations_[index].bucket]->add_stream();
     if (discovering_locked()) {
       remaining_hits_.resize(parameters_.size(), 0);
       ++remaining_hits_[index];
@@ -402,6 +404,7 @@ void Reducer::launch(size_t bucket_index) {
   if (range.isActive()) {
     range.before(c10::str("commhooks: ", hook.name(), ", bucket ", bucket_index));
   }
+  bucket.enter_stream();
   if (options_.gradient_as_bucket_view && needs_outputs() && !shadows_) {
     keep_gradients(bucket);
   }
@@ -419,9 +422,11 @@ void Reducer::launch(size_t bucket_index) {
   }
   bucket.pending = hook.run(call);
   bucket.completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
-  bucket.pending->future().addCallback([completed = bucket.completed](c10::ivalue::Future&) {
-    *completed = Clock::now().time_since_epoch();
-  });
+  bucket.pending->future().addCallback(
+      [completed = bucket.completed](c10::ivalue::Future&) {
+        *completed = Clock::now().time_since_epoch();
+      },
+      /*uses_future=*/false);  // or it would be called on a stream that waits for the hook's
   bucket.stats.exposed_seconds += seconds_between(bucket.handed_over, Clock::now());
 }
 
@@ -444,23 +449,34 @@ void Reducer::keep_gradients(const Bucket& bucket) {
 }
 
 void Reducer::finish_ready_buckets() {
+  c10::OptionalStreamGuard aside;
+  if (aside_) {
+    aside.reset_stream(*aside_);
+  }
   while (next_finish_ < next_launch_) {
     Bucket& bucket = *buckets_[next_finish_];
-    if (bucket.pending && !bucket.pending->future().completed()) {
+    const bool elsewhere = aside_ && aside_->device() != bucket.device();
+    if (elsewhere || (bucket.pending && !bucket.pending->future().completed())) {
       return;
     }
     ++next_finish_;
+    bucket.enter_stream();
     finish(bucket);
   }
 }
 
-// Only when the hook has completed.
 void Reducer::finish(Bucket& bucket) {
   if (bucket.skipped) {
     return;
   }
   at::Tensor result;
   if (bucket.pending) {
+    {
+      const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
+      const auto start = Clock::now();
+      bucket.pending->future().wait();
+      bucket.stats.exposed_seconds += seconds_between(start, Clock::now());
+    }
     // Waiters are woken before callbacks run, so a hook that was waited for may have no time yet.
     const Clock::time_point called_back(bucket.completed->load());
     const auto end = called_back > bucket.handed_over ? called_back : Clock::now();
@@ -531,6 +547,7 @@ void Reducer::drain() {
     finish_unused();
   }
   for (const auto& [index, kept] : kept_grads_) {
+    record_on_current_stream(kept);
     store_->get(parameters_[index]).detach().copy_(kept);
   }
   for (const auto& future : std::exchange(awaited_, {})) {
@@ -555,17 +572,15 @@ void Reducer::drain_buckets() {
   std::exception_ptr error;
   for (auto& bucket : buckets_) {
     bucket->stats.steps += 1;
+    bucket->enter_stream();
   }
   for (; next_finish_ < buckets_.size(); ++next_finish_) {
     Bucket& bucket = *buckets_[next_finish_];
-    if (bucket.pending) {
-      const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
-      const auto start = Clock::now();
-      bucket.pending->future().wait();
-      bucket.stats.exposed_seconds += seconds_between(start, Clock::now());
-    }
     if (error) {
-      continue;  // but wait for all, so that no memory is in use when the next step begins
+      if (bucket.pending) {
+        bucket.pending->future().wait();  // so that no memory is in use when the next step begins
+      }
+      continue;
     }
     try {
       finish(bucket);
@@ -580,6 +595,11 @@ void Reducer::drain_buckets() {
 
 // Parameters that another rank used get a gradient here too; those that no rank used stay untouched.
 void Reducer::finish_unused() {
+  if (!options_.static_graph && usage_.all_here()) {
+    unfinished_.clear();
+    usage_.clear();
+    return;  // nobody can have news
+  }
   const auto everywhere = usage_.finish_exchange();
   const auto is_used = [&](size_t index) { return everywhere[group_of(index)].used(index); };
   for (auto& [bucket, result] : std::exchange(unfinished_, {})) {

@@ -1,10 +1,49 @@
 #include "reducer/usage.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
 namespace commhooks {
+namespace {
+
+// Pinned memory, from which and to which copies do not make the host wait: fresh, so that nobody
+// changes it before it has been read.
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).pinned_memory(true));
+}
+
+at::Tensor to_device(const at::Tensor& numbers, c10::Device device) {
+  if (!device.is_cuda()) {
+    return numbers.to(device);
+  }
+  return pinned_like(numbers).copy_(numbers).to(device, /*non_blocking=*/true);
+}
+
+// All of them, waiting for the device once.
+std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& maps) {
+  std::vector<at::Tensor> numbers;
+  for (const at::Tensor& map : maps) {
+    numbers.push_back(
+        map.is_cuda() ? pinned_like(map).copy_(map, /*non_blocking=*/true) : map.cpu());
+  }
+  if (!maps.empty() && maps.front().is_cuda()) {
+    const c10::Device device = maps.front().device();
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    event.synchronize();
+  }
+  return numbers;
+}
+
+}  // namespace
+
+bool Usage::all_here() const {
+  return std::all_of(used_.begin(), used_.end(), [](char used) { return used != 0; });
+}
 
 void Usage::start_exchange(
     const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
@@ -17,7 +56,7 @@ void Usage::start_exchange(
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   for (const auto& group : groups) {
-    maps_.push_back(at::tensor(numbers, at::TensorOptions().dtype(at::kInt)).to(device));
+    maps_.push_back(to_device(at::tensor(numbers, at::TensorOptions().dtype(at::kInt)), device));
     if (group->getSize() > 1) {
       std::vector<at::Tensor> tensors = {maps_.back()};
       works_.push_back(group->allreduce(tensors, options));
@@ -30,8 +69,7 @@ std::vector<Usage::Everywhere> Usage::finish_exchange() {
     work->wait();
   }
   std::vector<Everywhere> everywhere;
-  for (const auto& map : maps_) {
-    const at::Tensor numbers = map.cpu();
+  for (const at::Tensor& numbers : to_host(maps_)) {
     const int* begin = numbers.const_data_ptr<int>();
     everywhere.push_back({std::vector<int>(begin, begin + numbers.numel())});
   }

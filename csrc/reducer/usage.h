@@ -25,6 +25,7 @@ class Usage {
   bool here(size_t index) const {
     return used_[index] != 0;
   }
+  bool all_here() const;
 
   // Sends what this rank used to the ranks of each group. `hits`: gradients in this backward, or empty.
   void start_exchange(
@@ -32,7 +33,8 @@ class Usage {
       const std::vector<int>& hits,
       c10::Device device);
 
-  // What came of it, by group.
+  // What came of it, by group. Waits for the other ranks, and for the device; everything before this
+  // is only enqueued on the current stream.
   struct Everywhere {
     std::vector<int> numbers;
 

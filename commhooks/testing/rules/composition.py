@@ -12,7 +12,7 @@ import commhooks
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook, tree
 from commhooks.testing.compare import same_bits
-from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.probe import Trainer, draw_gradients
 from commhooks.testing.rules.site import Site, as_coroutine, has_consensus, require
 from reducer import GradBucket
 
@@ -29,7 +29,7 @@ def nested(site: Site) -> None:
     wrapper = commhooks.create("schedule", stages=[(0, alone.to_config())])
     path, inside = next(iter(wrapper.nested().items()))
     require(inside == alone, f"expected {alone!r} inside the other hook, found {inside!r}")
-    parameters = probe_parameters()
+    parameters = site.parameters()
     trainers = [Trainer(hook, parameters, stable_buckets=True) for hook in (alone, wrapper)]
     problems = []
     for step in range(_STEPS):
@@ -48,7 +48,7 @@ def contribution(site: Site) -> None:
     """
     hook = site.make_hook()
     listener = _Listener(hook)
-    parameters = probe_parameters()
+    parameters = site.parameters()
     trainer = Trainer(listener, parameters)
     for step in range(_STEPS):
         trainer.step(draw_gradients(parameters, site.rank, step))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks.communicator import Communicator
 from commhooks.testing.compare import differences, disagreement, mean_over_ranks
-from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.probe import Trainer, draw_gradients
 from commhooks.testing.rules.site import (
     Site,
     as_coroutine,
@@ -49,7 +49,7 @@ def cost(site: Site) -> None:
         return average
 
     hook.reduce = compare
-    parameters = probe_parameters()
+    parameters = site.parameters()
     trainer = Trainer(hook, parameters)
     for step in range(3):
         trainer.step(draw_gradients(parameters, site.rank, step))
@@ -58,7 +58,7 @@ def cost(site: Site) -> None:
 
 def unused(site: Site) -> None:
     """Parameters that some or all ranks do not use, and backwards under no_sync(), do no harm."""
-    parameters = probe_parameters()
+    parameters = site.parameters()
     used = {name: tensor for name, tensor in parameters.items() if name != "spare"}
     used_by_first = {name: tensor for name, tensor in used.items() if name != "vector"}
     hook = site.make_hook()
@@ -87,7 +87,7 @@ def unused(site: Site) -> None:
 
 def failure(site: Site) -> None:
     """If the hook raises on one rank, none hangs, and the next step is sound on all."""
-    parameters = probe_parameters()
+    parameters = site.parameters()
     hook = as_coroutine(site.make_hook())
     trainer = Trainer(hook, parameters)
     trainer.step(draw_gradients(parameters, site.rank, 0))
@@ -115,7 +115,7 @@ def failure(site: Site) -> None:
 
 def stock(site: Site) -> None:
     """The hook works on torch.nn.parallel.DistributedDataParallel as well."""
-    parameters = probe_parameters()
+    parameters = site.parameters()
     hook = site.make_hook()
     trainer = Trainer(hook, parameters, stock=True)
     problems = []

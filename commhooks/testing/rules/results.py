@@ -3,7 +3,7 @@
 import torch
 
 from commhooks.testing.compare import differences, disagreement, layout_of, same_bits
-from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.probe import Trainer, draw_gradients
 from commhooks.testing.rules.site import (
     DTYPES,
     Site,
@@ -19,7 +19,7 @@ def result(site: Site) -> None:
     """Results are finite, in the dtype, shape, device and memory layout of the gradients."""
     problems = []
     for dtype in DTYPES:
-        parameters = probe_parameters(dtype)
+        parameters = site.parameters(dtype)
         trainer = Trainer(site.make_hook(), parameters)
         for step in range(3):
             found = trainer.step(draw_gradients(parameters, site.rank, step))
@@ -37,8 +37,8 @@ def sizes(site: Site) -> None:
     problems = []
     for dtype in (torch.float32, torch.float16):
         parameters = {
-            name: torch.zeros(length, dtype=dtype)
-            for name, length in zip(probe_parameters(), lengths, strict=True)
+            name: torch.zeros(length, dtype=dtype, device=site.device)
+            for name, length in zip(site.parameters(), lengths, strict=True)
         }
         hook = site.make_hook()
         trainer = Trainer(hook, parameters, bucket_cap_mb=1e-6)  # one parameter in each bucket
@@ -52,7 +52,7 @@ def mean(site: Site) -> None:
     """A hook that says lossless = True returns the mean over ranks, up to rounding."""
     problems = []
     for dtype in DTYPES:
-        parameters = probe_parameters(dtype)
+        parameters = site.parameters(dtype)
         trainer = Trainer(site.make_hook(), parameters)
         for step in range(3):
             found = trainer.step(draw_gradients(parameters, site.rank, step))
@@ -62,7 +62,7 @@ def mean(site: Site) -> None:
 
 def alone(site: Site) -> None:
     """On one rank nothing is sent, and gradients stay as they are if the hook is lossless."""
-    parameters = probe_parameters()
+    parameters = site.parameters()
     hook = site.make_hook()
     trainer = Trainer(hook, parameters)
     problems = []
@@ -91,7 +91,7 @@ def consensus(site: Site) -> None:
 
 def zeros(site: Site) -> None:
     """Gradients of zeros give zeros."""
-    parameters = probe_parameters()
+    parameters = site.parameters()
     trainer = Trainer(site.make_hook(), parameters)
     problems = []
     for step in range(3):

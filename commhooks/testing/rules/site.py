@@ -35,15 +35,20 @@ class BrokenRuleError(AssertionError):
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rule is checked: one rank of ``size``, with a maker of hooks."""
+    """Where a rule is checked: one rank of ``size``, with a maker of hooks, on a device."""
 
     rank: int
     size: int
     make_hook: Factory
+    device: torch.device
+
+    def parameters(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """:func:`probe_parameters` on the device."""
+        return probe_parameters(dtype, self.device)
 
     def train(self, steps: int) -> tuple[dict[str, Tensor], Trainer]:
         """Trains a new hook; the results of the last step."""
-        parameters = probe_parameters()
+        parameters = self.parameters()
         trainer = Trainer(self.make_hook(), parameters)
         found: dict[str, Tensor] = {}
         for step in range(steps):

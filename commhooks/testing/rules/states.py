@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from commhooks.testing.compare import same_bits, through_file
-from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.probe import Trainer, draw_gradients
 from commhooks.testing.rules.site import Site, has_consensus, not_finite, require
 
 __all__ = ["keys", "non_finite", "resume"]
@@ -20,7 +20,7 @@ def non_finite(site: Site) -> None:
     reduced before the number is seen, or know nothing of it. With consensus = False other ranks may
     know nothing of it either, and go on; but no state may take it in.
     """
-    parameters = probe_parameters()
+    parameters = site.parameters()
     hook = site.make_hook()
     trainer = Trainer(hook, parameters, bucket_cap_mb=25)
     for step in range(2):
@@ -64,7 +64,7 @@ def keys(site: Site) -> None:
     _, trainer = site.train(steps=3)
     saved = through_file(trainer.handle.state_dict())
     hook = site.make_hook()
-    fresh = Trainer(hook, probe_parameters())
+    fresh = Trainer(hook, site.parameters())
     fresh.handle.load_state_dict(saved)  # raises where a key is neither that nor known to the hook
     require(
         same_bits(hook.state_dict(), saved["state"]),
@@ -74,7 +74,7 @@ def keys(site: Site) -> None:
 
 def resume(site: Site) -> None:
     """Training goes on bit for bit from a saved state_dict()."""
-    parameters = probe_parameters()
+    parameters = site.parameters()
     trainer = Trainer(site.make_hook(), parameters, stable_buckets=True)
     for step in range(3):
         trainer.step(draw_gradients(parameters, site.rank, step))

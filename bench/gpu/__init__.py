@@ -1,0 +1,1 @@
+"""Benchmarks on a CUDA device; `make gpu-check` runs them."""

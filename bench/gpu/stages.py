@@ -1,0 +1,70 @@
+"""Commands that may hang: each has a time limit, and what the others found stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL_CHARACTERS = 6000
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command and the seconds that it may take."""
+
+    name: str
+    command: Sequence[str]
+    limit_seconds: float
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a stage ended. ``tail``: the last of what it printed."""
+
+    name: str
+    status: str  # "passed", "failed", "timed out" or "left out"
+    seconds: float
+    tail: str
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether somebody has to look at it."""
+        return self.status not in ("passed", "left out")
+
+
+def run_stage(stage: Stage, log: Path, directory: Path) -> Outcome:
+    """Runs it to its end, or kills it and all that it started. Its output goes to ``log``."""
+    start = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            stage.command,
+            cwd=directory,
+            env={**os.environ, **dict(stage.environment)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(stage.limit_seconds)
+            status = "passed" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "timed out"
+        finally:
+            _end_group(process)
+    seconds = time.monotonic() - start
+    text = log.read_text(errors="replace")
+    return Outcome(stage.name, status, seconds, text[-TAIL_CHARACTERS:])
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Also what the command has left behind, such as the processes of ranks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

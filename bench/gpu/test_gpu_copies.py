@@ -1,0 +1,80 @@
+"""Packing and unpacking of buckets against a plain copy of memory, and against torch's copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu.device_time import against_copy, against_other
+from bench.gpu.gpt2 import MEDIUM, parameter_shapes
+from reducer import _C
+
+AIM = "share_of_copy at least 0.85"
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    if not _C.has_kernels("cuda"):
+        pytest.skip("built without nvcc")
+
+
+def gradients(dtype: torch.dtype) -> list[Tensor]:
+    """1.4 GB of fp32 in the shapes of GPT-2 medium."""
+    return [torch.randn(shape, device="cuda", dtype=dtype) for shape in parameter_shapes(MEDIUM)]
+
+
+def flat_of(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.empty(sum(t.numel() for t in tensors), device="cuda", dtype=dtype)
+
+
+@pytest.mark.benchmark(group="gpu: pack and unpack, GPT-2 medium")
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["pack", "unpack"])
+def test_large(benchmark: Any, way: str, dtype: torch.dtype, wire: torch.dtype) -> None:
+    """One launch for all parameters; buckets of 25 MB are made of the same blocks."""
+    tensors = gradients(dtype)
+    flat = flat_of(tensors, wire)
+    _C.pack(tensors, flat, 0.5)
+    assert torch.equal(flat, torch.cat([(t.float() * 0.5).to(wire).view(-1) for t in tensors]))
+    like = flat if way == "pack" else flat_of(tensors, dtype)
+    run = {
+        "pack": lambda: _C.pack(tensors, flat, 0.5),
+        "unpack": lambda: _C.unpack(flat, tensors),
+    }[way]
+    against_copy(benchmark, run, flat.nbytes + sum(t.nbytes for t in tensors), like, AIM)
+
+
+@pytest.mark.benchmark(group="gpu: pack and unpack, 2000 x 256")
+@pytest.mark.parametrize("way", ["pack", "unpack"])
+def test_many_small(benchmark: Any, way: str) -> None:
+    """Against one copy for each parameter, and torch's foreach operations."""
+    tensors = [torch.randn(256, device="cuda") for _ in range(2000)]
+    flat = flat_of(tensors, torch.float32)
+    views = list(flat.split(256))
+    _C.pack(tensors, flat)
+    assert torch.equal(flat, torch.cat(tensors))
+    to, source = (views, tensors) if way == "pack" else (tensors, views)
+
+    def one_by_one() -> None:
+        for destination, gradient in zip(to, source, strict=True):
+            destination.copy_(gradient)
+
+    runs = {
+        "torch, one by one": one_by_one,
+        "torch, foreach": lambda: torch._foreach_copy_(to, source),
+        "ours": (lambda: _C.pack(tensors, flat))
+        if way == "pack"
+        else (lambda: _C.unpack(flat, tensors)),
+    }
+    against_other(benchmark, runs, "ratio to torch's one by one at most 0.5")

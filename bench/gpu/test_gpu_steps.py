@@ -1,0 +1,176 @@
+"""Whole steps: ours against torch's wrapper, one rank on NCCL; and what hooks cost the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from bench.gpu.device_time import against_copy, against_other
+from bench.gpu.gpt2 import GPT2, SMALL, VOCABULARY, parameter_shapes
+from commhooks.inline import InlineDriver
+from reducer import DistributedDataParallel, GradBucket
+
+
+class GivenGradients(nn.Module):
+    """Parameters in the shapes of GPT-2 small; backward only writes their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator("cuda").manual_seed(0)
+        shapes = parameter_shapes(SMALL)
+        self.parts = nn.ParameterList(torch.zeros(shape, device="cuda") for shape in shapes)
+        self.gradients = [
+            torch.randn(shape, device="cuda", generator=generator) for shape in shapes
+        ]
+
+    def forward(self) -> Tensor:
+        """A number whose gradients are the given ones."""
+        return Given.apply(self.gradients, *self.parts)
+
+
+class Given(torch.autograd.Function):
+    """Zero; its gradients are what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parts: Tensor) -> Tensor:
+        """``parts``: the parameters."""
+        ctx.gradients = gradients
+        return parts[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Copies, as a matrix product would write them."""
+        return None, *(given.clone() for given in ctx.gradients)
+
+
+def backward_of(model: nn.Module) -> Callable[[], None]:
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        model().backward()
+
+    return run
+
+
+@pytest.mark.benchmark(group="gpu: PowerSGD rank 4, GPT-2 small")
+@pytest.mark.usefixtures("group")
+def test_powersgd(benchmark: Any) -> None:
+    """What the hook adds to a backward that only writes gradients; ours and torch's."""
+    bare = GivenGradients()
+    theirs = TorchDDP(GivenGradients(), bucket_cap_mb=25)
+    state = torch_powersgd.PowerSGDState(
+        dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2
+    )
+    theirs.register_comm_hook(state, torch_powersgd.powerSGD_hook)
+    ours = DistributedDataParallel(GivenGradients(), bucket_cap_mb=25)
+    commhooks.register(ours, "powersgd", rank=4, start_step=2)
+    runs = {name: backward_of(m) for name, m in [("bare", bare), ("torch", theirs), ("ours", ours)]}
+    for _ in range(5):
+        for run in runs.values():
+            run()
+    for model in (theirs, ours):
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        assert torch.stack(norms).isfinite().all()
+    against_other(benchmark, runs, "(ours - bare) / (torch - bare) at most 0.5")
+    added = dict(benchmark.extra_info["milliseconds"])
+    benchmark.extra_info["added_to_torch_added"] = (added["ours"] - added["bare"]) / (
+        added["torch"] - added["bare"]
+    )
+
+
+@pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
+@pytest.mark.usefixtures("group")
+def test_topk(benchmark: Any, group: dist.ProcessGroup) -> None:
+    """The whole hook, alone: selection, and what replaces the gradients."""
+    buffer = torch.randn(1 << 26, device="cuda")
+    hook = commhooks.create("topk", density=0.01, warmup_steps=0)
+    driver, bucket = driver_and_bucket(hook, buffer, group)
+    values = buffer.clone()
+
+    def run() -> None:
+        driver(bucket).wait()
+
+    run()
+    assert buffer.count_nonzero() <= 0.0101 * buffer.numel()
+    buffer.copy_(values)
+    aim = "share_of_copy at least 1/3 (three times one read)"
+    against_copy(benchmark, run, buffer.nbytes, values, aim)
+
+
+@pytest.mark.benchmark(group="gpu: training step, GPT-2 small, bf16")
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+def test_training_step(benchmark: Any, view: bool) -> None:
+    """Forward, backward and AdamW; batch of 8 times 1024 tokens."""
+    tokens = torch.randint(VOCABULARY, (8, 1024), device="cuda")
+    runs: dict[str, Callable[[], None]] = {}
+    losses: dict[str, list[Tensor]] = {}
+    for name, wrapper in [("torch", TorchDDP), ("ours", DistributedDataParallel)]:
+        torch.manual_seed(0)
+        model: nn.Module = wrapper(GPT2().cuda().to(torch.bfloat16), gradient_as_bucket_view=view)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        losses[name] = []
+        runs[name] = training_step(model, optimizer, tokens, losses[name])
+    for run in runs.values():
+        for _ in range(5):
+            run()
+    torch.testing.assert_close(losses["ours"], losses["torch"])
+    against_other(benchmark, runs, "ratio to torch at most 1.00")
+
+
+def training_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, losses: list[Tensor]
+) -> Callable[[], None]:
+    def run() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    return run
+
+
+@dataclass
+class Plain(commhooks.CommHook):
+    """One collective."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        """Nothing but what any hook does."""
+        return await comm.all_reduce(bucket.buffer())
+
+
+def driver_and_bucket(
+    hook: commhooks.CommHook, buffer: Tensor, group: dist.ProcessGroup
+) -> tuple[InlineDriver, GradBucket]:
+    parameter = nn.Parameter(buffer.clone())
+    hook.prepare({"weight": parameter}, group)
+    bucket = GradBucket(buffer, [parameter], ["weight"], index=0, count=1, step=1)
+    return InlineDriver(hook, group, buffer.device, token=0), bucket
+
+
+@pytest.mark.benchmark(group="gpu: host time of Python, per bucket and hook")
+def test_host_time(benchmark: Any, group: dist.ProcessGroup) -> None:
+    """From handing over a bucket until its future is there."""
+    driver, bucket = driver_and_bucket(Plain(), torch.zeros(1000, device="cuda"), group)
+    seconds: list[float] = []
+
+    def run() -> None:
+        start = time.perf_counter()
+        driver(bucket)
+        seconds.append(time.perf_counter() - start)
+
+    benchmark.pedantic(run, setup=torch.cuda.synchronize, rounds=300, warmup_rounds=50)
+    benchmark.extra_info.update(
+        microseconds=1e6 * statistics.median(seconds[50:]), aim="at most 60 microseconds"
+    )

@@ -1,0 +1,21 @@
+// Starts kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace commhooks::cuda {
+
+// On `stream` of the current device.
+template <typename Table, typename Scale>
+cudaError_t launch(
+    void (*kernel)(Table, Scale),
+    unsigned blocks,
+    unsigned threads,
+    cudaStream_t stream,
+    const Table& table,
+    Scale scale) {
+  kernel<<<blocks, threads, 0, stream>>>(table, scale);
+  return cudaGetLastError();
+}
+
+}  // namespace commhooks::cuda

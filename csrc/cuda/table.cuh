@@ -1,0 +1,43 @@
+// Lists of pieces as arguments of a kernel, cut into tiles of equal size, one block for each.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace commhooks::cuda {
+
+// Note [Tiles]
+// ~~~~~~~~~~~~
+//     pieces   |---- 0 ----|- 1 -|------- 2 -------|
+//     tiles    |--0--|-1---|--2--|--3--|--4--|--5--|     first_tile = {0, 2, 3}
+//
+// A tile is a part of one piece, of kTileElements except for the piece's last. Block b works on tile b,
+// whose piece it finds by bisection: in constant memory, where kernel arguments are, the same word for
+// all threads. So blocks have equal work whatever the sizes of the pieces.
+constexpr unsigned kThreads = 256;
+constexpr unsigned kTileElements = 4096;
+
+// The most elements of a piece, so that indices within it fit 32 bits.
+constexpr int64_t kLongestPiece = int64_t{1} << 30;
+
+inline uint32_t tiles_of(int64_t numel) {
+  return static_cast<uint32_t>((numel + kTileElements - 1) / kTileElements);
+}
+
+// The last of `count` pieces that begins at `tile` or before.
+__device__ inline int find_piece(const uint32_t* first_tile, int count, uint32_t tile) {
+  int low = 0;
+  int high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (first_tile[middle] <= tile) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+}  // namespace commhooks::cuda

@@ -1,0 +1,16 @@
+// Numbers on their way from one place in memory to another.
+#pragma once
+
+#include <cstdint>
+
+namespace commhooks {
+
+// `numel` consecutive elements; a null source stands for zeros. Source and destination may be the
+// same memory, but must not overlap otherwise.
+struct Piece {
+  const void* source;
+  void* destination;
+  int64_t numel;
+};
+
+}  // namespace commhooks

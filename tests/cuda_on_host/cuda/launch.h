@@ -1,0 +1,24 @@
+// Starts kernels on the host. In the place of csrc/cuda/launch.h.
+#pragma once
+
+#include "cuda_emulation.h"
+#include "cuda_runtime_api.h"
+
+namespace commhooks::cuda {
+
+inline int launches = 0;
+
+template <typename Table, typename Scale>
+cudaError_t launch(
+    void (*kernel)(Table, Scale),
+    unsigned blocks,
+    unsigned threads,
+    cudaStream_t /*stream*/,
+    const Table& table,
+    Scale scale) {
+  ++launches;
+  emulation::machine.kernel = [&] { kernel(table, scale); };
+  return emulation::run_grid({blocks, 1, 1}, {threads, 1, 1}, 0) ? cudaSuccess : cudaErrorUnknown;
+}
+
+}  // namespace commhooks::cuda

@@ -1,0 +1,25 @@
+"""Hooks keep to the rules of the conformance kit on CUDA tensors, two ranks on one device."""
+
+import functools
+
+import pytest
+
+import commhooks
+from commhooks.testing import check_hook
+
+POWERSGD = {"rank": 2, "min_compression_rate": 1.0, "start_step": 0}
+HOOKS: dict[str, dict[str, object]] = {
+    "allreduce": {},
+    "bf16": {},
+    "powersgd": POWERSGD,
+    "int8": {},
+    "onebit": {},
+    "topk": {"density": 0.1, "warmup_steps": 2},
+    "gossip": {"what": "gradients", "average_every": 2},
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_conformance(name: str) -> None:
+    factory = functools.partial(commhooks.create, name, **HOOKS[name])
+    check_hook(factory, device="cuda", timeout=60)

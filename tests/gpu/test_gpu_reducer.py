@@ -1,0 +1,387 @@
+"""The reducer on CUDA: the same gradients as torch's, nothing that waits, everything in order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from commhooks.testing import run_ranks
+from reducer import DistributedDataParallel, GradBucket
+
+CYCLES = 20_000_000  # of torch.cuda._sleep: some ten milliseconds
+
+
+class Mixed(nn.Module):
+    """Odd sizes, channels last, a transposed parameter, one without dimensions."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.linear = nn.Linear(8 * 36, 13)
+        self.transposed = nn.Parameter(torch.randn(13, 5).T.contiguous().T)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: (batch, 3, 8, 8)."""
+        return self.linear(self.convolution(x).flatten(1)) @ self.transposed * self.scale
+
+
+def gradients(wrap: Any, rank: int, dtype: torch.dtype, steps: int = 4) -> list[Tensor]:
+    """Of the last step, after buckets have been cut anew."""
+    torch.manual_seed(0)
+    model = wrap(Mixed(dtype).cuda())
+    generator = torch.Generator("cuda").manual_seed(rank)
+    for _ in range(steps):
+        model.zero_grad()
+        x = torch.randn(4, 3, 8, 8, device="cuda", generator=generator).to(dtype)
+        model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def equals_torchs(rank: int, size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def ours(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
+
+    def torchs(module: nn.Module) -> nn.Module:
+        return TorchDDP(module, bucket_cap_mb=0.001, **options)
+
+    torch.backends.cudnn.deterministic = True
+    pairs = zip(gradients(ours, rank, dtype), gradients(torchs, rank, dtype), strict=True)
+    for found, wanted in pairs:
+        assert found.stride() == wanted.stride()
+        assert torch.equal(found, wanted)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "copies": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_equals_torchs_with_one_rank_on_nccl(dtype: torch.dtype, options: str) -> None:
+    run_ranks(equals_torchs, 1, dtype, OPTIONS[options], backend="nccl", timeout=120)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equals_torchs_with_two_ranks_on_one_device(options: str) -> None:
+    run_ranks(equals_torchs, 2, torch.float32, OPTIONS[options], backend="gloo", timeout=120)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equals_torchs_on_all_devices(options: str) -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("one device only")
+    run_ranks(equals_torchs, count, torch.float32, OPTIONS[options], backend="nccl", timeout=120)
+
+
+# ------------------------------------------------------------------------------------ streams
+
+
+@dataclass
+class Slow(commhooks.CommHook):
+    """Works on its stream for a while, then answers with a number."""
+
+    value: float = 3.0
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        torch.cuda._sleep(CYCLES)
+        wire = await comm.all_reduce(bucket.buffer())
+        return wire.fill_(self.value)
+
+
+@dataclass
+class Plain(commhooks.CommHook):
+    """The average, by a coroutine."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        return (await comm.all_reduce(bucket.buffer())).div_(comm.size)
+
+
+def backward_waits_for_the_hook(rank: int, size: int, view: bool) -> None:
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda(),
+        bucket_cap_mb=0.001,
+        gradient_as_bucket_view=view,
+    )
+    commhooks.register(model, Slow())
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 64, device="cuda")).sum().backward()
+            # Read on the stream that called backward, which has not been synchronised.
+            copies = [p.grad.clone() for p in model.parameters()]
+    stream.synchronize()
+    assert all(torch.all(copy == 3.0) for copy in copies)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_backward_waits_for_the_hook(size: int, backend: str, view: bool) -> None:
+    run_ranks(backward_waits_for_the_hook, size, view, backend=backend, timeout=120)
+
+
+class TwoStreams(nn.Module):
+    """One parameter's gradient comes late, on another stream than the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = nn.Parameter(torch.ones(1000, device="cuda"))
+        self.early = nn.Parameter(torch.ones(1000, device="cuda"))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            late = Sleep.apply(x * self.late)
+        early = x * self.early
+        here.wait_stream(self.stream)
+        return late + early
+
+
+class Sleep(torch.autograd.Function):
+    """The identity, whose gradient takes its time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        torch.cuda._sleep(CYCLES)
+        return gradient.clone()
+
+
+def packs_what_all_streams_computed(rank: int, size: int) -> None:
+    model = DistributedDataParallel(TwoStreams())
+    commhooks.register(model, Plain())
+    for step in range(4):
+        model.zero_grad()
+        model(torch.full((1000,), step + 1.0, device="cuda")).sum().backward()
+        for parameter in model.parameters():
+            assert torch.all(parameter.grad == step + 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*stream does not match.*:UserWarning")
+def test_packs_what_all_streams_computed() -> None:
+    run_ranks(packs_what_all_streams_computed, 1, backend="nccl", timeout=120)
+
+
+def hook_overlaps_backward(rank: int, size: int) -> None:
+    """The hook's kernels run while backward's do, on another stream."""
+    model = DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda(),
+        bucket_cap_mb=16,
+    )
+    commhooks.register(model, Slow())
+    x = torch.randn(4096, 2048, device="cuda")
+    for _ in range(3):
+        model(x).sum().backward()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+    kernels = [
+        event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    spins = [event.time_range for event in kernels if "spin" in event.name]
+    products = [
+        event.time_range
+        for event in kernels
+        if any(word in event.name for word in ("gemm", "cutlass", "nvjet"))
+    ]
+    assert spins, {event.name for event in kernels}
+    assert products, {event.name for event in kernels}
+    first = min(spins, key=lambda span: span.start)
+    assert any(span.start < first.end and first.start < span.end for span in products)
+
+
+def test_hook_overlaps_backward() -> None:
+    run_ranks(hook_overlaps_backward, 1, backend="nccl", timeout=120)
+
+
+# ------------------------------------------------------------------------- nothing that waits
+
+
+@contextmanager
+def without_synchronisation() -> Iterator[None]:
+    """Torch raises at whatever makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+WITH_OPTIONS: dict[str, dict[str, Any]] = {
+    "powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
+    "batched_powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
+    "cast": {"inner": "allreduce"},
+    "error_feedback": {"inner": "bf16"},
+    "hierarchical": {"inner": "allreduce", "ranks_per_node": 1},
+    "route": {"rules": [["*", "allreduce"]]},
+    "schedule": {"stages": [[0, "allreduce"], [1, "bf16"]]},
+    "skip_nonfinite": {"inner": "allreduce"},
+}
+# How much they send depends on what the gradients are, so the host has to look.
+LOOKS_AT_GRADIENTS = {"threshold", "dgc"}
+
+
+def steps_without_synchronising(rank: int, size: int, name: str, options: dict[str, Any]) -> None:
+    model = DistributedDataParallel(Mixed().cuda(), bucket_cap_mb=0.001)
+    commhooks.register(model, name, **options)
+    x = torch.randn(4, 3, 8, 8, device="cuda")
+    for _ in range(4):  # buckets are cut anew, kernels loaded, state made
+        model(x).sum().backward()
+    with without_synchronisation():
+        for _ in range(3):
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize("name", sorted(set(commhooks.available()) - LOOKS_AT_GRADIENTS))
+def test_steps_without_synchronising(name: str) -> None:
+    options = WITH_OPTIONS.get(name, {})
+    run_ranks(steps_without_synchronising, 1, name, options, backend="nccl", timeout=120)
+
+
+def all_used_without_synchronising(rank: int, size: int) -> None:
+    model = DistributedDataParallel(Mixed().cuda(), find_unused_parameters=True)
+    x = torch.randn(4, 3, 8, 8, device="cuda")
+    for _ in range(4):
+        model(x).sum().backward()
+    with without_synchronisation():
+        model(x).sum().backward()
+
+
+def test_all_used_without_synchronising() -> None:
+    """Only a rank that did not use a parameter has to hear of the others."""
+    run_ranks(all_used_without_synchronising, 1, backend="nccl", timeout=120)
+
+
+# -------------------------------------------------------------------------------------- graphs
+
+CAPTURED: dict[str, Any] = {
+    "average": None,
+    "coroutine": Plain(),
+    "fp16": {"name": "cast", "inner": "allreduce", "dtype": "float16"},
+    "powersgd": {"name": "powersgd", **WITH_OPTIONS["powersgd"]},
+}
+
+
+def captured_step(rank: int, size: int, hook: Any) -> None:
+    """See docs/how-a-gradient-travels.md, CUDA graphs."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 7)).cuda(),
+            bucket_cap_mb=0.001,
+            stable_buckets=True,
+        )
+        if hook is not None:
+            commhooks.register(model, hook)
+        x = torch.randn(16, 32, device="cuda")
+        for _ in range(5):
+            model.zero_grad(set_to_none=True)
+            model(x).square().mean().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph, stream=stream):
+        model(x).square().mean().backward()
+    for seed in (1, 2):
+        x.copy_(torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        torch.cuda.synchronize()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        loss = model.module(x).square().mean()
+        wanted = torch.autograd.grad(loss, list(model.module.parameters()))
+        for one, other in zip(found, wanted, strict=True):
+            assert one.isfinite().all()
+            if hook is None or isinstance(hook, Plain):
+                torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("hook", CAPTURED)
+def test_whole_step_in_a_graph(hook: str) -> None:
+    run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=120)
+
+
+# ------------------------------------------------------------------------- the rest of the course
+
+
+def optimizer_in_backward(rank: int, size: int) -> None:
+    from reducer import overlap_optimizer
+
+    torch.manual_seed(0)
+    reference = Mixed().cuda()
+    model = DistributedDataParallel(Mixed().cuda(), bucket_cap_mb=0.001)
+    model.module.load_state_dict(reference.state_dict())
+    commhooks.register(model, Plain())
+    overlap_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        model(x).square().mean().backward()
+        plain.zero_grad()
+        reference(x).square().mean().backward()
+        plain.step()
+    for found, wanted in zip(model.module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_optimizer_in_backward() -> None:
+    run_ranks(optimizer_in_backward, 1, backend="nccl", timeout=120)
+
+
+def one_rank_uses_a_parameter(rank: int, size: int) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.none = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.one if rank == 0 else self.other)(x)
+
+    model = DistributedDataParallel(Branches().cuda(), find_unused_parameters=True)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(1, 4, device="cuda")).sum().backward()
+        assert torch.all(model.module.one.weight.grad == 0.5)
+        assert torch.all(model.module.other.weight.grad == 0.5)
+        assert model.module.none.weight.grad is None
+
+
+def test_one_rank_uses_a_parameter() -> None:
+    run_ranks(one_rank_uses_a_parameter, 2, backend="gloo", timeout=120)
+
+
+def buffers_are_broadcast(rank: int, size: int) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
+    model = DistributedDataParallel(module)
+    for _ in range(3):
+        model(torch.randn(8, 4, device="cuda") + rank).sum().backward()
+    model(torch.zeros(8, 4, device="cuda"))
+    means = [torch.empty(4, device="cuda") for _ in range(size)]
+    dist.all_gather(means, module[1].running_mean)
+    assert torch.equal(means[0], means[-1])
+
+
+def test_buffers_are_broadcast() -> None:
+    run_ranks(buffers_are_broadcast, 2, backend="gloo", timeout=120)
