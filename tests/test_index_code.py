@@ -47,18 +47,6 @@ def test_bytes_are_as_stated(case):
     assert torch.equal(code.unpack(packed), indices)
 
 
-@given(index_sets())
-def test_other_devices_write_the_same(case):
-    numel, chosen = case
-    code = IndexCode.shortest(numel, len(chosen))
-    indices = torch.tensor(chosen, dtype=torch.int32)
-    packed, other = (torch.full((code.nbytes,), 0xFF, dtype=torch.uint8) for _ in range(2))
-    code.pack(indices, out=packed)
-    code._pack_anywhere(indices, other)
-    assert torch.equal(packed, other)
-    assert torch.equal(code._unpack_anywhere(packed), indices)
-
-
 @pytest.mark.parametrize("numel", [1, 2, 63, 64, 65, 1000, 10**6, 2**31 - 1])
 def test_size_never_falls_with_more_indices(numel):
     counts = sorted({0, 1, 2, 3, *(int(numel * share / 200) for share in range(201)), numel})

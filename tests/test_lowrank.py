@@ -66,7 +66,7 @@ def test_absorb(shape: tuple[int, int, int, int], has_error: bool, dtype: torch.
     M = G.double() + E.double()
     P, Q = torch.randn(k, n, r), torch.randn(k, r, m)
     mean_P, mean_Q = torch.randn(k, n, r), torch.randn(k, r, m)
-    absorb(E if has_error else None, G, (P, Q), (mean_P, mean_Q))
+    absorb(E if has_error else None, G, (P, Q), (mean_P, mean_Q), torch.tensor(True))
     exact = mean_P.double() @ mean_Q.double()
     if dtype is torch.float32:
         close(G, exact, r)

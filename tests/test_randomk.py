@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lockstep import lockstep, make_bucket
 
-from commhooks.algorithms.randomk import RandomK, draw_indices
+from commhooks.algorithms.randomk import RandomK
+from commhooks.algorithms.sparse import draw_indices
 
 
 @given(
@@ -13,18 +14,20 @@ from commhooks.algorithms.randomk import RandomK, draw_indices
 )
 def test_indices_are_different_and_in_range(case, seed):
     numel, count = case
-    indices = draw_indices(numel, count, torch.Generator().manual_seed(seed % 2**32))
-    assert indices.numel() == count
-    assert len(set(indices.tolist())) == count
-    assert indices.min() >= 0
-    assert indices.max() < numel
+    generator = torch.Generator().manual_seed(seed % 2**32)
+    indices = draw_indices(numel, count, generator, like=torch.empty(0)).tolist()
+    assert indices == sorted(set(indices))
+    assert len(indices) == count
+    assert indices[0] >= 0
+    assert indices[-1] < numel
 
 
 def test_every_index_has_the_same_chance():
     """Counts of hits are binomial; six standard deviations are exceeded once in 10^8 indices."""
     numel, count, draws = 23, 5, 40_000  # runs of 4 and of 5
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.cat([draw_indices(numel, count, generator) for _ in range(draws)])
+    like = torch.empty(0)
+    drawn = torch.cat([draw_indices(numel, count, generator, like) for _ in range(draws)])
     hits = torch.bincount(drawn, minlength=numel).double()
     chance = count / numel
     deviation = (draws * chance * (1 - chance)) ** 0.5

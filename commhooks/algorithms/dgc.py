@@ -15,23 +15,24 @@ sections and letters as there:
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.density import Density
-from commhooks.algorithms.sparse import select_largest
+from commhooks.algorithms.finite import copy_if, is_known_false
+from commhooks.algorithms.gathered_parts import gather
+from commhooks.algorithms.sparse import correct_momentum, require_kernels, select_largest
 from commhooks.algorithms.sparse_part import (
     SparsePart,
-    are_finite,
-    gather,
     gather_bytes,
     kept_elements,
-    store_mean,
     to_memory_dtype,
 )
 from commhooks.communicator import Communicator
@@ -82,23 +83,27 @@ class DGC(CommHook):
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1712.01887"
 
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Refuses parameters on a GPU without CuPy."""
+        require_kernels(parameters)
+        super().prepare(parameters, group)
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         velocity = self._velocities.of(bucket, self.state)
         error = self._errors.of(bucket, self.state)
-        gradient = self._clipped(to_memory_dtype(buffer), comm.size)
-        u = gradient.add_(velocity, alpha=self.momentum)
-        v = u.clone()
+        u = self._clipped(to_memory_dtype(buffer), comm.size)
+        v = correct_momentum(u, velocity, error, self.momentum)
         count = kept_elements(self._density.at(bucket.step), buffer.numel())
-        own = SparsePart.of(v, select_largest(v, error, count), buffer.dtype)
+        own = SparsePart.of(v, select_largest(v, None, count), buffer.dtype)
         parts = await gather(own, [count] * comm.size, buffer.numel(), comm)
-        if not are_finite(parts):
+        if is_known_false(parts.verdict):
             return buffer.fill_(torch.nan)
-        own.leave(v, error)
-        velocity.copy_(u)
         if self.masking:
-            velocity[own.indices] = 0
-        return store_mean(parts, buffer)
+            u.index_fill_(0, own.indices.long(), 0)
+        copy_if(parts.verdict, u, velocity)
+        own.leave(v, error, parts.verdict)
+        return parts.store_mean(buffer)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return gather_bytes(bucket, self._density.at(bucket.step), size)

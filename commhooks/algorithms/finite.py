@@ -1,9 +1,20 @@
-"""Whether all numbers are finite, in one pass."""
+"""Whether all numbers are finite, and what becomes of what is kept if they are not.
+
+Note [Verdicts]
+~~~~~~~~~~~~~~~
+All ranks come to one verdict on what they have received, a () bool tensor on the gradients'
+device: only if it is true may anything change that a hook keeps, and if not the result is NaN. On
+the CPU the verdict is known at once, and :func:`is_known_false` spares a hook the rest. On a GPU
+nobody waits for it: the hook goes on, sends what it always sends, and hands the verdict to whatever
+writes.
+"""
 
 import torch
 from torch import Tensor
 
-__all__ = ["all_finite"]
+from commhooks.kernels import backend_of, masked
+
+__all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless"]
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -15,3 +26,32 @@ def all_finite(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.stack(tensor.aminmax()).isfinite().all()
+
+
+def is_known_false(verdict: Tensor) -> bool:
+    """Whether a verdict is false, where that is known without waiting. See Note [Verdicts]."""
+    return backend_of(verdict) is None and not verdict
+
+
+def copy_if(verdict: Tensor, source: Tensor, out: Tensor) -> None:
+    """``out`` becomes ``source`` if the verdict is true. Does not wait for the device."""
+    if backend_of(out) is not None:
+        masked.copy_if(verdict, source, out)
+    elif verdict:
+        out.copy_(source)
+
+
+def nan_unless(verdict: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor itself or a copy; NaN if the verdict is false. Does not wait for the device."""
+    return _unless(verdict, tensor, torch.nan)
+
+
+def zero_unless(verdict: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor itself or a copy; zeros if the verdict is false. Does not wait for the device."""
+    return _unless(verdict, tensor, 0.0)
+
+
+def _unless(verdict: Tensor, tensor: Tensor, number: float) -> Tensor:
+    if backend_of(tensor) is None and verdict:
+        return tensor
+    return torch.where(verdict, tensor, number)

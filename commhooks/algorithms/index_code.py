@@ -23,6 +23,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from commhooks.kernels import backend_of
+from commhooks.kernels import sparse as kernels
 from reducer import _C
 
 __all__ = ["IndexCode"]
@@ -32,7 +34,7 @@ _WORD_BITS = 64
 
 @dataclass(frozen=True)
 class IndexCode:
-    """The code for ``count`` ascending int32 indices below ``numel``. See Note [Index code]."""
+    """The code for at most ``count`` ascending int32 indices below ``numel``: Note [Index code]."""
 
     numel: int
     count: int
@@ -53,51 +55,35 @@ class IndexCode:
 
     @property
     def nbytes(self) -> int:
-        words = _words(self.high_bits) + _words(self.count * self.low_bits)
-        return words * _WORD_BITS // 8
+        return self._nbytes_of(self.count)
 
     def pack(self, indices: Tensor, out: Tensor) -> None:
-        """Writes (count,) int32 into (nbytes,) uint8."""
-        if out.device.type == "cpu":
-            _C.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out)
-        else:
-            self._pack_anywhere(indices, out)
+        """Writes at most ``count`` int32 indices into (nbytes,) uint8, which are zeros.
 
-    def unpack(self, packed: Tensor) -> Tensor:
-        """The indices, (count,) int32. Raises RuntimeError where ``packed`` holds none such."""
-        if packed.device.type != "cpu":
-            return self._unpack_anywhere(packed)
-        indices = packed.new_empty(self.count, dtype=torch.int32)
+        Does not wait for the device.
+        """
+        if backend_of(out) is None:
+            used = self._nbytes_of(indices.numel())
+            _C.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out[:used])
+        else:
+            kernels.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out)
+
+    def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
+        """The indices on the CPU, (count,) int32; ``count``: how many were packed, if not all.
+
+        Raises RuntimeError where ``packed`` holds none such.
+        """
+        indices = packed.new_empty(self.count if count is None else count, dtype=torch.int32)
+        packed = packed[: self._nbytes_of(indices.numel())]
         _C.unpack_indices(
             packed, self.high_bits, self.low_bits, self.adds_rank, self.numel, indices
         )
         return indices
 
-    def _pack_anywhere(self, indices: Tensor, out: Tensor) -> None:
-        """By torch's operations, for other devices."""
-        index = indices.long()
-        positions = index >> self.low_bits
-        if self.adds_rank:
-            positions += torch.arange(self.count, device=index.device)
-        bits = out.new_zeros(out.numel() * 8)
-        bits[positions] = 1
-        low = (index[:, None] >> _range(self.low_bits, index)) & 1
-        bits[self._low_start :][: low.numel()] = low.view(-1).to(bits.dtype)
-        torch.sum(bits.view(-1, 8) << _range(8, bits), dim=1, dtype=out.dtype, out=out)
-
-    def _unpack_anywhere(self, packed: Tensor) -> Tensor:
-        bits = ((packed[:, None] >> _range(8, packed)) & 1).view(-1)
-        high = torch.nonzero_static(bits[: self._low_start], size=self.count).view(-1)
-        if self.adds_rank:
-            high -= torch.arange(self.count, device=high.device)
-        low = bits[self._low_start :][: self.count * self.low_bits].long()
-        low = (low.view(self.count, self.low_bits) << _range(self.low_bits, high)).sum(1)
-        indices: Tensor = (high << self.low_bits) | low
-        return indices.int()
-
-    @property
-    def _low_start(self) -> int:
-        return _words(self.high_bits) * _WORD_BITS
+    def _nbytes_of(self, count: int) -> int:
+        """With the bits of the bitmap for all, and low bits for so many."""
+        words = _words(self.high_bits) + _words(count * self.low_bits)
+        return words * _WORD_BITS // 8
 
 
 @lru_cache(maxsize=1024)
@@ -113,7 +99,3 @@ def _codes(numel: int, count: int) -> Iterator[IndexCode]:
 
 def _words(bits: int) -> int:
     return -(-bits // _WORD_BITS)
-
-
-def _range(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, device=like.device, dtype=like.dtype)

@@ -10,15 +10,23 @@ E, P and Q have one dtype, float32 or float64, whatever the dtype of G. No funct
 or synchronises a device; outputs may not overlap inputs.
 
 Float32 on the CPU goes through compiled kernels, each of which is one pass over the memory; all
-else goes through torch's products, tile by tile.
+else goes through torch's products, tile by tile. On a GPU M is not made at all: torch takes the
+products of E and of G and adds them up, kernels end the step and make bases orthonormal. Where CuPy
+is missing torch does that, too.
 """
 
+import warnings
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.finite import nan_unless
 from commhooks.algorithms.matrix_plan import Side
+from commhooks.errors import CommHookError
+from commhooks.kernels import backend_of, require
+from commhooks.kernels import lowrank as kernels
 from reducer import _C
 
 __all__ = ["Factors", "absorb", "deflate", "orthonormalise", "project"]
@@ -37,6 +45,9 @@ def project(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor)
         kernel = _C.project_left if side is Side.LEFT else _C.project_right
         kernel(E, G, basis, out)
         return
+    if backend_of(G) is not None and G.dtype == out.dtype:
+        _project_each(side, E, G, basis, out)
+        return
     for matrices, rows in _tiles(G):
         M = G[matrices, rows].to(out.dtype) if E is None else E[matrices, rows] + G[matrices, rows]
         if side is Side.LEFT:
@@ -44,6 +55,14 @@ def project(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor)
         else:
             beta = 0 if rows.start == 0 else 1
             out[matrices].baddbmm_(basis[matrices, rows].mT, M, beta=beta)
+
+
+def _project_each(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:
+    """The products with E and with G, in one pass over each."""
+    for M, beta in [(G, 0), (E, 1)]:
+        if M is not None:
+            left, right = (M, basis.mT) if side is Side.LEFT else (basis.mT, M)
+            out.baddbmm_(left, right, beta=beta)
 
 
 def deflate(side: Side, P: Tensor, Q: Tensor, basis: Tensor, out: Tensor) -> None:
@@ -54,16 +73,26 @@ def deflate(side: Side, P: Tensor, Q: Tensor, basis: Tensor, out: Tensor) -> Non
         out.baddbmm_(torch.bmm(basis.mT, P), Q, alpha=-1)
 
 
-def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors) -> None:
+def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors, verdict: Tensor) -> None:
     """Ends a step: E becomes M less what this rank sent, and G becomes what all sent on average.
 
-    ``own`` and ``mean`` are P and Q of these, with any number of vectors.
+    ``own`` and ``mean`` are P and Q of these, with any number of vectors. If the verdict, () bool,
+    is false, which is not for the CPU, E stays as it is and G becomes NaN.
     """
     P, Q = own
     mean_P, mean_Q = mean
     if _has_kernels(G):
         _C.absorb(E, G, P, Q, mean_P, mean_Q)
         return
+    if backend_of(G) is not None:
+        if G.dtype == Q.dtype and _runs_kernels(G.device):
+            kernels.absorb(verdict, E, G, own, mean)
+            return
+        P, Q = (torch.where(verdict, F, 0) for F in own)
+        mean_Q = nan_unless(verdict, mean_Q)
+        if E is not None:
+            E.add_(torch.where(verdict, G, 0)).baddbmm_(P, Q, alpha=-1)
+            E = None
     for matrices, rows in _tiles(G):
         tile = G[matrices, rows]
         if E is not None:
@@ -80,13 +109,30 @@ def orthonormalise(side: Side, factor: Tensor) -> Tensor:
     By Householder's QR, which needs no small constant to be safe: where a factor lacks rank, zero
     included, the basis is completed with other directions and is orthonormal all the same.
     """
+    if (
+        backend_of(factor) is not None
+        and min(factor.shape[1:]) <= kernels.MAX_RANK
+        and _runs_kernels(factor.device)
+    ):
+        return kernels.orthonormalise(factor, transposed=side is Side.RIGHT)
     columns = factor if side is Side.LEFT else factor.mT
     basis: Tensor = torch.linalg.qr(columns).Q
     return (basis if side is Side.LEFT else basis.mT).contiguous()
 
 
 def _has_kernels(G: Tensor) -> bool:
-    return G.device.type == "cpu" and G.dtype == torch.float32
+    return backend_of(G) is None and G.dtype == torch.float32
+
+
+@cache
+def _runs_kernels(device: torch.device) -> bool:
+    """Says so, once, if not."""
+    try:
+        require(device)
+    except CommHookError as error:
+        warnings.warn(f"low-rank compression goes through torch, slower: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

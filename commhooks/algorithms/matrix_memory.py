@@ -51,15 +51,17 @@ class MatrixMemory:
             _take_over(state, side.name.lower(), batch.factor_pieces(side), factors)
             self.factors[side] = factors
 
-    def keep(self, side: Side, fresh: Tensor) -> None:
+    def keep(self, side: Side, fresh: Tensor, verdict: Tensor) -> None:
         """Stores ``fresh`` factors to start from, except for vectors that came out as zero.
+
+        None if the verdict, () bool, is false.
 
         A matrix of zeros, or of lower rank than r, has factors with vectors of zeros, from which no
         later step could find a direction again: there the old vectors stay.
         """
         if side in self.factors:
             alive = (fresh != 0).any(dim=-2 if side is Side.LEFT else -1, keepdim=True)
-            self.factors[side].copy_(torch.where(alive, fresh, self.factors[side]))
+            self.factors[side].copy_(torch.where(alive & verdict, fresh, self.factors[side]))
 
 
 def draw_factors(
@@ -74,7 +76,9 @@ def draw_factors(
         digest = hashlib.sha256(f"{seed}/{step}/{side.name}/{key}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         matrix.normal_(generator=generator)
-    return drawn.to(like)
+    if like.is_cuda:
+        drawn = drawn.pin_memory()  # or the host would wait for the copy
+    return drawn.to(like, non_blocking=True)
 
 
 def check_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:

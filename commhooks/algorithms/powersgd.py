@@ -28,8 +28,10 @@ Note [One commit]
 Nothing that is kept of a bucket changes before its last collective has delivered finite numbers:
 products are taken of E + G without storing it, and `absorb` then updates errors and bucket. What is
 not finite survives products and sums, so if any rank's gradient has such a number, every rank finds
-one in what it receives, skips the same collectives, keeps its state bit for bit, and returns NaN,
-which a gradient scaler sees on every rank. A collective that fails leaves the state alone as well.
+one in what it receives, keeps its state bit for bit, and returns NaN, which a gradient scaler sees
+on every rank. On the CPU, where it is known at once, all skip the collectives that are left; on a
+GPU nobody waits to know it: Note [Verdicts] in finite.py. A collective that fails leaves the state
+alone as well.
 Other buckets of the same step, if their own gradients are finite, go on as usual.
 """
 
@@ -42,6 +44,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from commhooks.algorithms.finite import all_finite, is_known_false, nan_unless
 from commhooks.algorithms.lowrank import Factors, absorb, deflate, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
@@ -108,12 +111,11 @@ class PowerSGD(CommHook):
         halves: list[_HalfStep] = []
         for _ in range(self.num_iters_per_step * (2 if self.two_sided else 1)):
             half = await self._half_step(cut, buffer, factors, side, halves, comm)
-            if not half.is_finite:
+            if is_known_false(half.is_finite):
                 return buffer.fill_(torch.nan)
             halves.append(half)
             factors, side = half.mean.factors, side.other
         _commit(halves, cut, buffer)
-        halves[0].mean.store_exact(buffer)
         return buffer
 
     def _first_side(self, step: int) -> Side:
@@ -226,9 +228,9 @@ class _HalfStep:
     is_sent: bool
 
     @cached_property
-    def is_finite(self) -> bool:
-        """The same on all ranks. Waits for the device."""
-        return bool(self.mean.flat.isfinite().all())
+    def is_finite(self) -> Tensor:
+        """() bool, the same on all ranks. See Note [Verdicts] in finite.py."""
+        return all_finite(self.mean.flat)
 
     @cached_property
     def own_pairs(self) -> list[Factors]:
@@ -247,13 +249,16 @@ class _HalfStep:
 
 def _commit(halves: Sequence[_HalfStep], cut: _Cut, buffer: Tensor) -> None:
     """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
+    verdict = torch.stack([half.is_finite for half in halves]).all()
     sent = [half for half in halves if half.is_sent]
     for i, memory in enumerate(cut.memories):
         own = _sum([half.own_pairs[i] for half in sent])
         mean = _sum([half.mean_pairs[i] for half in sent])
-        absorb(memory.error, memory.batch.view(buffer), own, mean)
+        absorb(memory.error, memory.batch.view(buffer), own, mean, verdict)
         for half in sent:
-            memory.keep(half.mean.side, half.mean.factors[i])
+            memory.keep(half.mean.side, half.mean.factors[i], verdict)
+    exact = halves[0].mean
+    Payload(exact.plan, exact.side, nan_unless(verdict, exact.flat)).store_exact(buffer)
 
 
 def _sum(pairs: Sequence[Factors]) -> Factors:

@@ -6,15 +6,23 @@ Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 201
 https://arxiv.org/abs/1710.09854 (without, unbiased).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 from annotated_types import Gt, Le
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.sparse import add_and_check
+from commhooks.algorithms.finite import copy_if, is_known_false, nan_unless
+from commhooks.algorithms.sparse import (
+    add_and_check,
+    draw_indices,
+    require_kernels,
+    scatter_add,
+)
 from commhooks.algorithms.sparse_part import fit, kept_elements, to_memory_dtype
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
@@ -22,24 +30,7 @@ from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 
-__all__ = ["RandomK", "draw_indices"]
-
-
-def draw_indices(numel: int, count: int, generator: torch.Generator) -> Tensor:
-    """``count`` different indices below ``numel``, int64, each of which has the same chance.
-
-    The circle of all indices is cut into ``count`` runs as equal as can be, from a random start,
-    and one index is drawn out of each. An index falls into a given run of s with probability
-    s/numel and is drawn there with 1/s. This costs ``count`` random numbers; a permutation would
-    cost ``numel``.
-    """
-    if numel == 0:
-        return torch.empty(0, dtype=torch.int64)
-    starts = torch.arange(count + 1) * numel // count
-    lengths = starts.diff()
-    places = torch.rand(count, generator=generator, dtype=torch.float64) * lengths
-    rotation = torch.randint(numel, (1,), generator=generator)
-    return (starts[:-1] + places.long() + rotation) % numel
+__all__ = ["RandomK"]
 
 
 @register_hook("randomk")
@@ -75,6 +66,11 @@ class RandomK(CommHook):
     wire = "one all-reduce of k + 1 elements"
     paper = "https://arxiv.org/abs/1809.07599"
 
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Refuses parameters on a GPU without CuPy."""
+        require_kernels(parameters)
+        super().prepare(parameters, group)
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         error = self._errors.of(bucket, self.state) if self.error_feedback else None
@@ -82,18 +78,21 @@ class RandomK(CommHook):
         flag = add_and_check(total, error)
         numel = buffer.numel()
         count = kept_elements(self.density, numel)
-        indices = draw_indices(numel, count, comm.generator).to(buffer.device)
-        own = total[indices] / comm.size
+        indices = draw_indices(numel, count, comm.generator, like=buffer)
+        own = total.index_select(0, indices) / comm.size
         if error is None:
             own = (own * (numel / max(1, count))).to(buffer.dtype)
         else:
             own = fit(own, buffer.dtype, share=2 * comm.size)  # half, for what is rounded up
         mean = await comm.all_reduce(torch.cat([own, flag.to(own.dtype)]))
-        if not mean.isfinite().all():
+        verdict = mean.isfinite().all()
+        if is_known_false(verdict):
             return buffer.fill_(torch.nan)
         if error is not None:
-            error.copy_(total).index_add_(0, indices, own.to(error.dtype), alpha=-comm.size)
-        return buffer.zero_().index_copy_(0, indices, mean[:-1])
+            scatter_add(own.to(error.dtype) * -comm.size, indices, total)
+            copy_if(verdict, total, error)
+        buffer.fill_(nan_unless(verdict, buffer.new_zeros(())))
+        return buffer.index_copy_(0, indices.long(), nan_unless(verdict, mean[:-1]))
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         buffer = bucket.buffer()

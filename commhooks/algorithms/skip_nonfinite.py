@@ -9,7 +9,10 @@ that is what overlap means. So a bucket is judged by itself, before its inner ho
     yes:     zeros on all ranks; the inner hook never sees the bucket
     no:      the inner hook
 
-and what holds for the whole step is established afterwards:
+On a GPU nobody waits for the vote. After a yes the inner hook is given a NaN on all ranks, does
+what all hooks do, which is to return NaN and to remember nothing, and zeros replace that.
+
+What holds for the whole step is established afterwards:
 
 - `last_step_was_skipped`, and the metric of that name, tell all ranks alike whether any bucket was
   dropped. The training loop asks after backward and leaves out the optimizer's step. It has to, for
@@ -21,9 +24,10 @@ and what holds for the whole step is established afterwards:
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import all_finite
+from commhooks.algorithms.finite import all_finite, is_known_false, nan_unless, zero_unless
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
@@ -54,8 +58,9 @@ class SkipNonfinite(CommHook):
     Metrics: ``skipped_steps``, ``skipped_buckets``, and ``last_step_was_skipped`` (0 or 1), since
     the hook was made. The same on all ranks where the inner hook's results are.
 
-    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. Waits for the device, as
-    what is to be sent depends on the numbers. See Note [Dropped steps].
+    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. On CUDA the host does not
+    wait for the device before it is asked for metrics or ``last_step_was_skipped``, with
+    ``whole_steps`` once in each step; and dropped buckets are sent as well: Note [Dropped steps].
     """
 
     inner: CommHook
@@ -76,21 +81,32 @@ class SkipNonfinite(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:
             self._begin_step()
-        has_nonfinite = all_finite(bucket.buffer()).logical_not().float().view(1)
-        if (await comm.all_reduce(has_nonfinite, op="max")).item():
-            return self._drop(bucket)
+        buffer = bucket.buffer()
+        nonfinite = all_finite(buffer).logical_not().float().view(1)
+        verdict = (await comm.all_reduce(nonfinite, op="max")).view(()) == 0
+        if is_known_false(verdict):
+            return self._drop(bucket, verdict)
+        buffer[:1] = nan_unless(verdict, buffer[:1])  # for the inner hook, see above
         average = await self.inner.reduce(bucket, comm.within(self.inner))
-        return average if all_finite(average) else self._drop(bucket)
+        verdict = all_finite(average) & verdict
+        if is_known_false(verdict):
+            return self._drop(bucket, verdict)
+        self._skips.verdicts.append(verdict)
+        return zero_unless(verdict, average)
 
     @property
     def last_step_was_skipped(self) -> bool:
-        """Whether a bucket was dropped in the last step, or in the present one so far."""
-        return self._skips.in_step > 0
+        """Whether a bucket was dropped in the last step, or in the present one so far.
+
+        Waits for the device.
+        """
+        return bool(self._skips.in_step() > 0)
 
     def metrics(self) -> dict[str, float]:
+        steps, buckets = self._skips.totals()
         own = {
-            "skipped_steps": float(self._skips.steps),
-            "skipped_buckets": float(self._skips.buckets),
+            "skipped_steps": float(steps),
+            "skipped_buckets": float(buckets),
             "last_step_was_skipped": float(self.last_step_was_skipped),
         }
         return own | super().metrics()
@@ -113,12 +129,12 @@ class SkipNonfinite(CommHook):
 
     def _begin_step(self) -> None:
         self._undo()
-        self._skips.in_step = 0
+        self._skips.begin_step()
         if self.whole_steps:
             self._before = self.inner.state_dict()
 
-    def _drop(self, bucket: GradBucket) -> Tensor:
-        self._skips.count()
+    def _drop(self, bucket: GradBucket, verdict: Tensor) -> Tensor:
+        self._skips.verdicts.append(verdict)
         return bucket.buffer().zero_()
 
     def _undo(self) -> None:
@@ -130,14 +146,27 @@ class SkipNonfinite(CommHook):
 
 @dataclass
 class _Skips:
-    """How many there were, and how many buckets in the last step."""
+    """How many there were in the steps before the last, and the verdicts on its buckets.
 
-    steps: int = 0
-    buckets: int = 0
-    in_step: int = 0
+    Counted on the device of the gradients, for nobody may ever ask.
+    """
 
-    def count(self) -> None:
-        """One bucket more."""
-        self.steps += self.in_step == 0
-        self.buckets += 1
-        self.in_step += 1
+    steps: Tensor | int = 0
+    buckets: Tensor | int = 0
+    verdicts: list[Tensor] = field(default_factory=list)
+
+    def begin_step(self) -> None:
+        self.steps, self.buckets = self.totals()
+        self.verdicts.clear()
+
+    def in_step(self) -> Tensor | int:
+        """The buckets that were dropped in the last step."""
+        if not self.verdicts:
+            return 0
+        device = self.verdicts[0].device
+        return torch.stack([v.to(device) for v in self.verdicts]).logical_not().sum()
+
+    def totals(self) -> tuple[Tensor | int, Tensor | int]:
+        """Steps and buckets, with the last step's."""
+        dropped = self.in_step()
+        return self.steps + (dropped > 0), self.buckets + dropped

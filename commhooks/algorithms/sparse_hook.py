@@ -10,23 +10,22 @@ With G the gradients, E what earlier steps left, and M = G + E:
 
 M is made in the bucket's buffer; E changes only when the parts of all ranks are there and finite.
 What is not finite counts as larger than any number, so it is always among what is sent: no flag
-needs to travel for all ranks to learn of it. They then return NaN, and keep E bit for bit.
+needs to travel for all ranks to learn of it. They then return NaN, and keep E bit for bit: see Note
+[Verdicts] in finite.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.sparse_part import (
-    SparsePart,
-    are_finite,
-    gather,
-    store_mean,
-    to_memory_dtype,
-)
+from commhooks.algorithms.finite import is_known_false
+from commhooks.algorithms.gathered_parts import gather
+from commhooks.algorithms.sparse import require_kernels
+from commhooks.algorithms.sparse_part import SparsePart, to_memory_dtype
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
 from reducer import GradBucket
@@ -50,6 +49,11 @@ class SparseHook(CommHook):
         """Not with errors of its own: another error feedback would count them twice."""
         return not self.error_feedback
 
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Refuses parameters on a GPU without CuPy."""
+        require_kernels(parameters)
+        super().prepare(parameters, group)
+
     def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:
         """Adds ``error`` to ``gradient``; the indices of what is sent, int32, ascending."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `select`")
@@ -68,8 +72,8 @@ class SparseHook(CommHook):
             comm.contribution = own.dense(total)
         counts = await self.counts(own, comm)
         parts = await gather(own, counts, buffer.numel(), comm)
-        if not are_finite(parts):
+        if is_known_false(parts.verdict):
             return buffer.fill_(torch.nan)
         if error is not None:
-            own.leave(total, error)
-        return store_mean(parts, buffer)
+            own.leave(total, error, parts.verdict)
+        return parts.store_mean(buffer)

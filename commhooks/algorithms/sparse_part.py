@@ -1,31 +1,27 @@
 """What a sparse hook sends: some numbers of a bucket, and where they belong.
 
-On the wire, as bytes:   | values, in the bucket's dtype | indices, see Note [Index code] |
+On the wire, as bytes:   | indices, see Note [Index code] | values, in the bucket's dtype |
 
 The size follows from the number of elements and the number of those that are sent.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.index_code import IndexCode
 from commhooks.algorithms.sparse import scatter_add
-from commhooks.communicator import Communicator
 from commhooks.wire import all_gather_bytes
 from reducer import GradBucket
 
 __all__ = [
     "SparseLayout",
     "SparsePart",
-    "are_finite",
     "fit",
-    "gather",
     "gather_bytes",
     "kept_elements",
-    "store_mean",
     "to_memory_dtype",
 ]
 
@@ -68,10 +64,13 @@ class SparsePart:
     def count(self) -> int:
         return self.indices.numel()
 
-    def leave(self, total: Tensor, error: Tensor) -> None:
-        """``error`` becomes what is not sent of ``total``: sent + error == total, exactly."""
-        error.copy_(total)
-        scatter_add(-self.values.to(error.dtype), self.indices, error)
+    def leave(self, total: Tensor, error: Tensor, verdict: Tensor) -> None:
+        """``error`` becomes what is not sent of ``total``: sent + error == total, exactly.
+
+        Only if the verdict is true. ``total`` loses what is sent.
+        """
+        scatter_add(-self.values.to(total.dtype), self.indices, total)
+        copy_if(verdict, total, error)
 
     def dense(self, like: Tensor) -> Tensor:
         """With zeros for what is not sent."""
@@ -82,68 +81,41 @@ class SparsePart:
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """How a part of ``count`` out of ``numel`` elements is written."""
+    """How a part of at most ``capacity`` out of ``numel`` elements is written."""
 
     numel: int
-    count: int
+    capacity: int
     dtype: torch.dtype
 
     @property
     def code(self) -> IndexCode:
-        return IndexCode.shortest(self.numel, self.count)
-
-    @property
-    def value_bytes(self) -> int:
-        return self.count * self.dtype.itemsize
+        return IndexCode.shortest(self.numel, self.capacity)
 
     @property
     def nbytes(self) -> int:
-        return self.value_bytes + self.code.nbytes
+        return self.code.nbytes + self.capacity * self.dtype.itemsize
 
-    def write(self, part: SparsePart, message: Tensor) -> None:
-        """Into the first ``nbytes`` of ``message``, uint8."""
-        message[: self.value_bytes] = part.values.view(torch.uint8)
-        self.code.pack(part.indices, out=message[self.value_bytes : self.nbytes])
+    def write(self, part: SparsePart) -> Tensor:
+        """(nbytes,) uint8."""
+        message = part.indices.new_zeros(self.nbytes, dtype=torch.uint8)
+        index_bytes = self.code.nbytes
+        self.code.pack(part.indices, out=message[:index_bytes])
+        values = part.values.view(torch.uint8)
+        message[index_bytes : index_bytes + values.numel()] = values
+        return message
 
-    def read(self, message: Tensor) -> SparsePart:
-        """The values are a view of ``message``."""
-        values = message[: self.value_bytes].view(self.dtype)
-        return SparsePart(self.code.unpack(message[self.value_bytes : self.nbytes]), values)
+    def values(self, messages: Tensor) -> Tensor:
+        """(..., capacity), a view of messages (..., nbytes)."""
+        return messages[..., self.code.nbytes :].view(self.dtype)
 
-
-async def gather(
-    own: SparsePart, counts: Sequence[int], numel: int, comm: Communicator
-) -> list[SparsePart]:
-    """The parts of all ranks, by rank, in one all-gather padded to the longest of them.
-
-    ``counts``: of the numbers in each rank's part. If there are none at all, nothing is sent.
-    """
-    dtype = own.values.dtype
-    longest = SparseLayout(numel, max(counts), dtype).nbytes
-    message = own.indices.new_zeros(longest, dtype=torch.uint8)
-    SparseLayout(numel, counts[comm.rank], dtype).write(own, message)
-    messages = await comm.all_gather(message) if longest > 0 else [message] * comm.size
-    return [
-        SparseLayout(numel, count, dtype).read(message)
-        for count, message in zip(counts, messages, strict=True)
-    ]
+    def read(self, message: Tensor, count: int) -> SparsePart:
+        """On the CPU, a part of that many. The values are a view of ``message``."""
+        indices = self.code.unpack(message[: self.code.nbytes], count)
+        return SparsePart(indices, self.values(message)[:count])
 
 
 def gather_bytes(bucket: GradBucket, density: float, size: int) -> int:
-    """What each of ``size`` ranks sends when :func:`gather` has that share of the elements."""
+    """What each of ``size`` ranks sends when all gather that share of the elements."""
     buffer = bucket.buffer()
     count = kept_elements(density, buffer.numel())
     return all_gather_bytes(SparseLayout(buffer.numel(), count, buffer.dtype).nbytes, size)
-
-
-def are_finite(parts: Sequence[SparsePart]) -> bool:
-    """Whether all ranks sent finite numbers only; so they had no others. Waits for the device."""
-    return bool(torch.stack([part.values.isfinite().all() for part in parts]).all())
-
-
-def store_mean(parts: Sequence[SparsePart], buffer: Tensor) -> Tensor:
-    """``buffer``, overwritten with the mean of the parts, summed in the order of ranks."""
-    mean = to_memory_dtype(buffer.zero_())
-    for part in parts:
-        scatter_add(part.values.to(mean.dtype) / len(parts), part.indices, mean)
-    return buffer.copy_(mean)

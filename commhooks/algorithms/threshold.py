@@ -35,7 +35,8 @@ class Threshold(SparseHook):
 
     Wire, per bucket and step: an all-gather of the counts, 8 bytes from each rank; then, unless all
     are zero, one of values in the bucket's dtype and their indices, padded to those of the rank
-    with the most. Memory: the errors, as in ``topk``. On CUDA the host waits for the counts.
+    with the most. Memory: the errors, as in ``topk``. On CUDA the host
+    waits for this rank's count and for those of the others: they decide how much memory is needed.
 
     A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
     the errors as they were.
@@ -52,6 +53,6 @@ class Threshold(SparseHook):
         return select_above(gradient, error, self.value)
 
     async def counts(self, own: SparsePart, comm: Communicator) -> list[int]:
-        count = torch.tensor(own.count, device=own.indices.device)
+        count = own.indices.new_full((), own.count, dtype=torch.int64)
         counts: list[int] = (await comm.all_gather(count)).tolist()
         return counts

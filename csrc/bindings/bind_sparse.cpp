@@ -30,6 +30,10 @@ Reads what pack_indices wrote, and checks it.)");
       "scatter_add", &scatter_add, no_gil, py::arg("values"), py::arg("indices"), py::arg("out"),
       R"(
 Adds values to out at ascending indices.)");
+  module.def(
+      "draw_indices", &draw_indices, no_gil, py::arg("seed"), py::arg("rotation"), py::arg("numel"),
+      py::arg("out"), R"(
+Fills out with different, ascending indices below numel. See csrc/cpu/sparse.h.)");
 }
 
 }  // namespace commhooks

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <limits>
 
 namespace commhooks {
 namespace {
@@ -205,6 +206,30 @@ void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor
         to[*at] += from[at - first];
       }
     });
+  });
+}
+
+void draw_indices(int64_t seed, int64_t rotation, int64_t numel, at::Tensor& indices) {
+  check_cpu("indices", indices, at::kInt);
+  const int64_t count = indices.numel();
+  TORCH_CHECK(
+      count <= numel && numel <= std::numeric_limits<int32_t>::max(),
+      "Expected to draw at most as many indices as there are, fewer than 2^31, found ", count,
+      " of ", numel, ".");
+  TORCH_CHECK(
+      0 <= rotation && rotation < std::max<int64_t>(numel, 1), "Expected a rotation below ", numel,
+      ", found ", rotation, ".");
+  if (count == 0) {
+    return;
+  }
+  const codecs::RandomIndices random(
+      static_cast<uint64_t>(seed), static_cast<uint64_t>(rotation), static_cast<uint64_t>(numel),
+      static_cast<uint64_t>(count));
+  auto* const out = indices.mutable_data_ptr<int32_t>();
+  at::parallel_for(0, count, kGrainElements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      out[i] = static_cast<int32_t>(random.at(static_cast<uint64_t>(i)));
+    }
   });
 }
 

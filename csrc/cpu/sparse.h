@@ -28,4 +28,8 @@ void unpack_indices(
 // the number of threads.
 void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor& out);
 
+// Fills `indices` with ascending int32 indices below `numel`, all different, drawn at random. See
+// RandomIndices in codecs/sparse.h. Does not depend on the number of threads.
+void draw_indices(int64_t seed, int64_t rotation, int64_t numel, at::Tensor& indices);
+
 }  // namespace commhooks

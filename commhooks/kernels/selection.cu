@@ -1,0 +1,355 @@
+// Which numbers of a gradient a sparse hook sends: as csrc/cpu/selection.cpp, the same indices.
+//
+// Note [Selection on the device]
+// ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+// The host launches all of this at once and learns nothing on the way:
+//
+//   begin    a bound that most likely a few more than k elements reach, from a sample
+//   mark     adds the error; a bit for each element that reaches the bound      one pass over all
+//   refine   digit by digit, the k-th largest key of the marked elements         passes over these
+//   count    per chunk, how many keys are larger than it, and how many equal     and these
+//   list     the indices of all larger ones, and of the first equal ones         and these
+//
+// Where a sample misleads, and fewer than k are marked, all elements are candidates: slower, and
+// right all the same. Where fewer than k are not zero, zeros fill up, and nothing is left to refine.
+// Passes over candidates read the bits, and of the gradient only the 32 bytes around each of them.
+
+#include "codecs/sparse.h"
+#include "grid.h"
+#include "vector.h"
+
+namespace commhooks::kernels {
+
+using codecs::magnitude_bits;
+
+constexpr int kThreads = 256;
+constexpr int kWord = 32;                 // elements that a word of marks stands for
+constexpr int kChunk = kThreads * kWord;  // elements of a block that counts or lists
+constexpr int kSamplingThreads = 1024;
+constexpr int kSampleBytes = 64;  // that a thread keeps in registers
+constexpr int kDigitBits = 11;
+constexpr int kDigits = 1 << kDigitBits;
+
+template <typename T>
+using Key = decltype(magnitude_bits(T{}));
+
+// What the kernels of one selection hand on, in global memory.
+struct Selection {
+  u64 bound;        // elements with keys of this or more are marked
+  u64 marked;       // how many these are
+  u64 key;          // of the k-th largest: its digits so far, from the top, and zeros
+  u64 rank;         // of it, from 1, among the candidates that have these digits
+  u64 selected;     // by `count`: how many keys are larger than `key`
+  u32 only_marked;  // whether candidates are what is marked, or else all
+  u32 is_refined;   // whether `key` is known without looking at digits
+  u32 ticket;
+  u32 histogram[kDigits];  // of the present digit
+};
+
+static_assert(sizeof(Selection) <= 8256, "selection.py allocates as much");
+
+// Finds the digit of the element of rank *rank, from the top, where histogram[d] elements have digit
+// d. *rank becomes its rank among these. For all threads of a block; all get the same.
+template <int threads>
+__device__ u32 pick_digit(const u32* histogram, u64* rank) {
+  constexpr int share = kDigits / threads;
+  __shared__ u32 digit;
+  __shared__ u64 rank_there;
+  const int top = kDigits - 1 - threadIdx.x * share;
+  u64 own = 0;
+  for (int i = 0; i < share; ++i) {
+    own += histogram[top - i];
+  }
+  u64 total;
+  u64 before = sum_before<threads>(own, &total);
+  if (before < *rank && *rank <= before + own) {
+    int found = top;
+    while (*rank > before + histogram[found]) {
+      before += histogram[found--];
+    }
+    digit = found;
+    rank_there = *rank - before;
+  }
+  __syncthreads();
+  *rank = rank_there;
+  return digit;
+}
+
+template <typename T>
+__device__ u64 shared_digits(Key<T> key, int shift, int width) {
+  return key >> shift >> width;
+}
+
+// One block. `sample_rank`: in the sample, of the key that becomes the bound; 0: `bound` is given.
+template <typename T>
+__global__ void __launch_bounds__(kSamplingThreads) begin(
+    const T* gradient,
+    const T* error,
+    i64 numel,
+    i64 sample_rank,
+    u64 bound,
+    Selection* selection) {
+  constexpr int samples_per_thread = kSampleBytes / sizeof(T);
+  constexpr i64 samples = samples_per_thread * kSamplingThreads;
+  __shared__ u32 histogram[kDigits];
+  Key<T> key = 0;
+  if (sample_rank > 0) {
+    Key<T> keys[samples_per_thread];
+    for (int i = 0; i < samples_per_thread; ++i) {
+      // One element out of each of as many runs, at places that no pattern can follow.
+      const i64 sample = (i64)i * kSamplingThreads + threadIdx.x;
+      const i64 start = sample * numel / samples;
+      const i64 stop = (sample + 1) * numel / samples;
+      const u64 hash = (u64)sample * 0x9e3779b97f4a7c15ull;  // Weyl's sequence
+      const i64 at = start + (i64)((hash >> 32) % (u64)(stop - start));
+      keys[i] = magnitude_bits(error == nullptr ? gradient[at] : gradient[at] + error[at]);
+    }
+    u64 rank = sample_rank;
+    for (int shift = 8 * sizeof(T); shift > 0;) {
+      const int width = shift < kDigitBits ? shift : kDigitBits;
+      shift -= width;
+      for (int i = threadIdx.x; i < kDigits; i += kSamplingThreads) {
+        histogram[i] = 0;
+      }
+      __syncthreads();
+      for (int i = 0; i < samples_per_thread; ++i) {
+        if (shared_digits<T>(keys[i], shift, width) == shared_digits<T>(key, shift, width)) {
+          atomicAdd(&histogram[keys[i] >> shift & ((1u << width) - 1)], 1u);
+        }
+      }
+      __syncthreads();
+      key |= (Key<T>)pick_digit<kSamplingThreads>(histogram, &rank) << shift;
+      __syncthreads();
+    }
+    bound = key;
+  }
+  for (int i = threadIdx.x; i < kDigits; i += kSamplingThreads) {
+    selection->histogram[i] = 0;
+  }
+  if (threadIdx.x == 0) {
+    selection->bound = bound > 0 ? bound : 1;  // zeros are not marked
+    selection->marked = 0;
+    selection->key = 0;
+    selection->ticket = 0;
+  }
+}
+
+// Every `spacing`-th bit, from bit 0, is one of the low bits of `bits`.
+template <int spacing>
+__device__ u32 spread(u32 bits) {
+  if constexpr (spacing == 4) {
+    bits = (bits | bits << 12) & 0x000f000fu;
+    bits = (bits | bits << 6) & 0x03030303u;
+    return (bits | bits << 3) & 0x11111111u;
+  } else {
+    bits = (bits | bits << 8) & 0x00ff00ffu;
+    bits = (bits | bits << 4) & 0x0f0f0f0fu;
+    bits = (bits | bits << 2) & 0x33333333u;
+    return (bits | bits << 1) & 0x55555555u;
+  }
+}
+
+// What is selected, given that `marked` elements are marked.
+__device__ void choose_candidates(u64 count, Selection* selection) {
+  const u64 marked = selection->marked;
+  const bool only_zeros_are_left = marked < count && selection->bound == 1;
+  selection->only_marked = marked >= count;
+  selection->is_refined = only_zeros_are_left;  // the k-th largest key is 0
+  selection->rank = only_zeros_are_left ? count - marked : count;
+}
+
+// A warp takes 32 vectors at a time; each of its first lanes writes one of their words of marks.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    mark(T* gradient, const T* error, i64 numel, u64 count, u32* marks, Selection* selection) {
+  constexpr int size = Vector<T>::size;
+  __shared__ u32 marked_in_block;
+  if (threadIdx.x == 0) {
+    marked_in_block = 0;
+  }
+  __syncthreads();
+  const auto bound = (Key<T>)selection->bound;
+  const int lane = threadIdx.x % 32;
+  u32 marked = 0;
+  const i64 chunk = (i64)blockIdx.x * kChunk;
+  const i64 end = chunk + kChunk < numel ? chunk + kChunk : numel;
+  for (i64 group = chunk + threadIdx.x / 32 * 32 * size; group < end; group += kThreads * size) {
+    const i64 at = group + lane * size;
+    Vector<T> sums = load(gradient, at, numel);
+    if (error != nullptr) {
+      const Vector<T> errors = load(error, at, numel);
+      for (int i = 0; i < size; ++i) {
+        sums.items[i] += errors.items[i];
+      }
+      store(gradient, at, numel, sums);
+    }
+    u32 word = 0;
+    for (int i = 0; i < size; ++i) {
+      const u32 reach = __ballot_sync(~0u, magnitude_bits(sums.items[i]) >= bound);
+      word |= spread<size>(reach >> lane % size * (32 / size) & ((1ull << 32 / size) - 1)) << i;
+    }
+    if (lane < size && group + lane * kWord < numel) {
+      marks[group / kWord + lane] = word;
+      marked += __popc(word);
+    }
+  }
+  atomicAdd(&marked_in_block, marked);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    atomicAdd(&selection->marked, (u64)marked_in_block);
+  }
+  if (is_last_block(&selection->ticket) && threadIdx.x == 0) {
+    choose_candidates(count, selection);
+  }
+}
+
+// The candidates among the elements of a word of marks, as bits.
+__device__ u32 candidates(const u32* marks, i64 word, i64 numel, const Selection* selection) {
+  if (word * kWord >= numel) {
+    return 0;
+  }
+  if (selection->only_marked) {
+    return marks[word];
+  }
+  const i64 left = numel - word * kWord;
+  return left >= kWord ? ~0u : (1u << left) - 1;
+}
+
+// Calls `body(index, key)` for each of the candidates, ascending.
+template <typename T, typename Body>
+__device__ void for_each_candidate(const T* gradient, i64 word, u32 bits, const Body& body) {
+  for (; bits != 0; bits &= bits - 1) {
+    const i64 index = word * kWord + __ffs(bits) - 1;
+    body(index, magnitude_bits(gradient[index]));
+  }
+}
+
+// Finds the digit of `width` bits at `shift`.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) refine(
+    const T* gradient, i64 numel, const u32* marks, i64 shift, i64 width, Selection* selection) {
+  if (selection->is_refined) {
+    return;
+  }
+  __shared__ u32 histogram[kDigits];
+  for (int i = threadIdx.x; i < kDigits; i += kThreads) {
+    histogram[i] = 0;
+  }
+  __syncthreads();
+  const u64 digits = shared_digits<T>((Key<T>)selection->key, shift, width);
+  const i64 stride = (i64)gridDim.x * kThreads;
+  for (i64 word = (i64)blockIdx.x * kThreads + threadIdx.x; word * kWord < numel; word += stride) {
+    const u32 bits = candidates(marks, word, numel, selection);
+    for_each_candidate(gradient, word, bits, [&](i64, Key<T> key) {
+      if (shared_digits<T>(key, shift, width) == digits) {
+        atomicAdd(&histogram[key >> shift & ((1u << width) - 1)], 1u);
+      }
+    });
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kDigits; i += kThreads) {
+    if (histogram[i] > 0) {
+      atomicAdd(&selection->histogram[i], histogram[i]);
+    }
+  }
+  if (!is_last_block(&selection->ticket)) {
+    return;
+  }
+  u64 rank = selection->rank;
+  const u64 digit = pick_digit<kThreads>(selection->histogram, &rank);
+  __syncthreads();
+  for (int i = threadIdx.x; i < kDigits; i += kThreads) {
+    selection->histogram[i] = 0;
+  }
+  if (threadIdx.x == 0) {
+    selection->key |= digit << shift;
+    selection->rank = rank;
+  }
+}
+
+// In the high half how many candidates of a word have keys larger than the k-th largest, in the low
+// half how many have this key.
+template <typename T>
+__device__ u64 larger_and_equal(const T* gradient, i64 word, u32 bits, const Selection* selection) {
+  const auto kth = (Key<T>)selection->key;
+  u64 both = 0;
+  for_each_candidate(gradient, word, bits, [&](i64, Key<T> key) {
+    both += (u64)(key > kth) << 32 | (u64)(key == kth);
+  });
+  return both;
+}
+
+// One block per chunk. `offsets`: for each chunk, how many are larger and equal before it.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    count(const T* gradient, i64 numel, const u32* marks, u64* offsets, Selection* selection) {
+  const i64 word = (i64)blockIdx.x * kThreads + threadIdx.x;
+  const u32 bits = candidates(marks, word, numel, selection);
+  u64 total;
+  sum_before<kThreads>(larger_and_equal(gradient, word, bits, selection), &total);
+  if (threadIdx.x == 0) {
+    offsets[blockIdx.x] = total;
+  }
+  if (!is_last_block(&selection->ticket)) {
+    return;
+  }
+  total = scan<kThreads>(offsets, gridDim.x);
+  if (threadIdx.x == 0) {
+    selection->selected = total >> 32;
+  }
+}
+
+// One block per chunk. Writes at most `limit` indices.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) list(
+    const T* gradient,
+    i64 numel,
+    const u32* marks,
+    const u64* offsets,
+    const Selection* selection,
+    i64 limit,
+    int* indices) {
+  const i64 word = (i64)blockIdx.x * kThreads + threadIdx.x;
+  const u32 bits = candidates(marks, word, numel, selection);
+  u64 total;
+  const u64 before = offsets[blockIdx.x] +
+      sum_before<kThreads>(larger_and_equal(gradient, word, bits, selection), &total);
+  const auto kth = (Key<T>)selection->key;
+  const i64 equal_wanted = selection->rank;
+  i64 larger = before >> 32;
+  i64 equal = before & 0xffffffffu;
+  for_each_candidate(gradient, word, bits, [&](i64 index, Key<T> key) {
+    const i64 position = larger + (equal < equal_wanted ? equal : equal_wanted);
+    if ((key > kth || (key == kth && equal < equal_wanted)) && position < limit) {
+      indices[position] = (int)index;
+    }
+    larger += key > kth;
+    equal += key == kth;
+  });
+}
+
+// Adds the error. `flag`, zero before, becomes NaN if some number is not finite then.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    add_and_check(T* gradient, const T* error, i64 numel, T* flag) {
+  const Key<T> infinity = magnitude_bits((T)codecs::float_of(0x7f800000u));
+  for_each_vector<T>(numel, [&](i64 at) {
+    Vector<T> sums = load(gradient, at, numel);
+    bool is_finite = true;
+    if (error != nullptr) {
+      const Vector<T> errors = load(error, at, numel);
+      for (int i = 0; i < Vector<T>::size; ++i) {
+        sums.items[i] += errors.items[i];
+      }
+      store(gradient, at, numel, sums);
+    }
+    for (int i = 0; i < Vector<T>::size; ++i) {
+      is_finite &= magnitude_bits(sums.items[i]) < infinity;
+    }
+    if (!is_finite) {
+      *flag = (T)codecs::float_of(0x7fc00000u);  // whoever comes here writes the same
+    }
+  });
+}
+
+}  // namespace commhooks::kernels

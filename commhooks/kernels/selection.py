@@ -1,0 +1,185 @@
+"""Launches of selection.cu: which numbers of a gradient a sparse hook sends.
+
+Gradients and errors are flat, float32 or float64, with fewer than 2^31 elements. See Note
+[Selection on the device].
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commhooks.errors import CommHookError
+from commhooks.kernels.launcher import Argument, launch
+from commhooks.kernels.source import Source
+
+__all__ = ["SOURCE", "TYPES", "add_and_check", "check_gradient", "select_above", "select_largest"]
+
+TYPES = {torch.float32: "float", torch.float64: "double"}
+"""In which kernels compute, by their names in C++."""
+SOURCE = Source(
+    "selection.cu",
+    tuple(
+        f"commhooks::kernels::{kernel}<{type_}>"
+        for kernel in ("begin", "mark", "refine", "count", "list", "add_and_check")
+        for type_ in TYPES.values()
+    ),
+)
+
+_THREADS = 256
+_WORD = 32  # elements that a word of marks stands for
+_CHUNK = _THREADS * _WORD
+_SAMPLING_THREADS = 1024
+_SAMPLE_BYTES = 64 * _SAMPLING_THREADS
+_DIGIT_BITS = 11
+_STATE_BYTES = 4 * (1 << _DIGIT_BITS) + 64
+_SELECTED = 4  # where in the state, in words of 64 bits
+_REFINING_BLOCKS = 1024
+_STREAMING_BLOCKS = 2048
+
+
+def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor:
+    """Adds ``error`` to ``gradient``; the indices of the ``count`` largest magnitudes.
+
+    (count,) int32, ascending; of equal numbers the first. Does not synchronise.
+    """
+    check_gradient(gradient, error)
+    numel = gradient.numel()
+    if not 0 <= count <= numel:
+        raise CommHookError(f"expected to select 0 to {numel} elements, found {count}")
+    indices = gradient.new_empty(count, dtype=torch.int32)
+    if count == 0:
+        add_and_check(gradient, error)
+        return indices
+    selection = _Selection(gradient)
+    selection.mark(error, count, sample_rank=_sample_rank(gradient, count), bound=1)
+    selection.refine()
+    selection.count()
+    selection.list(indices)
+    return indices
+
+
+def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Tensor:
+    """Adds ``error`` to ``gradient``; the indices of magnitudes of ``threshold`` or more.
+
+    int32, ascending. Waits for the device, to learn how many there are.
+    """
+    check_gradient(gradient, error)
+    if not threshold > 0:
+        raise CommHookError(f"expected a threshold above 0, found {threshold}")
+    selection = _Selection(gradient)
+    selection.mark(error, 0, sample_rank=0, bound=_key(threshold, gradient.dtype))
+    selection.count()
+    indices = gradient.new_empty(selection.selected(), dtype=torch.int32)
+    selection.list(indices)
+    return indices
+
+
+def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
+    """Adds ``error`` to ``gradient``; (1,), NaN if some number is not finite then, else 0.
+
+    Does not synchronise.
+    """
+    check_gradient(gradient, error)
+    flag = gradient.new_zeros(1)
+    numel = gradient.numel()
+    blocks = min(_STREAMING_BLOCKS, -(-numel // (4 * _THREADS)))
+    kernel = f"commhooks::kernels::add_and_check<{TYPES[gradient.dtype]}>"
+    launch(SOURCE, kernel, (gradient, error, numel, flag), grid=blocks, block=_THREADS)
+    return flag
+
+
+class _Selection:
+    """One run of the kernels, and what they hand on to each other.
+
+    The host knows it all from the start, except how many elements reach a threshold.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+        self._chunks = -(-gradient.numel() // _CHUNK)
+        self._state, self._marks, self._offsets = (
+            torch.empty(words, dtype=torch.int64, device=gradient.device)
+            for words in (_STATE_BYTES // 8, self._chunks * _CHUNK // 64, self._chunks)
+        )
+
+    def mark(self, error: Tensor | None, count: int, *, sample_rank: int, bound: int) -> None:
+        """Adds the error. The bound has that rank in a sample, or is given where that is 0."""
+        gradient, numel, state = self._gradient, self._gradient.numel(), self._state
+        arguments = (gradient, error, numel, sample_rank, bound, state)
+        self._launch("begin", arguments, blocks=1, threads=_SAMPLING_THREADS)
+        self._launch("mark", (gradient, error, numel, count, self._marks, state))
+
+    def refine(self) -> None:
+        """Finds the k-th largest key, from its highest digit to its lowest."""
+        shift = 8 * self._gradient.itemsize
+        while shift > 0:
+            width = min(shift, _DIGIT_BITS)
+            shift -= width
+            arguments = (self._gradient, self._gradient.numel(), self._marks, shift, width)
+            blocks = min(self._chunks, _REFINING_BLOCKS)
+            self._launch("refine", (*arguments, self._state), blocks=blocks)
+
+    def count(self) -> None:
+        """Finds out how many indices come before each chunk's."""
+        gradient, numel = self._gradient, self._gradient.numel()
+        self._launch("count", (gradient, numel, self._marks, self._offsets, self._state))
+
+    def selected(self) -> int:
+        """By a threshold. Waits for the device."""
+        return int(self._state[_SELECTED].item()) if self._chunks > 0 else 0
+
+    def list(self, indices: Tensor) -> None:
+        gradient, numel = self._gradient, self._gradient.numel()
+        arguments = (gradient, numel, self._marks, self._offsets, self._state)
+        self._launch("list", (*arguments, indices.numel(), indices))
+
+    def _launch(
+        self,
+        name: str,
+        arguments: Sequence[Argument],
+        *,
+        blocks: int | None = None,
+        threads: int = _THREADS,
+    ) -> None:
+        """One block for each chunk, unless stated otherwise."""
+        kernel = f"commhooks::kernels::{name}<{TYPES[self._gradient.dtype]}>"
+        grid = self._chunks if blocks is None else blocks
+        launch(SOURCE, kernel, arguments, grid=grid if self._chunks > 0 else 0, block=threads)
+
+
+def _sample_rank(gradient: Tensor, count: int) -> int:
+    """In a sample, of a key that most likely a few more than ``count`` elements reach.
+
+    Four standard deviations of the number of samples above the ``count``-th largest element. 0 for
+    few elements: then all that are not zero are candidates.
+    """
+    samples = _SAMPLE_BYTES // gradient.itemsize
+    if gradient.numel() <= samples:
+        return 0
+    expected = count / gradient.numel() * samples
+    return min(samples, int(expected + 4 * math.sqrt(expected) + 8))
+
+
+def _key(threshold: float, dtype: torch.dtype) -> int:
+    """The bits of a positive number, rounded to ``dtype``."""
+    bits = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
+    return int(torch.tensor(threshold, dtype=dtype).view(bits).item())
+
+
+def check_gradient(gradient: Tensor, *others: Tensor | None) -> None:
+    """Raises CommHookError unless kernels can take the gradient, and others like it."""
+    for tensor in (gradient, *others):
+        if tensor is None:
+            continue
+        if tensor.dtype not in TYPES or tensor.dim() != 1 or tensor.numel() >= 2**31:
+            raise CommHookError(
+                "expected gradients to be flat, float32 or float64, of fewer than 2^31 elements, "
+                f"found shape {tuple(tensor.shape)} in {tensor.dtype}"
+            )
+        if tensor.shape != gradient.shape or tensor.dtype != gradient.dtype:
+            raise CommHookError(
+                f"expected errors like the gradients, {tuple(gradient.shape)} in {gradient.dtype}, "
+                f"found {tuple(tensor.shape)} in {tensor.dtype}"
+            )

@@ -1,0 +1,254 @@
+// What sparse hooks send and keep: indices written and read, values put in their places.
+//
+// `messages` are those of all ranks, one after the other, `pitch` bytes each: the indices as in Note
+// [Index code] in commhooks/algorithms/index_code.py, then the values, at any alignment.
+
+#include "codecs/sparse.h"
+#include "grid.h"
+#include "vector.h"
+
+namespace commhooks::kernels {
+
+using codecs::IndexCode;
+using codecs::u8;
+
+constexpr int kThreads = 256;
+constexpr int kWordBits = 64;
+constexpr int kSegment = 4096;  // elements of a result that a block writes
+
+__device__ i64 thread_index() {
+  return (i64)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+// ------------------------------------------------------------------------------------- writing
+
+// `packed`: zeros before. A thread for each index and for each word of low bits.
+__global__ void __launch_bounds__(kThreads) pack(
+    const int* indices,
+    i64 count,
+    i64 low_bits,
+    i64 adds_rank,
+    i64 high_words,
+    i64 low_words,
+    u64* packed) {
+  const IndexCode code{(int)low_bits, adds_rank != 0};
+  const i64 thread = thread_index();
+  if (thread < count) {
+    const u64 position = code.position(indices[thread], thread);
+    atomicOr(&packed[position / kWordBits], 1ull << position % kWordBits);
+  }
+  if (thread < low_words) {
+    const i64 begin = thread * kWordBits;
+    u64 word = 0;
+    for (i64 rank = begin / code.low_bits; rank < count; ++rank) {
+      const i64 bit = rank * code.low_bits - begin;
+      if (bit >= kWordBits) {
+        break;
+      }
+      const u64 low = code.low(indices[rank]);
+      word |= bit >= 0 ? low << bit : low >> -bit;
+    }
+    packed[high_words + thread] = word;
+  }
+}
+
+// ------------------------------------------------------------------------------------- reading
+
+__device__ u64 load_word(const u8* words, i64 index) {
+  u64 word = 0;
+  for (int byte = 0; byte < 8; ++byte) {
+    word |= (u64)words[8 * index + byte] << 8 * byte;
+  }
+  return word;
+}
+
+// The `index`-th of the fields of `width` bits that lie one after the other.
+__device__ u64 read_field(const u8* words, int width, i64 index) {
+  if (width == 0) {
+    return 0;
+  }
+  const i64 bit = index * width;
+  const int shift = bit % kWordBits;
+  u64 field = load_word(words, bit / kWordBits) >> shift;
+  if (shift + width > kWordBits) {
+    field |= load_word(words, bit / kWordBits + 1) << (kWordBits - shift);
+  }
+  return field & ((1ull << width) - 1);
+}
+
+// The word of the bitmap that is this thread's, in the message of rank blockIdx.y.
+__device__ u64 bitmap_word(const u8* messages, i64 pitch, i64 high_words) {
+  const i64 word = thread_index();
+  return word < high_words ? load_word(messages + blockIdx.y * pitch, word) : 0;
+}
+
+// Into `offsets`, (ranks, gridDim.x): how many indices there are before each block's words. Into
+// `counts`, (ranks): how many there are, and into `verdict` whether none has more than `capacity`.
+__global__ void __launch_bounds__(kThreads) count_indices(
+    const u8* messages,
+    i64 pitch,
+    i64 high_words,
+    i64 capacity,
+    u64* offsets,
+    i64* counts,
+    u32* ticket,
+    u8* verdict) {
+  u64 total;
+  sum_before<kThreads>(__popcll(bitmap_word(messages, pitch, high_words)), &total);
+  if (threadIdx.x == 0) {
+    offsets[blockIdx.y * gridDim.x + blockIdx.x] = total;
+  }
+  if (!is_last_block(ticket)) {
+    return;
+  }
+  bool fits = true;
+  for (u32 rank = 0; rank < gridDim.y; ++rank) {
+    const i64 count = scan<kThreads>(offsets + rank * gridDim.x, gridDim.x);
+    fits &= count <= capacity;
+    if (threadIdx.x == 0) {
+      counts[rank] = count <= capacity ? count : capacity;
+    }
+  }
+  if (threadIdx.x == 0) {
+    *verdict = fits;
+  }
+}
+
+// Into `indices`, (ranks, capacity): those of all ranks.
+__global__ void __launch_bounds__(kThreads) unpack(
+    const u8* messages,
+    i64 pitch,
+    i64 low_bits,
+    i64 adds_rank,
+    i64 high_words,
+    const u64* offsets,
+    i64 capacity,
+    int* indices) {
+  const IndexCode code{(int)low_bits, adds_rank != 0};
+  const u8* const low = messages + blockIdx.y * pitch + high_words * 8;
+  u64 bits = bitmap_word(messages, pitch, high_words);
+  u64 total;
+  i64 rank =
+      offsets[blockIdx.y * gridDim.x + blockIdx.x] + sum_before<kThreads>(__popcll(bits), &total);
+  for (; bits != 0 && rank < capacity; bits &= bits - 1, ++rank) {
+    const u64 position = thread_index() * kWordBits + __ffsll(bits) - 1;
+    indices[blockIdx.y * capacity + rank] =
+        (int)code.index(position, rank, read_field(low, code.low_bits, rank));
+  }
+}
+
+// A thread for each value of each rank. `verdict` becomes false where indices do not ascend or are
+// not below `numel`, or values are not finite. Into `starts`, (ranks, segments + 1): for each
+// segment of the result, the first index that is not before it.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) check(
+    const T* values,
+    const int* indices,
+    i64 capacity,
+    const i64* counts,
+    i64 numel,
+    i64 segments,
+    u32* starts,
+    u8* verdict) {
+  const i64 rank = thread_index();
+  const i64 count = counts[blockIdx.y];
+  starts += blockIdx.y * (segments + 1);
+  if (rank == 0 && count == 0) {
+    for (i64 segment = 0; segment <= segments; ++segment) {
+      starts[segment] = 0;
+    }
+  }
+  if (rank >= count) {
+    return;
+  }
+  indices += blockIdx.y * capacity;
+  const i64 index = indices[rank];
+  const i64 previous = rank == 0 ? -1 : indices[rank - 1];
+  const T value = values[blockIdx.y * capacity + rank];
+  if (index <= previous || index >= numel || !(value - value == 0)) {
+    *verdict = false;
+  }
+  const i64 first = rank == 0 || previous < 0 ? 0 : previous / kSegment + 1;
+  for (i64 segment = first; segment <= index / kSegment && segment <= segments; ++segment) {
+    starts[segment] = (u32)rank;
+  }
+  if (rank == count - 1) {
+    for (i64 segment = index < 0 ? 0 : index / kSegment + 1; segment <= segments; ++segment) {
+      starts[segment] = (u32)count;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------- results
+
+// One block per segment, which no other writes: the mean over ranks, summed in their order; NaN
+// where the verdict is false.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) store_mean(
+    const T* values,
+    const int* indices,
+    i64 capacity,
+    const u32* starts,
+    i64 ranks,
+    i64 numel,
+    const u8* verdict,
+    T* mean) {
+  __shared__ Vector<T> sums[kSegment / Vector<T>::size];
+  T* const sum = sums[0].items;
+  const bool is_sound = *verdict;
+  for (int i = threadIdx.x; i < kSegment; i += kThreads) {
+    sum[i] = is_sound ? (T)0 : (T)codecs::float_of(0x7fc00000u);
+  }
+  __syncthreads();
+  const i64 begin = (i64)blockIdx.x * kSegment;
+  for (i64 rank = 0; is_sound && rank < ranks; ++rank) {
+    const u32* const start = starts + rank * (gridDim.x + 1ll) + blockIdx.x;
+    for (i64 i = start[0] + threadIdx.x; i < start[1]; i += kThreads) {
+      sum[indices[rank * capacity + i] - begin] += values[rank * capacity + i] / (T)ranks;
+    }
+    __syncthreads();
+  }
+  for (int i = threadIdx.x; i < kSegment / Vector<T>::size; i += kThreads) {
+    const i64 at = begin + i * Vector<T>::size;
+    if (at < numel) {
+      store(mean, at, numel, sums[i]);
+    }
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    scatter_add(const T* values, const int* indices, i64 count, i64 numel, T* out) {
+  const i64 i = thread_index();
+  if (i < count && 0 <= indices[i] && indices[i] < numel) {
+    out[indices[i]] += values[i];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    draw(u64 seed, u64 rotation, u64 numel, i64 count, int* indices) {
+  const codecs::RandomIndices random(seed, rotation, numel, count);
+  const i64 i = thread_index();
+  if (i < count) {
+    indices[i] = (int)random.at(i);
+  }
+}
+
+// DGC's momentum correction: gradient = gradient + momentum * velocity; total = gradient + error.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) correct_momentum(
+    T* gradient, const T* velocity, const T* error, double momentum, i64 numel, T* total) {
+  for_each_vector<T>(numel, [&](i64 at) {
+    Vector<T> u = load(gradient, at, numel);
+    Vector<T> v = load(error, at, numel);
+    const Vector<T> old = load(velocity, at, numel);
+    for (int i = 0; i < Vector<T>::size; ++i) {
+      u.items[i] = fma((T)momentum, old.items[i], u.items[i]);
+      v.items[i] = u.items[i] + v.items[i];
+    }
+    store(gradient, at, numel, u);
+    store(total, at, numel, v);
+  });
+}
+
+}  // namespace commhooks::kernels

@@ -1,0 +1,70 @@
+"""Sparse and low-rank hooks on a device: they give what the CPU gives, and wait for nothing."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from hook_runs import DTYPES, HOOKS, SYNC_FREE, assert_like_the_cpu, run
+from lockstep import LockstepCommunicator, lockstep, make_bucket
+from torch import Tensor
+
+from commhooks.algorithms import RandomK, SkipNonfinite, TopK
+from commhooks.testing.compare import same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HOOKS)
+def test_like_the_cpu(name, dtype):
+    around = no_synchronisation if name in SYNC_FREE else nullcontext
+    assert_like_the_cpu(name, dtype, run(HOOKS[name], dtype, device="cuda", around=around))
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
+def test_a_large_bucket_is_like_that_on_the_cpu(density):
+    """With enough chunks, words and segments for all blocks of a device."""
+    gradient = torch.randn(10_000_019, generator=torch.Generator().manual_seed(0))
+    results = []
+    for device in ("cpu", "cuda"):
+        hooks = [TopK(density=density, warmup_steps=0) for _ in range(2)]
+        for step in range(2):
+            buckets = [make_bucket({"p": part.to(device)}, step) for part in gradient[1:].chunk(2)]
+            found, _ = lockstep(hooks, buckets)
+        results.append([result.cpu() for result in found])
+        results[-1] += [hook.state["p"]["error"].cpu() for hook in hooks]
+    assert same_bits(*results)
+
+
+class _Votes(LockstepCommunicator):
+    """Of one rank, which is enough to see what is waited for."""
+
+    def within(self, hook: object, **_: object) -> "_Votes":
+        return self
+
+    async def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:  # type: ignore[override]
+        return tensor
+
+
+def test_steps_are_dropped_without_waiting_for_the_device():
+    hook = SkipNonfinite(RandomK(density=0.5))
+    for number in (1.0, math.inf):
+        bucket = make_bucket({"p": torch.full((5000,), number, device="cuda")})
+        with no_synchronisation(), pytest.raises(StopIteration) as stop:
+            hook.reduce(bucket, _Votes(0, 1, 0)).send(None)  # type: ignore[arg-type]
+        assert stop.value.value.any() == (number == 1.0)
+    assert hook.last_step_was_skipped

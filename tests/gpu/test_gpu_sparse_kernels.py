@@ -1,0 +1,147 @@
+"""Kernels of sparse and low-rank hooks on a device: indices, bytes and bits as on the CPU."""
+
+import math
+
+import pytest
+import torch
+from test_selection_kernels import KINDS, draw, same_bits
+from test_sparse_kernels import Received, choose, part_of, written
+from torch import Tensor
+
+from commhooks.algorithms.finite import copy_if
+from commhooks.algorithms.gathered_parts import gather
+from commhooks.algorithms.lowrank import absorb, orthonormalise
+from commhooks.algorithms.matrix_plan import Side
+from commhooks.algorithms.sparse import (
+    add_and_check,
+    correct_momentum,
+    draw_indices,
+    scatter_add,
+    select_above,
+    select_largest,
+)
+from commhooks.algorithms.sparse_part import SparseLayout, SparsePart
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+# None, one, less than a vector; several chunks. Small: compute-sanitizer runs these tests, too.
+LENGTHS = [0, 1, 3, 8197, 100_003]
+SIZES = [(1, 1), (1000, 1), (30_001, 7_777), (100_003, 1_000)]
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection(kind, length, dtype):
+    gradient, error = draw(kind, length, dtype), draw("normal", length, dtype, seed=1)
+    for share in (0.01, 0.3, 1.0):
+        expected_sum, found_sum = gradient.clone(), gradient.cuda()
+        expected = select_largest(expected_sum, error, round(share * length))
+        found = select_largest(found_sum, error.cuda(), round(share * length))
+        assert torch.equal(found.cpu(), expected)
+        assert same_bits(found_sum.cpu(), expected_sum)
+    for threshold in (0.5, math.inf):
+        expected = select_above(gradient.clone(), None, threshold)
+        assert torch.equal(select_above(gradient.cuda(), None, threshold).cpu(), expected)
+    flag = add_and_check(gradient.cuda(), None)
+    assert torch.equal(flag.cpu().isnan(), add_and_check(gradient, None).isnan())
+
+
+def cuda(part: SparsePart) -> SparsePart:
+    return SparsePart(part.indices.cuda(), part.values.cuda())
+
+
+def mean_of(messages: Tensor, parts: list[SparsePart], numel: int) -> tuple[bool, Tensor]:
+    coroutine = gather(parts[0], [part.count for part in parts], numel, Received(messages))
+    with pytest.raises(StopIteration) as stop:
+        coroutine.send(None)
+    gathered = stop.value.value
+    buffer = parts[0].values.new_full((numel,), 7)
+    return bool(gathered.verdict), gathered.store_mean(buffer).cpu()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("numel", "count"), SIZES)
+def test_messages_and_means(numel, count, dtype):
+    counts = [max(0, count - 3 * rank) for rank in range(3)]
+    parts = [part_of(numel, n, dtype, rank) for rank, n in enumerate(counts)]
+    layout = SparseLayout(numel, count, dtype)
+    assert torch.equal(layout.write(cuda(parts[0])).cpu(), layout.write(parts[0]))
+    messages = written(parts, numel)
+    expected = mean_of(messages, parts, numel)
+    found = mean_of(messages.cuda(), list(map(cuda, parts)), numel)
+    assert found[0]
+    assert same_bits(found[1], expected[1])
+    parts[0].values[0] = math.nan
+    verdict, mean = mean_of(written(parts, numel).cuda(), list(map(cuda, parts)), numel)
+    assert not verdict
+    assert mean.isnan().all()
+
+
+@pytest.mark.parametrize(("numel", "count"), SIZES)
+def test_what_is_drawn_and_placed(numel, count):
+    of_devices = [
+        draw_indices(numel, count, torch.Generator().manual_seed(3), like=torch.empty(0).to(device))
+        for device in ("cpu", "cuda")
+    ]
+    assert torch.equal(of_devices[0], of_devices[1].cpu())
+    values, out, indices = torch.randn(count), torch.randn(numel), choose(numel, count)
+    found = out.cuda()
+    scatter_add(values.cuda(), indices.cuda(), found)
+    scatter_add(values, indices, out)
+    assert torch.equal(found.cpu(), out)
+    for verdict in (False, True):
+        target = torch.zeros(numel, device="cuda")
+        copy_if(torch.tensor(verdict, device="cuda"), found, target)
+        assert torch.equal(target, found * verdict)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_momentum_correction(length, dtype):
+    g, u, v = (torch.randn(length, dtype=dtype, device="cuda") for _ in range(3))
+    expected = g + 0.9 * u
+    total = correct_momentum(g, u, v, 0.9)
+    unit = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(g, expected, rtol=unit, atol=unit)
+    assert torch.equal(total, g + v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 768, 4), (1, 5003, 4), (2, 600, 9)])
+@pytest.mark.parametrize("side", Side)
+def test_bases_are_orthonormal(side, shape, dtype):
+    columns = torch.randn(shape, dtype=dtype, device="cuda")
+    columns[..., -1] = columns[..., 0]
+    factor = columns if side is Side.LEFT else columns.mT.contiguous()
+    basis = orthonormalise(side, factor)
+    Q = (basis if side is Side.LEFT else basis.mT).double()
+    tolerance = 1000 * torch.finfo(dtype).eps
+    identity = torch.eye(shape[2], device="cuda").double().expand(shape[0], -1, -1)
+    torch.testing.assert_close(Q.mT @ Q, identity, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        Q @ (Q.mT @ columns.double()), columns.double(), rtol=tolerance, atol=100 * tolerance
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("verdict", [False, True])
+@pytest.mark.parametrize(("k", "n", "m", "r"), [(1, 1, 1, 1), (3, 70, 131, 5), (2, 768, 2304, 4)])
+def test_end_of_a_step(k, n, m, r, verdict, dtype):
+    make = {"dtype": dtype, "device": "cuda"}
+    E, G = torch.randn(k, n, m, **make), torch.randn(k, n * m + 3, **make)
+    G = G[:, : n * m].unflatten(1, (n, m))
+    own, mean = ((torch.randn(k, n, r, **make), torch.randn(k, r, m, **make)) for _ in range(2))
+    expected = E + G - own[0] @ own[1] if verdict else E.clone()
+    average = mean[0] @ mean[1]
+    absorb(E, G, own, mean, torch.tensor(verdict, device="cuda"))
+    tolerance = 100 * torch.finfo(dtype).eps
+    torch.testing.assert_close(E, expected, rtol=tolerance, atol=tolerance)
+    if verdict:
+        torch.testing.assert_close(G, average, rtol=tolerance, atol=tolerance)
+    else:
+        assert G.isnan().all()
