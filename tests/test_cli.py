@@ -131,21 +131,27 @@ def test_compare_refuses_bad_input(more: list[str], status: int, says: str) -> N
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "commhooks", "compare", "--model", "compared:net"]
     command += ["--hooks", "bf16", "--link", "10mbit", "--steps", "20", "--world-size", "2"]
-    # For its temporary files; its processes are found by it as well.
-    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    # For its temporary files; its processes are found by it as well. Torch's own cache stays.
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     deadline = time.monotonic() + 120
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
         while f"ch{process.pid}" not in hosts_and_interfaces():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert len(processes_with(tmp_path)) > 1
+        assert len(processes_with(temporary)) > 1
         process.send_signal(number)
         assert process.wait(30) != 0
-    while processes_with(tmp_path):
+    while processes_with(temporary):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
     assert f"ch{process.pid}" not in hosts_and_interfaces()
 
 

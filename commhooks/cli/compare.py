@@ -1,9 +1,11 @@
 """``commhooks compare``: which hook pays, on this model, over these links."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -21,7 +23,18 @@ __all__ = ["compare"]
 
 _NARROWEST = 112  # columns that the table needs
 
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+class _File(click.Path):
+    """A file to be written, refused before anything is measured if it cannot be."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        return path
+
+
+_FILE = _File(dir_okay=False, writable=True)
 
 
 @click.command()
@@ -61,9 +74,24 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.option("--predict", is_flag=True, help="Predict links even if they could be measured.")
 @click.option("--steps", default=50, show_default=True, help="That are timed, per hook and link.")
 @click.option("--train-steps", default=200, show_default=True, help="With --train, per hook.")
-@click.option("--json", "json_file", type=_FILE, help="Write all figures to this file.")
-@click.option("--csv", "csv_file", type=_FILE, help="Likewise, one line per hook and link.")
-@click.option("--plot", "plot_file", type=_FILE, help="Draw time by hook and link, and losses.")
+@click.option(
+    "--json",
+    "json_file",
+    type=_FILE,
+    help="Write all figures to this file.",
+)
+@click.option(
+    "--csv",
+    "csv_file",
+    type=_FILE,
+    help="Likewise, one line per hook and link.",
+)
+@click.option(
+    "--plot",
+    "plot_file",
+    type=_FILE,
+    help="Draw time by hook and link, and losses.",
+)
 def compare(
     model: str,
     input_factory: str | None,

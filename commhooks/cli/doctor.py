@@ -11,6 +11,7 @@ from commhooks.diagnosis import Health, diagnose
 
 __all__ = ["doctor"]
 
+_NARROWEST = 120  # columns
 _STYLES = {Health.FINE: "green", Health.ABSENT: "yellow", Health.BROKEN: "bold red"}
 
 
@@ -24,6 +25,8 @@ def doctor() -> None:
         table.add_row(finding.part, health, Text(finding.found))
         if finding.remedy:
             table.add_row("", "", Text(finding.remedy, style="dim"))
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, _NARROWEST)  # commands are not to be cut
+    console.print(table)
     if any(finding.health is Health.BROKEN for finding in findings):
         sys.exit(1)
