@@ -9,7 +9,7 @@ import gc
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch._dynamo  # wrappers load it in their first step; the bare module would not
+import torch._dynamo  # noqa: F401  # wrappers load it in their first step, the bare module not
 from torch import Tensor
 
 from bench import steps
