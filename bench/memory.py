@@ -9,6 +9,7 @@ import gc
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401  # wrappers load it in their first step, the bare module not
 from torch import Tensor
 
 from bench import steps
@@ -49,13 +50,15 @@ def storage_bytes(hook: CommHook | None) -> dict[int, int]:
 
 
 def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None:
-    """What docs/memory.md says of the hook as in subjects.py, in float32; None where it depends on how buckets are cut."""
+    """What docs/memory.md says of a subject, for float32; None where it depends on buckets."""
     parameters = list(steps.MODELS[model]().parameters())
     numel = sum(parameter.numel() for parameter in parameters)
     errors = 4 * numel
     match hook:
         case "int8" | "int4" | "fp8" | "onebit" | "signsgd" | "schedule":
             return errors + errors / world_size
+        case "hierarchical":  # int8 among the leaders of nodes of two ranks
+            return errors + errors / (world_size // 2)
         case "topk" | "threshold" | "push_sum" | "error_feedback":
             return errors
         case "dgc":

@@ -101,8 +101,8 @@ def test_large_model(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> Non
 
 
 @pytest.mark.benchmark(group="hooks: bucket and world sizes, 25 MB over loopback")
-@pytest.mark.parametrize(("world_size", "bucket_mb"), [(2, 1), (2, 25), (4, 25)])
 @pytest.mark.parametrize("subject", [*TORCH, *SUBJECTS], ids=name_of)
+@pytest.mark.parametrize(("world_size", "bucket_mb"), [(2, 1), (2, 25), (4, 25)], ids=str)
 def test_every_hook(
     benchmark: Any, ranks_of: RanksOf, subject: Subject, world_size: int, bucket_mb: int
 ) -> None:

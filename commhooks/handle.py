@@ -134,7 +134,7 @@ class HookHandle:
         in it. Rank 0 writes ``path``, rank r ``step.rank<r>.json``; ``written`` is the path. Each
         rank may trace or not. On CUDA the times are those of the host, and nothing is synchronised.
         On torch's own wrapper only gradients, hooks and their collectives can be seen. It is meant
-        for a few steps: what is recorded stays in memory, about 100 bytes per gradient and step.
+        for a few steps: what is recorded stays in memory, about a kilobyte per gradient and step.
 
         Raises:
             CommHookError: on entering, if the directory does not exist or another trace of the

@@ -61,7 +61,7 @@ def test_table() -> None:
         "stages": [stage],
         "benchmarks": [row],
     }
-    text = check.table(run)
+    text = check.table(run, "2026-01-01-a-device")
     assert "| tests | failed | 7 | 1 / 2 failed |" in text
     assert "| pack | 1.5 |" in text
 

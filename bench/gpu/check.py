@@ -73,23 +73,11 @@ def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in ("group", "name", "extra_info")} for row in rows]
 
 
-def table(run: dict[str, Any]) -> str:
+def table(run: dict[str, Any], stem: str) -> str:
     """Markdown: where it took place, how the stages ended, one section for each group."""
-    from bench.report import tables_of_groups
+    from bench.results_page.gpu_checks import GPU_CHECKS
 
-    machine = run["machine"]
-    versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
-    where = (
-        f"{'; '.join(machine['devices'])}. Driver {machine['driver']}, CUDA {machine['cuda']}, "
-        f"NCCL {machine['nccl']}, {machine['nvcc']}, Python {machine['python']}, {versions}, "
-        f"commit {machine['commit']}. Columns: see ../README.md."
-    )
-    lines = [f"# GPU check of {run['date']}", "", where, ""]
-    lines += ["| stage | ended | seconds | last line |", "|---|---|---|---|"]
-    for stage in run["stages"]:
-        last = (stage["tail"].strip().splitlines() or [""])[-1].strip("= ").replace("|", "/")
-        lines.append(f"| {stage['name']} | {stage['status']} | {stage['seconds']:.0f} | {last} |")
-    return "\n".join(lines + tables_of_groups(run["benchmarks"])) + "\n"
+    return f"# GPU check of {run['date']}\n\n{GPU_CHECKS.render(stem, run).tables}\n"
 
 
 def main() -> int:
@@ -122,7 +110,7 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
     target = output / f"{run['date']}-{device}"
     target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-    target.with_suffix(".md").write_text(table(run))
+    target.with_suffix(".md").write_text(table(run, target.stem))
     print(f"written: {target}.json and .md")
     return int(any(outcome.is_bad for outcome in outcomes))
 

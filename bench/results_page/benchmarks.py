@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.results_page.kind import Document, Kind, Section, bars, number, table
 
-__all__ = ["BENCHMARKS"]
+__all__ = ["BENCHMARKS", "add_groups"]
 
 # What is drawn of a group: the first of these that its rows have.
 _DRAWN = {
@@ -19,14 +19,19 @@ _DRAWN = {
 }
 
 
-def _groups(run: Document) -> dict[str, list[dict[str, Any]]]:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in run["benchmarks"]:
+Row = dict[str, Any]
+
+
+def add_groups(section: Section, stem: str, rows: list[Row]) -> None:
+    """One table, and perhaps a plot, for each group of benchmarks."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
         groups.setdefault(row["group"] or row["fullname"], []).append(row)
-    return groups
+    for group, members in groups.items():
+        _add_group(section, stem, group, members)
 
 
-def _case(row: dict[str, Any]) -> str:
+def _case(row: Row) -> str:
     name: str = row["name"].partition("[")[2].rstrip("]") or row["name"]
     return name
 
@@ -38,12 +43,11 @@ def _render(stem: str, run: Document) -> Section:
         f"{machine['python_version']}, commit {run['commit_info'].get('id', 'unknown')[:12]}."
     )
     section = Section([where, ""])
-    for group, rows in _groups(run).items():
-        _add_group(section, stem, group, rows)
+    add_groups(section, stem, run["benchmarks"])
     return section
 
 
-def _add_group(section: Section, stem: str, group: str, rows: list[dict[str, Any]]) -> None:
+def _add_group(section: Section, stem: str, group: str, rows: list[Row]) -> None:
     section.lines += [f"### {group}", ""]
     infos = [row["extra_info"] for row in rows]
     aims = {str(info["aim"]) for info in infos if "aim" in info}

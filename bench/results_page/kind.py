@@ -25,6 +25,11 @@ class Section:
         self.plots[name] = draw
         self.lines += [f"![{alternative}](results/{name})", ""]
 
+    @property
+    def tables(self) -> str:
+        """Without the plots."""
+        return "\n".join(line for line in self.lines if not line.startswith("!["))
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -78,6 +83,7 @@ def bars(title: str, values: dict[str, float], label: str, *, log: bool = False)
 
         mpl.use("svg")
         mpl.rcParams["svg.hashsalt"] = "commhooks"  # the same file each time
+        mpl.rcParams["svg.fonttype"] = "none"  # text as text, which is short
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.22 * len(values)))

@@ -9,16 +9,17 @@ from pathlib import Path
 
 from bench.results_page.benchmarks import BENCHMARKS
 from bench.results_page.comparisons import COMPARISONS
+from bench.results_page.gpu_checks import GPU_CHECKS
 from bench.results_page.kind import Draw, Kind, Section
 from bench.results_page.trainings import TRAININGS
 
-__all__ = ["KINDS", "Page", "UnknownResultError", "make_page"]
+__all__ = ["KINDS", "Page", "UnknownResultError", "make_page", "section_of", "write_page"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 TARGET = ROOT / "docs" / "results.md"
 
-KINDS: list[Kind] = [BENCHMARKS, TRAININGS, COMPARISONS]
+KINDS: list[Kind] = [BENCHMARKS, TRAININGS, COMPARISONS, GPU_CHECKS]
 
 _INTRODUCTION = """\
 # Results
@@ -47,7 +48,7 @@ def make_page(results: Path = RESULTS) -> Page:
 
     Raises UnknownResultError for a file that is of none of the known kinds.
     """
-    sections = {path: _section(path) for path in sorted(results.glob("*.json"), reverse=True)}
+    sections = {path: section_of(path) for path in sorted(results.glob("*.json"), reverse=True)}
     lines = [_INTRODUCTION]
     plots: dict[str, Draw] = {}
     for path, section in sections.items():
@@ -60,7 +61,7 @@ def make_page(results: Path = RESULTS) -> Page:
 
 
 def write_page() -> None:
-    """The page and its plots; plots of results that are gone go too."""
+    """Writes the page and its plots; plots of results that are gone go too."""
     page = make_page()
     folder = TARGET.with_suffix("")
     folder.mkdir(exist_ok=True)
@@ -72,7 +73,8 @@ def write_page() -> None:
     TARGET.write_text(page.text)
 
 
-def _section(path: Path) -> Section:
+def section_of(path: Path) -> Section:
+    """Of one file of results; errors as of :func:`make_page`."""
     document = json.loads(path.read_text())
     for kind in KINDS:
         if isinstance(document, dict) and kind.recognises(document):

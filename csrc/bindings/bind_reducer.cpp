@@ -208,7 +208,7 @@ Raise RuntimeError, naming the parameters, if the last backward left some withou
       .def("last_times", &last_times, R"(
 When, in seconds of a monotonic clock, the last step's backward started and ended, and communication.)")
       .def("start_recording", &Reducer::start_recording, release_gil(), R"(
-Note when what happens, until `stop_recording`. It costs 40 bytes and about 0.1 us per gradient.)")
+Note when what happens, until `stop_recording`. Each activity takes 80 bytes until then.)")
       .def("stop_recording", &stop_recording, R"(
 End the recording; returns a dict for each activity: activity (backward, drain, gradient, pack, launch,
 hook, wait or unpack), index (of the parameter for a gradient, of the step for backward and drain, else
