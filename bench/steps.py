@@ -63,7 +63,10 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "ours noop, copying": _copying_noop,
     "ours fp16": _ours("ours fp16", "fp16"),
     "ours bf16": _ours("ours bf16", "bf16"),
+    "ours int8": _ours("ours int8", "int8"),
+    "ours onebit": _ours("ours onebit", "onebit"),
     "ours powersgd": _ours("ours powersgd", "powersgd", rank=4, start_step=0),
+    "ours topk": _ours("ours topk", "topk", warmup_steps=0),
 }
 
 

@@ -28,7 +28,7 @@ from reducer import GradBucket
 
 __all__ = ["Part", "rehearse"]
 
-_REPEATS = 3
+_REPEATS = 4
 """Of which the first one warms up: memory is allocated, and state made."""
 _EVICTING_ELEMENTS = 1 << 24  # 64 MiB
 """Other buckets, and backward, have had the caches since a hook last saw its bucket."""
