@@ -11,7 +11,7 @@ from commhooks.simulation.measuring import Subject, rehearse_hooks
 from commhooks.simulation.witness import witness
 from commhooks.testing.ranks import run_ranks
 
-MB = 0.005
+MB = 0.003
 
 
 def _loss(model: nn.Module) -> torch.Tensor:
@@ -51,7 +51,7 @@ def _seen(rank: int, world_size: int, config: dict[str, object]) -> tuple[list[o
 def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
     ((seen, real),) = run_ranks(_seen, 1, config)
     assert seen == real
-    assert len(seen) > 2
+    assert len(seen) > 1
 
 
 def _rehearsed(rank: int, world_size: int) -> list[bool]:
