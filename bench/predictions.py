@@ -53,7 +53,7 @@ HOOKS: dict[str, dict[str, Any]] = {
 WARM_UP = 2
 _STEPS = range(3, 10)
 _SECONDS = 3.0  # for more steps than the fewest
-_OTHERS = 0.12  # cores; a step in which other processes used more does not count
+_OTHERS = 0.12  # cores; steps in which other processes used more do not count if there are others
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
     return timed
 
 
-def undisturbed(timed: list[tuple[float, float]]) -> float | None:
-    """The median of the steps that had the machine for themselves."""
-    own = [seconds for seconds, others in timed if others < _OTHERS]
-    return statistics.median(own) if own else None
+def typical(timed: list[tuple[float, float | None]]) -> tuple[float, bool]:
+    """The median of the steps that had the machine for themselves, or of all if none had."""
+    own = [seconds for seconds, others in timed if others is not None and others < _OTHERS]
+    return statistics.median(own or [seconds for seconds, _ in timed]), bool(own)
 
 
 def table(rows: list[dict[str, Any]], rates: Measurements) -> Iterator[str]:
@@ -116,20 +116,19 @@ def table(rows: list[dict[str, Any]], rates: Measurements) -> Iterator[str]:
     errors = []
     for row in rows:
         cell = Cell(row["ranks"], row["bits_per_second"], row["hook"])
-        seconds = undisturbed([(seconds, others) for seconds, others in row["steps"]])
-        if seconds is None:
-            continue
+        seconds, is_undisturbed = typical(row["steps"])
         predicted = cell.predict(rates).backward_seconds
         errors.append(predicted / seconds - 1)
         link = f"{cell.bits_per_second / 1e6:.0f} Mbit/s"
         yield (
-            f"| {cell.ranks} | {link} | {cell.hook} | {seconds:.4f} | {predicted:.4f} | "
+            f"| {cell.ranks} | {link} | {cell.hook} | {seconds:.4f}{'' if is_undisturbed else ' *'}"
+            f" | {predicted:.4f} | "
             f"{errors[-1]:+.0%} |"
         )
     sizes = sorted(map(abs, errors))
     yield ""
     yield (
-        f"{len(sizes)} cells, {len(rows) - len(sizes)} without an undisturbed step. Error: median "
+        f"{len(sizes)} cells (*: other processes were at work, or may have been). Error: median "
         f"{statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}; "
         f"{sum(size <= 0.15 for size in sizes)} within 15 %, "
         f"{sum(size <= 0.30 for size in sizes)} within 30 %."
