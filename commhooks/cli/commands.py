@@ -13,7 +13,9 @@ from commhooks.errors import CommHookError
 __all__ = ["commands"]
 
 _COMMANDS = {
+    "compare": "commhooks.cli.compare:compare",
     "describe": "commhooks.cli.catalogue:describe",
+    "doctor": "commhooks.cli.doctor:doctor",
     "list": "commhooks.cli.catalogue:list_hooks",
     "simulate": "commhooks.cli.simulate:simulate",
 }

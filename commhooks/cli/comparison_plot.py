@@ -1,0 +1,91 @@
+"""A comparison as a picture."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter, NullFormatter
+
+from commhooks.comparison import Comparison, Row, TrainingPoint
+
+__all__ = ["draw_comparison"]
+
+_WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Step time by hook and link; with training, loss against time for each link, and bytes."""
+    mpl.use("Agg")
+    trained = [
+        link for link in comparison.links if any(row.training for row in _rows(comparison, link))
+    ]
+    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_times(axes, comparison)]
+    panels += [lambda axes, link=link: _draw_losses(axes, comparison, link) for link in trained]  # type: ignore[misc]
+    if trained:
+        panels.append(lambda axes: _draw_losses_by_bytes(axes, comparison, trained[-1]))
+    figure, grid = plt.subplots(
+        1, len(panels), figsize=(_WIDTH * len(panels), _HEIGHT), layout="constrained", squeeze=False
+    )
+    for draw, axes in zip(panels, grid[0], strict=True):
+        draw(axes)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.grid(alpha=0.35)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{comparison.model}, {comparison.world_size} ranks")
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _draw_times(axes: Axes, comparison: Comparison) -> None:
+    """A group of bars per hook, one bar per link; hatched where predicted."""
+    height = 0.8 / len(comparison.links)
+    for index, link in enumerate(comparison.links):
+        rows = _rows(comparison, link)
+        positions = [place + index * height for place in range(len(rows))]
+        measured = rows[0].measured
+        axes.barh(
+            positions,
+            [row.step_seconds for row in rows],
+            height,
+            label=link if measured else f"{link} (predicted)",
+            hatch=None if measured else "//",
+            alpha=1.0 if measured else 0.6,
+        )
+    middle = (len(comparison.links) - 1) * height / 2
+    axes.set_yticks([place + middle for place in range(len(comparison.hooks))], comparison.hooks)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.set_xlabel("time of a step")
+    axes.legend(title="link")
+
+
+def _draw_losses(axes: Axes, comparison: Comparison, link: str) -> None:
+    _draw_courses(axes, comparison, link, lambda point: point.seconds)
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    predicted = "" if comparison.row("torch", link).measured else ", predicted"
+    axes.set_xlabel(f"training time over {link}{predicted}")
+
+
+def _draw_losses_by_bytes(axes: Axes, comparison: Comparison, link: str) -> None:
+    _draw_courses(axes, comparison, link, lambda point: point.wire_bytes)
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.set_xlabel("bytes sent per rank")
+
+
+def _draw_courses(
+    axes: Axes, comparison: Comparison, link: str, along: Callable[[TrainingPoint], float]
+) -> None:
+    for row in _rows(comparison, link):
+        if row.training:
+            losses = [point.validation_loss for point in row.training]
+            axes.plot([along(p) for p in row.training], losses, marker="o", ms=3, label=row.hook)
+    axes.set_xscale("log")
+    axes.set_ylabel("validation loss")
+    axes.legend(title="hook")
+
+
+def _rows(comparison: Comparison, link: str) -> list[Row]:
+    return [row for row in comparison.rows if row.link == link]

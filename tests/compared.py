@@ -1,0 +1,112 @@
+"""Models and training functions for tests of comparisons; imported by the processes of ranks."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+WIDTH = 96
+PARAMETERS = 2 * (WIDTH * WIDTH + WIDTH)
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    @staticmethod
+    def example_input() -> Tensor:
+        return torch.randn(4, WIDTH)
+
+
+def net() -> nn.Module:
+    return Net()
+
+
+def without_input() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def batch() -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+class Dropping(Net):
+    """Gradients that are different each time, unless torch's generator is set."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x))
+
+
+class Erratic(Net):
+    """Gradients that are different each time, whatever is done."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.SystemRandom().random()
+
+
+class Divergent(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * float("inf")
+
+
+class Talking(Net):
+    """Returns what some libraries return: something with a loss."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": x, "loss": super().forward(x).square().sum()}
+
+
+class Mute(Net):
+    def forward(self, x: Tensor) -> str:  # type: ignore[override]
+        return "nothing"
+
+
+class Mortal(Net):
+    """Ends its process after some steps, on rank 1; ``PLACE`` says over which interface."""
+
+    place = "lo"
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Mortal.calls += 1
+        is_there = os.environ["GLOO_SOCKET_IFNAME"] == self.place
+        if is_there and torch.distributed.get_rank() == 1 and Mortal.calls == 12:
+            print("farewell", flush=True)
+            os._exit(7)
+        return super().forward(x)
+
+
+class MortalOverLinks(Mortal):
+    place = "link0"
+
+
+def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
+    teacher = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    held_out = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def validate() -> float:
+        return mse_loss(model(held_out), held_out @ teacher).item()
+
+    while True:
+        x = torch.randn(16, WIDTH)
+        optimizer.zero_grad()
+        mse_loss(model(x), x @ teacher).backward()
+        optimizer.step()
+        yield validate
+
+
+def train_briefly(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
+    yield lambda: 0.0
+
+
+def train_without_validation(model: nn.Module, rank: int, world_size: int) -> Iterator[float]:
+    while True:
+        yield 0.5
+
+
+def no_generator(model: nn.Module, rank: int, world_size: int) -> None:
+    pass
