@@ -71,3 +71,15 @@ def _rehearsed(rank: int, world_size: int) -> list[bool]:
 def test_native_hooks_have_no_work_of_their_own() -> None:
     # Two processes at once, each in a group of its own.
     assert run_ranks(_rehearsed, 2) == [[True, False]] * 2
+
+
+def _among_nodes(rank: int, world_size: int) -> list[str]:
+    subject = Subject("small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
+    config = {"name": "hierarchical", "inner": "int8"}
+    (rehearsals,) = rehearse_hooks(rank, subject, [config], [4, 8, 32])
+    ((_, script), *_) = rehearsals.at(1000)
+    return [collective.operation for collective in script.buckets[0].collectives]
+
+
+def test_hooks_find_the_ranks_of_a_node_as_a_launcher_tells_them() -> None:
+    assert run_ranks(_among_nodes, 1) == [["all_reduce", "all_to_all", "all_gather", "broadcast"]]
