@@ -54,16 +54,18 @@ def enter_all(
     *,
     verify: bool,
 ) -> dict[str, Entry]:
-    """Wraps a model for each contender and warms it up. The worst of all ranks."""
+    """Wraps a model for each contender, the bare one first, and warms it up. The worst rank's."""
     ranks(ring.open_ring, subject)
     entries = {}
     for index, contender in enumerate(contenders):
         progress("preparing", index, len(contenders))
-        of_ranks = _told_apart(contender, ranks, ring.enter, contender, WARM_UP, verify)
+        of_ranks = _told_apart(contender, ranks, ring.enter, contender, WARM_UP)
         errors = [entry.error for entry in of_ranks if entry.error is not None]
         peaks = [entry.peak_bytes for entry in of_ranks if entry.peak_bytes is not None]
         worst = max(errors, key=_nan_last, default=None)
         entries[contender.name] = Entry(worst, max(peaks, default=None))
+        if verify and contender == BARE:
+            ranks(ring.take_mean)
     return entries
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "enter",
     "open_ring",
     "step",
+    "take_mean",
     "train",
 ]
 
@@ -63,8 +64,8 @@ def open_ring(rank: int, subject: Subject) -> None:  # noqa: ARG001
     _rings[:] = [_Ring(subject, subject.make_module())]
 
 
-def enter(rank: int, contender: Contender, warm_up: int, verify: bool) -> Entry:
-    """A new bout, and its first steps. The bare one has to be the first."""
+def enter(rank: int, contender: Contender, warm_up: int) -> Entry:
+    """A new bout, and its first steps; the error is known if :func:`take_mean` has been called."""
     ring = _rings[0]
     module = ring.subject.make_module()
     if not contender.changes_parameters:
@@ -72,12 +73,18 @@ def enter(rank: int, contender: Contender, warm_up: int, verify: bool) -> Entry:
     peak = Peak()
     bout = ring.bouts[contender.name] = Bout(contender, module, ring.subject, rank)
     bout.step()
-    error = _error(ring, bout, is_bare=contender == BARE) if verify else None
+    error = _error(bout.gradients(), ring.mean) if ring.mean else None
     peak.begin()  # anew: what it took to find the error does not count
     for _ in range(warm_up):
         bout.clear()
         bout.step()
     return Entry(error, peak.nbytes())
+
+
+def take_mean(rank: int) -> None:  # noqa: ARG001
+    """Keeps the exact mean over ranks of the gradients of the bare bout, which has to be there."""
+    ring = _rings[0]
+    ring.mean = [_mean(gradient) for gradient in ring.bouts[BARE.name].gradients()]
 
 
 def step(rank: int, name: str) -> StepSeconds:  # noqa: ARG001
@@ -118,17 +125,13 @@ def train(rank: int, validate: bool) -> TrainingPoint | None:  # noqa: ARG001
     return run.validate() if validate else None
 
 
-def _error(ring: _Ring, bout: Bout, *, is_bare: bool) -> float | None:
-    """Of the gradients of the bout's last step against the exact mean of the bare one's."""
-    gradients = bout.gradients()
-    if is_bare:
-        ring.mean = [_mean(gradient) for gradient in gradients]
-        return None
+def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
+    """The distance, relative to the mean's length."""
     error = sum(
         (found - exact).double().square().sum().item()
-        for found, exact in zip(gradients, ring.mean, strict=True)
+        for found, exact in zip(gradients, mean, strict=True)
     )
-    norm = sum(exact.double().square().sum().item() for exact in ring.mean)
+    norm = sum(exact.double().square().sum().item() for exact in mean)
     return math.sqrt(error / norm) if norm else math.nan
 
 
