@@ -32,9 +32,23 @@ class ManySmall(nn.Module):
         return torch.randn(256)
 
 
+class ThreeLayers(Transformer):
+    """38 MB, and enough arithmetic for some of the communication to hide behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.layers[:3]
+
+    @staticmethod
+    def example_input() -> torch.Tensor:
+        """128 vectors."""
+        return torch.randn(128, 512)
+
+
 MODELS: dict[str, Callable[[], Transformer | ManySmall]] = {
     "transformer-151MB": Transformer,
     "transformer-50MB": functools.partial(Transformer, layers=4),
     "transformer-25MB": functools.partial(Transformer, layers=2),
+    "transformer-38MB": ThreeLayers,
     "2000x256": ManySmall,
 }

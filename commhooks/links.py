@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from commhooks.errors import CommHookError
 
-__all__ = ["Link", "LinkError", "shaped_link", "unavailable"]
+__all__ = ["Link", "LinkError", "burst_bytes", "shaped_link", "unavailable"]
 
 _INTERFACE = "link0"
 _NETWORK = "10.213.0"
@@ -92,6 +92,11 @@ def shaped_link(world_size: int, bits_per_second: float) -> Iterator[Link]:
         yield Link(bits_per_second, prefixes)
 
 
+def burst_bytes(bits_per_second: float) -> float:
+    """What a link of this rate sends at once after a pause, at the full speed of the machine."""
+    return max(_BURST_BYTES, bits_per_second / 8 * _BURST_SECONDS)
+
+
 def _add_host(base: str, index: int, host: str, bits_per_second: float) -> None:
     outside = f"{base}v{index}"
     inside = ("peer", "name", _INTERFACE, "netns", host)
@@ -102,8 +107,7 @@ def _add_host(base: str, index: int, host: str, bits_per_second: float) -> None:
     _run("ip", "-n", host, "addr", "add", address, "dev", _INTERFACE)
     _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
     _run("ip", "-n", host, "link", "set", "lo", "up")
-    rate = bits_per_second / 8
-    burst = max(_BURST_BYTES, rate * _BURST_SECONDS)
+    burst = burst_bytes(bits_per_second)
     shape = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
     _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *shape)
 

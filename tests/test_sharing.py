@@ -19,6 +19,16 @@ def test_one_user_gets_no_more_than_the_limit():
     assert clock.run() == pytest.approx(3.0)
 
 
+def test_in_a_crowd_some_of_the_capacity_is_lost():
+    clock, core = Clock(), Resource(capacity=1.0, limit=1.0, crowded=0.8)
+    ends = []
+    clock.use(core, 2.0, lambda: ends.append(clock.now))
+    clock.use(core, 3.0, lambda: ends.append(clock.now))
+    # Two at 0.4 per second, then one at 1.
+    clock.run()
+    assert ends == pytest.approx([5.0, 6.0])
+
+
 def test_what_starts_later_shares_from_then_on():
     clock, core = Clock(), Resource(capacity=1.0)
     ends = []

@@ -1,4 +1,4 @@
-"""Measures a model under hooks, in the process of the only rank there is."""
+"""Measures a model under hooks, in processes that work side by side and send nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from commhooks.hook import CommHook
 from commhooks.models import load_callable, load_model
 from commhooks.registry import create
 from commhooks.simulation.clones import CloneGroup
-from commhooks.simulation.rehearsal import Part, rehearse
+from commhooks.simulation.rehearsal import Part, as_launched, rehearse
 from commhooks.simulation.rehearsals import Rehearsals
 from commhooks.simulation.script import BucketScript, StepScript
 from commhooks.simulation.witness import Step, witness
@@ -73,8 +73,8 @@ def rehearse_hooks(
     found = []
     for config in configs:
         hook = create(config)
-        group = cast("dist.ProcessGroup", CloneGroup(max(sizes)))
-        hook.prepare(parameters, group)
+        with as_launched(subject.ranks_per_node):
+            hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(max(sizes))))
         step = step_of(hook)
         dist.barrier()
         by_size = {

@@ -26,9 +26,9 @@ from commhooks.simulation.script import Collective, Members
 from commhooks.simulation.typical_steps import typical_steps
 from reducer import GradBucket
 
-__all__ = ["Part", "rehearse"]
+__all__ = ["Part", "as_launched", "rehearse"]
 
-_REPEATS = 3
+_REPEATS = 4
 """Of which the first one warms up: memory is allocated, and state made."""
 _EVICTING_ELEMENTS = 1 << 24  # 64 MiB
 """Other buckets, and backward, have had the caches since a hook last saw its bucket."""
@@ -57,7 +57,7 @@ def rehearse(
     ``parameters``, by name. Seconds are the shortest of a few runs. Raises CommHookError if the
     hook cannot work with this model, with ``size`` ranks or in this way.
     """
-    with _launched(ranks_per_node), torch.no_grad():
+    with as_launched(ranks_per_node), torch.no_grad():
         hook = create(config)
         hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(size)))
         scratch = torch.zeros(_EVICTING_ELEMENTS)
@@ -153,7 +153,7 @@ def _fastest(parts: Sequence[Part]) -> Part:
 
 
 @contextmanager
-def _launched(ranks_per_node: int) -> Iterator[None]:
+def as_launched(ranks_per_node: int) -> Iterator[None]:
     """As a launcher would have started rank 0; hooks that group ranks by node ask for that."""
     names = {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": "0"}
     before = {name: os.environ.get(name) for name in names}

@@ -15,12 +15,15 @@ __all__ = ["Clock", "Resource"]
 class Resource:
     """``capacity`` units per second, shared equally; one user gets no more than ``limit``.
 
-    ``burst``: units that are given at once, if that much has been saved up in idle time.
+    Where that is less than ``limit``, only the share ``crowded`` of the capacity is left: users are
+    in each other's way. ``burst``: units that are given at once, if that much has been saved up in
+    idle time.
     """
 
     capacity: float = math.inf
     limit: float = math.inf
     burst: float = 0.0
+    crowded: float = 1.0
 
     def __post_init__(self) -> None:
         self.users = 0
@@ -29,7 +32,8 @@ class Resource:
 
     def speed(self) -> float:
         """Of each user."""
-        return min(self.limit, self.capacity / max(1, self.users))
+        share = self.capacity / max(1, self.users)
+        return self.limit if share >= self.limit else share * self.crowded
 
     def enter(self, now: float, amount: float) -> float:
         """What remains to be waited for of ``amount``."""

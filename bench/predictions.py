@@ -1,0 +1,196 @@
+"""Predictions of `commhooks.simulation` beside what was measured over shaped links.
+
+::
+
+    python -m bench.predictions measure links.json rates.json    # what they lack; five minutes
+    python -m bench.predictions table links.json rates.json      # from what was measured
+
+`links.json`: the seconds of every step. `rates.json`: what predictions are made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import steps
+from commhooks.hook_spec import parse_hook_spec
+from commhooks.links import burst_bytes, shaped_link
+from commhooks.ranks import Ranks
+from commhooks.simulation import (
+    BASELINE,
+    Link,
+    Measurements,
+    Network,
+    Prediction,
+    Study,
+    Subject,
+    measure,
+    rehearsed_sizes,
+)
+
+MODEL = "transformer-38MB"
+BUCKET_MB = 8.0
+RANKS = (2, 3, 4)
+RATES = (100e6, 1e9, 10e9)
+HOOKS: dict[str, Mapping[str, Any]] = {
+    f"ours {spec}": parse_hook_spec(spec).config
+    for spec in (
+        "allreduce",
+        "bf16",
+        "int8",
+        "topk:warmup_steps=0",
+        "powersgd:rank=4,start_step=0",
+        "onebit",
+    )
+}
+"""By their names in `steps.wrap`."""
+PLAIN = "ours allreduce"
+
+WARM_UP = 2
+_STEPS = range(3, 10)
+_SECONDS = 3.0  # for more steps than the fewest
+_OTHERS = 0.12  # cores; steps in which other processes used more do not count if there are others
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One hook among some ranks on one link."""
+
+    ranks: int
+    bits_per_second: float
+    hook: str
+
+    def predict(self, rates: Measurements) -> Prediction:
+        """On this machine, whose cores the ranks share."""
+        return self._study(rates).predictions[self.hook]
+
+    def pays_below(self, rates: Measurements) -> float:
+        """The rate of links, in bits per second, below which the hook beats plain averaging."""
+        return self._study(rates).break_even(self.hook)
+
+    def _study(self, rates: Measurements) -> Study:
+        burst = burst_bytes(self.bits_per_second)
+        link = Link(self.bits_per_second, burst_bytes=burst)
+        hooks = {BASELINE: rates.of(HOOKS[PLAIN]), self.hook: rates.of(HOOKS[self.hook])}
+        cores = (os.cpu_count() or 1) / self.ranks
+        return Study(hooks, Network(self.ranks, link, link), rates.gloo, cores)
+
+
+def rates_of_this_machine() -> Measurements:
+    """With as many processes at work as there are cores, as in the measured steps."""
+    subject = Subject(
+        "bench.models:ThreeLayers",
+        ranks_per_machine=max(RANKS),
+        bucket_cap_mb=BUCKET_MB,
+    )
+    return measure(subject, list(HOOKS.values()), rehearsed_sizes(RANKS, 1))
+
+
+def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
+    """Seconds of each backward, and the cores that other processes used in it."""
+    pids = [os.getpid(), *ranks(_pid)]
+    timed: list[tuple[float, float]] = []
+    end = time.monotonic() + _SECONDS
+    while len(timed) < _STEPS.start or (len(timed) < _STEPS.stop and time.monotonic() < end):
+        before, start = _busy_seconds() - _own_seconds(pids), time.monotonic()
+        seconds = max(ranks(steps.backward, hook, True))
+        others = _busy_seconds() - _own_seconds(pids) - before
+        timed.append((seconds, max(0.0, others) / (time.monotonic() - start)))
+    return timed
+
+
+def typical(timed: list[tuple[float, float | None]]) -> tuple[float, bool]:
+    """The median of the steps that had the machine for themselves, or of all if none had."""
+    own = [seconds for seconds, others in timed if others is not None and others < _OTHERS]
+    return statistics.median(own or [seconds for seconds, _ in timed]), bool(own)
+
+
+def table(rows: list[dict[str, Any]], rates: Measurements) -> Iterator[str]:
+    """Markdown."""
+    yield "| ranks | link | hook | measured s | predicted s | error |"
+    yield "|---|---|---|---|---|---|"
+    errors = []
+    for row in rows:
+        cell = Cell(row["ranks"], row["bits_per_second"], row["hook"])
+        seconds, is_undisturbed = typical(row["steps"])
+        predicted = cell.predict(rates).backward_seconds
+        errors.append(predicted / seconds - 1)
+        link = f"{cell.bits_per_second / 1e6:.0f} Mbit/s"
+        yield (
+            f"| {cell.ranks} | {link} | {cell.hook} | {seconds:.4f}{'' if is_undisturbed else ' *'}"
+            f" | {predicted:.4f} | "
+            f"{errors[-1]:+.0%} |"
+        )
+    sizes = sorted(map(abs, errors))
+    yield ""
+    yield (
+        f"{len(sizes)} cells (*: other processes were at work, or may have been). Error: median "
+        f"{statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}; "
+        f"{sum(size <= 0.15 for size in sizes)} within 15 %, "
+        f"{sum(size <= 0.30 for size in sizes)} within 30 %."
+    )
+
+
+def main() -> None:
+    """See the top of the file."""
+    command, links, rates = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if command == "measure":
+        if not rates.exists():
+            rates_of_this_machine().save(rates)
+        _measure(links)
+    print("\n".join(table(json.loads(links.read_text()), Measurements.load(rates))))
+
+
+def _measure(path: Path) -> None:
+    """Adds what is missing in the file, one cell after the other."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    known = {(row["ranks"], row["bits_per_second"], row["hook"]) for row in rows}
+    for size, rate in itertools.product(RANKS, RATES):
+        missing = [hook for hook in HOOKS if (size, rate, hook) not in known]
+        if not missing:
+            continue
+        with shaped_link(size, rate) as link, Ranks(size, link) as ranks:
+            ranks(steps.prepare, MODEL, missing, {"bucket_cap_mb": BUCKET_MB})
+            for hook in missing:
+                for _ in range(WARM_UP):
+                    ranks(steps.backward, hook, True)
+                timed = measured_steps(ranks, hook)
+                rows.append({"ranks": size, "bits_per_second": rate, "hook": hook, "steps": timed})
+                path.write_text(json.dumps(rows, indent=1))
+
+
+def _pid(rank: int) -> int:
+    return os.getpid()
+
+
+def _busy_seconds() -> float:
+    """Of all cores, since the machine was started."""
+    ticks = list(map(int, _first_line("/proc/stat").split()[1:]))
+    idle, waiting = ticks[3:5]
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds(pids: list[int]) -> float:
+    """That these processes have used."""
+    ticks = 0
+    for pid in pids:
+        fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _first_line(path: str) -> str:
+    return Path(path).read_text().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    main()
