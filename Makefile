@@ -9,7 +9,7 @@ GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc commhooks -name '*.cu')
 
 .DEFAULT_GOAL := help
@@ -43,12 +43,12 @@ bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the packages it has
 	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
-cuda: ## Compile every CUDA source to machine code, if nvcc is installed; a warning is an error
+cuda: ## Compile the reducer's CUDA sources to machine code, if nvcc is there; no warnings allowed
 	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
-	else set -e; for source in $(CUDA_SOURCES); do for arch in sm_80 sm_90; do \
+	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
-	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -I commhooks/kernels -arch=$$arch -cubin \
-	    -o /dev/null "$$source"; \
+	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -arch=$$arch -cubin -o /dev/null \
+	    "$$source"; \
 	done; done; fi
 
 docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error
