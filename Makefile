@@ -9,9 +9,8 @@ GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h')
+CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
-REDUCER_CUDA := $(filter csrc/%,$(CUDA_SOURCES))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test build lint types format bench results gpu-check cuda docs clean
@@ -47,14 +46,13 @@ results: $(INSTALLED) ## Write docs/results.md and its plots from bench/results
 gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the packages it has
 	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
-cuda: $(INSTALLED) ## Compile every CUDA source to machine code, with NVRTC and nvcc where installed
+cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an error
 	$(BIN)/python -m commhooks.kernels
-	@if [ -z "$(REDUCER_CUDA)" ]; then echo "no CUDA sources of the reducer"; \
-	elif ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
-	else set -e; for source in $(REDUCER_CUDA); do for arch in sm_80 sm_90; do \
+	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/cuda not compiled"; \
+	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
-	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -I commhooks/kernels -arch=$$arch -cubin \
-	    -o /dev/null "$$source"; \
+	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -arch=$$arch -cubin -o /dev/null \
+	    "$$source"; \
 	done; done; fi
 
 docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error

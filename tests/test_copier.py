@@ -1,0 +1,44 @@
+"""Tensors into a flat one and back, as buckets are packed; on CUDA in gpu/test_gpu_copies.py."""
+
+import pytest
+import torch
+
+from reducer import _C
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_there_and_back(dtype: torch.dtype, to: torch.dtype) -> None:
+    tensors = [torch.randn(n).to(dtype) for n in (5, 0, 70_000, 1)]
+    flat = torch.full((70_010,), 7.0, dtype=to)
+    _C.pack(tensors, flat, 0.25)
+    assert torch.equal(flat[:70_006], (torch.cat(tensors).double() * 0.25).to(to))
+    assert torch.all(flat[70_006:] == 7.0)
+    back = [torch.empty_like(tensor) for tensor in tensors]
+    _C.unpack(flat, back, 4.0)
+    assert torch.equal(torch.cat(back), (flat[:70_006].double() * 4.0).to(dtype))
+
+
+def test_memory_order_is_kept() -> None:
+    tensor = torch.randn(4, 5).T
+    flat = torch.empty(20)
+    _C.pack([tensor], flat)
+    assert torch.equal(flat.view(4, 5).T, tensor)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="no more than 3"):
+        _C.pack([torch.ones(4)], torch.empty(3))
+    with pytest.raises(ValueError, match=r"strides \[2\]"):
+        _C.pack([torch.ones(8)[::2]], torch.empty(9))
+    with pytest.raises(ValueError, match="one dtype"):
+        _C.pack([torch.ones(1), torch.ones(1, dtype=torch.float64)], torch.empty(9))
+    with pytest.raises(ValueError, match="contiguous flat"):
+        _C.pack([torch.ones(1)], torch.empty(9)[::2])
+
+
+def test_devices_with_kernels() -> None:
+    assert _C.has_kernels("cpu")
+    assert not _C.has_kernels("meta")
