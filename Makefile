@@ -8,8 +8,9 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h')
-CUDA_SOURCES := $(shell find csrc commhooks -name '*.cu')
+CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h')
+CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
+REDUCER_CUDA := $(filter csrc/%,$(CUDA_SOURCES))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test build lint types format bench gpu-check cuda docs clean
@@ -42,10 +43,11 @@ bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 gpu-check: $(INSTALLED) cuda ## Compile the CUDA sources and run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
-cuda: ## Compile every CUDA source to machine code, if there is any and nvcc is installed
-	@if [ -z "$(CUDA_SOURCES)" ]; then echo "no CUDA sources"; \
+cuda: $(INSTALLED) ## Compile every CUDA source to machine code, with NVRTC and nvcc where installed
+	$(BIN)/python -m commhooks.kernels
+	@if [ -z "$(REDUCER_CUDA)" ]; then echo "no CUDA sources of the reducer"; \
 	elif ! command -v nvcc >/dev/null; then echo "nvcc not found: CUDA sources not compiled"; \
-	else set -e; for source in $(CUDA_SOURCES); do for arch in sm_80 sm_90; do \
+	else set -e; for source in $(REDUCER_CUDA); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
 	  nvcc -std=c++17 -I csrc -arch=$$arch -cubin -o /dev/null "$$source"; \
 	done; done; fi

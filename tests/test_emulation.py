@@ -1,28 +1,17 @@
 """The emulation of a GPU finds what is wrong with a kernel, and gives what a GPU gives."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
-from emulation import HERE, EmulationError, emulated
+from emulation import Elsewhere, EmulationError, emulated
+from emulation.sanitizer import run_sanitized
 
 from commhooks import CommHookError, kernels
-from commhooks.kernels import Source
-
-
-@dataclass(frozen=True, eq=False)
-class Elsewhere(Source):
-    """A source that is not of the package."""
-
-    @property
-    def path(self):
-        return HERE / self.file
-
+from commhooks.codecs import Fp8, Levels, Sign
 
 BROKEN = Elsewhere(
     "broken.cu",
     ("sum_by_halves", "misses_a_barrier", "waits_at_two_barriers", "shuffles_without_a_lane",
-     "forgets_a_barrier", "all_collectives"),
+     "forgets_a_barrier", "reads_behind_the_end", "all_collectives"),
 )  # fmt: skip
 
 
@@ -88,3 +77,32 @@ def test_wrong_arguments_are_named():
             kernels.launch(BROKEN, "sum_by_halves", [torch.zeros(4, 4).T, 1], grid=1, block=32)
     with pytest.raises(CommHookError, match=r"expected tensors on a GPU, found one on cpu"):
         kernels.launch(BROKEN, "sum_by_halves", [torch.zeros(3), 3], grid=1, block=32)
+
+
+def read_behind_the_end() -> None:
+    values = torch.zeros(64)
+    kernels.launch(BROKEN, "reads_behind_the_end", [values, 33], grid=1, block=32)
+
+
+def encode_and_decode() -> None:
+    """Memory has just the size that it must have."""
+    for codec in (
+        Levels(8, block_size=32),
+        Sign("mean", block_size=1056),
+        Fp8("e4m3", block_size=96),
+    ):
+        for numel, parts in ((1, 1), (33, 2), (2500, 3)):
+            values = torch.randn(numel)
+            length = -(-numel // parts)
+            messages = torch.zeros(parts, codec.encoded_bytes(length), dtype=torch.uint8)
+            codec.encode(values, messages, length, error=values / 8, keep_residual=True)
+            codec.average(messages, torch.zeros(length), length)
+            codec.assemble(messages, values, length, kept=torch.zeros(numel))
+
+
+def test_an_access_outside_of_a_tensor_is_found():
+    assert "heap-buffer-overflow" in run_sanitized(read_behind_the_end)
+
+
+def test_codecs_access_nothing_outside_of_their_tensors():
+    assert run_sanitized(encode_and_decode) == ""

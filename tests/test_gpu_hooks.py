@@ -1,6 +1,8 @@
 """Whole hooks on the path of CUDA tensors, emulated on CPU tensors, against the path of the CPU."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,12 @@ from torch import Tensor
 
 import commhooks
 from commhooks import CommHookError, kernels
+from commhooks.codecs import Levels
 from commhooks.kernels import loader
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 HOOKS: dict[str, dict[str, Any]] = {
     "int8": {"block_size": 32},
@@ -55,14 +60,16 @@ def test_same_averages_and_states_on_several_ranks(run_ranks, name, size):
         assert same_bits(state, other_state)
 
 
-def lockstep_steps(name: str) -> tuple[list[Tensor], list[Any]]:
+def lockstep_steps(name: str, device: str = "cpu") -> tuple[list[Tensor], list[Any]]:
     results, states = [], []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         hooks = [commhooks.create(name, **HOOKS[name]) for _ in range(3)]
         for step in range(2):
             generators = [torch.Generator().manual_seed(10 * step + rank) for rank in range(3)]
             drawn = [torch.randn(700, generator=generator).to(dtype) for generator in generators]
-            results += lockstep(hooks, [make_bucket({"a": g}, step) for g in drawn])[0]
+            buckets = [make_bucket({"a": gradient.to(device)}, step) for gradient in drawn]
+            with waiting_is_an_error() if device != "cpu" else nullcontext():
+                results += lockstep(hooks, buckets)[0]
         states += [hook.state_dict() for hook in hooks]
     return results, states
 
@@ -75,6 +82,56 @@ def test_same_averages_and_states_of_every_hook(name):
     assert same_bits(found, expected)
 
 
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("name", HOOKS)
+def test_on_a_gpu_the_same_and_no_host_waits(name):
+    expected = lockstep_steps(name)
+    results, states = lockstep_steps(name, "cuda")
+    assert same_bits([result.cpu() for result in results], expected[0])
+    on_cpu = [
+        {key: {field: tensor.cpu() for field, tensor in entry.items()} for key, entry in s.items()}
+        for s in states
+    ]
+    assert same_bits(on_cpu, expected[1])
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
+def test_kernels_run_on_the_current_stream_of_the_tensors_device_from_any_thread(index):
+    """What is before them on the stream is slow, and a fresh thread has no CUDA context yet."""
+    device = torch.device("cuda", index)
+    codec = Levels(8, block_size=256)
+    given = torch.randn(1 << 20)
+    expected = torch.empty(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8)
+    codec.encode(given, expected, given.numel())
+    source, values = given.to(device), torch.zeros_like(given, device=device)
+    messages = expected.to(device).zero_()
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+
+    def encode() -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            values.copy_(source)
+            codec.encode(values, messages, given.numel())
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(encode).result()
+    stream.synchronize()
+    assert torch.equal(messages.cpu(), expected)
+
+
 def test_missing_cupy_is_named_when_a_hook_is_registered(monkeypatch):
     """Not at the first step: a torch without CUDA, no CuPy, or one for another CUDA."""
     parameters = {"w": torch.empty(3, device="meta")}
@@ -85,14 +142,14 @@ def test_missing_cupy_is_named_when_a_hook_is_registered(monkeypatch):
         hook.prepare(parameters, None)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
-    def no_cupy(name: str) -> None:
-        raise ImportError(f"No module named {name!r}")
+    def no_cupy() -> None:
+        raise ImportError("No module named 'cupy'")
 
-    monkeypatch.setattr(loader, "import_module", no_cupy)
+    monkeypatch.setattr(loader, "nvrtc", no_cupy)
     with pytest.raises(CommHookError, match=r"pip install 'commhooks\[cuda13\]'"):
         hook.prepare(parameters, None)
 
     older = SimpleNamespace(getVersion=lambda: (12, 9))
-    monkeypatch.setattr(loader, "import_module", lambda name: older)
+    monkeypatch.setattr(loader, "nvrtc", lambda: older)
     with pytest.raises(CommHookError, match=r"for CUDA 13, .*uninstall cupy-cuda12x.*\[cuda13\]"):
         hook.prepare(parameters, None)

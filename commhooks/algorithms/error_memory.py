@@ -76,7 +76,7 @@ def _take_over(bucket: GradBucket, comm: Communicator, state: TensorState, own: 
                 error.copy_(kept)
             else:
                 start += piece.offset
-                own[start : start + kept.numel()] += comm.size * kept
+                own[start : start + kept.numel()] += comm.size * kept.to(own.device)
         if error.numel() > 0:
             entry["average_start"] = torch.tensor(piece.start)
             entry["average_error"] = error

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from commhooks.errors import CommHookError
-from commhooks.kernels.nvrtc import compile_source, options_for
+from commhooks.kernels.nvrtc import compile_source, nvrtc, options_for
 from commhooks.kernels.source import Source
 
 __all__ = ["CudaBackend"]
@@ -67,7 +67,7 @@ def _check_cupy() -> None:
     wanted = version.partition(".")[0]
     remedy = f"pip install 'commhooks[cuda{wanted}]'"
     try:
-        found = str(import_module("cupy.cuda.nvrtc").getVersion()[0])
+        found = str(nvrtc().getVersion()[0])
     except ImportError as error:
         raise CommHookError(
             f"kernels on CUDA tensors need CuPy for CUDA {wanted}, which cannot be imported "
@@ -96,8 +96,7 @@ def _module(cubin: Path, device_index: int) -> Any:  # noqa: ARG001
 
 def _machine_code(source: Source, kernel: str, arch: str) -> tuple[Path, str]:
     """A file with the kernel's machine code, and its name therein."""
-    version = import_module("cupy.cuda.nvrtc").getVersion()
-    key = repr((source.digest, kernel, options_for(arch), version))
+    key = repr((source.digest, kernel, options_for(arch), nvrtc().getVersion()))
     digest = hashlib.sha256(key.encode()).hexdigest()
     cubin = _cache_directory() / f"commhooks-{digest}.cubin"
     name = cubin.with_suffix(".json")

@@ -6,12 +6,20 @@ and a CPU does not; and it keeps what it has compiled when a header changes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
+from typing import Any
 
 from commhooks.errors import CommHookError
 from commhooks.kernels.source import DIRECTORY, Source
 
-__all__ = ["Compiled", "compile_source", "options_for"]
+__all__ = ["Compiled", "compile_source", "nvrtc", "options_for"]
+
+
+@cache
+def nvrtc() -> Any:
+    """CuPy's binding of it. Raises ImportError without CuPy."""
+    return import_module("cupy.cuda").nvrtc
 
 
 @dataclass(frozen=True)
@@ -41,17 +49,17 @@ def compile_source(source: Source, kernels: Sequence[str], arch: str) -> Compile
 
     Raises CommHookError with the compiler's words if it refuses.
     """
-    nvrtc = import_module("cupy.cuda.nvrtc")
-    program = nvrtc.createProgram(source.path.read_text(), source.file, (), ())
+    binding = nvrtc()
+    program = binding.createProgram(source.path.read_text(), source.file, (), ())
     try:
         for kernel in kernels:
-            nvrtc.addNameExpression(program, kernel)
+            binding.addNameExpression(program, kernel)
         try:
-            nvrtc.compileProgram(program, options_for(arch))
-        except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program)
+            binding.compileProgram(program, options_for(arch))
+        except binding.NVRTCError as error:
+            log = binding.getProgramLog(program)
             raise CommHookError(f"{source.file} for {arch}: NVRTC says {error}\n{log}") from error
-        names = {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels}
-        return Compiled(nvrtc.getCUBIN(program), names, nvrtc.getProgramLog(program))
+        names = {kernel: binding.getLoweredName(program, kernel) for kernel in kernels}
+        return Compiled(binding.getCUBIN(program), names, binding.getProgramLog(program))
     finally:
-        nvrtc.destroyProgram(program)
+        binding.destroyProgram(program)

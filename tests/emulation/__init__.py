@@ -30,6 +30,15 @@ FLAGS = ("-std=gnu++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno
          "-ffp-contract=off", "-Wall", "-Wno-unused-function")  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class Elsewhere(Source):
+    """A source in this folder, not of the package."""
+
+    @property
+    def path(self) -> Path:
+        return HERE / self.file
+
+
 class EmulationError(RuntimeError):
     """A kernel did what is undefined on a GPU."""
 

@@ -49,6 +49,10 @@ __global__ void forgets_a_barrier(float* values, long long count) {
   values[threadIdx.x] = last;
 }
 
+__global__ void reads_behind_the_end(float* values, long long count) {
+  values[0] = values[threadIdx.x + count];
+}
+
 // Not wrong: what a warp's collectives give, one after the other, for each lane.
 __global__ void all_collectives(int* found, long long count) {
   const unsigned all = 0xffffffffu;

@@ -1,0 +1,92 @@
+"""Compiles every kernel that is used, for the GPUs that are supported; needs no GPU.
+
+    python -m commhooks.kernels
+
+With NVRTC of CuPy's package, as on a user's machine, and with nvcc; whichever is installed. Prints
+the registers, spills and shared memory of each kernel. Fails on a warning, and above the bounds in
+report.py.
+"""
+
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from itertools import groupby
+
+from commhooks.errors import CommHookError
+from commhooks.kernels.nvcc import compile_with_nvcc, find_nvcc
+from commhooks.kernels.nvrtc import compile_source, nvrtc
+from commhooks.kernels.report import MOST_REGISTERS, Usage, usages
+from commhooks.kernels.source import DIRECTORY, Source
+
+ARCHITECTURES = ("sm_80", "sm_90")
+
+
+def main() -> int:
+    """The exit status: 1 if something is wrong with a kernel."""
+    try:
+        compilers = [name for name, is_there in (("NVRTC", _has_nvrtc()), ("nvcc", find_nvcc()))
+                     if is_there]  # fmt: skip
+        if not compilers:
+            print("neither NVRTC (pip install 'commhooks[nvrtc]') nor nvcc found: not compiled")
+            return 0
+        found = [
+            (source.file, compiler, arch, usage)
+            for source in _sources()
+            for compiler in compilers
+            for arch in ARCHITECTURES
+            for usage in _compile(compiler, source, arch)
+        ]
+    except CommHookError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for (*where, arch), group in groupby(found, key=lambda row: row[:3]):
+        print(f"\n{', '.join(where)} for {arch}")
+        print(*_table(usage for *_, usage in group), sep="\n")
+    failed = sorted({usage.kernel for *_, usage in found if not usage.is_within_bounds})
+    if failed:
+        print(f"\nspilled, or more than {MOST_REGISTERS} registers: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _sources() -> list[Source]:
+    return [
+        import_module(f"commhooks.kernels.{path.stem}").SOURCE
+        for path in sorted(DIRECTORY.glob("*.cu"))
+    ]
+
+
+def _has_nvrtc() -> bool:
+    try:
+        nvrtc()
+    except ImportError:
+        return False
+    return True
+
+
+def _compile(compiler: str, source: Source, arch: str) -> list[Usage]:
+    if compiler == "NVRTC":
+        compiled = compile_source(source, source.kernels, arch)
+        if "warning" in compiled.log:
+            raise CommHookError(f"{source.file} for {arch}: NVRTC warns\n{compiled.log}")
+        log, names = compiled.log, {name: kernel for kernel, name in compiled.names.items()}
+    else:
+        nvcc = find_nvcc()
+        assert nvcc is not None
+        log, names = compile_with_nvcc(nvcc, source, arch), {}
+    found = list(usages(log, names))
+    if len(found) != len(source.kernels):
+        raise CommHookError(
+            f"{source.file} for {arch}: expected {len(source.kernels)} kernels in the machine code "
+            f"of {compiler}, found {len(found)}"
+        )
+    return found
+
+
+def _table(rows: Iterable[Usage]) -> Iterable[str]:
+    yield f"{'kernel':<36}{'registers':>10}{'spilled B':>11}{'shared B':>10}"
+    for row in sorted(rows, key=lambda row: row.kernel):
+        yield f"{row.kernel:<36}{row.registers:>10}{row.spilled_bytes:>11}{row.shared_bytes:>10}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Emulates kernels under AddressSanitizer, which finds accesses outside of tensors.
+
+It has to be loaded before Python, and ends the process at a mistake: so, in a process of its own.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+from emulation import emulated
+
+FLAGS = ("-fsanitize=address", "-g1")
+
+
+def run_sanitized(function: Callable[[], None]) -> str:
+    """What the sanitizer says of a module-level function that launches kernels; "" for nothing."""
+    compiler = os.environ.get("CXX", "g++")
+    runtime = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    environment = os.environ | {
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-m", __name__, function.__module__, function.__name__]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=200
+    )
+    return "" if run.returncode == 0 else run.stderr or f"exit status {run.returncode}"
+
+
+if __name__ == "__main__":
+    with emulated(flags=FLAGS):
+        getattr(importlib.import_module(sys.argv[1]), sys.argv[2])()

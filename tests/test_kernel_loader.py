@@ -1,0 +1,63 @@
+"""Kernels to machine code, with NVRTC where it is installed, and what is kept of it."""
+
+import pytest
+from emulation import Elsewhere
+
+from commhooks import CommHookError
+from commhooks.kernels import __main__ as check
+from commhooks.kernels import loader, nvrtc
+from commhooks.kernels.report import Usage, usages
+from commhooks.kernels.source import DIRECTORY
+
+LOG = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1fPf' for 'sm_90'
+ptxas info    : Function properties for _Z1fPf
+ptxas         .     0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 12 registers, used 1 barriers, 128 bytes smem
+ptxas info    : Compiling entry function '_Z1gPf' for 'sm_90'
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 129 registers, used 0 barriers
+"""
+
+SUMS = Elsewhere("broken.cu", ("sum_by_halves", "forgets_a_barrier"))
+
+
+@pytest.fixture
+def _has_nvrtc() -> None:
+    try:
+        nvrtc.nvrtc()
+    except ImportError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+
+
+def test_report_reads_what_ptxas_says():
+    found = list(usages(LOG, {"_Z1fPf": "f"}))
+    assert found == [Usage("f", 12, 12, 128), Usage("_Z1gPf", 129, 0, 0)]
+    assert not any(usage.is_within_bounds for usage in found)
+    assert Usage("h", 128, 0, 0).is_within_bounds
+
+
+def test_every_cuda_source_is_checked():
+    assert {source.path for source in check._sources()} == set(DIRECTORY.glob("*.cu"))
+
+
+@pytest.mark.usefixtures("_has_nvrtc")
+def test_machine_code_is_compiled_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    cubin, name = loader._machine_code(SUMS, "sum_by_halves", "sm_90")
+    assert cubin.read_bytes().startswith(b"\x7fELF")
+    assert "sum_by_halves" in name
+    monkeypatch.setattr(loader, "compile_source", None)  # from here on it cannot be
+    assert loader._machine_code(SUMS, "sum_by_halves", "sm_90") == (cubin, name)
+    for other in ((SUMS, "forgets_a_barrier", "sm_90"), (SUMS, "sum_by_halves", "sm_80")):
+        with pytest.raises(TypeError):
+            loader._machine_code(*other)
+
+
+@pytest.mark.usefixtures("_has_nvrtc")
+def test_what_the_compiler_refuses_is_told():
+    with pytest.raises(
+        CommHookError, match=r"broken.cu for sm_90: NVRTC says(.|\n)*no_such_kernel"
+    ):
+        nvrtc.compile_source(SUMS, ["no_such_kernel"], "sm_90")
