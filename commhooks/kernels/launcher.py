@@ -2,8 +2,9 @@
 
 import ctypes
 import struct
+import threading
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from commhooks.kernels.loader import CudaBackend
 from commhooks.kernels.source import Source
 
 __all__ = ["BACKENDS", "Argument", "Backend", "backend_of", "launch", "require"]
+
+_FLOAT, _INTEGER = struct.Struct("d"), struct.Struct("q")
 
 Argument = Tensor | int | float | None
 """Of a kernel: a pointer to the tensor's memory, ``long long``, ``double``, a null pointer."""
@@ -71,44 +74,54 @@ def launch(
     Raises CommHookError if they are not, or if the launch is refused.
     """
     blocks = (grid, 1, 1) if isinstance(grid, int) else grid
-    device = _device_of(kernel, arguments)
+    device, bits = _bits(kernel, arguments)
     if 0 in blocks:
         return
-    backend = BACKENDS[device.type]
-    values, parameters = _parameters(arguments)
-    backend.launch(source, kernel, blocks, (block, 1, 1), shared_bytes, parameters, device)
-    del values  # the driver has copied them
+    values, parameters = _room.of(len(bits))
+    values[:] = bits
+    BACKENDS[device.type].launch(
+        source, kernel, blocks, (block, 1, 1), shared_bytes, parameters, device
+    )
 
 
-def _device_of(kernel: str, arguments: Sequence[Argument]) -> torch.device:
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    device = tensors[0].device
-    for tensor in tensors:
-        if tensor.device != device or not tensor.is_contiguous():
-            raise CommHookError(
-                f"{kernel}: expected contiguous tensors on one device, found shape "
-                f"{tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}, beside "
-                f"one on {device}"
-            )
-    if device.type not in BACKENDS:
-        raise CommHookError(f"{kernel}: expected tensors on a GPU, found one on {device}")
-    return device
+def _bits(kernel: str, arguments: Sequence[Argument]) -> tuple[torch.device, list[int]]:
+    """The device of the tensors, and 8 bytes for each argument, as a number."""
+    device: torch.device | None = None
+    bits: list[int] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if device is None:
+                device = argument.device
+            if argument.device != device or not argument.is_contiguous():
+                raise CommHookError(
+                    f"{kernel}: expected contiguous tensors on one device, found shape "
+                    f"{tuple(argument.shape)} with strides {argument.stride()} on "
+                    f"{argument.device}, beside one on {device}"
+                )
+            bits.append(argument.data_ptr())
+        elif isinstance(argument, float):
+            bits.append(_INTEGER.unpack(_FLOAT.pack(argument))[0])
+        else:  # what exceeds 63 bits wraps around
+            bits.append(0 if argument is None else argument)
+    if device is None or device.type not in BACKENDS:
+        raise CommHookError(f"{kernel}: expected tensors on a GPU, found {device or 'none'}")
+    return device, bits
 
 
-def _parameters(
-    arguments: Sequence[Argument],
-) -> tuple["ctypes.Array[ctypes.c_int64]", "ctypes.Array[ctypes.c_void_p]"]:
-    """The values, 8 bytes each, and the address of each."""
-    count = len(arguments)
-    values = (ctypes.c_int64 * count)(*map(_bits, arguments))
-    first = ctypes.addressof(values)
-    return values, (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+class _Room(threading.local):
+    """Memory for parameters, one per thread; the driver copies them in a launch."""
+
+    def __init__(self) -> None:
+        self._by_count: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, count: int) -> tuple[Any, Any]:
+        """So many values of 8 bytes, and the address of each."""
+        if count not in self._by_count:
+            values = (ctypes.c_int64 * count)()
+            first = ctypes.addressof(values)
+            addresses = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+            self._by_count[count] = values, addresses
+        return self._by_count[count]
 
 
-def _bits(argument: Argument) -> int:
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
-    if isinstance(argument, float):
-        bits: int = struct.unpack("q", struct.pack("d", argument))[0]
-        return bits
-    return 0 if argument is None else argument  # what exceeds 63 bits wraps around
+_room = _Room()

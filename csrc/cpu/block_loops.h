@@ -121,7 +121,11 @@ COMMHOOKS_INLINE float sum_of_ratios(const float* y, int64_t count, float larges
     for (int64_t k = 0; k < width; ++k) {
       terms[k] = codecs::sum_term<squares>(y[i + k], inverse);
     }
-    totals[i / codecs::kChunk] = sum_by_halves(terms, width);
+    const float total = sum_by_halves(terms, width);
+    if (count <= width) {
+      return total;
+    }
+    totals[i / codecs::kChunk] = total;
   }
   return sum_by_halves(totals, kLanes);
 }
