@@ -5,13 +5,22 @@ import math
 import pytest
 import torch
 from emulation import emulated
+from emulation.sanitizer import run_sanitized
 from lockstep import LockstepCommunicator
 from torch import Tensor
 
 from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.gathered_parts import gather
 from commhooks.algorithms.index_code import IndexCode
-from commhooks.algorithms.sparse import correct_momentum, draw_indices, scatter_add
+from commhooks.algorithms.lowrank import absorb, orthonormalise
+from commhooks.algorithms.matrix_plan import Side
+from commhooks.algorithms.sparse import (
+    correct_momentum,
+    draw_indices,
+    scatter_add,
+    select_above,
+    select_largest,
+)
 from commhooks.algorithms.sparse_part import SparseLayout, SparsePart
 
 SEGMENT = 4096
@@ -176,3 +185,26 @@ def test_copies_depend_on_the_verdict(length, offset, dtype):
         assert torch.equal(out, source if verdict else torch.zeros_like(source))
     assert not memory[:offset].any()
     assert not memory[offset + length :].any()
+
+
+def run_every_kernel() -> None:
+    """On odd sizes, in memory of just the size that it must have, and on damaged messages."""
+    for numel, count in ((1, 1), (33, 5), (9001, 90), (20_011, 7000)):
+        gradient, error = torch.randn(numel), torch.randn(numel)
+        total = correct_momentum(gradient, error, error.clone(), 0.9)
+        select_above(gradient.clone(), error, 1.0)
+        part = SparsePart.of(total, select_largest(total, error, count), torch.float32)
+        part.leave(total, error, torch.tensor(True))
+        messages = torch.stack([SparseLayout(numel, count, torch.float32).write(part)] * 2)
+        receive(messages, [part, part], numel)
+        messages[1] = 0xA5
+        receive(messages, [part, part], numel)
+        draw_indices(numel, count, torch.Generator(), like=total)
+    for k, n, m, r in ((1, 1, 1, 1), (2, 7, 33, 5), (1, 130, 68, 3)):
+        P, Q = torch.randn(k, n, r), torch.randn(k, r, m)
+        P, Q = orthonormalise(Side.LEFT, P), orthonormalise(Side.RIGHT, Q)
+        absorb(torch.randn(k, n, m), torch.randn(k, n, m), (P, Q), (P, Q), torch.tensor(True))
+
+
+def test_kernels_access_nothing_outside_of_their_tensors():
+    assert run_sanitized(run_every_kernel) == ""

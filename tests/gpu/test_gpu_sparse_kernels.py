@@ -33,7 +33,7 @@ SIZES = [(1, 1), (1000, 1), (30_001, 7_777), (100_003, 1_000)]
 DTYPES = [torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_selection(kind, length, dtype):
@@ -64,7 +64,7 @@ def mean_of(messages: Tensor, parts: list[SparsePart], numel: int) -> tuple[bool
     return bool(gathered.verdict), gathered.store_mean(buffer).cpu()
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("numel", "count"), SIZES)
 def test_messages_and_means(numel, count, dtype):
     counts = [max(0, count - 3 * rank) for rank in range(3)]
@@ -100,7 +100,7 @@ def test_what_is_drawn_and_placed(numel, count):
         assert torch.equal(target, found * verdict)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_momentum_correction(length, dtype):
     g, u, v = (torch.randn(length, dtype=dtype, device="cuda") for _ in range(3))
@@ -111,7 +111,7 @@ def test_momentum_correction(length, dtype):
     assert torch.equal(total, g + v)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 768, 4), (1, 5003, 4), (2, 600, 9)])
 @pytest.mark.parametrize("side", Side)
 def test_bases_are_orthonormal(side, shape, dtype):
@@ -128,7 +128,7 @@ def test_bases_are_orthonormal(side, shape, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("verdict", [False, True])
 @pytest.mark.parametrize(("k", "n", "m", "r"), [(1, 1, 1, 1), (3, 70, 131, 5), (2, 768, 2304, 4)])
 def test_end_of_a_step(k, n, m, r, verdict, dtype):
