@@ -54,7 +54,7 @@ def _with_references(task: str, chosen: list[Subject]) -> list[Subject]:
 
 def _run(task: str, subject: Subject, seed: int, record: Record, *, again: bool) -> None:
     config, recipe = subject.create().to_config(), subject.recipe or TASKS[task].usual
-    has_run = seed in {run.seed for run in record.runs(task, config, recipe)}
+    has_run = seed in {run.seed for run in record.runs(task, subject.hook, config, recipe)}
     if has_run and not (again and subject.hook != REFERENCE):
         return
     start = time.perf_counter()

@@ -20,9 +20,9 @@ __all__ = ["Record", "Run"]
 
 @dataclass(frozen=True)
 class Run:
-    """One training. ``config``: of the hook, with all its options. Figures are means over ranks.
+    """One training. ``config``: of what was registered, with all options.
 
-    ``accuracy`` is None where the task has none.
+    Figures are means over ranks. ``accuracy`` is None where the task has none.
     """
 
     task: str
@@ -49,12 +49,12 @@ class Record:
         self.about: dict[str, Any] = found["about"]
         self._runs = {run.key: run for run in (Run(**entry) for entry in found["runs"])}
 
-    def runs(self, task: str, config: dict[str, Any], recipe: str) -> list[Run]:
+    def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
         """Those of a hook with these options, by seed."""
         return [
             run
             for key, run in sorted(self._runs.items())
-            if key[:3] == (task, config["name"], recipe) and run.config == config
+            if key[:3] == (task, hook, recipe) and run.config == config
         ]
 
     def add(self, run: Run) -> None:

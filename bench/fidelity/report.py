@@ -121,7 +121,7 @@ def _rows(record: Record, task: str) -> list[_Row]:
         reference = {run.seed: run for run in plain.get(_reference_recipe(subject, task), [])}
         runs = [
             run
-            for run in record.runs(task, subject.create().to_config(), recipe)
+            for run in record.runs(task, subject.hook, subject.create().to_config(), recipe)
             if run.seed in reference
         ]
         if runs:
@@ -133,7 +133,7 @@ def _plain(record: Record, task: str) -> dict[str, list[Run]]:
     """The references, by recipe."""
     config = Subject(REFERENCE).create().to_config()
     recipes = dict.fromkeys(_reference_recipe(subject, task) for subject in subjects())
-    found = {recipe: record.runs(task, config, recipe) for recipe in recipes}
+    found = {recipe: record.runs(task, REFERENCE, config, recipe) for recipe in recipes}
     return {recipe: runs for recipe, runs in found.items() if runs}
 
 
