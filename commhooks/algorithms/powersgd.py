@@ -71,6 +71,9 @@ class PowerSGD(CommHook):
     and all that is exact, which halves the bytes of the factors. Every further iteration sends
     factors again. Memory: the errors, as large as the gradients in float32, and the factors.
 
+    At the default rank a small GPT, whose matrices have 64 rows, ended at 3 % more validation loss
+    than with exact averages; see docs/hooks/powersgd.md.
+
     A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
     the state of its parameters as it was. See Note [Sent + error] and Note [One commit].
     """
