@@ -52,6 +52,16 @@ def test_two_small_collectives_for_the_whole_bucket():
     assert [sent.numel() for sent in comm.sent] == [2 * 13, 2 * 11]
 
 
+def test_cost_formula():
+    """143 numbers are a matrix of 13 rows and 11 columns: r·13 and r·11 numbers travel."""
+    bucket = make_bucket(gradients_of(0, 0))
+    hook = batched()
+    assert hook.wire_bytes(bucket, 2) == 2 * 8 * (13 + 11)
+    (comm,) = lockstep([hook], [bucket])[1]
+    assert [sent.numel() for sent in comm.sent] == [2 * 13, 2 * 11]
+    assert batched(start_step=1).wire_bytes(bucket, 2) == 143 * 8
+
+
 def test_ranks_agree_and_nothing_is_lost_in_the_mean():
     hooks = [batched() for _ in range(3)]
     given = got = torch.zeros(143, dtype=torch.float64)

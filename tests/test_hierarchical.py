@@ -39,6 +39,38 @@ def test_the_average_and_its_cost(size: int, ranks_per_node: int) -> None:
         assert nbytes == inside + (leader if rank % ranks_per_node == 0 else 0)
 
 
+class _Group:
+    """What a hook asks of a process group when it is registered."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), CASES)
+def test_cost_formula(size: int, ranks_per_node: int) -> None:
+    """A node's all-reduce on all of its ranks; on the first, the inner hook's bytes and its own."""
+    _, sent = reduce("bf16", ranks_per_node, size)
+    bucket = make_bucket(draw(0, 0), draw(0, 99), 0)
+    for rank, nbytes in enumerate(sent):
+        hook = Hierarchical("bf16", ranks_per_node=ranks_per_node)
+        hook.prepare({}, _Group(rank, size))
+        assert hook.wire_bytes(bucket, size) == nbytes
+    unregistered = Hierarchical("bf16", ranks_per_node=ranks_per_node)
+    assert unregistered.wire_bytes(bucket, size) == sent[0]
+
+
+def test_no_cost_where_it_is_not_known() -> None:
+    bucket = make_bucket(draw(0, 0), draw(0, 99), 0)
+    assert Hierarchical("bf16").wire_bytes(bucket, 4) is None  # ranks per node: not asked yet
+    assert Hierarchical("threshold", ranks_per_node=2).wire_bytes(bucket, 4) is None
+
+
 def test_a_lossy_hook_sees_one_gradient_per_node() -> None:
     """Gossip in a ring of three nodes: each leader has its node's mean and the one before."""
     found, _ = reduce({"name": "gossip", "what": "gradients", "topology": "ring"}, 2, 6)

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import itertools
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -257,6 +259,36 @@ def test_two_sided_sends_twice_and_one_sided_once():
     for step, factors in ((0, left), (1, right)):
         (comm,) = lockstep([powersgd(two_sided=False)], [make_bucket(gradients_of(0, 0), step)])[1]
         assert [sent.numel() for sent in comm.sent] == [factors + exact]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("two_sided", [True, False])
+def test_cost_formula(two_sided, iterations, dtype):
+    """After a first step of exact averages: r·n or r·m of each matrix in turn, and what is exact.
+
+    Of three ranks each sends 2·2·⌈b/3⌉ in an all-reduce of b bytes.
+    """
+    width = max(4, dtype.itemsize)
+    left, right = 2 * (3 * 23 + 9) * width, 2 * (3 * 17 + 45) * width
+    exact, everything = (1 + 23) * width, (1 + 23 + 3 * 23 * 17 + 9 * 45) * dtype.itemsize
+    options = {"two_sided": two_sided, "num_iters_per_step": iterations, "start_step": 1}
+    hooks = [powersgd(**options) for _ in range(3)]
+    half_steps = itertools.cycle([left, right])
+    for step in range(4):
+        if step == 0:
+            payloads = [everything]
+        else:
+            payloads = [next(half_steps) for _ in range(iterations * (1 + two_sided))]
+            payloads[0] += exact
+        expected = sum(4 * math.ceil(payload / 3) for payload in payloads)
+        if step == 0 and not two_sided:  # goes on as if step 0 had been compressed
+            for _ in range(iterations):
+                next(half_steps)
+        buckets = [make_bucket(gradients_of(rank, step, dtype), step) for rank in range(3)]
+        assert hooks[0].wire_bytes(buckets[0], 3) == expected
+        for comm in lockstep(hooks, buckets)[1]:
+            assert sum(4 * math.ceil(sent.nbytes / 3) for sent in comm.sent) == expected
 
 
 @pytest.mark.parametrize("two_sided", [True, False])

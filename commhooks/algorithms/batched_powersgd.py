@@ -6,7 +6,9 @@ See powersgd.py for the method and the reasons.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.algorithms.matrix_plan import MatrixPlan
@@ -23,12 +25,18 @@ class BatchedPowerSGD(PowerSGD):
     """Average each bucket through factors of low rank, as one matrix that is nearly square.
 
     The matrix runs across parameters, so there is less structure to be found in it than in the
-    parameters' own matrices: use a higher rank, or prefer ``powersgd`` where accuracy counts. It
+    parameters' own matrices, hence the higher rank; prefer ``powersgd`` where accuracy counts. It
     compresses vectors as well and sends about 2·r·√N of N elements.
+
+    A network for digits ended at 5 % more validation loss than with exact averages at the default
+    rank, and at 35 % more at rank 4, see docs/hooks/powersgd.md.
 
     The factors belong to the bucket's composition: when buckets are cut anew they begin anew, while
     errors stay with their parameters.
     """
+
+    rank: Annotated[int, Ge(1)] = 16
+    """r. Higher: closer to the average, more bytes."""
 
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
         return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.lengths, self._rule())

@@ -1,11 +1,13 @@
 """How far apart the models of the ranks are."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-__all__ = ["ConsensusDistance"]
+from commhooks.hook import CommHook
+
+__all__ = ["ConsensusDistance", "WithoutConsensus"]
 
 
 @dataclass
@@ -36,3 +38,18 @@ class ConsensusDistance:
         if self._squares is None:
             return {}
         return {"consensus_distance": self._squares.sqrt().item()}
+
+
+@dataclass
+class WithoutConsensus(CommHook):
+    """A hook under which every rank has a model of its own, and that tells how far they part."""
+
+    _distance: ConsensusDistance = field(
+        default_factory=ConsensusDistance, init=False, repr=False, compare=False
+    )
+
+    consensus = False
+
+    def metrics(self) -> dict[str, float]:
+        """``consensus_distance``, see :class:`ConsensusDistance`, of the last step that knew it."""
+        return self._distance.metrics() | super().metrics()

@@ -15,7 +15,7 @@ averaged differently pull them apart, and only the mixing of parameters pulls th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch.distributed as dist
@@ -23,9 +23,8 @@ from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
-from commhooks.algorithms.consensus_distance import ConsensusDistance
+from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator, Request
-from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.topologies import Permutation, check_topology, round_at
 from commhooks.wire import all_reduce_bytes
@@ -36,11 +35,12 @@ __all__ = ["Gossip"]
 
 @register_hook("gossip")
 @dataclass
-class Gossip(CommHook):
+class Gossip(WithoutConsensus):
     """Average with one other rank per step, another one each time; models may differ.
 
     Every rank gets another result, so save and load each rank's own model. Messages per rank and
-    step do not grow with the number of ranks, and no rank waits for all others.
+    step do not grow with the number of ranks, and no rank waits for all others. On 4 ranks a GPT
+    ended at 3 % more validation loss after 350 steps, see docs/hooks/gossip.md.
 
     Wire, per bucket and step: its gradients or parameters once, in their dtype, to one rank. In
     every ``average_every``-th step one all-reduce of the parameters: besides the gradients, or
@@ -58,11 +58,6 @@ class Gossip(CommHook):
     seed: int = 0
     """Of the partners of "dissemination" and "random". All ranks need the same."""
 
-    _distance: ConsensusDistance = field(
-        default_factory=ConsensusDistance, init=False, repr=False, compare=False
-    )
-
-    consensus = False
     wire = "the gradients or parameters once, to one rank"
     paper = "https://arxiv.org/abs/1803.05880"
 
@@ -97,10 +92,6 @@ class Gossip(CommHook):
         if self._averages_in(bucket.step):
             return sent + all_reduce_bytes(parameter_bytes, size)
         return sent or parameter_bytes
-
-    def metrics(self) -> dict[str, float]:
-        """``consensus_distance``, see :class:`ConsensusDistance`, of the last step that knew it."""
-        return self._distance.metrics()
 
     def _averages_in(self, step: int) -> bool:
         return self.average_every > 0 and step > 0 and step % self.average_every == 0

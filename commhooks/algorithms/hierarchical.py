@@ -10,7 +10,7 @@ averages, which are smaller than the gradients' own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook import CommHook
 from commhooks.nodes import check_nodes, ranks_of_node
 from commhooks.registry import register_hook
+from commhooks.wire import all_reduce_bytes, broadcast_bytes
 from reducer import GradBucket
 
 __all__ = ["Hierarchical"]
@@ -50,6 +51,9 @@ class Hierarchical(CommHook):
     """L; node i has the i-th L ranks. 0: as many as the launcher says are on each node, in
     LOCAL_WORLD_SIZE; registered, the option has that number."""
 
+    _is_first: bool = field(default=True, init=False, repr=False, compare=False)
+    """Whether this rank is the first of its node, which sends the most."""
+
     lossless = True
     backends = ("gloo", "nccl")
     wire = "one all-reduce and one broadcast inside nodes, and what the inner hook sends between"
@@ -66,6 +70,7 @@ class Hierarchical(CommHook):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raises CommHookError unless the ranks can be divided into equal nodes."""
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
+        self._is_first = group.rank() % self.ranks_per_node == 0
         nodes = _Nodes(group, self.ranks_per_node)
         self.inner.prepare(parameters, cast("dist.ProcessGroup", nodes))
 
@@ -81,6 +86,19 @@ class Hierarchical(CommHook):
         if node.size > 1:
             await node.broadcast(buffer)
         return buffer
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        """Before it is registered, those of the first rank of a node."""
+        if self.ranks_per_node == 0:
+            return None  # the launcher has not been asked yet
+        nbytes = bucket.buffer().nbytes
+        inside = all_reduce_bytes(nbytes, self.ranks_per_node)
+        if not self._is_first:
+            return inside
+        between = self.inner.wire_bytes(bucket, size // self.ranks_per_node)
+        if between is None:
+            return None
+        return inside + between + broadcast_bytes(nbytes, self.ranks_per_node, is_root=True)
 
 
 class _Nodes:

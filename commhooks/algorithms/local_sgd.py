@@ -39,10 +39,9 @@ from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
-from commhooks.algorithms.consensus_distance import ConsensusDistance
+from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError
-from commhooks.hook import CommHook
 from commhooks.nodes import check_nodes, ranks_of_node
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
@@ -53,11 +52,14 @@ __all__ = ["LocalSGD"]
 
 @register_hook("local_sgd")
 @dataclass
-class LocalSGD(CommHook):
+class LocalSGD(WithoutConsensus):
     """Average parameters every ``period`` steps instead of gradients in each; models may differ.
 
     Between two averages every rank has another model, so save and load each rank's own. DiLoCo:
     ``period=500, outer="nesterov"``, with AdamW as the optimizer.
+
+    The default period is a trade: a GPT ended at 7 % more validation loss after 350 steps, see
+    docs/hooks/local_sgd.md.
 
     Wire: before ``start_step`` one all-reduce of the gradients per step, then nothing, except one
     all-reduce of the parameters per period, in float32 (float64 for float64 parameters), of each
@@ -87,11 +89,6 @@ class LocalSGD(CommHook):
     _fragment_of: dict[str, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _distance: ConsensusDistance = field(
-        default_factory=ConsensusDistance, init=False, repr=False, compare=False
-    )
-
-    consensus = False
     backends = ("gloo", "nccl")
     wire = "nothing, except one all-reduce of the parameters in float32 per period"
     paper = "https://arxiv.org/abs/1805.09767"
@@ -134,10 +131,6 @@ class LocalSGD(CommHook):
         )
         in_node = all_reduce_bytes(gradient_bytes, self.ranks_per_node)
         return in_node + all_reduce_bytes(averaged_bytes, size)
-
-    def metrics(self) -> dict[str, float]:
-        """``consensus_distance``, see :class:`ConsensusDistance`, of what was averaged last."""
-        return self._distance.metrics()
 
     def recover(self) -> None:
         """Anchors may have moved on some ranks only; the next average becomes the new one."""

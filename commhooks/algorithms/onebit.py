@@ -23,13 +23,17 @@ __all__ = ["OneBit"]
 @register_hook("onebit")
 @dataclass
 class OneBit(Quantised):
-    """Average in one bit per number, as long as the gradient: 1/31 of the bytes of float32.
+    """Average in one bit per number, as long as the gradient: 1/25 of the bytes of float32.
 
-    Biased in each step, exact over steps: what was not sent is sent later. Needs its memory.
+    Biased in each step, exact over steps: what was not sent is sent later. Needs its memory, and a
+    start with exact averages, as in the paper: put it into ``schedule``. Without such a start a
+    network for digits ended at 19 % more validation loss, and a GPT, with blocks of 1024, at 34 %;
+    see docs/hooks/quantised.md.
     """
 
-    block_size: BlockSize = 1024
-    """Numbers that share a scale. Smaller: closer to the average, more bytes."""
+    block_size: BlockSize = 128
+    """Numbers that share a scale. Smaller: closer to the average, more bytes. Larger blocks mix
+    parameters whose gradients differ much in size."""
 
     wire = "1/8 byte per element and 4 per block, in an all-to-all and an all-gather"
     paper = "https://arxiv.org/abs/2102.02888"

@@ -44,6 +44,7 @@ import torch
 from annotated_types import Ge
 from torch import Tensor
 
+from commhooks.algorithms.bucket_parameters import at_least_float32
 from commhooks.algorithms.finite import all_finite, is_known_false, nan_unless
 from commhooks.algorithms.lowrank import Factors, absorb, deflate, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
@@ -52,6 +53,7 @@ from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
+from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
 
 __all__ = ["PowerSGD"]
@@ -70,6 +72,9 @@ class PowerSGD(CommHook):
     all-reduces, of P and all that is exact, then of Q. One-sided: a single all-reduce of P or Q,
     and all that is exact, which halves the bytes of the factors. Every further iteration sends
     factors again. Memory: the errors, as large as the gradients in float32, and the factors.
+
+    At the default rank a small GPT, whose matrices have 64 rows, ended at 3 % more validation loss
+    than with exact averages; see docs/hooks/powersgd.md.
 
     A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
     the state of its parameters as it was. See Note [Sent + error] and Note [One commit].
@@ -106,22 +111,33 @@ class PowerSGD(CommHook):
         if bucket.step < self.start_step:
             return await comm.all_reduce(buffer.div_(comm.size))
         cut = self._cut(bucket)
-        side = self._first_side(bucket.step)
-        factors = self._starting_factors(cut, side.other, bucket.step)
+        sides = self._sides(bucket.step)
+        factors = self._starting_factors(cut, sides[0].other, bucket.step)
         halves: list[_HalfStep] = []
-        for _ in range(self.num_iters_per_step * (2 if self.two_sided else 1)):
+        for side in sides:
             half = await self._half_step(cut, buffer, factors, side, halves, comm)
             if is_known_false(half.is_finite):
                 return buffer.fill_(torch.nan)
             halves.append(half)
-            factors, side = half.mean.factors, side.other
+            factors = half.mean.factors
         _commit(halves, cut, buffer)
         return buffer
 
-    def _first_side(self, step: int) -> Side:
-        """One-sided, steps go on where the last one has stopped."""
-        is_even = self.two_sided or step * self.num_iters_per_step % 2 == 0
-        return Side.LEFT if is_even else Side.RIGHT
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        buffer = bucket.buffer()
+        if bucket.step < self.start_step:
+            return all_reduce_bytes(buffer.nbytes, size)
+        plan = self._plan(bucket)
+        elements = [plan.factor_elements(side) for side in self._sides(bucket.step)]
+        elements[0] += plan.exact_elements
+        itemsize = at_least_float32(buffer.dtype).itemsize
+        return sum(all_reduce_bytes(count * itemsize, size) for count in elements)
+
+    def _sides(self, step: int) -> list[Side]:
+        """Of the half steps. One-sided, steps go on where the last one has stopped."""
+        count = self.num_iters_per_step * (2 if self.two_sided else 1)
+        first = 0 if self.two_sided else step * count
+        return [Side.LEFT if i % 2 == 0 else Side.RIGHT for i in range(first, first + count)]
 
     async def _half_step(
         self,
@@ -178,9 +194,8 @@ class PowerSGD(CommHook):
             if not names.isdisjoint(other.names):
                 del self._cuts[key]  # its memory is freed as soon as the new ones have taken over
         plan = self._plan(bucket)
-        like = bucket.buffer().new_empty(
-            0, dtype=torch.promote_types(bucket.buffer().dtype, torch.float32)
-        )
+        buffer = bucket.buffer()
+        like = buffer.new_empty(0, dtype=at_least_float32(buffer.dtype))
         kept = (Side.RIGHT,) if self.two_sided else (Side.LEFT, Side.RIGHT)
         memories = [
             MatrixMemory(

@@ -25,17 +25,16 @@ without keeping anything.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
-from commhooks.algorithms.consensus_distance import ConsensusDistance
+from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookStateError
-from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.topologies import Push, check_topology, round_at
 from reducer import GradBucket
@@ -45,7 +44,7 @@ __all__ = ["PushSum"]
 
 @register_hook("push_sum")
 @dataclass
-class PushSum(CommHook):
+class PushSum(WithoutConsensus):
     """Push parameters to one rank per step, who need not push any back; models may differ.
 
     Every rank gets another result, so save and load each rank's own model. Gradients are not sent.
@@ -62,11 +61,6 @@ class PushSum(CommHook):
     seed: int = 0
     """Of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
 
-    _distance: ConsensusDistance = field(
-        default_factory=ConsensusDistance, init=False, repr=False, compare=False
-    )
-
-    consensus = False
     wire = "the parameters and a weight once, in float32, to one rank"
     paper = "https://arxiv.org/abs/1811.10792"
 
@@ -96,10 +90,6 @@ class PushSum(CommHook):
         parameters = parameters_of(bucket)
         elements = sum(parameter.numel() for parameter in parameters) + 1
         return elements * at_least_float32(parameters[0].dtype).itemsize if size > 1 else 0
-
-    def metrics(self) -> dict[str, float]:
-        """``consensus_distance``, see :class:`ConsensusDistance`, of the last step that knew it."""
-        return self._distance.metrics()
 
     def recover(self) -> None:
         """What was sent may not have arrived, so the sums over ranks are others."""

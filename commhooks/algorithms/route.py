@@ -41,8 +41,11 @@ class Route(CommHook):
     "module:function".
 
     Each hook gets buckets of its own parameters only, numbered from 0 in each step, the last one
-    marked as such. Wire: that of each hook for its parameters. Memory: a copy of each bucket in
-    which routes are mixed, while it is under way.
+    marked as such. Under ``skip_all_reduce_unused_params`` only the hook of the last bucket of all
+    can be sure of that mark: at a bucket it is not known here whether later ones are left out.
+
+    Wire: that of each hook for its parameters. Memory: a copy of each bucket in which routes are
+    mixed, while it is under way.
 
     Raises:
         CommHookOptionError: a predicate cannot be found.

@@ -1,0 +1,1 @@
+"""Does it still learn? Every hook against plain averaging; see ../README.md."""

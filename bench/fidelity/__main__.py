@@ -1,0 +1,82 @@
+"""Does it still learn? ``python -m bench.fidelity RESULTS``
+
+Trains with every hook at its default options, and with plain averaging, on the same data for the
+same number of steps, and adds each run to RESULTS.json. What is there already, with the same
+options, is not run again, so this may be interrupted at any time. Then writes RESULTS.md and
+RESULTS.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+from bench.fidelity.record import Record, Run
+from bench.fidelity.report import plot, report
+from bench.fidelity.subjects import REFERENCE, Subject, subjects
+from bench.fidelity.tasks import TASKS
+from bench.fidelity.training import RANKS, train
+from commhooks.testing import close_ranks, run_ranks
+
+
+def main() -> None:
+    """See above."""
+    arguments = _parser().parse_args()
+    record = Record(arguments.results.with_suffix(".json"))
+    for task in arguments.task or TASKS:
+        chosen = [s for s in subjects() if not arguments.hook or s.hook in arguments.hook]
+        for seed in range(arguments.seeds):
+            for subject in _with_references(task, chosen):
+                _run(task, subject, seed, record, again=arguments.again)
+    close_ranks()
+    arguments.results.with_suffix(".md").write_text(report(record, arguments.results.stem))
+    plot(record, arguments.results.with_suffix(".svg"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path, metavar="RESULTS", help="without a suffix")
+    parser.add_argument("--task", choices=TASKS, action="append", help="default: all")
+    parser.add_argument("--hook", action="append", help="may be repeated; default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--again", action="store_true", help="run also what has been run")
+    return parser
+
+
+def _with_references(task: str, chosen: list[Subject]) -> list[Subject]:
+    """The hooks, after the plain averaging that each is compared with."""
+    usual = TASKS[task].usual
+    recipes = dict.fromkeys(subject.reference_recipe or usual for subject in chosen)
+    return [*(Subject(REFERENCE, recipe=recipe) for recipe in recipes), *chosen]
+
+
+def _run(task: str, subject: Subject, seed: int, record: Record, *, again: bool) -> None:
+    config, recipe = subject.create().to_config(), subject.recipe or TASKS[task].usual
+    has_run = seed in {run.seed for run in record.runs(task, subject.hook, config, recipe)}
+    if has_run and not (again and subject.hook != REFERENCE):
+        return
+    start = time.perf_counter()
+    outcomes = run_ranks(train, RANKS, task, subject, seed, timeout=600.0)
+    accuracies = [o.accuracy for o in outcomes if o.accuracy is not None]
+    run = Run(
+        task,
+        subject.hook,
+        config,
+        recipe,
+        seed,
+        loss=statistics.mean(o.loss for o in outcomes),
+        accuracy=statistics.mean(accuracies) if accuracies else None,
+        wire_bytes=statistics.mean(o.wire_bytes for o in outcomes),
+    )
+    record.add(run)
+    print(
+        f"{task} {subject.hook} ({recipe}) seed {seed}: validation loss {run.loss:.4f} after "
+        f"{time.perf_counter() - start:.0f} s",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

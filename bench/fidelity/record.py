@@ -1,0 +1,78 @@
+"""What was measured, in a file that grows run by run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import cpuinfo
+import torch
+
+from bench.fidelity.training import RANKS
+
+__all__ = ["Record", "Run"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. ``config``: of what was registered, with all options.
+
+    Figures are means over ranks. ``accuracy`` is None where the task has none.
+    """
+
+    task: str
+    hook: str
+    config: dict[str, Any]
+    recipe: str
+    seed: int
+    loss: float
+    accuracy: float | None
+    wire_bytes: float
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """Of which there is one run, with the config of the last time."""
+        return self.task, self.hook, self.recipe, self.seed
+
+
+class Record:
+    """The runs of a JSON file, ``{"about": {...}, "runs": [...]}``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        found = json.loads(path.read_text()) if path.exists() else {"about": {}, "runs": []}
+        self.about: dict[str, Any] = found["about"]
+        self._runs = {run.key: run for run in (Run(**entry) for entry in found["runs"])}
+
+    def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
+        """Those of a hook with these options, by seed."""
+        return [
+            run
+            for key, run in sorted(self._runs.items())
+            if key[:3] == (task, hook, recipe) and run.config == config
+        ]
+
+    def add(self, run: Run) -> None:
+        """Writes the file, whole or not at all."""
+        self._runs[run.key] = run
+        self.about = _about()
+        runs = [asdict(self._runs[key]) for key in sorted(self._runs)]
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({"about": self.about, "runs": runs}, indent=1) + "\n")
+        new.replace(self._path)
+
+
+@functools.cache
+def _about() -> dict[str, Any]:
+    return {
+        "ranks": RANKS,
+        "cpu": cpuinfo.get_cpu_info().get("brand_raw", platform.machine()),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }

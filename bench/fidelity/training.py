@@ -1,0 +1,59 @@
+"""One training, on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import commhooks
+from bench.fidelity.subjects import Subject
+from bench.fidelity.tasks import TASKS
+
+__all__ = ["RANKS", "Outcome", "train"]
+
+RANKS = 4
+_WARM_UP = 0.1  # of all steps
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank. ``loss`` and ``accuracy``: of its model, on its share of the validation data.
+
+    ``wire_bytes``: sent by it in all steps. The share is the rank's own because models of hooks
+    without consensus differ; for all others the mean over ranks is the model's loss.
+    """
+
+    loss: float
+    accuracy: float | None
+    wire_bytes: float
+
+
+def train(rank: int, size: int, task: str, subject: Subject, seed: int) -> Outcome:
+    """The seed decides the first parameters and the data, alike for every hook."""
+    data = TASKS[task]()
+    recipe = data.recipes[subject.recipe or data.usual]
+    torch.manual_seed(seed)
+    model = commhooks.DistributedDataParallel(data.model())
+    handle = commhooks.register(model, subject.create())
+    optimizer = recipe.optimizer(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, data.steps))
+    for step in range(data.steps):
+        optimizer.zero_grad()
+        data.loss(model, data.batch(seed, step, rank)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
+        optimizer.step()
+        schedule.step()
+    sent = handle.stats().total.wire_bytes
+    validation = data.validation(rank, size)
+    with torch.no_grad():
+        loss = data.loss(model.module, validation).item()
+        accuracy = data.accuracy(model.module, validation)
+    return Outcome(loss, accuracy, math.nan if sent is None else sent * data.steps)
+
+
+def _rate(step: int, steps: int) -> float:
+    """Of the learning rate: rises linearly, falls to zero along a cosine."""
+    return min(1.0, (step + 1) / (_WARM_UP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2

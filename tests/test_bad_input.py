@@ -1,0 +1,80 @@
+"""What cannot work is refused when it is registered, on every rank, and the model goes on."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commhooks
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "option out of range": ("powersgd", {"rank": 0}, "'rank'.*>= 1; found 0"),
+    "block size that is no multiple": ("int8", {"block_size": 100}, "'block_size'.*100"),
+    "unknown format": ("fp8", {"format": "e3m4"}, "'format'.*e4m3.*e3m4"),
+    "density that keeps nothing": ("topk", {"density": 0.0}, "'density'.*> 0.*found 0"),
+    "density of randomk": ("randomk", {"density": 0.0}, "'density'.*> 0.*found 0"),
+    "threshold that keeps nothing": ("threshold", {"value": float("inf")}, "'value'.*< inf"),
+    "topology that cannot be built": (
+        "gossip",
+        {"topology": "hypercube"},
+        "power of two.*found 3 ranks",
+    ),
+    "topology that is unknown": ("push_sum", {"topology": "star"}, "'topology'.*star"),
+    "backend that lacks the collectives": ("only_nccl", {}, "works on nccl.*gloo"),
+    "unequal nodes": (
+        "hierarchical",
+        {"inner": "bf16", "ranks_per_node": 2},
+        "found 3 ranks, 2 per node",
+    ),
+    "unequal nodes in local SGD": ("local_sgd", {"ranks_per_node": 2}, "found 3 ranks, 2 per node"),
+    "more fragments than parameters": ("local_sgd", {"fragments": 9}, "fragments=9"),
+    "route that fits nothing": (
+        "route",
+        {"rules": [["head.*", "bf16"]], "default": "allreduce"},
+        r"rule 'head\.\*' fits no parameter",
+    ),
+    "route that leaves one out": ("route", {"rules": [["weight", "bf16"]]}, "no rule fits 'bias'"),
+    "stages out of order": ("schedule", {"stages": [[5, "bf16"]]}, "ascend from 0, found"),
+    "two feedbacks of errors": ("error_feedback", {"inner": "topk"}, "says what of each"),
+}
+
+
+class OnlyNccl(commhooks.CommHook):
+    """A hook whose collectives Gloo does not have."""
+
+    name = "only_nccl"
+    backends = ("nccl",)
+
+    async def reduce(self, bucket: Any, comm: Any) -> torch.Tensor:
+        raise AssertionError("must have been refused")
+
+
+def refuse(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
+    for hook, options, message in CASES.values():
+        with pytest.raises(commhooks.CommHookError, match=message):
+            commhooks.register(model, OnlyNccl() if hook == "only_nccl" else hook, **options)
+    itself = commhooks.create("schedule", stages=[[0, "bf16"]])
+    itself.stages = [(0, itself)]  # type: ignore[attr-defined]
+    with pytest.raises(commhooks.CommHookError, match="around itself"):
+        commhooks.register(model, itself)
+    commhooks.register(model, "bf16")
+    model(torch.ones(1, 8)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(8, 8))
+
+
+def test_every_case_is_refused_at_registration(run_ranks: Any) -> None:
+    run_ranks(refuse, 3)
+
+
+def train_small(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 3))
+    commhooks.register(model, "powersgd", rank=64, min_compression_rate=0.0, start_step=0)
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, torch.full((3, 2), 0.5))
+
+
+def test_a_rank_above_the_size_of_a_matrix_is_cut_to_it(run_ranks: Any) -> None:
+    """Not refused: one rank is for matrices of all sizes, and small ones are then exact."""
+    run_ranks(train_small, 2)
