@@ -82,6 +82,9 @@ def report(record: Record, title: str) -> str:
         lines += [_spread(recipe, runs) for recipe, runs in _plain(record, task).items()]
         lines += ["", f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]
         lines += [f"| {' | '.join(row.cells())} |" for row in rows]
+        run = {row.subject.hook for row in rows}
+        if missing := [subject.label for subject in subjects() if subject.hook not in run]:
+            lines += ["", f"Not run yet at the present defaults: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -143,12 +146,12 @@ def _reference_recipe(subject: Subject, task: str) -> str:
 
 def _spread(recipe: str, runs: Sequence[Run]) -> str:
     losses = [run.loss for run in runs]
-    share = (max(losses) - min(losses)) / _mean(losses)
-    return (
-        f"- Plain averaging, {recipe}: {_mean(losses):.4f}, over {len(runs)} seeds from "
-        f"{min(losses):.4f} to {max(losses):.4f}, a spread of {share:.1%}; accuracy "
-        f"{_accuracy(runs)}."
-    )
+    text = f"- Plain averaging, {recipe}: {_mean(losses):.4f}, accuracy {_accuracy(runs)}; "
+    if len(runs) == 1:
+        return text + "one seed, so its spread is not known."
+    low, high = min(losses), max(losses)
+    share = (high - low) / _mean(losses)
+    return text + f"{len(runs)} seeds, from {low:.4f} to {high:.4f}, a spread of {share:.1%}."
 
 
 def _accuracy(runs: Sequence[Run]) -> str:
