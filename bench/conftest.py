@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -10,6 +11,11 @@ import pytest
 from commhooks.ranks import Ranks
 
 RanksOf = Callable[[int], Ranks]
+
+
+def median_of(values: Sequence[float], warm_up: int) -> float:
+    """Without the first ones; with ``--benchmark-disable``, which runs each case once, of all."""
+    return statistics.median(values[warm_up:] or values)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from bench import steps
-from bench.conftest import RanksOf
+from bench.conftest import RanksOf, median_of
 from bench.subjects import SUBJECTS, TORCH, TORCH_POWERSGD, Subject
 from commhooks.links import Link, shaped_link, unavailable
 from commhooks.ranks import Ranks
@@ -62,7 +61,7 @@ def measure(
         warmup_rounds=WARM_UP,
         iterations=1,
     )
-    median = {name: statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
+    median = {name: median_of(values, WARM_UP) for name, values in seconds.items()}
     wire_bytes, exposed = ranks(steps.sent, subject.wrapper)[0]
     own, bare = median[subject.wrapper], median["bare"]
     floor = bare + wire_bytes / limit
@@ -157,7 +156,7 @@ def test_awaited_stage(benchmark: Any, ranks_of: RanksOf) -> None:
 
     benchmark.pedantic(run, rounds=30, warmup_rounds=5, iterations=1)
     per_stage = {
-        name: statistics.median(values[5:]) / steps.STAGES for name, values in seconds.items()
+        name: median_of(values, warm_up=5) / steps.STAGES for name, values in seconds.items()
     }
     benchmark.extra_info.update(
         stages=steps.STAGES,

@@ -6,12 +6,12 @@ alike. pytest-benchmark's columns show ours; its `extra_info` holds the others a
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import pytest
 
 from bench import steps
+from bench.conftest import median_of
 from bench.models import MODELS
 from commhooks.ranks import Ranks
 
@@ -38,7 +38,7 @@ def measure_in_turn(
     benchmark.pedantic(
         run_subject, setup=others_first, rounds=ROUNDS, warmup_rounds=WARM_UP, iterations=1
     )
-    return {name: statistics.median(values[WARM_UP:]) for name, values in seconds.items()}
+    return {name: median_of(values, WARM_UP) for name, values in seconds.items()}
 
 
 @pytest.mark.benchmark(group="reducer: averaging")
