@@ -121,11 +121,7 @@ COMMHOOKS_INLINE float sum_of_ratios(const float* y, int64_t count, float larges
     for (int64_t k = 0; k < width; ++k) {
       terms[k] = codecs::sum_term<squares>(y[i + k], inverse);
     }
-    const float total = sum_by_halves(terms, width);
-    if (count <= width) {
-      return total;
-    }
-    totals[i / codecs::kChunk] = total;
+    totals[i / codecs::kChunk] = sum_by_halves(terms, width);
   }
   return sum_by_halves(totals, kLanes);
 }
