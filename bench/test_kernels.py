@@ -81,14 +81,14 @@ def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) ->
     codec, aim = CODECS[name]
     values = gradients.clone()
     error = 0.1 * gradients if feedback else None
-    message = torch.empty(codec.encoded_bytes(NUMEL), dtype=torch.uint8)
-    codec.encode(values, message, error=error, seed=1, keep_residual=True)
+    message = torch.empty(1, codec.encoded_bytes(NUMEL), dtype=torch.uint8)
+    codec.encode(values, message, NUMEL, error=error, seed=1, keep_residual=True)
     wanted = gradients if error is None else gradients + error
-    torch.testing.assert_close(values + decoded(codec, message[None]), wanted)
+    torch.testing.assert_close(values + decoded(codec, message), wanted)
     values.copy_(gradients)
     measure(
         benchmark,
-        lambda: codec.encode(values, message, error=error, seed=1, keep_residual=feedback),
+        lambda: codec.encode(values, message, NUMEL, error=error, seed=1, keep_residual=feedback),
         (3 if feedback else 1) * values.nbytes + message.nbytes,
         gradients,
         aim,
@@ -102,14 +102,14 @@ def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> Non
     """The mean of the messages of ``count`` ranks."""
     codec, _ = CODECS[name]
     messages = torch.empty(count, codec.encoded_bytes(NUMEL), dtype=torch.uint8)
-    for rank, message in enumerate(messages):
-        codec.encode(gradients * (rank + 1), message, seed=rank)
+    for rank in range(count):
+        codec.encode(gradients * (rank + 1), messages[rank : rank + 1], NUMEL, seed=rank)
     expected = sum(decoded(codec, message[None]) for message in messages) / count
     torch.testing.assert_close(decoded(codec, messages), expected)
     average = torch.empty_like(gradients)
     measure(
         benchmark,
-        lambda: codec.decode(messages, average),
+        lambda: codec.average(messages, average, NUMEL),
         average.nbytes + messages.nbytes,
         gradients,
         "0.5",
@@ -118,5 +118,5 @@ def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> Non
 
 def decoded(codec: BlockCodec, messages: Tensor) -> Tensor:
     values = torch.empty(NUMEL)
-    codec.decode(messages, values)
+    codec.average(messages, values, NUMEL)
     return values

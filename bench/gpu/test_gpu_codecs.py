@@ -29,16 +29,16 @@ def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) ->
     codec, _ = CODECS[name]
     values = gradients.clone()
     error = 0.1 * gradients if feedback else None
-    message = torch.empty(codec.encoded_bytes(NUMEL), dtype=torch.uint8, device="cuda")
-    codec.encode(values, message, error=error, seed=1, keep_residual=True)
+    message = torch.empty(1, codec.encoded_bytes(NUMEL), dtype=torch.uint8, device="cuda")
+    codec.encode(values, message, NUMEL, error=error, seed=1, keep_residual=True)
     wanted = gradients if error is None else gradients + error
     decoded = torch.empty_like(gradients)
-    codec.decode(message[None], decoded)
+    codec.average(message, decoded, NUMEL)
     torch.testing.assert_close(values + decoded, wanted)
     values.copy_(gradients)
     against_copy(
         benchmark,
-        lambda: codec.encode(values, message, error=error, seed=1, keep_residual=feedback),
+        lambda: codec.encode(values, message, NUMEL, error=error, seed=1, keep_residual=feedback),
         (3 if feedback else 1) * values.nbytes + message.nbytes,
         gradients,
         AIM,
@@ -55,11 +55,14 @@ def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> Non
     messages = torch.empty(shape, dtype=torch.uint8, device="cuda")
     one = torch.empty_like(gradients)
     expected = torch.zeros_like(gradients)
-    for rank, message in enumerate(messages):
-        codec.encode(gradients * (rank + 1), message, seed=rank)
-        codec.decode(message[None], one)
+    for rank in range(count):
+        message = messages[rank : rank + 1]
+        codec.encode(gradients * (rank + 1), message, NUMEL, seed=rank)
+        codec.average(message, one, NUMEL)
         expected += one / count
-    codec.decode(messages, one)
+    codec.average(messages, one, NUMEL)
     torch.testing.assert_close(one, expected)
     moved_bytes = one.nbytes + messages.nbytes
-    against_copy(benchmark, lambda: codec.decode(messages, one), moved_bytes, gradients, AIM)
+    against_copy(
+        benchmark, lambda: codec.average(messages, one, NUMEL), moved_bytes, gradients, AIM
+    )

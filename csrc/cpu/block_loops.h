@@ -23,10 +23,12 @@ constexpr int64_t kMaxBlockSize = 4096;
 // How many elements ahead of its use memory is asked for.
 constexpr int64_t kAhead = 1024;
 
-// Up to whole vectors of codes: loops over scratch memory need no remainder, which costs as much as
-// the loop where blocks are small.
+// Loops over scratch memory go in whole tiles: a remainder costs as much as the loop where blocks are
+// small.
+constexpr int64_t kTile = 64;
+
 COMMHOOKS_INLINE int64_t pad(int64_t count) {
-  return (count + 63) / 64 * 64;
+  return (count + kTile - 1) / kTile * kTile;
 }
 
 // Up to a power of two, or whole chunks: see Note [Order of sums].
@@ -160,31 +162,6 @@ COMMHOOKS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t count)
   }
 }
 
-// The reverse; writes whole bytes' worth of codes.
-template <int bits>
-COMMHOOKS_INLINE void unpack(const uint8_t* packed, uint8_t* codes, int64_t count) {
-  const int64_t bytes = (count * bits + 7) / 8;
-  for (int64_t i = 0; i < bytes; ++i) {
-    if constexpr (bits == 1) {
-      // Byte k keeps bit k of the copy that the product puts there, which then becomes 0 or 1.
-      const uint64_t kept = (packed[i] * 0x0101010101010101u) & 0x8040201008040201u;
-      const uint64_t eight = ((kept + 0x7f7f7f7f7f7f7f7fu) >> 7) & 0x0101010101010101u;
-      std::memcpy(codes + 8 * i, &eight, sizeof(eight));
-    } else if constexpr (bits == 2) {
-      const uint32_t byte = packed[i];
-      const uint32_t four =
-          (byte | (byte << 6) | (byte << 12) | (byte << 18)) & uint32_t{0x03030303};
-      std::memcpy(codes + 4 * i, &four, sizeof(four));
-    } else if constexpr (bits == 4) {
-      const uint32_t byte = packed[i];
-      const auto two = static_cast<uint16_t>((byte | (byte << 4)) & 0x0f0fu);
-      std::memcpy(codes + 2 * i, &two, sizeof(two));
-    } else {
-      codes[i] = packed[i];
-    }
-  }
-}
-
 // Asks for memory that is needed soon. While codes are computed the CPU does not see as far as the
 // next block, and its own prefetching begins anew with each.
 template <typename T>
@@ -255,51 +232,150 @@ COMMHOOKS_INLINE void encode_blocks(
   }
 }
 
+struct alignas(64) Tile {
+  float numbers[kTile];
+};
+
+// Adds value(code) * weight, for the codes of one message after the other; the sums stay in registers.
+// Codes of at most four bits are looked up: one instruction does so for eight of them, by the four
+// lowest bits of their lanes. The table repeats where codes have fewer.
+template <typename Codec, int bits = Codec::kBits>
+class TileSum {
+ public:
+  COMMHOOKS_INLINE explicit TileSum(const Codec& codec) {
+    for (uint32_t code = 0; code < 8; ++code) {
+      low_[code] = codec.value(code & kMask);
+      high_[code] = codec.value((code + 8) & kMask);
+    }
+    for (Eight& sum : sums_) {
+      sum = -Eight{};  // plus any x, also -0, is x
+    }
+  }
+
+  COMMHOOKS_INLINE void add(const uint8_t* packed, float weight) {
+    const Lanes shifts = {0, bits, 2 * bits, 3 * bits, 4 * bits, 5 * bits, 6 * bits, 7 * bits};
+    const Eight low = low_ * weight;
+    const Eight high = high_ * weight;
+    for (int i = 0; i < kTile / 8; ++i) {
+      uint32_t word;
+      std::memcpy(&word, packed + i / kEightsPerWord * 4, sizeof(word));
+      const Lanes codes = (Lanes{} + word) >> (shifts + i % kEightsPerWord * 8u * bits);
+      sums_[i] += __builtin_shuffle(low, high, reinterpret_cast<Places>(codes));
+    }
+  }
+
+  COMMHOOKS_INLINE Tile total() const {
+    Tile tile;
+    std::memcpy(tile.numbers, sums_, sizeof(tile.numbers));
+    return tile;
+  }
+
+ private:
+  using Eight = float __attribute__((vector_size(32)));
+  using Lanes = uint32_t __attribute__((vector_size(32)));
+  using Places = int32_t __attribute__((vector_size(32)));
+  static constexpr uint32_t kMask = (1u << bits) - 1;
+  static constexpr int kEightsPerWord = 4 / bits;
+
+  Eight low_;
+  Eight high_;
+  Eight sums_[kTile / 8];
+};
+
+template <typename Codec>
+class TileSum<Codec, 8> {
+ public:
+  COMMHOOKS_INLINE explicit TileSum(const Codec& codec) : codec_(codec) {
+    std::fill(sums_.numbers, sums_.numbers + kTile, -0.0f);
+  }
+
+  COMMHOOKS_INLINE void add(const uint8_t* codes, float weight) {
+    for (int64_t i = 0; i < kTile; ++i) {
+      sums_.numbers[i] += codec_.value(codes[i]) * weight;
+    }
+  }
+
+  COMMHOOKS_INLINE Tile total() const {
+    return sums_;
+  }
+
+ private:
+  Codec codec_;
+  Tile sums_;
+};
+
+inline const uint8_t* message_of(const DecodeCall& call, int64_t part, int64_t k) {
+  return call.messages + (part * call.message_count + k) * call.message_bytes;
+}
+
 // Whether several messages are averaged, or vote on the sign.
 enum class Several { kMean, kMajority };
+
+// All messages of a part together: the numbers of `block` whose codes begin at `codes_begin`.
+template <Several several, typename Codec>
+COMMHOOKS_INLINE Tile
+decode_tile(const Codec& codec, const DecodeCall& call, const Place& place, int64_t codes_begin) {
+  const float share = 1.0f / static_cast<float>(call.message_count);
+  const int64_t rest = call.message_bytes - codes_begin;
+  TileSum<Codec> sum(codec);
+  float mean_scale = 0.0f;
+  for (int64_t k = 0; k < call.message_count; ++k) {
+    const uint8_t* const message = message_of(call, place.part, k);
+    const uint8_t* packed = message + codes_begin;
+    uint8_t whole[kTile];
+    if (rest < kTile * Codec::kBits / 8) {  // a whole tile is read, but the message ends
+      std::memcpy(whole, packed, static_cast<size_t>(rest));
+      packed = whole;
+    }
+    const float scale = load_float(message + 4 * place.block);
+    mean_scale += scale * share;
+    const bool is_vote = several == Several::kMajority;
+    sum.add(packed, is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share);
+  }
+  Tile tile = sum.total();
+  if constexpr (several == Several::kMajority) {
+    for (float& number : tile.numbers) {
+      number = codecs::clamp(number, 1.0f) * mean_scale;
+    }
+  }
+  return tile;
+}
+
+template <typename T>
+COMMHOOKS_INLINE void store_tile(
+    const Tile& tile, T* __restrict values, T* __restrict kept, int64_t count) {
+  if (kept != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      kept[i] = values[i];
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = static_cast<T>(tile.numbers[i]);
+  }
+}
 
 template <Several several, typename Codec, typename T>
 COMMHOOKS_INLINE void decode_blocks(
     const Codec& codec, const DecodeCall& call, int64_t begin, int64_t end) {
-  alignas(64) float sums[kMaxBlockSize];
-  alignas(64) uint8_t codes[kMaxBlockSize + 8] = {};
-  const float share = 1.0f / static_cast<float>(call.message_count);
+  const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
   for (int64_t index = begin; index < end; ++index) {
-    const auto [part, block, first, count] = place_of(call.parts, index);
-    const int64_t padded = pad(count);
-    float mean_scale = 0.0f;
+    const Place place = place_of(call.parts, index);
+    const int64_t block_begin = call.codes_offset + place.block * code_bytes;
     for (int64_t k = 0; k < call.message_count; ++k) {
-      const uint8_t* const message =
-          call.messages + (part * call.message_count + k) * call.message_bytes;
-      const uint8_t* const packed =
-          message + call.codes_offset + block * (call.parts.block_size * Codec::kBits / 8);
-      unpack<Codec::kBits>(packed, codes, count);
-      const float scale = load_float(message + 4 * block);
-      mean_scale += scale * share;
-      const bool is_vote = several == Several::kMajority;
-      const float weight = is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share;
-      if (k == 0) {
-        for (int64_t i = 0; i < padded; ++i) {
-          sums[i] = codec.value(codes[i]) * weight;
-        }
+      prefetch(message_of(call, place.part, k) + block_begin, code_bytes);
+    }
+    for (int64_t i = 0; i < place.count; i += kTile) {
+      const Tile tile =
+          decode_tile<several>(codec, call, place, block_begin + i * Codec::kBits / 8);
+      const int64_t first = place.first + i;
+      const int64_t count = std::min(kTile, place.count - i);
+      T* const values = static_cast<T*>(call.values) + first;
+      T* const kept = call.kept == nullptr ? nullptr : static_cast<T*>(call.kept) + first;
+      if (count == kTile) {  // a constant, for which copying is a few instructions
+        store_tile(tile, values, kept, kTile);
       } else {
-        for (int64_t i = 0; i < padded; ++i) {
-          sums[i] += codec.value(codes[i]) * weight;
-        }
+        store_tile(tile, values, kept, count);
       }
-    }
-    if constexpr (several == Several::kMajority) {
-      for (int64_t i = 0; i < padded; ++i) {
-        sums[i] = codecs::clamp(sums[i], 1.0f) * mean_scale;
-      }
-    }
-    T* __restrict const values = static_cast<T*>(call.values) + first;
-    if (call.kept != nullptr) {
-      T* __restrict const kept = static_cast<T*>(call.kept) + first;
-      std::copy(values, values + count, kept);
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      values[i] = static_cast<T>(sums[i]);
     }
   }
 }

@@ -27,7 +27,8 @@ struct Natural {
   }
 
   COMMHOOKS_HD float value(u32 code) const {
-    return float_of(((code & 0x80u) << 24) | ((code & 0x7fu) << 23));
+    // The shift to the right leaves the sign, and a copy of it above the exponent.
+    return float_of((u32)((int)(code << 24) >> 1) & ~0x40000000u);
   }
 
  private:
