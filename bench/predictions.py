@@ -2,10 +2,11 @@
 
 ::
 
-    python -m bench.predictions measure links.json rates.json    # what they lack; five minutes
-    python -m bench.predictions table links.json rates.json      # from what was measured
+    python -m bench.predictions measure steps.json rates.json             # what they lack
+    python -m bench.predictions judge steps.json rates.json result.json   # from what was measured
 
-`links.json`: the seconds of every step. `rates.json`: what predictions are made of.
+`steps.json`: the seconds of every step; measuring takes about five minutes. `rates.json`: what
+predictions are made of. `python -m bench.results_page result.json` shows the table.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,40 +115,38 @@ def typical(timed: list[tuple[float, float | None]]) -> tuple[float, bool]:
     return statistics.median(own or [seconds for seconds, _ in timed]), bool(own)
 
 
-def table(rows: list[dict[str, Any]], rates: Measurements) -> Iterator[str]:
-    """Markdown."""
-    yield "| ranks | link | hook | measured s | predicted s | error |"
-    yield "|---|---|---|---|---|---|"
-    errors = []
+def judge(rows: list[dict[str, Any]], rates: Measurements) -> list[dict[str, Any]]:
+    """What was measured and what is predicted, cell by cell, in seconds."""
+    judged = []
     for row in rows:
         cell = Cell(row["ranks"], row["bits_per_second"], row["hook"])
         seconds, is_undisturbed = typical(row["steps"])
-        predicted = cell.predict(rates).backward_seconds
-        errors.append(predicted / seconds - 1)
-        link = f"{cell.bits_per_second / 1e6:.0f} Mbit/s"
-        yield (
-            f"| {cell.ranks} | {link} | {cell.hook} | {seconds:.4f}{'' if is_undisturbed else ' *'}"
-            f" | {predicted:.4f} | "
-            f"{errors[-1]:+.0%} |"
+        judged.append(
+            {
+                "ranks": cell.ranks,
+                "bits_per_second": cell.bits_per_second,
+                "hook": cell.hook,
+                "measured_seconds": seconds,
+                "predicted_seconds": cell.predict(rates).backward_seconds,
+                "is_undisturbed": is_undisturbed,
+            }
         )
-    sizes = sorted(map(abs, errors))
-    yield ""
-    yield (
-        f"{len(sizes)} cells (*: other processes were at work, or may have been). Error: median "
-        f"{statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}; "
-        f"{sum(size <= 0.15 for size in sizes)} within 15 %, "
-        f"{sum(size <= 0.30 for size in sizes)} within 30 %."
-    )
+    return judged
 
 
 def main() -> None:
     """See the top of the file."""
-    command, links, rates = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    command, *paths = sys.argv[1:]
+    steps_file, rates_file = Path(paths[0]), Path(paths[1])
     if command == "measure":
-        if not rates.exists():
-            rates_of_this_machine().save(rates)
-        _measure(links)
-    print("\n".join(table(json.loads(links.read_text()), Measurements.load(rates))))
+        if not rates_file.exists():
+            rates_of_this_machine().save(rates_file)
+        _measure(steps_file)
+        return
+    rates = Measurements.load(rates_file)
+    judged = judge(json.loads(steps_file.read_text()), rates)
+    result = {"machine": rates.machine, "model": MODEL, "bucket_mb": BUCKET_MB, "cells": judged}
+    Path(paths[2]).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _measure(path: Path) -> None:
