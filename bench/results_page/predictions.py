@@ -15,7 +15,7 @@ def _render(stem: str, document: Document) -> Section:
     errors = [cell["predicted_seconds"] / cell["measured_seconds"] - 1 for cell in cells]
     sizes = sorted(map(abs, errors))
     about = (
-        f"{document['machine']}. `{document['model']}` in buckets of {document['bucket_mb']:g} MiB; "
+        f"{document['machine']}. `{document['model']}`, buckets of {document['bucket_mb']:g} MiB; "
         f"seconds of `loss.backward()`. Error: median {statistics.median(sizes):.0%}, worst "
         f"{sizes[-1]:.0%}; of {len(sizes)} cells {sum(size <= 0.15 for size in sizes)} are within "
         f"15 % and {sum(size <= 0.30 for size in sizes)} within 30 %. In those with * other "
