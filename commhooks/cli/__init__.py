@@ -1,6 +1,8 @@
 """The command line, ``commhooks``; needs the extra ``commhooks[cli]``."""
 
+import signal
 import sys
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -18,4 +20,9 @@ def main() -> None:
             f"commhooks: the command line needs {error.name}, which is not installed; "
             "pip install 'commhooks[cli]'"
         )
+    signal.signal(signal.SIGTERM, _end)  # in order, as after Ctrl-C
     commands(prog_name="commhooks")
+
+
+def _end(number: int, _frame: object) -> NoReturn:
+    sys.exit(128 + number)

@@ -1,10 +1,9 @@
 """The group of all commands; each is in a module of its own, imported when it is needed."""
 
 import importlib
-import signal
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -46,8 +45,3 @@ def commands() -> None:
     # Factories in the user's current directory, as `python -m` would find them.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    signal.signal(signal.SIGTERM, _end)  # in order, as after Ctrl-C
-
-
-def _end(number: int, _frame: object) -> NoReturn:
-    sys.exit(128 + number)
