@@ -52,3 +52,9 @@ MODELS: dict[str, Callable[[], Transformer | ManySmall]] = {
     "transformer-38MB": ThreeLayers,
     "2000x256": ManySmall,
 }
+
+
+def parameter_shapes(kind: Callable[[], nn.Module]) -> list[torch.Size]:
+    """Of a model that is not made."""
+    with torch.device("meta"):
+        return [parameter.shape for parameter in kind().parameters()]

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.gpu.device_time import against_copy, against_other
-from bench.gpu.gpt2 import GPT2, SMALL, VOCABULARY, parameter_shapes
+from bench.models import parameter_shapes
 from commhooks.inline import InlineDriver
+from commhooks.models import GPT2Small
 from reducer import DistributedDataParallel, GradBucket
 
 
@@ -28,7 +29,7 @@ class GivenGradients(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator("cuda").manual_seed(0)
-        shapes = parameter_shapes(SMALL)
+        shapes = parameter_shapes(GPT2Small)
         self.parts = nn.ParameterList(torch.zeros(shape, device="cuda") for shape in shapes)
         self.gradients = [
             torch.randn(shape, device="cuda", generator=generator) for shape in shapes
@@ -112,15 +113,16 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 def test_training_step(benchmark: Any, view: bool) -> None:
     """Forward, backward and AdamW; batch of 8 times 1024 tokens."""
-    tokens = torch.randint(VOCABULARY, (8, 1024), device="cuda")
+    tokens, targets = (part.repeat(8, 8).cuda() for part in GPT2Small.example_input())
     runs: dict[str, Callable[[], None]] = {}
     losses: dict[str, list[Tensor]] = {}
     for name, wrapper in [("torch", TorchDDP), ("ours", DistributedDataParallel)]:
         torch.manual_seed(0)
-        model: nn.Module = wrapper(GPT2().cuda().to(torch.bfloat16), gradient_as_bucket_view=view)
+        module = GPT2Small().cuda().to(torch.bfloat16)
+        model: nn.Module = wrapper(module, gradient_as_bucket_view=view)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         losses[name] = []
-        runs[name] = training_step(model, optimizer, tokens, losses[name])
+        runs[name] = training_step(model, optimizer, (tokens, targets), losses[name])
     for run in runs.values():
         for _ in range(5):
             run()
@@ -129,11 +131,14 @@ def test_training_step(benchmark: Any, view: bool) -> None:
 
 
 def training_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, losses: list[Tensor]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: tuple[Tensor, Tensor],
+    losses: list[Tensor],
 ) -> Callable[[], None]:
     def run() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss = model(tokens)
+        loss = model(*batch)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

@@ -23,7 +23,7 @@ from commhooks.hook import CommHook
 from commhooks.registry import create
 from commhooks.simulation.clones import CloneChannel, CloneGroup
 from commhooks.simulation.script import Collective, Members
-from commhooks.simulation.typical_steps import typical_steps
+from commhooks.simulation.typical_steps import at_step, typical_steps
 from reducer import GradBucket
 
 __all__ = ["Part", "as_launched", "rehearse"]
@@ -83,21 +83,8 @@ def _rehearse_step(
     ranks_per_node: int,
     scratch: Tensor,
 ) -> list[Part]:
-    return [
-        _run(hook, _copy(bucket, len(buckets), step), size, ranks_per_node, scratch)
-        for bucket in buckets
-    ]
-
-
-def _copy(bucket: GradBucket, count: int, step: int) -> GradBucket:
-    return GradBucket(
-        bucket.buffer().clone(),
-        bucket.parameters(),
-        bucket.names,
-        index=bucket.index(),
-        count=count,
-        step=step,
-    )
+    copies = (at_step(b, b.buffer().clone(), len(buckets), step) for b in buckets)
+    return [_run(hook, copy, size, ranks_per_node, scratch) for copy in copies]
 
 
 def _run(

@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from commhooks.hook import CommHook
 from reducer import GradBucket
 
-__all__ = ["typical_steps"]
+__all__ = ["at_step", "typical_steps"]
 
 _WINDOW = 1000
 _MOST_KINDS = 8
@@ -37,12 +39,16 @@ def typical_steps(
 def _cost(
     hook: CommHook, buckets: Sequence[GradBucket], size: int, step: int
 ) -> tuple[int | None, ...]:
-    return tuple(hook.wire_bytes(_at(bucket, len(buckets), step), size) for bucket in buckets)
+    return tuple(
+        hook.wire_bytes(at_step(bucket, bucket.buffer(), len(buckets), step), size)
+        for bucket in buckets
+    )
 
 
-def _at(bucket: GradBucket, count: int, step: int) -> GradBucket:
+def at_step(bucket: GradBucket, buffer: Tensor, count: int, step: int) -> GradBucket:
+    """The bucket, one of ``count``, as it is in another step, with ``buffer`` as its numbers."""
     return GradBucket(
-        bucket.buffer(),
+        buffer,
         bucket.parameters(),
         bucket.names,
         index=bucket.index(),
