@@ -6,6 +6,7 @@ otherwise. TORCH_CUDA_ARCH_LIST names the devices to compile for: by default tho
 or else Ampere, Hopper and whatever comes later.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -73,4 +74,15 @@ def extension() -> CppExtension:
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExtension})
+class Build(BuildExtension):
+    """Says next to the extension what it was compiled for; see reducer/extension.py."""
+
+    def run(self) -> None:
+        super().run()
+        cuda = torch.version.cuda if with_cuda() else None
+        versions = {"torch": torch.__version__, "cuda": cuda}
+        path = Path(self.get_ext_fullpath("reducer._C")).with_name("built_with.json")
+        path.write_text(json.dumps(versions) + "\n")
+
+
+setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

@@ -8,30 +8,41 @@
     print(handle.stats())
 """
 
-from commhooks import algorithms
-from commhooks.communicator import Communicator
-from commhooks.errors import (
-    CommHookError,
-    CommHookMismatchError,
-    CommHookOptionError,
-    CommHookPeerError,
-    CommHookResultError,
-    CommHookStateError,
-    UnknownHookError,
-)
-from commhooks.handle import HookHandle, handle_of, register
-from commhooks.hook import CommHook
-from commhooks.registry import HookInfo, available, create, describe, register_hook
-from commhooks.stats import BucketStats, HookStats
-from commhooks.trace import merge_traces
-from reducer import (
-    DistributedDataParallel,
-    GradBucket,
-    MixedPrecision,
-    OverlappedOptimizer,
-    overlap_optimizer,
-)
-from reducer.distributed import set_hook_resolver
+try:
+    from commhooks import algorithms
+    from commhooks.communicator import Communicator
+    from commhooks.errors import (
+        CommHookError,
+        CommHookMismatchError,
+        CommHookOptionError,
+        CommHookPeerError,
+        CommHookResultError,
+        CommHookStateError,
+        UnknownHookError,
+    )
+    from commhooks.handle import HookHandle, handle_of, register
+    from commhooks.hook import CommHook
+    from commhooks.registry import HookInfo, available, create, describe, register_hook
+    from commhooks.stats import BucketStats, HookStats
+    from commhooks.trace import merge_traces
+    from reducer import (
+        DistributedDataParallel,
+        GradBucket,
+        MixedPrecision,
+        OverlappedOptimizer,
+        overlap_optimizer,
+    )
+    from reducer.distributed import set_hook_resolver
+except ImportError as error:
+    if error.name != "reducer._C":
+        raise
+    from commhooks.refusal import refusal
+
+    # `commhooks doctor` goes on from here. Not a plain `def`, or type checkers would think that
+    # the package has any attribute.
+    globals()["__getattr__"] = refusal(error)
+else:
+    set_hook_resolver(lambda model, hook, options: register(model, hook, **options))
 
 __all__ = [
     "BucketStats",
@@ -61,5 +72,3 @@ __all__ = [
     "register",
     "register_hook",
 ]
-
-set_hook_resolver(lambda model, hook, options: register(model, hook, **options))

@@ -1,5 +1,6 @@
 """What this machine can do, what does not fit together, and what to install."""
 
+import importlib
 import importlib.metadata
 import os
 import shutil
@@ -47,6 +48,7 @@ def diagnose() -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         _python,
         _torch,
+        _extension,
         _backends,
         _cuda,
         _cupy,
@@ -67,6 +69,24 @@ def _torch() -> Finding:
     here = int(major), int(minor)
     remedy = "install one of these, then reinstall commhooks, which is compiled against it"
     return _versioned("torch", torch.__version__, here, _TORCH, remedy)
+
+
+def _extension() -> Finding:
+    try:
+        importlib.import_module("reducer")
+    except ImportError as error:  # which has the remedy as a note, see reducer/extension.py
+        remedy = "; ".join(getattr(error, "__notes__", ()))
+        return Finding("engine", Health.BROKEN, str(error), remedy)
+    extension = importlib.import_module("reducer.extension")
+    versions = extension.built_with()
+    torch_then, cuda = versions.get("torch"), versions.get("cuda")
+    if torch_then is None:
+        return Finding("engine", Health.FINE, "loads")
+    if torch_then.split(".")[:2] != torch.__version__.split(".")[:2]:
+        found = f"was compiled against torch {torch_then}, and this is {torch.__version__}"
+        return Finding("engine", Health.BROKEN, found, extension.REMEDY)
+    kind = f"CUDA {cuda}" if cuda else "CPU"
+    return Finding("engine", Health.FINE, f"compiled against torch {torch_then}, for {kind}")
 
 
 def _versioned(

@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookError
+from commhooks.fidelity import Fidelity, fidelity_of
 from commhooks.hook import CommHook
 from commhooks.nesting import check_config
 from commhooks.option_values import parsers
@@ -34,6 +35,8 @@ class HookInfo:
     backends: tuple[str, ...]
     wire: str
     paper: str
+    fidelity: Fidelity | None = None
+    """What training loses with it; None for hooks of other packages."""
 
     def __str__(self) -> str:
         kind = "lossless" if self.lossless else "lossy"
@@ -42,6 +45,8 @@ class HookInfo:
         lines = [f"{self.name} ({kind}; {', '.join(self.backends)}): {self.summary}"]
         lines += [f"  {option}" for option in self.options]
         lines += [f"  wire: {self.wire}"] if self.wire else []
+        if self.fidelity is not None:
+            lines.append(f"  validation loss, to plain averaging's: {self.fidelity}")
         lines += [f"  {self.paper}"] if self.paper else []
         return "\n".join(lines)
 
@@ -103,6 +108,7 @@ def describe(name: str) -> HookInfo:
         backends=kind.backends,
         wire=kind.wire,
         paper=kind.paper,
+        fidelity=fidelity_of(name) if kind.__module__.startswith("commhooks.") else None,
     )
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from commhooks import diagnosis
 from commhooks.diagnosis import Finding, Health, diagnose
 from commhooks.links import unavailable
+from reducer.extension import REMEDY
 
 
 def find(part: str) -> Finding:
@@ -93,3 +94,21 @@ def test_links_are_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = diagnosis._links()
     assert finding.health is Health.ABSENT
     assert "Operation not permitted" in finding.found
+
+
+def test_an_engine_that_loads_but_was_compiled_against_another_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("reducer.extension.built_with", lambda: {"torch": "2.10.9", "cuda": None})
+    finding = find("engine")
+    assert finding.health is Health.BROKEN
+    assert f"compiled against torch 2.10.9, and this is {torch.__version__}" in finding.found
+    assert finding.remedy == REMEDY
+
+
+def test_an_engine_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": torch.__version__, "cuda": "13.0"}
+    monkeypatch.setattr("reducer.extension.built_with", lambda: versions)
+    finding = find("engine")
+    assert finding.health is Health.FINE
+    assert finding.found == f"compiled against torch {torch.__version__}, for CUDA 13.0"

@@ -21,7 +21,12 @@ def main() -> None:
             "pip install 'commhooks[cli]'"
         )
     signal.signal(signal.SIGTERM, _end)  # in order, as after Ctrl-C
-    commands(prog_name="commhooks")
+    try:
+        commands(prog_name="commhooks")
+    except ImportError as error:
+        if error.name != "reducer._C":
+            raise
+        sys.exit(f"commhooks: {error}. `commhooks doctor` says what to do.")
 
 
 def _end(number: int, _frame: object) -> NoReturn:
