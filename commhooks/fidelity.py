@@ -22,7 +22,9 @@ class Fidelity:
 
     def __str__(self) -> str:
         tasks = {"digits": self.digits, "bytes": self.bytes}
-        changes = [f"{value:+.1f} % on {task}" for task, value in tasks.items() if value is not None]
+        changes = [
+            f"{value:+.1f} % on {task}" for task, value in tasks.items() if value is not None
+        ]
         return f"{', '.join(changes)} ({self.seeds} seed{'s' * (self.seeds != 1)})"
 
 

@@ -27,16 +27,16 @@ def without_input() -> nn.Module:
 
 
 def no_tensor() -> nn.Module:
-    """A model that returns something else than a loss."""
-    return _Pair()
+    """A model that returns nothing that could be a loss."""
+    return _Mute()
 
 
-class _Pair(nn.Linear):
+class _Mute(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 2)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:  # type: ignore[override]
-        return super().forward(x), 1
+    def forward(self, x: torch.Tensor) -> str:  # type: ignore[override]
+        return "nothing"
 
 
 def vectors() -> torch.Tensor:

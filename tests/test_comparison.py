@@ -10,7 +10,7 @@ import pytest
 from compared import PARAMETERS
 
 from commhooks import UnknownHookError
-from commhooks.comparison import Comparison, ComparisonError, compare, machine
+from commhooks.comparison import Comparison, ComparisonError, compare, means
 from commhooks.comparison.training import TrainingError
 from commhooks.links import unavailable
 from commhooks.models import ModelError
@@ -80,6 +80,13 @@ def test_times_hang_together(comparison: Comparison) -> None:
     )
     assert slow.step_seconds > 8 * GRADIENT_BYTES / 1e6
     assert comparison.row("bf16", "1 Mbit/s").to_torch == pytest.approx(0.5, abs=0.2)
+    # Over loopback nothing is predicted, over a link nothing is less than that.
+    for row in comparison.rows:
+        loopback = comparison.row(row.hook)
+        assert loopback.predicted_seconds is None
+        assert row.predicted_seconds in (None, row.step_seconds)
+        assert row.step_seconds >= loopback.step_seconds
+        assert (row.break_even_bits_per_second is None) == (row.hook in ("bare", "torch"))
 
 
 def test_memory(comparison: Comparison) -> None:
@@ -202,10 +209,10 @@ def test_bad_input_is_refused_before_anything_starts(
 
 
 def test_memory_is_part_of_the_means() -> None:
-    reason = machine.check_means(2, 5, 10**12)
+    reason = means.check_means(2, 5, 10**12)
     assert reason is not None
     assert "need about 42000.8 GB" in reason
-    assert machine.check_means(2, 5, 10**6) is None
+    assert means.check_means(2, 5, 10**6) is None
 
 
 @pytest.mark.parametrize(

@@ -1,53 +1,74 @@
-"""The formulas by which links are predicted."""
+"""Links that are not there: the simulation's figures, tied to what was measured."""
 
+import dataclasses
 import math
 
 import pytest
 
-from commhooks.comparison.prediction import break_even_rate, predict_step
+from commhooks.comparison.contender import BARE, TORCH, Contender
+from commhooks.comparison.prediction import Predictor
+from commhooks.simulation import Gloo, Link, Measurements, Rehearsals, Subject
+from commhooks.simulation.script import BucketScript, Collective, Members, StepScript
+
+MB = 1e6
+HALF = Contender("half", {"name": "bf16"})
+SLOW = Contender("slow", {"name": "fp16"})
+MEASURED = {"bare": 0.15, "torch": 0.25, "half": 0.30, "slow": 0.26}
 
 
-def predicted(**changes: float) -> float:
-    given: dict[str, float] = {
-        "forward_seconds": 0.1,
-        "step_seconds": 0.4,
-        "wire_bytes": 1e8,
-        "buckets": 4,
-        "bits_per_second": 1e9,
-        "latency_seconds": 0.0,
+def rehearsals(nbytes: float) -> Rehearsals:
+    """One bucket after 0.1 s of backward, in an all-reduce of so many bytes."""
+    collective = Collective("all_reduce", nbytes, Members(1, spans_nodes=True))
+    bucket = BucketScript(int(8 * MB), 0.1, 0.0, (0.0, 0.0), (collective,))
+    return Rehearsals({2: [(1.0, StepScript((bucket,), 0.05, is_native=True))]}, 1)
+
+
+def predictor(**seconds: float) -> Predictor:
+    found = {
+        '{"name": "allreduce"}': rehearsals(8 * MB),
+        '{"name": "bf16"}': rehearsals(4 * MB),
+        '{"name": "fp16"}': rehearsals(8 * MB),
     }
-    return predict_step(**(given | changes))  # type: ignore[arg-type]
+    measurements = Measurements("this one", Subject("a:model"), Gloo(0.0, 0.0, 0.0), found)
+    return Predictor(measurements, 2, MEASURED | seconds)
 
 
-def test_a_slow_link_sets_the_pace() -> None:
-    # 0.8 s on the wire, after the first quarter of 0.3 s of computing.
-    assert predicted() == pytest.approx(0.1 + 0.3 / 4 + 0.8)
+def on_the_wire(nbytes: float, rate: float) -> float:
+    latency = 2 * 20e-6  # a ring of two ranks has two rounds
+    return nbytes / Link(rate).bytes_per_second + latency
 
 
-def test_behind_a_fast_link_one_bucket_is_left_over() -> None:
-    assert predicted(bits_per_second=1e10) == pytest.approx(0.1 + 0.3 + 0.08 / 4)
+@pytest.mark.parametrize(("who", "nbytes"), [(TORCH, 8 * MB), (HALF, 4 * MB)])
+def test_what_a_link_adds_is_added_to_what_was_measured(who: Contender, nbytes: float) -> None:
+    found = predictor().step_seconds(who, 1e9)
+    assert found == pytest.approx(MEASURED[who.name] + on_the_wire(nbytes, 1e9))
 
 
-def test_one_bucket_cannot_overlap() -> None:
-    assert predicted(buckets=1) == pytest.approx(0.4 + 0.8)
-
-
-def test_latency_counts_per_bucket() -> None:
-    assert predicted(latency_seconds=0.01) - predicted() == pytest.approx(0.04)
-
-
-def test_nothing_to_send() -> None:
-    assert predicted(wire_bytes=0.0, latency_seconds=1.0) == pytest.approx(0.4)
+def test_a_link_adds_nothing_to_a_model_alone() -> None:
+    assert predictor().step_seconds(BARE, 1e6) == MEASURED["bare"]
 
 
 def test_at_the_break_even_rate_both_are_equal() -> None:
-    rate = break_even_rate(step_seconds=0.5, wire_bytes=2e7, plain_seconds=0.4, plain_bytes=1e8)
-    assert 0.5 + 8 * 2e7 / rate == pytest.approx(0.4 + 8 * 1e8 / rate)
+    found = predictor()
+    rate = found.break_even(HALF)
+    # 4 MB take the 0.05 s that it costs over loopback.
+    assert rate == pytest.approx(8 * 4 * MB / 0.05 / Link(1.0).payload_share, rel=0.02)
+    assert found.step_seconds(HALF, rate) == pytest.approx(
+        found.step_seconds(TORCH, rate), rel=0.01
+    )
 
 
 def test_break_even_at_the_ends() -> None:
-    same = {"plain_seconds": 0.4, "plain_bytes": 1e8}
-    assert break_even_rate(step_seconds=0.3, wire_bytes=1e7, **same) == math.inf
-    assert break_even_rate(step_seconds=0.5, wire_bytes=1e8, **same) == 0
-    assert break_even_rate(step_seconds=0.5, wire_bytes=2e8, **same) == 0
-    assert break_even_rate(step_seconds=0.3, wire_bytes=2e8, **same) == 0
+    assert predictor(half=0.25 - 1e-6).break_even(HALF) == math.inf
+    assert predictor().break_even(SLOW) == 0  # saves nothing, and takes longer
+    assert predictor(slow=0.25).break_even(SLOW) == 0
+
+
+def test_what_bytes_cost_the_cores_is_not_counted_twice() -> None:
+    """Bytes cost the cores something over any link, loopback included: that was measured."""
+    gloo = Gloo(0.0, 0.0, 1e-8)
+    busy = predictor()
+    busy = dataclasses.replace(busy, measurements=dataclasses.replace(busy.measurements, gloo=gloo))
+    fast = 1e12
+    assert busy.step_seconds(TORCH, fast) == pytest.approx(MEASURED["torch"], abs=1e-3)
+    assert busy.step_seconds(TORCH, 1e9) < predictor().step_seconds(TORCH, 1e9)

@@ -98,7 +98,7 @@ def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> Non
         (
             ["--model", "small_models:no_tensor", "--input", "small_models:vectors"],
             1,
-            ["returned tuple", "expected a tensor"],
+            ["expected a model that returns a tensor", "found str"],
         ),
         (["--hook", "int9"], 2, ["no hook is named 'int9'", "int8"]),
         (["--hook", "powersgd:rank=x"], 2, ["rank"]),

@@ -56,7 +56,9 @@ def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
 
 def _rehearsed(rank: int, world_size: int) -> list[bool]:
     subject = Subject("small_models:make", bucket_cap_mb=MB)
-    found = rehearse_hooks(rank, subject, [{"name": "bf16"}, {"name": "int8"}], [2, 4, 32])
+    found = rehearse_hooks(
+        rank, subject, [{"name": "bf16"}, {"name": "int8"}], [2, 4, 32], company=2
+    )
     natives = []
     for rehearsals in found:
         ((share, script),) = rehearsals.by_size[4]
@@ -76,7 +78,7 @@ def test_native_hooks_have_no_work_of_their_own() -> None:
 def _among_nodes(rank: int, world_size: int) -> list[str]:
     subject = Subject("small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
     config = {"name": "hierarchical", "inner": "int8"}
-    (rehearsals,) = rehearse_hooks(rank, subject, [config], [4, 8, 32])
+    (rehearsals,) = rehearse_hooks(rank, subject, [config], [4, 8, 32], company=1)
     ((_, script), *_) = rehearsals.at(1000)
     return [collective.operation for collective in script.buckets[0].collectives]
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from commhooks.cli.parameters import HOOKS, RATE
 from commhooks.durations import format_duration, parse_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook_spec import HookSpec, parse_hook_spec
+from commhooks.machine import cores as cores_here
 from commhooks.models import built_in_models
 from commhooks.rates import format_rate
 from commhooks.simulation import (
@@ -67,7 +67,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--cores",
     type=click.FloatRange(min=0, min_open=True),
-    help="Of each node, which its ranks share; default: those of this machine.",
+    help="Of each node, which its ranks share; default: those of this machine, but one per rank.",
 )
 @click.option(
     "--speed",
@@ -120,7 +120,7 @@ def simulate(
         hooks={str(spec): known.of(spec.config) for spec in specs},
         network=network,
         backend=NCCL() if backend == "nccl" else known.gloo,
-        cores=(cores or os.cpu_count() or 1) / ranks_per_node,
+        cores=(cores or max(cores_here(), ranks_per_node)) / ranks_per_node,
         speed=speed,
     )
     if plot is not None:

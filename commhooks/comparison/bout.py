@@ -8,22 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.comparison.contender import Contender
-from commhooks.comparison.subject import Subject
+from commhooks.models import Subject
 from commhooks.wire import all_reduce_bytes
 
-__all__ = ["FIRST_STEP", "Bout", "Costs", "StepSeconds"]
+__all__ = ["FIRST_STEP", "Bout", "Costs"]
 
 FIRST_STEP = 100_000
 """Hooks count steps from here, so that whatever they do in their first steps is over."""
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """From a barrier."""
-
-    forward: float
-    step: float
-    """To the return of backward."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +23,6 @@ class Costs:
 
     wire_bytes: float
     exposed_seconds: float | None
-    buckets: int | None
 
 
 class Bout:
@@ -50,14 +40,12 @@ class Bout:
             self._handle.load_state_dict({**self._handle.state_dict(), "step": FIRST_STEP})
         self._before = self._sums()
 
-    def step(self) -> StepSeconds:
-        """One step, begun by all ranks together; gradients stay until :meth:`clear`."""
+    def step(self) -> float:
+        """One step, begun by all ranks together; gradients stay until :meth:`clear`. Seconds."""
         dist.barrier()
         start = time.perf_counter()
-        loss = self._subject.loss(self._model, self._batch, self._rank)
-        forward = time.perf_counter() - start
-        torch.autograd.backward(loss)
-        return StepSeconds(forward, time.perf_counter() - start)
+        torch.autograd.backward(self._subject.loss(self._model, self._batch, self._rank))
+        return time.perf_counter() - start
 
     def clear(self) -> None:
         """Drops the gradients."""
@@ -77,12 +65,11 @@ class Bout:
     def costs(self) -> Costs:
         """Since :meth:`begin_counting`."""
         if self._handle is None:
-            return Costs(self._bytes_without_hook(), None, None)
+            return Costs(self._bytes_without_hook(), None)
         steps, wire_bytes, exposed = (
             now - before for now, before in zip(self._sums(), self._before, strict=True)
         )
-        buckets = len(self._handle.stats().buckets)
-        return Costs(wire_bytes / steps, exposed / steps, buckets)
+        return Costs(wire_bytes / steps, exposed / steps)
 
     def _bytes_without_hook(self) -> int:
         if self._model is self._module:

@@ -2,38 +2,25 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 import torch
 
 from commhooks import links as shaped
-from commhooks.comparison.contender import BARE, TORCH, Contender, contenders
-from commhooks.comparison.machine import check_means, cores, describe_machine
-from commhooks.comparison.place import (
-    ComparisonError,
-    Figures,
-    Progress,
-    enter_all,
-    time_all,
-    train_all,
-)
-from commhooks.comparison.prediction import break_even_rate, predict_step
-from commhooks.comparison.result import LOOPBACK, Comparison, Row, TrainingPoint
-from commhooks.comparison.ring import Entry
-from commhooks.comparison.subject import Subject
+from commhooks.comparison.contender import BARE, TORCH, contenders
+from commhooks.comparison.event import Event
+from commhooks.comparison.means import check_means
+from commhooks.comparison.place import ComparisonError, Progress
+from commhooks.comparison.report import Report
+from commhooks.comparison.result import Comparison
 from commhooks.comparison.training import load_training_function
+from commhooks.errors import CommHookError
 from commhooks.hook import tree
 from commhooks.hook_spec import HookSpec, parse_hook_spec
-from commhooks.ranks import Ranks
+from commhooks.machine import cores, describe_machine
+from commhooks.models import Subject
 from commhooks.rates import format_rate
-from commhooks.wire import all_reduce_bytes
 
 __all__ = ["ComparisonError", "compare"]
-
-_BUCKET_BYTES = 25 * 1024**2  # torch's default
-_ROUNDINGS = 100  # errors of so many times the precision are taken for rounding
-
-Courses = dict[str, tuple[TrainingPoint, ...]]
 
 
 def compare(
@@ -52,18 +39,19 @@ def compare(
     """Measures ``hooks``, torch's own wrapper and the bare model side by side, on this machine.
 
     Each is verified first: gradients have to be finite, and where a hook is lossless, the exact
-    mean. Then they take turns step by step, over loopback and over each link. Where links cannot be
-    made, their times are predicted, see :mod:`commhooks.comparison.prediction`. Ranks are processes
-    on CPU with the Gloo backend. Hooks are measured as late in training, see
-    :data:`commhooks.comparison.bout.FIRST_STEP`; with ``train`` they train from the first step.
+    mean. Then they take turns step by step, over loopback and over each link. What cannot be
+    measured is predicted, see :mod:`commhooks.comparison.prediction`: links that cannot be made,
+    and below which rate a hook pays. Ranks are processes on CPU with the Gloo backend. Hooks are
+    measured as late in training, see :data:`commhooks.comparison.bout.FIRST_STEP`; with ``train``
+    they train from the first step.
 
     Args:
-        model: see :class:`commhooks.comparison.subject.Subject`.
+        model: see :class:`commhooks.models.Subject`.
         input: see there.
         hooks: see :mod:`commhooks.hook_spec`.
         train: ``package.module:function``, see :mod:`commhooks.comparison.training`.
         world_size: number of ranks; the rule for the most is in
-            :func:`commhooks.comparison.machine.check_means`.
+            :func:`commhooks.comparison.means.check_means`.
         links: rates in bits per second.
         steps: that are timed, for each contender and link.
         train_steps: for each contender and measured link; over loopback if no link is measured.
@@ -73,7 +61,8 @@ def compare(
     Raises:
         ModelError, TrainingError, CommHookOptionError, UnknownHookError: before anything starts.
         ComparisonError: numbers make no sense, or there are too many ranks for this machine; a
-            contender failed, or a rank died, with what it printed.
+            contender failed, or a rank died, with what it printed; or a link can be neither made
+            nor predicted.
     """
     specs = [parse_hook_spec(hook) if isinstance(hook, str) else hook for hook in hooks]
     _check_numbers(specs, world_size, steps, train_steps, links)
@@ -90,10 +79,12 @@ def compare(
     if measured and (reason := shaped.unavailable()):
         notes.append(f"links are predicted, not measured: {reason}")
         measured = []
-    event = _Event(subject, entrants, world_size, steps, train, train_steps, progress)
+    event = Event(subject, entrants, world_size, steps, train, train_steps, progress)
 
     loopback = event.over_loopback(exact | {TORCH.name}, precision, trains=not measured)
-    report = _Report(event, loopback, gradient_bytes)
+    if isinstance(loopback.rehearsed, CommHookError):
+        notes.append(f"nothing is predicted: {loopback.rehearsed}")
+    report = Report(event, loopback, gradient_bytes)
     rows = report.rows(None, loopback)
     for rate in links:
         try:
@@ -138,158 +129,3 @@ def _size_up(subject: Subject, world_size: int, count: int) -> tuple[int, float]
         raise ComparisonError(reason)
     precision = max(torch.finfo(parameter.dtype).eps for parameter in parameters)
     return sum(parameter.nbytes for parameter in parameters), precision
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What was measured at one place, by names of contenders; entries over loopback only."""
-
-    figures: dict[str, Figures]
-    courses: Courses
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Event:
-    """Who meets, and for how long."""
-
-    subject: Subject
-    entrants: list[Contender]
-    world_size: int
-    steps: int
-    train: str | None
-    train_steps: int
-    progress: Progress
-
-    def over_loopback(self, exact: set[str], precision: float, *, trains: bool) -> _Outcome:
-        """``exact``: who is held to the exact mean. With the errors of all."""
-        with Ranks(self.world_size, threads=self._threads) as ranks:
-            tell = self._telling(LOOPBACK)
-            entries = enter_all(ranks, self.subject, self.entrants, tell, verify=True)
-            _verify(entries, exact, _ROUNDINGS * precision)
-            figures = time_all(ranks, self.entrants, self.steps, tell)
-            courses = self._courses(ranks, tell) if trains else {}
-        return _Outcome(figures, courses, entries)
-
-    def over_link(self, rate: float) -> _Outcome:
-        """Raises LinkError where it cannot be made."""
-        with (
-            shaped.shaped_link(self.world_size, rate) as link,
-            Ranks(self.world_size, link, threads=self._threads) as ranks,
-        ):
-            tell = self._telling(format_rate(rate))
-            enter_all(ranks, self.subject, self.entrants, tell, verify=False)
-            figures = time_all(ranks, self.entrants, self.steps, tell)
-            return _Outcome(figures, self._courses(ranks, tell))
-
-    def _courses(self, ranks: Ranks, tell: Progress) -> Courses:
-        if self.train is None:
-            return {}
-        who = [entrant for entrant in self.entrants if entrant != BARE]
-        return train_all(ranks, who, self.train, self.train_steps, tell)
-
-    def _telling(self, where: str) -> Progress:
-        return lambda what, done, of: self.progress(f"{where}: {what}", done, of)
-
-    @property
-    def _threads(self) -> int:
-        return max(1, cores() // self.world_size)
-
-
-def _verify(entries: dict[str, Entry], exact: set[str], rounding: float) -> None:
-    for name, entry in entries.items():
-        error = entry.error
-        if error is None:
-            continue
-        if not math.isfinite(error):
-            raise ComparisonError(
-                f"{name!r}: the gradients of a step are not finite, or their mean is zero or not "
-                "finite; nothing was timed"
-            )
-        if name in exact and error > rounding:
-            raise ComparisonError(
-                f"{name!r}: expected the exact mean to within rounding ({rounding:.1e}), found "
-                f"gradients that are off by {error:.1e}; nothing was timed. Is the model's "
-                "gradient the same in each run with the same torch.manual_seed()?"
-            )
-
-
-@dataclass(frozen=True)
-class _Report:
-    """Makes rows of what was measured."""
-
-    event: _Event
-    loopback: _Outcome
-    gradient_bytes: int
-
-    def rows(self, rate: float | None, there: _Outcome | None) -> list[Row]:
-        """Of one place; None for loopback's rate, and for an outcome that is to be predicted."""
-        names = [entrant.name for entrant in self.event.entrants]
-        steps = {
-            name: there.figures[name].step_seconds if there else self._predicted(name, rate)
-            for name in names
-        }
-        return [self._row(name, rate, there, steps) for name in names]
-
-    def _row(
-        self, name: str, rate: float | None, there: _Outcome | None, steps: dict[str, float]
-    ) -> Row:
-        local = self.loopback.figures[name]
-        figures = there.figures[name] if there else None
-        wire_bytes = (figures or local).costs.wire_bytes
-        bare = self.loopback.figures[BARE.name].step_seconds
-        return Row(
-            hook=name,
-            link=LOOPBACK if rate is None else format_rate(rate),
-            bits_per_second=rate,
-            measured=figures is not None,
-            step_seconds=steps[name],
-            step_spread_seconds=figures.step_spread_seconds if figures else None,
-            to_torch=steps[name] / steps[TORCH.name],
-            exposed_seconds=figures.exposed_seconds if figures else steps[name] - bare,
-            waited_seconds=figures.costs.exposed_seconds if figures else None,
-            floor_seconds=None if rate is None else 8 * wire_bytes / rate + bare,
-            predicted_seconds=None if rate is None else self._predicted(name, rate),
-            gradient_bytes=self.gradient_bytes,
-            wire_bytes=wire_bytes,
-            ratio=self._plain_bytes / wire_bytes if wire_bytes else None,
-            error=self.loopback.entries[name].error,
-            peak_bytes=self.loopback.entries[name].peak_bytes,
-            break_even_bits_per_second=self._break_even(name),
-            training=self._course(name, there, steps[name]),
-        )
-
-    @property
-    def _plain_bytes(self) -> int:
-        return all_reduce_bytes(self.gradient_bytes, self.event.world_size)
-
-    def _predicted(self, name: str, rate: float | None) -> float:
-        assert rate is not None
-        figures = self.loopback.figures[name]
-        return predict_step(
-            forward_seconds=figures.forward_seconds,
-            step_seconds=figures.step_seconds,
-            wire_bytes=figures.costs.wire_bytes,
-            buckets=figures.costs.buckets or 1 + self.gradient_bytes // _BUCKET_BYTES,
-            bits_per_second=rate,
-        )
-
-    def _break_even(self, name: str) -> float | None:
-        if name in (BARE.name, TORCH.name):
-            return None
-        hook, plain = self.loopback.figures[name], self.loopback.figures[TORCH.name]
-        return break_even_rate(
-            step_seconds=hook.step_seconds,
-            wire_bytes=hook.costs.wire_bytes,
-            plain_seconds=plain.step_seconds,
-            plain_bytes=self._plain_bytes,
-        )
-
-    def _course(
-        self, name: str, there: _Outcome | None, step_seconds: float
-    ) -> tuple[TrainingPoint, ...]:
-        """Loss and bytes do not depend on the link; predicted seconds are those of all steps."""
-        if there is not None:
-            return there.courses.get(name, ())
-        points = self.loopback.courses.get(name, ())
-        return tuple(replace(point, seconds=point.step * step_seconds) for point in points)

@@ -11,8 +11,8 @@ from commhooks.comparison.bout import Costs
 from commhooks.comparison.contender import BARE, Contender
 from commhooks.comparison.result import TrainingPoint
 from commhooks.comparison.ring import Entry
-from commhooks.comparison.subject import Subject
 from commhooks.errors import CommHookError
+from commhooks.models import Subject
 from commhooks.ranks import Ranks
 
 __all__ = [
@@ -39,7 +39,6 @@ class ComparisonError(CommHookError):
 class Figures:
     """Of one contender at one place: medians over steps of the slowest rank."""
 
-    forward_seconds: float
     step_seconds: float
     step_spread_seconds: float
     exposed_seconds: float
@@ -74,17 +73,14 @@ def time_all(
 ) -> dict[str, Figures]:
     """Contenders take turns step by step, so that whatever else the machine does hits all alike."""
     ranks(ring.begin_counting)
-    forwards: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     totals: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for index in range(steps):
         progress("measuring", index, steps)
         for contender in contenders:
             of_ranks = _told_apart(contender, ranks, ring.step, contender.name)
-            forwards[contender.name].append(max(seconds.forward for seconds in of_ranks))
-            totals[contender.name].append(max(seconds.step for seconds in of_ranks))
+            totals[contender.name].append(max(of_ranks))
     return {
         contender.name: Figures(
-            forward_seconds=statistics.median(forwards[contender.name]),
             step_seconds=statistics.median(totals[contender.name]),
             step_spread_seconds=_spread(totals[contender.name]),
             exposed_seconds=_difference(totals[contender.name], totals[BARE.name]),

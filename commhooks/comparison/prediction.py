@@ -1,52 +1,61 @@
-"""What follows from measured times over loopback, and bytes: links that are not there.
+"""Links that are not there, predicted by :mod:`commhooks.simulation`, from where it was measured.
 
-Letters: F forward, C the rest of a step over loopback, W time on the wire, n buckets.
+The simulation says what a step takes over a link as well as over loopback. The latter was measured,
+too, with all that the simulation leaves out; so what is taken from it is the difference:
 
-A step after the forward is a pipeline of n buckets through two stages, computing (backward, codes,
-copies: C) and sending (W). The slower stage sets the pace; of the other one only the first or the
-last bucket shows:
-
-    step = F + max(C + W/n, C/n + W)        W = bytes / bandwidth + n·latency
-
-Copies to and from loopback are part of C, as they are on a real network; what a faster network
-card does by itself is not taken off. Buckets count as equally large.
+    step over the link = measured over loopback + (simulated over the link - over loopback)
 """
 
-import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["LATENCY_SECONDS", "break_even_rate", "predict_step"]
+from commhooks.comparison.contender import TORCH, Contender
+from commhooks.machine import cores
+from commhooks.simulation import (
+    BASELINE,
+    Link,
+    Measurements,
+    Network,
+    break_even_rate,
+    predict,
+)
 
-LATENCY_SECONDS = 50e-6
-"""Of one bucket's collectives, in a local network."""
+__all__ = ["Predictor", "config_of"]
 
-
-def predict_step(
-    *,
-    forward_seconds: float,
-    step_seconds: float,
-    wire_bytes: float,
-    buckets: int,
-    bits_per_second: float,
-    latency_seconds: float = LATENCY_SECONDS,
-) -> float:
-    """Seconds of a step over a link; ``forward_seconds`` and ``step_seconds`` over loopback."""
-    computing = step_seconds - forward_seconds
-    sending = 8 * wire_bytes / bits_per_second + buckets * latency_seconds if wire_bytes else 0.0
-    slowest = max(computing + sending / buckets, computing / buckets + sending)
-    return forward_seconds + slowest
+_LATENCY_SECONDS = 20e-6  # as by default in `commhooks simulate`
+_LOOPBACK = Link(1e15)  # bytes cost what they cost the cores, which is in the rates of Gloo
 
 
-def break_even_rate(
-    *, step_seconds: float, wire_bytes: float, plain_seconds: float, plain_bytes: float
-) -> float:
-    """The rate, bits per second, below which a hook is faster than plain averaging.
+def config_of(contender: Contender) -> Mapping[str, Any] | None:
+    """Of the hook that stands for it: torch's wrapper sends what plain averaging does."""
+    return {"name": BASELINE} if contender == TORCH else contender.config
 
-    Over loopback it costs ``step_seconds - plain_seconds`` more; over a link it saves the time of
-    the bytes that it does not send, 8·(plain_bytes - wire_bytes) / rate. At the break-even rate the
-    two are equal. ``inf``: faster at any rate; 0: at none.
-    """
-    extra = step_seconds - plain_seconds
-    saved = plain_bytes - wire_bytes
-    if extra <= 0:
-        return math.inf if saved >= 0 else 0.0
-    return max(0.0, 8 * saved / extra)
+
+@dataclass(frozen=True)
+class Predictor:
+    """``loopback_seconds``: the measured step of each contender, by name."""
+
+    measurements: Measurements
+    world_size: int
+    loopback_seconds: Mapping[str, float]
+
+    def step_seconds(self, contender: Contender, bits_per_second: float) -> float:
+        """Of a step over links of this rate, one for each rank."""
+        link = Link(bits_per_second, _LATENCY_SECONDS)
+        more = self._simulated(contender, link) - self._simulated(contender, _LOOPBACK)
+        return self.loopback_seconds[contender.name] + max(0.0, more)
+
+    def break_even(self, contender: Contender) -> float:
+        """The rate below which it is faster than torch's averaging; inf: always, 0: never."""
+        return break_even_rate(
+            lambda rate: self.step_seconds(contender, rate) < self.step_seconds(TORCH, rate)
+        )
+
+    def _simulated(self, contender: Contender, link: Link) -> float:
+        config = config_of(contender)
+        if config is None:
+            return 0.0
+        rehearsals, gloo = self.measurements.of(config), self.measurements.gloo
+        network = Network(self.world_size, link, link)
+        return predict(rehearsals, network, gloo, cores=cores() / self.world_size).step_seconds

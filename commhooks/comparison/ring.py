@@ -10,17 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.comparison.bout import Bout, Costs, StepSeconds
+from commhooks.comparison.bout import Bout, Costs
 from commhooks.comparison.contender import BARE, TORCH, Contender
 from commhooks.comparison.memory import Peak
 from commhooks.comparison.result import TrainingPoint
-from commhooks.comparison.subject import Subject
 from commhooks.comparison.training import TrainingRun
+from commhooks.models import Subject
 
 __all__ = [
     "Entry",
     "begin_counting",
     "begin_training",
+    "close_ring",
     "costs",
     "enter",
     "open_ring",
@@ -87,8 +88,8 @@ def take_mean(rank: int) -> None:  # noqa: ARG001
     ring.mean = [_mean(gradient) for gradient in ring.bouts[BARE.name].gradients()]
 
 
-def step(rank: int, name: str) -> StepSeconds:  # noqa: ARG001
-    """One step of a bout; its gradients are dropped afterwards."""
+def step(rank: int, name: str) -> float:  # noqa: ARG001
+    """Seconds of one step of a bout; its gradients are dropped afterwards."""
     bout = _rings[0].bouts[name]
     seconds = bout.step()
     bout.clear()
@@ -107,6 +108,11 @@ def begin_counting(rank: int) -> None:  # noqa: ARG001
 def costs(rank: int, name: str) -> Costs:  # noqa: ARG001
     """Of a bout, since :func:`begin_counting`."""
     return _rings[0].bouts[name].costs()
+
+
+def close_ring(rank: int) -> None:  # noqa: ARG001
+    """Lets go of everything."""
+    _rings.clear()
 
 
 def begin_training(rank: int, contender: Contender, function: str) -> None:

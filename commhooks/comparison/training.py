@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 from commhooks.comparison.contender import Contender
 from commhooks.comparison.result import TrainingPoint
-from commhooks.comparison.subject import Subject
 from commhooks.errors import CommHookError
-from commhooks.models import load_callable
+from commhooks.models import Subject, load_callable
 from commhooks.wire import all_reduce_bytes
 
 __all__ = ["TrainingError", "TrainingRun", "load_training_function"]

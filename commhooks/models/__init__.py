@@ -8,6 +8,7 @@ from commhooks.models.gpt2 import GPT2Small
 from commhooks.models.loading import ModelError, built_in_models, load_callable, load_model
 from commhooks.models.lstm import LSTMLanguageModel
 from commhooks.models.resnet import ResNet50
+from commhooks.models.subject import Subject
 from commhooks.models.transformer import Transformer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LSTMLanguageModel",
     "ModelError",
     "ResNet50",
+    "Subject",
     "Transformer",
     "built_in_models",
     "load_callable",

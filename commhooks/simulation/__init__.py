@@ -7,6 +7,7 @@
                        on this machine                 for any number of ranks
 """
 
+from commhooks.simulation.break_even import break_even_rate
 from commhooks.simulation.gloo import Gloo
 from commhooks.simulation.measurements import Measurements, measure
 from commhooks.simulation.measuring import Subject
@@ -28,6 +29,7 @@ __all__ = [
     "Rehearsals",
     "Study",
     "Subject",
+    "break_even_rate",
     "measure",
     "predict",
     "rehearsed_sizes",

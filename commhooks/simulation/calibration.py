@@ -1,6 +1,7 @@
-"""How fast Gloo is on this machine: two ranks send to each other over loopback."""
+"""How fast Gloo is on this machine: two ranks send to each other."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +22,12 @@ _ROUNDS = 2 * _STAGES  # of messages: an all-reduce of two ranks is a ring of tw
 _LARGE_BYTES = 32 << 20
 _REPEATS = 7
 
+_Times = tuple[float, float]
 
-def measure_gloo() -> Gloo:
-    """Takes seconds, most of them to start two processes."""
-    with Ranks(2) as ranks:
-        rates: Gloo = ranks(_measure)[0]
+
+def measure_gloo(ranks: Ranks) -> Gloo:
+    """By the first two of ``ranks``, while the others rest."""
+    rates: Gloo = ranks(_measure)[0]
     return rates
 
 
@@ -40,12 +42,19 @@ class _Chain(CommHook):
         return bucket.buffer()
 
 
-def _measure(rank: int) -> Gloo:  # noqa: ARG001
-    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+def _measure(rank: int) -> Gloo | None:
+    pair = dist.new_group([0, 1])
+    if rank > 1:
+        return None
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False), process_group=pair)
     register(model, _Chain())
-    chains = [_time(lambda: model(torch.ones(1, 4)).sum().backward()) for _ in range(_REPEATS)]
     large = torch.zeros(_LARGE_BYTES // 4)
-    transfers = [_time(lambda: dist.all_reduce(large)) for _ in range(_REPEATS)]
+
+    def time_all(work: Callable[[], object]) -> list[_Times]:
+        return [_time(work, pair) for _ in range(_REPEATS)]
+
+    chains = time_all(lambda: model(torch.ones(1, 4)).sum().backward())
+    transfers = time_all(lambda: dist.all_reduce(large, group=pair))
     return Gloo(
         round_seconds=_least(chains, 0) / _ROUNDS,
         message_cpu_seconds=_least(chains, 1) / _ROUNDS,
@@ -53,14 +62,14 @@ def _measure(rank: int) -> Gloo:  # noqa: ARG001
     )
 
 
-def _time(work: object) -> tuple[float, float]:
+def _time(work: Callable[[], object], pair: dist.ProcessGroup) -> _Times:
     """Seconds on the clock, and of all threads on cores."""
-    dist.barrier()
+    dist.barrier(pair)
     wall, cpu = time.perf_counter(), time.process_time()
-    work()  # type: ignore[operator]
+    work()
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def _least(times: list[tuple[float, float]], which: int) -> float:
+def _least(times: list[_Times], which: int) -> float:
     """Without what else the machine did; the first one has made the connections."""
     return min(pair[which] for pair in times[1:])

@@ -5,7 +5,6 @@ which has the hardware can measure for one that has not.
 """
 
 import json
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from commhooks.errors import CommHookError
+from commhooks.machine import cores
 from commhooks.ranks import Ranks
 from commhooks.simulation.calibration import measure_gloo
 from commhooks.simulation.gloo import Gloo
@@ -82,13 +82,24 @@ class Measurements:
 
 
 def measure(
-    subject: Subject, configs: Sequence[Mapping[str, Any]], sizes: Sequence[int]
+    subject: Subject,
+    configs: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    ranks: Ranks | None = None,
 ) -> Measurements:
-    """Measures Gloo, the model and the hooks here, in processes of their own; takes seconds."""
-    gloo = measure_gloo()
-    company = min(subject.ranks_per_machine, os.cpu_count() or 1)
-    with Ranks(company, timeout=_TIMEOUT_SECONDS) as ranks:
-        found = ranks(rehearse_hooks, subject, list(configs), list(sizes))[0]
+    """Measures Gloo, the model and the hooks here; takes seconds to minutes, as the model is large.
+
+    In ``ranks``, at least 2, if some are there, else in processes that are started for it.
+
+    Raises ModelError; CommHookError for a hook that cannot be simulated. ``ranks`` are of no more
+    use then.
+    """
+    company = min(subject.ranks_per_machine, cores())
+    if ranks is None:
+        with Ranks(max(2, company), timeout=_TIMEOUT_SECONDS) as own:
+            return measure(subject, configs, sizes, own)
+    gloo = measure_gloo(ranks)
+    found = ranks(rehearse_hooks, subject, list(configs), list(sizes), company)[0]
     rehearsals = {_key(config): r for config, r in zip(configs, found, strict=True)}
     return Measurements(_machine(), subject, gloo, rehearsals)
 

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from commhooks.errors import CommHookError
+from commhooks import models
 from commhooks.hook import CommHook
-from commhooks.models import load_callable, load_model
 from commhooks.registry import create
 from commhooks.simulation.clones import CloneGroup
 from commhooks.simulation.rehearsal import Part, as_launched, rehearse
@@ -21,14 +19,9 @@ __all__ = ["Subject", "rehearse_hooks"]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is simulated. ``model`` and ``input``: see :func:`load_model`, :func:`load_callable`.
+class Subject(models.Subject):
+    """A model, and how it is launched."""
 
-    Without ``input`` the model needs a method ``example_input()``.
-    """
-
-    model: str
-    input: str | None = None
     ranks_per_node: int = 1
     ranks_per_machine: int = 1
     """That will share its memory, as many processes measure at the same time here."""
@@ -42,16 +35,21 @@ def rehearse_hooks(
     subject: Subject,
     configs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
+    company: int,
 ) -> list[Rehearsals]:
     """What each hook does with the model in worlds of ``sizes``.
 
-    Each rank of the default group finds out for itself, at the same time: what computes at the same
-    time shares the memory's bandwidth, as the ranks of a machine do.
+    The first ``company`` ranks of the default group find out, each for itself and at the same time:
+    what computes at the same time shares the memory's bandwidth, as the ranks of a machine do. The
+    others rest; they return nothing.
     """
+    together = dist.new_group(range(company))
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     assert isinstance(alone, dist.ProcessGroup)
-    model = load_model(subject.model)
-    inputs = _inputs(model, subject)
+    if rank >= company:
+        return []
+    model = subject.make_module()
+    batch = subject.make_input(model, rank)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     steps: dict[tuple[Any, ...], Step] = {}
 
@@ -60,10 +58,10 @@ def rehearse_hooks(
         keys = tuple(hook.bucket_key(name) for name in parameters)
         if keys not in steps:
             steps.clear()  # it may be as large as the model
-            dist.barrier()
+            dist.barrier(together)
             steps[keys] = witness(
                 model,
-                lambda wrapped: _loss(wrapped(*inputs)),
+                lambda wrapped: subject.loss(wrapped, batch, rank),
                 hook,
                 alone,
                 bucket_cap_mb=subject.bucket_cap_mb,
@@ -76,7 +74,7 @@ def rehearse_hooks(
         with as_launched(subject.ranks_per_node):
             hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(max(sizes))))
         step = step_of(hook)
-        dist.barrier()
+        dist.barrier(together)
         by_size = {
             size: [
                 (share, _script(step, parts, is_native=create(config).native(alone) is not None))
@@ -118,25 +116,3 @@ def _script(step: Step, parts: Sequence[Part], *, is_native: bool) -> StepScript
         )
     )
     return StepScript(buckets, step.forward_seconds, is_native)
-
-
-def _inputs(model: nn.Module, subject: Subject) -> tuple[Any, ...]:
-    source = (
-        load_callable(subject.input) if subject.input else getattr(model, "example_input", None)
-    )
-    if source is None:
-        raise CommHookError(
-            f"model {subject.model!r}: expected a method example_input(), or the option --input "
-            "with package.module:function, that returns what the model is called with"
-        )
-    found = source()
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _loss(output: Any) -> Tensor:
-    """The output itself where it is a number, else something that all of it has a part in."""
-    if isinstance(output, Tensor):
-        return output if output.dim() == 0 else output.square().mean()
-    raise CommHookError(
-        f"the model returned {type(output).__name__}; expected a tensor, best the loss"
-    )

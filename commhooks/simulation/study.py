@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from commhooks.rates import format_rate
+from commhooks.simulation.break_even import break_even_rate
 from commhooks.simulation.network import Backend, Network
 from commhooks.simulation.prediction import Prediction, predict
 from commhooks.simulation.rehearsals import Rehearsals
@@ -18,7 +19,6 @@ BASELINE = "allreduce"
 
 _WORTH_IT = 1.1
 """How many times faster a step has to be before losing anything makes sense."""
-_SLOWEST, _FASTEST = 1e6, 1e13  # bits per second
 _LONG_CURVE = 1024  # ranks
 
 
@@ -55,20 +55,8 @@ class Study:
         return [self._on(replace(self.network, size=size), hook).step_seconds for size in sizes]
 
     def break_even(self, hook: str) -> float:
-        """The rate of links, in bits per second, below which ``hook`` beats the plain average.
-
-        0: it does at no rate; infinity: at any. Where the two overtake each other several times,
-        one of these rates.
-        """
-        low, high = _SLOWEST, _FASTEST
-        if not self._pays(hook, low):
-            return 0.0
-        if self._pays(hook, high):
-            return math.inf
-        while high / low > 1.01:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if self._pays(hook, middle) else (low, middle)
-        return low
+        """The rate of links below which ``hook`` beats the plain average; see break_even.py."""
+        return break_even_rate(lambda rate: self._pays(hook, rate))
 
     @property
     def advice(self) -> str:

@@ -1,33 +1,14 @@
-"""What this machine is, and how many ranks it can bear."""
+"""How many ranks this machine can bear."""
 
-import os
-import platform
 from pathlib import Path
 
-import torch
+from commhooks.machine import cores
 
-__all__ = ["check_means", "cores", "describe_machine"]
+__all__ = ["check_means"]
 
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
 _COPIES = 4  # gradients, buckets, errors and temporaries, each as large as the parameters
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def describe_machine() -> dict[str, str | int]:
-    """For whoever reads the figures later."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    models = [line.partition(":")[2].strip() for line in info.splitlines() if "model name" in line]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": cores(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 def check_means(world_size: int, contenders: int, parameter_bytes: int) -> str | None:

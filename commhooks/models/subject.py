@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commhooks.models import ModelError, load_callable, load_model
+from commhooks.models.loading import ModelError, load_callable, load_model
 
 __all__ = ["Subject"]
 
