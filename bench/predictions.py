@@ -76,7 +76,8 @@ class Cell:
 
     def pays_below(self, rates: Measurements) -> float:
         """The rate of links, in bits per second, below which the hook beats plain averaging."""
-        return self._study(rates).break_even(self.hook)
+        pays = self._study(rates).pays(self.hook)
+        return pays.below if pays else 0.0
 
     def _study(self, rates: Measurements) -> Study:
         burst = burst_bytes(self.bits_per_second)

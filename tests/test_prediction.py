@@ -7,7 +7,7 @@ import pytest
 
 from commhooks.comparison.contender import BARE, TORCH, Contender
 from commhooks.comparison.prediction import Predictor
-from commhooks.simulation import Gloo, Link, Measurements, Rehearsals, Subject
+from commhooks.simulation import Gloo, Link, Measurements, PayingRates, Rehearsals, Subject
 from commhooks.simulation.script import BucketScript, Collective, Members, StepScript
 
 MB = 1e6
@@ -50,7 +50,10 @@ def test_a_link_adds_nothing_to_a_model_alone() -> None:
 
 def test_at_the_break_even_rate_both_are_equal() -> None:
     found = predictor()
-    rate = found.break_even(HALF)
+    pays = found.pays(HALF)
+    assert pays is not None
+    assert pays.above == 0
+    rate = pays.below
     # 4 MB take the 0.05 s that it costs over loopback.
     assert rate == pytest.approx(8 * 4 * MB / 0.05 / Link(1.0).payload_share, rel=0.02)
     assert found.step_seconds(HALF, rate) == pytest.approx(
@@ -59,9 +62,9 @@ def test_at_the_break_even_rate_both_are_equal() -> None:
 
 
 def test_break_even_at_the_ends() -> None:
-    assert predictor(half=0.25 - 1e-6).break_even(HALF) == math.inf
-    assert predictor().break_even(SLOW) == 0  # saves nothing, and takes longer
-    assert predictor(slow=0.25).break_even(SLOW) == 0
+    assert predictor(half=0.25 - 1e-6).pays(HALF) == PayingRates(0.0, math.inf)
+    assert predictor().pays(SLOW) is None  # saves nothing, and takes longer
+    assert predictor(slow=0.25).pays(SLOW) is None
 
 
 def test_what_bytes_cost_the_cores_is_not_counted_twice() -> None:

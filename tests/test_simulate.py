@@ -127,7 +127,10 @@ def test_files_that_do_not_fit(kept: Path, tmp_path: Path) -> None:
     assert "small_models:make" in text
     image = tmp_path / "missing" / "curves.png"
     options = ("--measurements", str(kept), "--plot", str(image))
-    assert "--plot" in run(*BASIC, "--hook", "int8", "--world-size", "4096", *options, status=1)
+    assert "--plot" in run(*BASIC, "--hook", "int8", "--world-size", "4096", *options, status=2)
+    options = ("--measurements", str(kept), "--plot", "curves.xyz")
+    text = run(*BASIC, "--hook", "int8", "--world-size", "4096", *options, status=2)
+    assert "expected a name that ends with one of" in text
 
 
 def test_a_hook_that_does_not_work_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:

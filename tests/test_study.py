@@ -3,7 +3,16 @@ import math
 
 import pytest
 
-from commhooks.simulation import BASELINE, Gloo, Link, Network, Rehearsals, Study
+from commhooks.simulation import (
+    BASELINE,
+    Gloo,
+    Link,
+    Network,
+    PayingRates,
+    Rehearsals,
+    Study,
+    paying_rates,
+)
 from commhooks.simulation.script import BucketScript, Collective, Members, StepScript
 
 ALL = Members(1, spans_nodes=True)
@@ -25,15 +34,15 @@ def study(link: float, size: int = 16, **hooks: Rehearsals) -> Study:
 def test_a_hook_pays_below_the_rate_where_it_ties_with_the_plain_average():
     # 15 MB against 7.5 MB and 10 ms: 7.5 MB take 10 ms at 6 Gbit/s.
     found = study(1e9, half=rehearsals(4e6, local=0.010))
-    assert found.break_even("half") == pytest.approx(6e9, rel=0.02)
+    assert found.pays("half") == PayingRates(0.0, pytest.approx(6e9, rel=0.02))
     assert found.predictions["half"].step_seconds < found.predictions[BASELINE].step_seconds
     faster = study(10e9, half=rehearsals(4e6, local=0.010))
     assert faster.predictions["half"].step_seconds > faster.predictions[BASELINE].step_seconds
 
 
 def test_a_hook_that_only_costs_never_pays_and_one_that_only_saves_always_does():
-    assert study(1e9, slow=rehearsals(8e6, local=0.01)).break_even("slow") == 0.0
-    assert study(1e9, free=rehearsals(4e6)).break_even("free") == math.inf
+    assert study(1e9, slow=rehearsals(8e6, local=0.01)).pays("slow") is None
+    assert study(1e9, free=rehearsals(4e6)).pays("free") == PayingRates(0.0, math.inf)
 
 
 def test_advice_names_the_fastest_where_it_is_worth_it():
@@ -80,7 +89,18 @@ def test_a_hundred_thousand_ranks_are_as_many_events_as_two():
 
 def test_json_has_all_that_is_known():
     found = json.loads(json.dumps(study(1e9, free=rehearsals(4e6)).to_json()))
-    assert found["hooks"]["free"]["pays_below_bits_per_second"] is None
+    assert found["hooks"]["free"]["pays"] == {"above": 0.0, "below": None}
     assert found["hooks"][BASELINE]["wire_bytes"] == 15e6
     assert len(found["hooks"]["free"]["curve_seconds"]) == len(found["curve_ranks"])
     assert found["network"]["size"] == 16
+
+
+def test_a_hook_may_pay_above_a_rate_only():
+    """Where it saves rounds of messages, but sends more bytes."""
+    assert paying_rates(lambda rate: rate > 3e7) == PayingRates(
+        pytest.approx(3e7, rel=0.02), math.inf
+    )
+    between = paying_rates(lambda rate: 2e6 < rate < 5e11)
+    assert between == PayingRates(pytest.approx(2e6, rel=0.02), pytest.approx(5e11, rel=0.02))
+    assert str(PayingRates(0.0, math.inf)) == "at any rate"
+    assert str(PayingRates(2e6, 5e11)) == "above 2 Mbit/s, below 500 Gbit/s"

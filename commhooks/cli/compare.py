@@ -1,18 +1,16 @@
 """``commhooks compare``: which hook pays, on this model, over these links."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from commhooks.cli.comparison_table import comparison_table
-from commhooks.cli.parameters import HOOKS, RATE
+from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
 from commhooks.comparison import Comparison
 from commhooks.comparison import compare as compare_hooks
 from commhooks.comparison.place import Progress as Report
@@ -22,19 +20,6 @@ from commhooks.models import built_in_models
 __all__ = ["compare"]
 
 _NARROWEST = 112  # columns that the table needs
-
-
-class _File(click.Path):
-    """A file to be written, refused before anything is measured if it cannot be."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if not path.parent.is_dir():
-            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
-        return path
-
-
-_FILE = _File(dir_okay=False, writable=True)
 
 
 @click.command()
@@ -77,19 +62,19 @@ _FILE = _File(dir_okay=False, writable=True)
 @click.option(
     "--json",
     "json_file",
-    type=_FILE,
+    type=FILE,
     help="Write all figures to this file.",
 )
 @click.option(
     "--csv",
     "csv_file",
-    type=_FILE,
+    type=FILE,
     help="Likewise, one line per hook and link.",
 )
 @click.option(
     "--plot",
     "plot_file",
-    type=_FILE,
+    type=IMAGE,
     help="Draw time by hook and link, and losses.",
 )
 def compare(

@@ -1,6 +1,8 @@
 """Types of options that several commands take."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,7 +11,7 @@ from commhooks.errors import CommHookError
 from commhooks.hook_spec import parse_hook_spec, parse_hook_specs
 from commhooks.rates import parse_rate
 
-__all__ = ["HOOK", "HOOKS", "RATE"]
+__all__ = ["FILE", "HOOK", "HOOKS", "IMAGE", "RATE"]
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]
@@ -26,6 +28,31 @@ class _Parsed(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
+class _File(click.Path):
+    """A file to be written, refused before anything is measured if it cannot be."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        return path
+
+
+class _Image(_File):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from matplotlib.figure import Figure  # takes a second to import
+
+        path = super().convert(value, param, ctx)
+        known = Figure().canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in known:
+            self.fail(f"{str(path)!r}: expected a name that ends with one of {', '.join(known)}")
+        return path
+
+
+FILE = _File(dir_okay=False, writable=True)
+"""A path that can be written to."""
+IMAGE = _Image(dir_okay=False, writable=True)
+"""Likewise, of a type that matplotlib can draw."""
 HOOK = _Parsed("hook", parse_hook_spec)
 """``powersgd:rank=4`` -> :class:`HookSpec`."""
 HOOKS = _Parsed("hook,hook...", parse_hook_specs)

@@ -1,16 +1,16 @@
 """``commhooks simulate``: what a step would take on a cluster that is not there."""
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli.parameters import HOOKS, RATE
+from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
 from commhooks.durations import format_duration, parse_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook_spec import HookSpec, parse_hook_spec
@@ -81,10 +81,10 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option(
     "--measurements",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Keep in this file what is measured here; use it if it is there.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Image of curves.")
+@click.option("--plot", type=IMAGE, help="Image of curves.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def simulate(
     model: str,
@@ -176,11 +176,14 @@ def _table(study: Study, model: str) -> Table:
         title=f"{model}, {network.size} ranks at {format_rate(network.link.bits_per_second)}, "
         f"{format_duration(network.link.latency_seconds)}; predicted",
         caption="step: forward and backward. exposed: what communication adds. sent: by one rank.\n"
+        "pays: at these rates of links it is faster than allreduce.\n"
         f"alone: the step without communication, {format_duration(study.alone_seconds)}.",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("hook", no_wrap=True)
-    for column in ("step", "exposed", "speed-up", "of alone", "MB sent", "pays below"):
+    table.add_column("hook", overflow="fold")
+    for column in ("step", "exposed", "speed-up", "of alone", "MB sent", "pays"):
         table.add_column(column, justify="right", no_wrap=True)
     for hook, prediction in study.predictions.items():
         table.add_row(
@@ -190,14 +193,9 @@ def _table(study: Study, model: str) -> Table:
             f"{baseline.step_seconds / prediction.step_seconds:.2f}",
             f"{study.alone_seconds / prediction.step_seconds:.0%}",
             f"{prediction.wire_bytes / 1e6:.1f}",
-            "" if hook == BASELINE else _rate(study.break_even(hook)),
+            "" if hook == BASELINE else str(study.pays(hook) or "never"),
         )
     return table
-
-
-def _rate(bits_per_second: float) -> str:
-    names = {0.0: "no rate", math.inf: "any rate"}
-    return names.get(bits_per_second) or format_rate(bits_per_second)
 
 
 def _plot(study: Study, path: Path, model: str) -> None:

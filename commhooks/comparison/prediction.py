@@ -17,7 +17,8 @@ from commhooks.simulation import (
     Link,
     Measurements,
     Network,
-    break_even_rate,
+    PayingRates,
+    paying_rates,
     predict,
 )
 
@@ -46,9 +47,9 @@ class Predictor:
         more = self._simulated(contender, link) - self._simulated(contender, _LOOPBACK)
         return self.loopback_seconds[contender.name] + max(0.0, more)
 
-    def break_even(self, contender: Contender) -> float:
-        """The rate below which it is faster than torch's averaging; inf: always, 0: never."""
-        return break_even_rate(
+    def pays(self, contender: Contender) -> PayingRates | None:
+        """At which rates of links it is faster than torch's averaging; None: at none."""
+        return paying_rates(
             lambda rate: self.step_seconds(contender, rate) < self.step_seconds(TORCH, rate)
         )
 

@@ -57,9 +57,7 @@ class Report:
             ratio=self._plain_bytes / wire_bytes if wire_bytes else None,
             error=self.loopback.entries[name].error,
             peak_bytes=self.loopback.entries[name].peak_bytes,
-            break_even_bits_per_second=predictor.break_even(who)
-            if predictor and who not in (BARE, TORCH)
-            else None,
+            break_even_bits_per_second=self._break_even(who),
             training=self._course(name, there, steps[name]),
         )
 
@@ -75,6 +73,12 @@ class Report:
         figures = self.loopback.figures.items()
         seconds = {name: of_one.step_seconds for name, of_one in figures}
         return Predictor(rehearsed, self.event.world_size, seconds)
+
+    def _break_even(self, who: Contender) -> float | None:
+        if self._predictor is None or who in (BARE, TORCH):
+            return None
+        rates = self._predictor.pays(who)
+        return rates.below if rates else 0.0
 
     def _step_over(self, rate: float | None, who: Contender) -> float:
         assert rate is not None

@@ -7,12 +7,12 @@
                        on this machine                 for any number of ranks
 """
 
-from commhooks.simulation.break_even import break_even_rate
 from commhooks.simulation.gloo import Gloo
 from commhooks.simulation.measurements import Measurements, measure
 from commhooks.simulation.measuring import Subject
 from commhooks.simulation.nccl import NCCL
 from commhooks.simulation.network import Backend, Link, Network
+from commhooks.simulation.paying import PayingRates, paying_rates
 from commhooks.simulation.prediction import Prediction, predict
 from commhooks.simulation.rehearsals import Rehearsals, rehearsed_sizes
 from commhooks.simulation.study import BASELINE, Study
@@ -25,12 +25,13 @@ __all__ = [
     "Link",
     "Measurements",
     "Network",
+    "PayingRates",
     "Prediction",
     "Rehearsals",
     "Study",
     "Subject",
-    "break_even_rate",
     "measure",
+    "paying_rates",
     "predict",
     "rehearsed_sizes",
 ]

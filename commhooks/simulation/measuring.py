@@ -74,10 +74,11 @@ def rehearse_hooks(
         with as_launched(subject.ranks_per_node):
             hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(max(sizes))))
         step = step_of(hook)
+        is_native = create(config).native(alone) is not None
         dist.barrier(together)
         by_size = {
             size: [
-                (share, _script(step, parts, is_native=create(config).native(alone) is not None))
+                (share, _script(step, parts, is_native=is_native))
                 for share, parts in rehearse(
                     config,
                     step.buckets,
@@ -85,6 +86,7 @@ def rehearse_hooks(
                     size=size,
                     ranks_per_node=subject.ranks_per_node,
                     first_step=subject.first_step,
+                    is_timed=not is_native,  # it works with the engine, which is in the step
                 )
             ]
             for size in sizes
@@ -94,10 +96,7 @@ def rehearse_hooks(
 
 
 def _script(step: Step, parts: Sequence[Part], *, is_native: bool) -> StepScript:
-    """Joins what the engine and what the hook did.
-
-    A native hook's local work is the engine's packing and unpacking, which is in the step already.
-    """
+    """Joins what the engine and what the hook did."""
     total = sum(bucket.buffer().nbytes for bucket in step.buckets)
     unpacking = max(0.0, step.backward_seconds - step.launches[-1])
     starts = (0.0, *step.launches[:-1])
@@ -106,9 +105,7 @@ def _script(step: Step, parts: Sequence[Part], *, is_native: bool) -> StepScript
             gradient_bytes=bucket.buffer().nbytes,
             backward_seconds=launch - start,
             unpack_seconds=unpacking * bucket.buffer().nbytes / max(total, 1),
-            local_seconds=tuple(0.0 for _ in part.local_seconds)
-            if is_native
-            else part.local_seconds,
+            local_seconds=part.local_seconds,
             collectives=part.collectives,
         )
         for bucket, start, launch, part in zip(

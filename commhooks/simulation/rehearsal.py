@@ -28,8 +28,10 @@ from reducer import GradBucket
 
 __all__ = ["Part", "as_launched", "rehearse"]
 
-_REPEATS = 4
-"""Of which the first one warms up: memory is allocated, and state made."""
+_REPEATS = range(3, 5)
+"""Of which the first one warms up: memory is allocated, and state made. More than the fewest only
+while that takes no longer than the seconds below."""
+_SECONDS = 2.0
 _EVICTING_ELEMENTS = 1 << 24  # 64 MiB
 """Other buckets, and backward, have had the caches since a hook last saw its bucket."""
 
@@ -50,29 +52,44 @@ def rehearse(
     size: int,
     ranks_per_node: int = 1,
     first_step: int = 1000,
+    is_timed: bool = True,
 ) -> list[tuple[float, list[Part]]]:
     """The parts of all buckets, for every kind of step that there is, with its share of the steps.
 
     ``buckets``: of one step, in order, whose gradients stay as they are; the hook may write to
-    ``parameters``, by name. Seconds are the shortest of a few runs. Raises CommHookError if the
-    hook cannot work with this model, with ``size`` ranks or in this way.
+    ``parameters``, by name. Seconds are the shortest of a few runs, zeros unless ``is_timed``.
+    Raises CommHookError if the hook cannot work with this model, with ``size`` ranks or in this
+    way.
     """
     with as_launched(ranks_per_node), torch.no_grad():
         hook = create(config)
         hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(size)))
-        scratch = torch.zeros(_EVICTING_ELEMENTS)
+        scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
         steps = typical_steps(hook, buckets, size, first_step)
-        runs = [
-            [_rehearse_step(hook, buckets, step, size, ranks_per_node, scratch) for step in steps]
-            for _ in range(_REPEATS)
-        ]
+        runs: list[list[list[Part]]] = []
+        end = time.monotonic() + _SECONDS
+        while _is_wanted(len(runs), end, is_timed=is_timed):
+            parts = [
+                _rehearse_step(hook, buckets, step, size, ranks_per_node, scratch) for step in steps
+            ]
+            runs.append(parts)
     del hook
     gc.collect()  # what it kept may be as large as the model, and there are more sizes to come
-    timed = runs[1:]
+    choose = _fastest if is_timed else _untimed
     return [
-        (share, [_fastest(parts) for parts in zip(*(run[i] for run in timed), strict=True)])
+        (
+            share,
+            [choose(parts) for parts in zip(*(run[i] for run in runs[1:] or runs), strict=True)],
+        )
         for i, share in enumerate(steps.values())
     ]
+
+
+def _is_wanted(count: int, end: float, *, is_timed: bool) -> bool:
+    """Another run, after so many."""
+    if not is_timed:
+        return count == 0
+    return count < _REPEATS.start or (count < _REPEATS.stop - 1 and time.monotonic() < end)
 
 
 def _rehearse_step(
@@ -137,6 +154,10 @@ def _fastest(parts: Sequence[Part]) -> Part:
         return parts[-1]  # what it sends depends on its state; the last run has the most of that
     local = zip(*(part.local_seconds for part in parts), strict=True)
     return Part(tuple(min(seconds) for seconds in local), parts[-1].collectives)
+
+
+def _untimed(parts: Sequence[Part]) -> Part:
+    return Part(tuple(0.0 for _ in parts[-1].local_seconds), parts[-1].collectives)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What is known of a hook on a model from a few world sizes, told for any."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from commhooks.errors import CommHookError
@@ -27,6 +27,9 @@ class Rehearsals:
 
     by_size: Mapping[int, Sequence[tuple[float, StepScript]]]
     ranks_per_node: int
+    _told: dict[int, list[tuple[float, StepScript]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def at(self, size: int) -> list[tuple[float, StepScript]]:
         """Of ``size`` ranks, a multiple of ``ranks_per_node``.
@@ -35,6 +38,11 @@ class Rehearsals:
         """
         if size in self.by_size:
             return list(self.by_size[size])
+        if size not in self._told:  # which is asked for again for every rate of the links
+            self._told[size] = self._extrapolate(size)
+        return self._told[size]
+
+    def _extrapolate(self, size: int) -> list[tuple[float, StepScript]]:
         sizes = [known for known in self.by_size if known >= 2 * self.ranks_per_node]
         kinds = zip(*(self.by_size[known] for known in sizes), strict=True)
         return [

@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from commhooks.rates import format_rate
-from commhooks.simulation.break_even import break_even_rate
 from commhooks.simulation.network import Backend, Network
+from commhooks.simulation.paying import PayingRates, paying_rates
 from commhooks.simulation.prediction import Prediction, predict
 from commhooks.simulation.rehearsals import Rehearsals
 
@@ -54,9 +54,9 @@ class Study:
         """Seconds per step in worlds of ``sizes``."""
         return [self._on(replace(self.network, size=size), hook).step_seconds for size in sizes]
 
-    def break_even(self, hook: str) -> float:
-        """The rate of links below which ``hook`` beats the plain average; see break_even.py."""
-        return break_even_rate(lambda rate: self._pays(hook, rate))
+    def pays(self, hook: str) -> PayingRates | None:
+        """At which rates of links ``hook`` beats the plain average; None: at none."""
+        return paying_rates(lambda rate: self._pays(hook, rate))
 
     @property
     def advice(self) -> str:
@@ -79,7 +79,7 @@ class Study:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types; rates are null where a hook beats the plain average at any."""
+        """In JSON's types. "pays": the ends of that interval, in bits per second, null: no end."""
         sizes = self.curve_sizes()
         return {
             "network": asdict(self.network),
@@ -88,7 +88,7 @@ class Study:
             "hooks": {
                 hook: asdict(prediction)
                 | {
-                    "pays_below_bits_per_second": _finite(self.break_even(hook)),
+                    "pays": _ends(self.pays(hook)),
                     "curve_seconds": self.curve(hook, sizes),
                 }
                 for hook, prediction in self.predictions.items()
@@ -106,5 +106,10 @@ class Study:
         return self._on(slower, hook).step_seconds < self._on(slower, BASELINE).step_seconds
 
 
-def _finite(rate: float) -> float | None:
-    return rate if math.isfinite(rate) else None
+def _ends(rates: PayingRates | None) -> dict[str, float | None] | None:
+    if rates is None:
+        return None
+    return {
+        "above": rates.above,
+        "below": rates.below if math.isfinite(rates.below) else None,
+    }

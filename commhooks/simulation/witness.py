@@ -16,7 +16,8 @@ from reducer import DistributedDataParallel, GradBucket
 __all__ = ["Step", "witness"]
 
 _WARM_UP = 2  # buckets are cut anew after the first step
-_TIMED = 5
+_TIMED = range(2, 6)  # more than the fewest only while that takes no longer than the seconds below
+_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ def witness(
     watch = _Watch()
     slot.install_function(watch)
     slot.regroup(hook.bucket_key)
-    steps = [_step(wrapped, forward, watch) for _ in range(_WARM_UP + _TIMED)][_WARM_UP:]
+    for _ in range(_WARM_UP):
+        _step(wrapped, forward, watch)
+    steps: list[Step] = []
+    end = time.monotonic() + _SECONDS
+    while len(steps) < _TIMED.start or (len(steps) < _TIMED.stop - 1 and time.monotonic() < end):
+        steps.append(_step(wrapped, forward, watch))
     watch.keeps_gradients = True
     kept = _step(wrapped, forward, watch)
     # The fastest is the one in which the machine did nothing else.
