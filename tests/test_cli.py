@@ -120,6 +120,7 @@ def test_compare(tmp_path: Path) -> None:
         (["--model", "compared:nett"], 1, "Error: 'compared:nett': 'compared' has no 'nett'"),
         (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),
         (["--json", "/nonexistent/file.json"], 2, "Invalid value for '--json'"),
+        (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),
     ],
 )
 def test_compare_refuses_bad_input(more: list[str], status: int, says: str) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from compared import PARAMETERS
 
-from commhooks import UnknownHookError
+from commhooks import CommHookError, UnknownHookError
 from commhooks.comparison import Comparison, ComparisonError, compare, means
 from commhooks.comparison.training import TrainingError
 from commhooks.links import unavailable
@@ -225,3 +225,15 @@ def test_memory_is_part_of_the_means() -> None:
 def test_training_functions_that_do_not_keep_to_the_rules(function: str, says: str) -> None:
     with pytest.raises(ComparisonError, match=says):
         compare("compared:net", ["allreduce"], steps=1, train=function, train_steps=20)
+
+
+def test_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CommHookError("hook 'shy' cannot be simulated")
+
+    monkeypatch.setattr("commhooks.comparison.event.measure", refuse)
+    found = compare("compared:net", ["bf16"], steps=2)
+    assert "nothing is predicted: hook 'shy' cannot be simulated" in found.notes
+    assert found.row("bf16").break_even_bits_per_second is None
+    with pytest.raises(ComparisonError, match="neither measured nor predicted: hook 'shy'"):
+        compare("compared:net", ["bf16"], links=[1e9], measure_links=False, steps=2)
