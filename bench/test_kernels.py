@@ -25,10 +25,10 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
     "fp8 e4m3": (Fp8("e4m3", block_size=256), "0.5"),
     "fp8 e5m2": (Fp8("e5m2", block_size=256), "0.5"),
     "natural": (Natural(block_size=512), "0.5"),
-    "qsgd": (Levels(4, stochastic=True, block_size=512), "any"),
+    "qsgd": (Levels(4, stochastic=True, block_size=128), "any"),
     "terngrad": (Levels(2, clip=2.5, stochastic=True, block_size=512), "any"),
-    "onebit": (Sign("root_mean", block_size=1024), "0.6"),
-    "signsgd": (Sign("mean", block_size=1024), "0.6"),
+    "onebit": (Sign("root_mean", block_size=128), "0.6"),
+    "signsgd": (Sign("mean", block_size=128), "0.6"),
 }
 
 

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 // A multiplication and an addition are rounded one by one, also where one instruction could do both:
 // not all machines have it, and all are to give the same bits.
@@ -22,6 +23,9 @@ namespace commhooks {
 constexpr int64_t kMaxBlockSize = 4096;
 // How many elements ahead of its use memory is asked for.
 constexpr int64_t kAhead = 1024;
+// The same for bytes of codes. Messages are as many streams as there are ranks, more than the CPU's own
+// prefetching follows.
+constexpr int64_t kCodesAhead = 320;
 
 // Loops over scratch memory go in whole tiles: a remainder costs as much as the loop where blocks are
 // small.
@@ -112,18 +116,25 @@ COMMHOOKS_INLINE float sum_by_halves(float* terms, int64_t count) {
   return terms[0];
 }
 
+template <bool squares>
+COMMHOOKS_INLINE float sum_of_chunk(const float* y, int64_t width, float inverse) {
+  alignas(64) float terms[codecs::kChunk];
+  for (int64_t i = 0; i < width; ++i) {
+    terms[i] = codecs::sum_term<squares>(y[i], inverse);
+  }
+  return sum_by_halves(terms, width);
+}
+
 // See Note [Order of sums]. y has zeros behind it, up to pad_for_sums(count).
 template <bool squares>
 COMMHOOKS_INLINE float sum_of_ratios(const float* y, int64_t count, float largest) {
   const float inverse = 1.0f / largest;
-  alignas(64) float terms[codecs::kChunk];
+  if (count <= codecs::kChunk) {
+    return sum_of_chunk<squares>(y, pad_for_sums(count), inverse);
+  }
   alignas(64) float totals[kLanes] = {};
-  const int64_t width = std::min<int64_t>(pad_for_sums(count), codecs::kChunk);
-  for (int64_t i = 0; i < count; i += width) {
-    for (int64_t k = 0; k < width; ++k) {
-      terms[k] = codecs::sum_term<squares>(y[i + k], inverse);
-    }
-    totals[i / codecs::kChunk] = sum_by_halves(terms, width);
+  for (int64_t i = 0; i < count; i += codecs::kChunk) {
+    totals[i / codecs::kChunk] = sum_of_chunk<squares>(y + i, codecs::kChunk, inverse);
   }
   return sum_by_halves(totals, kLanes);
 }
@@ -286,59 +297,88 @@ template <typename Codec>
 class TileSum<Codec, 8> {
  public:
   COMMHOOKS_INLINE explicit TileSum(const Codec& codec) : codec_(codec) {
-    std::fill(sums_.numbers, sums_.numbers + kTile, -0.0f);
+    for (Eight& sum : sums_) {
+      sum = -Eight{};
+    }
   }
 
   COMMHOOKS_INLINE void add(const uint8_t* codes, float weight) {
+    Tile tile;  // in one loop, which every instruction set has wide enough vectors for
     for (int64_t i = 0; i < kTile; ++i) {
-      sums_.numbers[i] += codec_.value(codes[i]) * weight;
+      tile.numbers[i] = codec_.value(codes[i]);
+    }
+#pragma GCC unroll 8  // else the sums are in memory, and each message waits for the one before
+    for (int64_t i = 0; i < kTile / 8; ++i) {
+      Eight numbers;
+      std::memcpy(&numbers, tile.numbers + 8 * i, sizeof(numbers));
+      sums_[i] += numbers * weight;
     }
   }
 
   COMMHOOKS_INLINE Tile total() const {
-    return sums_;
+    Tile tile;
+    std::memcpy(tile.numbers, sums_, sizeof(tile.numbers));
+    return tile;
   }
 
  private:
-  Codec codec_;
-  Tile sums_;
-};
+  using Eight = float __attribute__((vector_size(32)));
 
-inline const uint8_t* message_of(const DecodeCall& call, int64_t part, int64_t k) {
-  return call.messages + (part * call.message_count + k) * call.message_bytes;
-}
+  Codec codec_;
+  Eight sums_[kTile / 8];
+};
 
 // Whether several messages are averaged, or vote on the sign.
 enum class Several { kMean, kMajority };
 
-// All messages of a part together: the numbers of `block` whose codes begin at `codes_begin`.
-template <Several several, typename Codec>
-COMMHOOKS_INLINE Tile
-decode_tile(const Codec& codec, const DecodeCall& call, const Place& place, int64_t codes_begin) {
+// What a message tells of a block.
+struct Share {
+  const uint8_t* codes;
+  float weight;
+};
+
+// The shares of all messages of the block's part. Returns the mean of their scales.
+template <Several several, int bits>
+COMMHOOKS_INLINE float find_shares(
+    const DecodeCall& call, const Place& place, std::vector<Share>& shares) {
+  const int64_t code_bytes = call.parts.block_size * bits / 8;
   const float share = 1.0f / static_cast<float>(call.message_count);
-  const int64_t rest = call.message_bytes - codes_begin;
-  TileSum<Codec> sum(codec);
+  const uint8_t* message = call.messages + place.part * call.message_count * call.message_bytes;
   float mean_scale = 0.0f;
-  for (int64_t k = 0; k < call.message_count; ++k) {
-    const uint8_t* const message = message_of(call, place.part, k);
-    const uint8_t* packed = message + codes_begin;
-    uint8_t whole[kTile];
-    if (rest < kTile * Codec::kBits / 8) {  // a whole tile is read, but the message ends
-      std::memcpy(whole, packed, static_cast<size_t>(rest));
-      packed = whole;
-    }
+  for (Share& own : shares) {
     const float scale = load_float(message + 4 * place.block);
-    mean_scale += scale * share;
     const bool is_vote = several == Several::kMajority;
-    sum.add(packed, is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share);
+    own.codes = message + call.codes_offset + place.block * code_bytes;
+    own.weight = is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share;
+    mean_scale += scale * share;
+    prefetch(own.codes + kCodesAhead, code_bytes);
+    message += call.message_bytes;
   }
-  Tile tile = sum.total();
-  if constexpr (several == Several::kMajority) {
-    for (float& number : tile.numbers) {
-      number = codecs::clamp(number, 1.0f) * mean_scale;
-    }
+  return mean_scale;
+}
+
+// Numbers of a block whose codes begin `offset` bytes behind the block's.
+template <typename Codec>
+COMMHOOKS_INLINE Tile
+sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t offset) {
+  TileSum<Codec> sum(codec);
+  for (const Share& share : shares) {
+    sum.add(share.codes + offset, share.weight);
   }
-  return tile;
+  return sum.total();
+}
+
+// The same where a block ends: nothing is read behind the codes of `count` numbers.
+template <typename Codec>
+COMMHOOKS_INLINE Tile sum_part_of_tile(
+    const Codec& codec, const std::vector<Share>& shares, int64_t offset, int64_t count) {
+  TileSum<Codec> sum(codec);
+  for (const Share& share : shares) {
+    uint8_t whole[kTile] = {};
+    std::memcpy(whole, share.codes + offset, static_cast<size_t>((count * Codec::kBits + 7) / 8));
+    sum.add(whole, share.weight);
+  }
+  return sum.total();
 }
 
 template <typename T>
@@ -357,21 +397,25 @@ COMMHOOKS_INLINE void store_tile(
 template <Several several, typename Codec, typename T>
 COMMHOOKS_INLINE void decode_blocks(
     const Codec& codec, const DecodeCall& call, int64_t begin, int64_t end) {
-  const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
+  std::vector<Share> shares(static_cast<size_t>(call.message_count));
   for (int64_t index = begin; index < end; ++index) {
     const Place place = place_of(call.parts, index);
-    const int64_t block_begin = call.codes_offset + place.block * code_bytes;
-    for (int64_t k = 0; k < call.message_count; ++k) {
-      prefetch(message_of(call, place.part, k) + block_begin, code_bytes);
-    }
+    const float mean_scale = find_shares<several, Codec::kBits>(call, place, shares);
     for (int64_t i = 0; i < place.count; i += kTile) {
-      const Tile tile =
-          decode_tile<several>(codec, call, place, block_begin + i * Codec::kBits / 8);
-      const int64_t first = place.first + i;
+      const int64_t offset = i * Codec::kBits / 8;
       const int64_t count = std::min(kTile, place.count - i);
+      const bool is_whole = count == kTile;
+      Tile tile = is_whole ? sum_tile(codec, shares, offset)
+                           : sum_part_of_tile(codec, shares, offset, count);
+      if constexpr (several == Several::kMajority) {
+        for (float& number : tile.numbers) {
+          number = codecs::clamp(number, 1.0f) * mean_scale;
+        }
+      }
+      const int64_t first = place.first + i;
       T* const values = static_cast<T*>(call.values) + first;
       T* const kept = call.kept == nullptr ? nullptr : static_cast<T*>(call.kept) + first;
-      if (count == kTile) {  // a constant, for which copying is a few instructions
+      if (is_whole) {  // a constant, for which copying is a few instructions
         store_tile(tile, values, kept, kTile);
       } else {
         store_tile(tile, values, kept, count);
