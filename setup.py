@@ -9,12 +9,15 @@ or else Ampere, Hopper and whatever comes later.
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+from torch.utils import cpp_extension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
 
@@ -32,13 +35,19 @@ CXX_FLAGS = [
 NVCC_FLAGS = ["-O3", "-Werror", "all-warnings"]
 
 
+def ask_nvcc(*arguments: str) -> str:
+    """What it answers; nothing where there is none."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
+    if nvcc is None:
+        return ""
+    run = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
+    return run.stdout + run.stderr
+
+
 def nvcc_version() -> int:
     """Its major version, 0 where there is none."""
-    if CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists():
-        return 0
-    command = [str(Path(CUDA_HOME) / "bin" / "nvcc"), "--version"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+)", text)
+    found = re.search(r"release (\d+)", ask_nvcc("--version"))
     return int(found.group(1)) if found else 0
 
 
@@ -48,6 +57,25 @@ def with_cuda() -> bool:
         return wanted == "1"
     version = torch.version.cuda
     return version is not None and int(version.split(".")[0]) == nvcc_version()
+
+
+def cuda_extension(**arguments: Any) -> CppExtension:
+    """As torch makes it, in the toolkit that nvcc says it belongs to.
+
+    Torch takes the folder above nvcc's for it, wherever a script of that name stands. A toolkit
+    from wheels has a runtime library without the name that linkers look for.
+    """
+    found = re.search(r"TOP=(.+)", ask_nvcc("--dryrun", "-x", "cu", "-c", os.devnull))
+    if found:
+        cpp_extension.CUDA_HOME = str(Path(found.group(1)).resolve())
+    extension = CUDAExtension(**arguments)
+    folders = [Path(folder) for folder in extension.library_dirs]
+    if not any((folder / "libcudart.so").exists() for folder in folders):
+        versioned = [path for folder in folders for path in folder.glob("libcudart.so.*")]
+        if versioned:
+            extension.libraries.remove("cudart")
+            extension.extra_link_args = [*(extension.extra_link_args or ()), str(versioned[0])]
+    return extension
 
 
 def sources(*patterns: str) -> list[str]:
@@ -66,7 +94,7 @@ def extension() -> CppExtension:
         )
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    return CUDAExtension(
+    return cuda_extension(
         name="reducer._C",
         sources=cpp + sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu"),
         include_dirs=include_dirs,

@@ -4,18 +4,17 @@ A ``torch.dtype`` may be given by its name, a hook by its name or config, and a 
 inside lists, tuples and dicts as well.
 """
 
-import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar, Union
 
 import torch
-from pydantic import PlainValidator
 
+from commhooks.constraints import Made
 from commhooks.errors import CommHookError
 
-__all__ = ["ParseError", "instances_in", "parse", "parsers", "to_json", "with_instances"]
+__all__ = ["ParseError", "instances_in", "parse", "parsers", "to_json"]
 
 Instance = TypeVar("Instance")
 
@@ -42,6 +41,8 @@ def parse(hint: Any, value: Any, path: str) -> Any:
     """
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
+        for extra in members[1:]:
+            value = extra.make(value) if isinstance(extra, Made) else value
         return parse(members[0], value, path)
     if origin in (Union, types.UnionType):
         for member in members:
@@ -83,20 +84,6 @@ def instances_in(
             yield from instances_in(item, kind, _joined(path, key))
 
 
-def with_instances(hint: Any) -> Any:
-    """The annotation for pydantic, which is to look at the type of instances only."""
-    if _parsed_kind(hint) is not None:
-        return Annotated[Any, PlainValidator(functools.partial(_check_instance, hint))]
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return Annotated[(with_instances(members[0]), *members[1:])]
-    if origin in (Union, types.UnionType):
-        return Union[tuple(with_instances(member) for member in members)]  # noqa: UP007
-    if origin in (list, tuple, dict):
-        return origin[tuple(with_instances(member) for member in members)]
-    return hint
-
-
 def _parse_items(hint: Any, value: Any, path: str) -> Any:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict and isinstance(value, Mapping):
@@ -125,12 +112,6 @@ def _parsed_kind(hint: Any) -> type | None:
     if not isinstance(hint, type) or typing.get_origin(hint) is not None:
         return None
     return next((kind for kind in hint.__mro__ if kind in parsers), None)
-
-
-def _check_instance(kind: type, value: object) -> object:
-    if isinstance(value, kind):
-        return value
-    raise ValueError(f"it is no {kind.__name__}")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -1,23 +1,20 @@
 """Checks a hook's options, which are the fields of its dataclass, against their annotations.
 
-``Annotated[int, Ge(1)]`` (annotated_types) states a range. Types are taken strictly: no number is
-made from a string, and none from a bool. What JSON has no type for may be given in another way, see
-:mod:`commhooks.option_values`.
+``Annotated[int, Ge(1)]`` states a range, see :mod:`commhooks.constraints`. Types are taken
+strictly, see :mod:`commhooks.option_types`. What JSON has no type for may be given in another way,
+see :mod:`commhooks.option_values`.
 """
 
 import dataclasses
 import difflib
 import functools
-import re
-import types
 import typing
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
-from commhooks.errors import CommHookOptionError
-from commhooks.option_values import ParseError, parse, with_instances
+from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.option_types import checked, constraints_of, type_name
+from commhooks.option_values import parse
 
 __all__ = ["OptionInfo", "check_names", "describe_options", "option_names", "validate"]
 
@@ -45,7 +42,7 @@ def option_names(kind: type) -> list[str]:
 
 def describe_options(kind: type) -> tuple[OptionInfo, ...]:
     """What the options of a hook class are, for people."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     return tuple(_describe(field, hints[field.name]) for field in _fields(kind))
 
 
@@ -71,15 +68,14 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
 
 def validate(hook: object) -> None:
     """Checks the options of a hook instance and stores the values, converted where needed."""
-    for name, (hint, adapter) in _adapters(type(hook)).items():  # type: ignore[arg-type]
+    for name, hint in _hints(type(hook)).items():  # type: ignore[arg-type]
         found = getattr(hook, name)
         try:
-            value = adapter.validate_python(parse(hint, found, name))
-        except ParseError as error:
+            value = checked(hint, parse(hint, found, name))
+        except CommHookError:
+            raise  # of a hook within it, and says so
+        except ValueError as error:
             raise _refusal(hook, name, found, str(error)) from None
-        except ValidationError as error:
-            reasons = "; ".join(_reason(detail) for detail in error.errors())
-            raise _refusal(hook, name, found, reasons) from None
         object.__setattr__(hook, name, value)  # the subclass may be frozen
 
 
@@ -93,46 +89,12 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _describe(field: dataclasses.Field[Any], hint: Any) -> OptionInfo:
-    constraints: tuple[str, ...] = ()
-    if typing.get_origin(hint) is Annotated:
-        hint, *extras = typing.get_args(hint)
-        constraints = tuple(_constraint(extra) for extra in extras)
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     required = _is_required(field)
-    return OptionInfo(
-        field.name, _type_name(hint), None if required else default, required, constraints
-    )
-
-
-def _constraint(extra: Any) -> str:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "multiple_of": "a multiple of"}
-    signs["min_length"] = "length >="
-    for attribute, sign in signs.items():
-        if hasattr(extra, attribute):
-            return f"{sign} {getattr(extra, attribute)}"
-    return str(extra)
-
-
-def _type_name(hint: Any) -> str:
-    origin, members = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _type_name(members[0])
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(map(_type_name, members))
-    if origin in (list, tuple, dict):
-        return f"{origin.__name__}[{', '.join(map(_type_name, members))}]"
-    if hint is type(None):
-        return "None"
-    if isinstance(hint, type):
-        return hint.__name__
-    text = str(hint).replace("typing.", "")
-    return text if origin is typing.Literal else re.sub(r"(\w+\.)+", "", text)  # without modules
-
-
-def _reason(detail: Any) -> str:
-    return str(detail["msg"]).removeprefix("Value error, ")
+    shown = None if required else default
+    return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint))
 
 
 def _refusal(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
@@ -153,13 +115,6 @@ def _option_error(name: str, text: str) -> CommHookOptionError:
 
 
 @functools.cache
-def _adapters(kind: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
+def _hints(kind: type) -> dict[str, Any]:
     hints = typing.get_type_hints(kind, include_extras=True)
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-    return {
-        field.name: (
-            hints[field.name],
-            TypeAdapter(with_instances(hints[field.name]), config=config),
-        )
-        for field in _fields(kind)
-    }
+    return {field.name: hints[field.name] for field in _fields(kind)}

@@ -1,9 +1,12 @@
 """`make gpu-check` keeps what it found, whatever becomes of a stage."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from bench.gpu import check, machine
 from bench.gpu.stages import Outcome, Stage, run_stage
@@ -23,7 +26,7 @@ def is_running(pid: int) -> bool:
 
 def test_a_stage_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     stage = Stage("hangs", (sys.executable, "-c", HANGS), limit_seconds=3)
-    outcome = run_stage(stage, tmp_path / "log", tmp_path)
+    outcome = run_stage(stage, stage.limit_seconds, tmp_path / "log", tmp_path)
     assert outcome.status == "timed out"
     assert outcome.is_bad
     child = int(outcome.tail.split()[1])
@@ -42,14 +45,58 @@ def test_status_and_output(tmp_path: Path) -> None:
         limit_seconds=60,
         environment=(("WORD", "found"),),
     )
-    outcome = run_stage(fails, tmp_path / "log", tmp_path)
+    outcome = run_stage(fails, 60, tmp_path / "log", tmp_path)
     assert (outcome.status, outcome.tail.strip()) == ("failed", "found")
     passes = Stage("passes", (sys.executable, "-c", ""), limit_seconds=60)
-    assert run_stage(passes, tmp_path / "log", tmp_path).status == "passed"
+    assert run_stage(passes, 60, tmp_path / "log", tmp_path).status == "passed"
 
 
-def test_limits_leave_nine_minutes(tmp_path: Path) -> None:
-    assert sum(stage.limit_seconds for stage in check.stages(tmp_path)) < 540
+def test_what_a_machine_does_not_allow_is_left_out(tmp_path: Path) -> None:
+    words = "import sys; sys.exit('Error: Device not supported. Please refer to the manual')"
+    stage = Stage("memcheck", (sys.executable, "-c", words), limit_seconds=60)
+    assert run_stage(stage, 60, tmp_path / "log", tmp_path).status == "left out"
+
+
+def test_all_gpu_tests_are_found() -> None:
+    """With the options of the check, which configures pytest in a folder below theirs."""
+    command = [*check.PYTEST, "-m", "gpu", "--collect-only", "-q", *check.TESTS, check.CONFORMANCE]
+    run = subprocess.run(command, cwd=check.ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+    for name in ("test_gpu_reducer", "test_gpu_sparse_kernels", "test_block_kernels"):
+        assert f"/{name}.py::" in run.stdout
+
+
+def test_limits_leave_nine_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check.shutil, "which", lambda name: f"/usr/bin/{name}")
+    planned = list(check.stages(tmp_path))
+    assert [stage.name for stage in planned].count("memcheck") == 1
+    assert sum(stage.limit_seconds for stage in planned) <= 520
+
+
+def test_results_of_every_stage_and_the_time_that_others_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    def run(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> Outcome:
+        limits.append(round(limit_seconds))
+        return Outcome(stage.name, "timed out" if stage.name == "two" else "passed", 1.0, "")
+
+    monkeypatch.setattr(check, "run_stage", run)
+    planned = [Stage(name, (), 10.0) for name in ("one", "two", "three")]
+    found = [[outcome.name for outcome in so_far] for so_far in check.run_all(planned, tmp_path)]
+    assert found[:3] == [["one"], ["one", "two"], ["one", "two", "three"]]
+    assert limits == [10, 20, 30]
+
+
+def test_nothing_runs_after_a_build_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failure = Outcome("build", "failed", 1.0, "")
+    monkeypatch.setattr(check, "run_stage", lambda *_: failure)
+    planned = [Stage(name, (), 10.0) for name in ("build", "tests")]
+    *_, last = check.run_all(planned, tmp_path)
+    assert [outcome.status for outcome in last[:2]] == ["failed", "left out"]
 
 
 def test_table() -> None:

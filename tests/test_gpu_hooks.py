@@ -1,8 +1,7 @@
 """Whole hooks on the path of CUDA tensors, emulated on CPU tensors, against the path of the CPU."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from emulation import emulated
 from lockstep import lockstep, make_bucket
+from no_waiting import waiting_is_an_error
 from torch import Tensor
 
 import commhooks
@@ -80,15 +80,6 @@ def test_same_averages_and_states_of_every_hook(name):
     with emulated():
         found = lockstep_steps(name)
     assert same_bits(found, expected)
-
-
-@contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import pytest
 import torch
 import torch.distributed as dist
-from annotated_types import Ge
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
 
 import commhooks
+from commhooks.constraints import Ge
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: StockDistributedDataParallel}
 both_wrappers = pytest.mark.parametrize("stock", [False, True])

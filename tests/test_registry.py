@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Annotated
 
 import pytest
-from annotated_types import Ge, Le
 from torch import Tensor
 
 import commhooks
 from commhooks import registry
+from commhooks.constraints import Ge, Le
 
 NAMES = [
     "allreduce",

@@ -13,7 +13,6 @@ from pathlib import Path
 NEEDED = {
     "torch": "everything",
     "numpy": "the kernels' tests",
-    "pydantic": "the options of hooks; commhooks cannot be imported without it",
     "pytest": "the tests",
     "setuptools": "the build",
 }
@@ -22,7 +21,7 @@ WANTED = {
     "ninja": "a parallel build",
     "cupy": "the kernels of hooks",
 }
-DISTRIBUTIONS = ("torch", "numpy", "pydantic", "pytest", "pytest-benchmark", "ninja")
+DISTRIBUTIONS = ("torch", "numpy", "pytest", "pytest-benchmark", "ninja")
 
 
 def missing(names: dict[str, str]) -> list[str]:

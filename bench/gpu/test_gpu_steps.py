@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 from bench.gpu.device_time import against_copy, against_other
 from bench.models import parameter_shapes
+from commhooks.algorithms.sparse import select_largest
 from commhooks.inline import InlineDriver
 from commhooks.models import GPT2Small
 from reducer import DistributedDataParallel, GradBucket
@@ -90,11 +91,24 @@ def test_powersgd(benchmark: Any) -> None:
 
 
 @pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
-@pytest.mark.usefixtures("group")
-def test_topk(benchmark: Any, group: dist.ProcessGroup) -> None:
-    """The whole hook, alone: selection, and what replaces the gradients."""
+def test_selection(benchmark: Any) -> None:
+    """Which numbers are the largest: what there is to do before anything is sent."""
+    values = torch.randn(1 << 26, device="cuda")
+    count = values.numel() // 100
+    indices = select_largest(values, None, count)
+    magnitudes = values.abs()
+    smallest = magnitudes[indices.long()].min()
+    assert (magnitudes > smallest).sum() < count <= (magnitudes >= smallest).sum()
+    aim = "share_of_copy at least 1/3 (three times one read)"
+    against_copy(benchmark, lambda: select_largest(values, None, count), values.nbytes, values, aim)
+
+
+@pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
+@pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
+def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
+    """The whole hook: it also replaces the gradients and, with feedback, keeps what is left."""
     buffer = torch.randn(1 << 26, device="cuda")
-    hook = commhooks.create("topk", density=0.01, warmup_steps=0)
+    hook = commhooks.create("topk", density=0.01, warmup_steps=0, error_feedback=feedback)
     driver, bucket = driver_and_bucket(hook, buffer, group)
     values = buffer.clone()
 
@@ -104,8 +118,10 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup) -> None:
     run()
     assert buffer.count_nonzero() <= 0.0101 * buffer.numel()
     buffer.copy_(values)
-    aim = "share_of_copy at least 1/3 (three times one read)"
-    against_copy(benchmark, run, buffer.nbytes, values, aim)
+    # Gradients are read and replaced; with feedback they are written on the way, and errors are
+    # read and replaced from them.
+    passes = 6 if feedback else 2
+    against_copy(benchmark, run, passes * buffer.nbytes, values, "none of its own")
 
 
 @pytest.mark.benchmark(group="gpu: training step, GPT-2 small, bf16")
@@ -155,19 +171,30 @@ class Plain(commhooks.CommHook):
         return await comm.all_reduce(bucket.buffer())
 
 
+FROM_THE_START: dict[str, dict[str, Any]] = {
+    "fp16": {},
+    "int8": {},
+    "topk": {"warmup_steps": 0},
+    "powersgd": {"start_step": 0, "min_compression_rate": 1.0},
+}
+
+
 def driver_and_bucket(
-    hook: commhooks.CommHook, buffer: Tensor, group: dist.ProcessGroup
+    hook: commhooks.CommHook, gradient: Tensor, group: dist.ProcessGroup
 ) -> tuple[InlineDriver, GradBucket]:
-    parameter = nn.Parameter(buffer.clone())
+    parameter = nn.Parameter(gradient.clone())
+    buffer = gradient.view(-1)
     hook.prepare({"weight": parameter}, group)
     bucket = GradBucket(buffer, [parameter], ["weight"], index=0, count=1, step=1)
     return InlineDriver(hook, group, buffer.device, token=0), bucket
 
 
 @pytest.mark.benchmark(group="gpu: host time of Python, per bucket and hook")
-def test_host_time(benchmark: Any, group: dist.ProcessGroup) -> None:
+@pytest.mark.parametrize("name", ["one collective", "fp16", "int8", "topk", "powersgd"])
+def test_host_time(benchmark: Any, group: dist.ProcessGroup, name: str) -> None:
     """From handing over a bucket until its future is there."""
-    driver, bucket = driver_and_bucket(Plain(), torch.zeros(1000, device="cuda"), group)
+    hook = Plain() if name == "one collective" else commhooks.create(name, **FROM_THE_START[name])
+    driver, bucket = driver_and_bucket(hook, torch.randn(100, 100, device="cuda"), group)
     seconds: list[float] = []
 
     def run() -> None:

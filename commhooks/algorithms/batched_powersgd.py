@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.algorithms.matrix_plan import MatrixPlan
 from commhooks.algorithms.powersgd import PowerSGD
+from commhooks.constraints import Ge
 from commhooks.registry import register_hook
 from reducer import GradBucket
 

@@ -21,7 +21,6 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
@@ -36,6 +35,7 @@ from commhooks.algorithms.sparse_part import (
     to_memory_dtype,
 )
 from commhooks.communicator import Communicator
+from commhooks.constraints import Ge, Gt, Le, Lt
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from reducer import GradBucket

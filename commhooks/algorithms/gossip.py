@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch.distributed as dist
-from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator, Request
+from commhooks.constraints import Ge
 from commhooks.registry import register_hook
 from commhooks.topologies import Permutation, check_topology, round_at
 from commhooks.wire import all_reduce_bytes

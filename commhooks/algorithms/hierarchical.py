@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, cast
 
 import torch.distributed as dist
-from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.communicator import Communicator
+from commhooks.constraints import Ge
 from commhooks.errors import CommHookOptionError
 from commhooks.hook import CommHook
 from commhooks.nodes import check_nodes, ranks_of_node

@@ -35,12 +35,12 @@ from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge, Gt, Lt
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator
+from commhooks.constraints import Ge, Gt, Lt
 from commhooks.errors import CommHookError
 from commhooks.nodes import check_nodes, ranks_of_node
 from commhooks.registry import register_hook

@@ -41,7 +41,6 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import torch
-from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32
@@ -51,6 +50,7 @@ from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
 from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
 from commhooks.communicator import Communicator
+from commhooks.constraints import Ge
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes

@@ -13,11 +13,10 @@ that all ranks know beforehand.
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
-
 from commhooks.algorithms.quantised import Quantised
 from commhooks.codecs import Codec, Levels
 from commhooks.codecs.block import BlockSize
+from commhooks.constraints import Ge, Le
 from commhooks.registry import register_hook
 
 __all__ = ["QSGD"]

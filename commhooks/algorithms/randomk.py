@@ -12,7 +12,6 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from annotated_types import Gt, Le
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
@@ -25,6 +24,7 @@ from commhooks.algorithms.sparse import (
 )
 from commhooks.algorithms.sparse_part import fit, kept_elements, to_memory_dtype
 from commhooks.communicator import Communicator
+from commhooks.constraints import Gt, Le
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes

@@ -14,12 +14,12 @@ from typing import Annotated, cast
 
 import torch
 import torch.distributed as dist
-from annotated_types import MinLen
 from torch import Tensor
 
 from commhooks.algorithms.derived_bucket import Part
 from commhooks.algorithms.route_rules import Pattern, Rule, choose
 from commhooks.communicator import Communicator
+from commhooks.constraints import MinLen
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from reducer import GradBucket

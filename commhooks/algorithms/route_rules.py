@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Annotated, TypeAlias
 
-from pydantic import BeforeValidator
 from torch import Tensor
 
+from commhooks.constraints import Made
 from commhooks.errors import CommHookError, CommHookOptionError
 
 __all__ = ["Pattern", "Predicate", "Rule", "choose"]
@@ -34,7 +34,7 @@ def _to_name(rule: object) -> object:
     return name
 
 
-Rule: TypeAlias = Annotated[str | Predicate, BeforeValidator(_to_name)]
+Rule: TypeAlias = Annotated[str | Predicate, Made(_to_name)]
 """As an option: whatever is given, a string is kept."""
 
 

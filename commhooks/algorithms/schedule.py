@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated
 
-from annotated_types import Ge, MinLen
 from torch import Tensor
 
 from commhooks.communicator import Communicator
+from commhooks.constraints import Ge, MinLen
 from commhooks.errors import CommHookOptionError
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook

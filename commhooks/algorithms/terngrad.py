@@ -14,11 +14,10 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge
-
 from commhooks.algorithms.quantised import Quantised
 from commhooks.codecs import Codec, Levels
 from commhooks.codecs.block import BlockSize
+from commhooks.constraints import Ge
 from commhooks.registry import register_hook
 
 __all__ = ["TernGrad"]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from annotated_types import Gt, Lt
 from torch import Tensor
 
 from commhooks.algorithms.sparse import select_above
 from commhooks.algorithms.sparse_hook import SparseHook
 from commhooks.algorithms.sparse_part import SparsePart
 from commhooks.communicator import Communicator
+from commhooks.constraints import Gt, Lt
 from commhooks.registry import register_hook
 
 __all__ = ["Threshold"]

@@ -8,7 +8,6 @@ https://arxiv.org/abs/1704.05021; Stich, Cordonnier, Jaggi: Sparsified SGD with 
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
 from commhooks.algorithms.density import Density
@@ -16,6 +15,7 @@ from commhooks.algorithms.sparse import select_largest
 from commhooks.algorithms.sparse_hook import SparseHook
 from commhooks.algorithms.sparse_part import SparsePart, gather_bytes, kept_elements
 from commhooks.communicator import Communicator
+from commhooks.constraints import Ge, Gt, Le
 from commhooks.registry import register_hook
 from reducer import GradBucket
 

@@ -3,11 +3,11 @@
 from typing import Annotated
 
 import torch
-from annotated_types import Ge, Le, MultipleOf
 from torch import Tensor
 
 from commhooks import kernels
 from commhooks.codecs.codec import Codec
+from commhooks.constraints import Ge, Le, MultipleOf
 from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 

@@ -23,6 +23,9 @@ namespace {
 using i64 = long long;
 
 constexpr int kThreads = 256;  // at most
+// On a multiprocessor together: enough that some read while others compute.
+template <typename T>
+constexpr int kBlocks = sizeof(T) == 4 ? 3 : 2;
 constexpr int kQuad = 4;
 constexpr int kSlots = 4;  // quads per thread
 constexpr int kWarp = 32;
@@ -264,6 +267,11 @@ __device__ u32 load_codes(const u8* codes, int quad) {
   }
 }
 
+template <int bits>
+__device__ u32 code_of(u32 four, int i) {
+  return four >> (bits * i) & ((1u << bits) - 1);
+}
+
 struct Options {
   Norm norm;
   float levels;
@@ -287,7 +295,7 @@ __device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 // messages: (parts, message_bytes), multiples of 4. error: may be null. Values become what the
 // messages leave out, if that is to be kept.
 template <typename Codec, typename T>
-__global__ void __launch_bounds__(kThreads) encode(
+__global__ void __launch_bounds__(kThreads, kBlocks<T>) encode(
     T* values,
     const T* error,
     u8* messages,
@@ -334,6 +342,7 @@ __global__ void __launch_bounds__(kThreads) encode(
   // A part with fewer numbers than the others has room for as many codes.
   const i64 room = (message_bytes - 4 * blocks) * 8 / bits - share.offset;
   const Random random = random_for((u64)seed, (u64)share.first);
+  u32 fours[kSlots];
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
     const int at = kQuad * share.quad(slot);
@@ -342,20 +351,28 @@ __global__ void __launch_bounds__(kThreads) encode(
     for (int i = 0; i < kQuad; ++i) {
       if (has_scale && at + i < share.count) {
         const float ratio = (float)x[slot][i] * inverse;
-        const u32 code = codec.code(ratio, random, (u32)share.first + (u32)(at + i));
-        x[slot][i] -= (T)(codec.value(code) * scale);
-        four |= code << (bits * i);
+        four |= codec.code(ratio, random, (u32)share.first + (u32)(at + i)) << (bits * i);
       }
     }
     const bool is_in_room = share.has_block(cut) && at < cut.block_size && at < room;
     store_codes<bits>(codes, share.quad(slot), four, is_in_room);
+    fours[slot] = four;
   }
   if (share.has_block(cut) && share.lane == 0 && share.chunk == 0) {
     *reinterpret_cast<float*>(message + 4 * share.block) = scale;
   }
-  if (keep_residual != 0) {
-    store(values + share.first, share, cut, x);
+  if (keep_residual == 0) {
+    return;
   }
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      const float value = codec.value(code_of<bits>(fours[slot], i)) * scale;
+      x[slot][i] -= has_scale ? (T)value : (T)0;
+    }
+  }
+  store(values + share.first, share, cut, x);
 }
 
 // values = mean, or majority, of the `count` messages of each part, which follow each other. finite:
@@ -414,8 +431,7 @@ __global__ void __launch_bounds__(kThreads) decode(
       const u32 four = kQuad * quad < share.count ? load_codes<bits>(codes, quad) : 0;
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
-        const u32 code = four >> (bits * i) & ((1u << bits) - 1);
-        sums[slot][i] += codec.value(code) * weight;
+        sums[slot][i] += codec.value(code_of<bits>(four, i)) * weight;
       }
     }
   }

@@ -35,7 +35,7 @@ class Backend(Protocol):
         block: tuple[int, int, int],
         shared_bytes: int,
         parameters: "ctypes.Array[ctypes.c_void_p]",
-        device: torch.device,
+        device_index: int,
     ) -> None:
         """Runs one of the source's kernels. ``parameters``: where the value of each is."""
 
@@ -74,38 +74,42 @@ def launch(
     Raises CommHookError if they are not, or if the launch is refused.
     """
     blocks = (grid, 1, 1) if isinstance(grid, int) else grid
-    device, bits = _bits(kernel, arguments)
+    bits, tensor = _bits(kernel, arguments)
+    backend = BACKENDS.get(tensor.device.type)
+    if backend is None:
+        raise CommHookError(f"{kernel}: expected tensors on a GPU, found {tensor.device}")
     if 0 in blocks:
         return
     values, parameters = _room.of(len(bits))
     values[:] = bits
-    BACKENDS[device.type].launch(
-        source, kernel, blocks, (block, 1, 1), shared_bytes, parameters, device
-    )
+    threads = (block, 1, 1)
+    index = tensor.get_device()
+    backend.launch(source, kernel, blocks, threads, shared_bytes, parameters, index)
 
 
-def _bits(kernel: str, arguments: Sequence[Argument]) -> tuple[torch.device, list[int]]:
-    """The device of the tensors, and 8 bytes for each argument, as a number."""
-    device: torch.device | None = None
+def _bits(kernel: str, arguments: Sequence[Argument]) -> tuple[list[int], Tensor]:
+    """8 bytes for each argument, as a number; and one of the tensors."""
+    tensor: Tensor | None = None
+    index = -1
     bits: list[int] = []
     for argument in arguments:
-        if isinstance(argument, Tensor):
-            if device is None:
-                device = argument.device
-            if argument.device != device or not argument.is_contiguous():
+        if isinstance(argument, int):  # what exceeds 63 bits wraps around
+            bits.append(argument)
+        elif isinstance(argument, Tensor):
+            if tensor is None:
+                tensor, index = argument, argument.get_device()
+            if argument.get_device() != index or not argument.is_contiguous():
                 raise CommHookError(
                     f"{kernel}: expected contiguous tensors on one device, found shape "
                     f"{tuple(argument.shape)} with strides {argument.stride()} on "
-                    f"{argument.device}, beside one on {device}"
+                    f"{argument.device}, beside one on {tensor.device}"
                 )
             bits.append(argument.data_ptr())
-        elif isinstance(argument, float):
-            bits.append(_INTEGER.unpack(_FLOAT.pack(argument))[0])
-        else:  # what exceeds 63 bits wraps around
-            bits.append(0 if argument is None else argument)
-    if device is None or device.type not in BACKENDS:
-        raise CommHookError(f"{kernel}: expected tensors on a GPU, found {device or 'none'}")
-    return device, bits
+        else:
+            bits.append(0 if argument is None else _INTEGER.unpack(_FLOAT.pack(argument))[0])
+    if tensor is None:
+        raise CommHookError(f"{kernel}: expected tensors on a GPU, found none")
+    return bits, tensor
 
 
 class _Room(threading.local):

@@ -1,9 +1,12 @@
 """Loads kernels on a GPU, with CuPy, and passes them to the driver."""
 
+import atexit
 import ctypes
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +26,8 @@ class CudaBackend:
 
     Machine code is kept on disk, beside CuPy's own. Note [Contexts]: a thread that has not called
     the CUDA runtime yet has no context, and the driver takes no launch from it; ``setDevice`` binds
-    one. torch's guard alone does nothing where the device is the current one already.
+    one. torch's guard alone does nothing where the device is the current one already, and takes
+    longer than the launch.
     """
 
     def require(self, device: torch.device) -> None:  # noqa: ARG002
@@ -38,17 +42,21 @@ class CudaBackend:
         block: tuple[int, int, int],
         shared_bytes: int,
         parameters: "ctypes.Array[ctypes.c_void_p]",
-        device: torch.device,
+        device_index: int,
     ) -> None:
         """On torch's current stream. See Note [Contexts]."""
         _check_cupy()
-        stream = torch.cuda.current_stream(device).cuda_stream
-        with torch.cuda.device(device):
-            cuda = _cuda()
-            cuda.runtime.setDevice(device.index)
-            function = _function(source, kernel, device.index)
-            address = ctypes.addressof(parameters)
+        cuda = _cuda()
+        stream = torch._C._cuda_getCurrentRawStream(device_index)  # noqa: SLF001
+        address = ctypes.addressof(parameters)
+        before = cuda.runtime.getDevice()
+        cuda.runtime.setDevice(device_index)
+        try:
+            function = _function(source, kernel, device_index)
             cuda.driver.launchKernel(function, *grid, *block, shared_bytes, stream, address, 0)
+        finally:
+            if before != device_index:
+                cuda.runtime.setDevice(before)
 
 
 @cache
@@ -68,9 +76,9 @@ def _check_cupy() -> None:
     remedy = f"pip install 'commhooks[cuda{wanted}]'"
     try:
         found = str(nvrtc().getVersion()[0])
-    except ImportError as error:
+    except Exception as error:  # of imports, and of whatever looks for CUDA's libraries
         raise CommHookError(
-            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, which cannot be imported "
+            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, which cannot be used "
             f"({error}): {remedy}"
         ) from error
     if found != wanted:
@@ -108,8 +116,21 @@ def _machine_code(source: Source, kernel: str, arch: str) -> tuple[Path, str]:
 
 
 def _cache_directory() -> Path:
+    """CuPy's; for this process alone where that cannot be written to."""
     directory = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK):
+            return directory
+    except OSError:  # such as a home that is read-only, or none
+        pass
+    return _own_directory()
+
+
+@cache
+def _own_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="commhooks-kernels-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 

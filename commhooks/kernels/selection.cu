@@ -25,6 +25,7 @@ using codecs::magnitude_bits;
 constexpr int kThreads = 256;
 constexpr int kWord = 32;                 // elements that a word of marks stands for
 constexpr int kChunk = kThreads * kWord;  // elements of a block that counts or lists
+constexpr int kAhead = 4;                 // vectors that a thread loads before it looks at one
 constexpr int kSamplingThreads = 1024;
 constexpr int kSampleBytes = 64;  // that a thread keeps in registers
 constexpr int kDigitBits = 11;
@@ -158,9 +159,9 @@ __device__ void choose_candidates(u64 count, Selection* selection) {
   selection->rank = only_zeros_are_left ? count - marked : count;
 }
 
-// A warp takes 32 vectors at a time; each of its first lanes writes one of their words of marks.
+// A warp takes 32 vectors, kAhead times; for each time its first lanes write the words of marks.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     mark(T* gradient, const T* error, i64 numel, u64 count, u32* marks, Selection* selection) {
   constexpr int size = Vector<T>::size;
   __shared__ u32 marked_in_block;
@@ -173,24 +174,41 @@ __global__ void __launch_bounds__(kThreads)
   u32 marked = 0;
   const i64 chunk = (i64)blockIdx.x * kChunk;
   const i64 end = chunk + kChunk < numel ? chunk + kChunk : numel;
-  for (i64 group = chunk + threadIdx.x / 32 * 32 * size; group < end; group += kThreads * size) {
-    const i64 at = group + lane * size;
-    Vector<T> sums = load(gradient, at, numel);
+  constexpr int step = kThreads * size;
+  static_assert(kChunk % (kAhead * step) == 0, "a chunk is read to its end");
+  const i64 first = chunk + threadIdx.x / 32 * 32 * size;
+  for (i64 group = first; group < end; group += kAhead * step) {
+    Vector<T> sums[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      sums[a] = load(gradient, group + a * step + lane * size, numel);
+    }
     if (error != nullptr) {
-      const Vector<T> errors = load(error, at, numel);
-      for (int i = 0; i < size; ++i) {
-        sums.items[i] += errors.items[i];
+      Vector<T> errors[kAhead];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        errors[a] = load(error, group + a * step + lane * size, numel);
       }
-      store(gradient, at, numel, sums);
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        for (int i = 0; i < size; ++i) {
+          sums[a].items[i] += errors[a].items[i];
+        }
+        store(gradient, group + a * step + lane * size, numel, sums[a]);
+      }
     }
-    u32 word = 0;
-    for (int i = 0; i < size; ++i) {
-      const u32 reach = __ballot_sync(~0u, magnitude_bits(sums.items[i]) >= bound);
-      word |= spread<size>(reach >> lane % size * (32 / size) & ((1ull << 32 / size) - 1)) << i;
-    }
-    if (lane < size && group + lane * kWord < numel) {
-      marks[group / kWord + lane] = word;
-      marked += __popc(word);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      u32 word = 0;
+      for (int i = 0; i < size; ++i) {
+        const u32 reach = __ballot_sync(~0u, magnitude_bits(sums[a].items[i]) >= bound);
+        word |= spread<size>(reach >> lane % size * (32 / size) & ((1ull << 32 / size) - 1)) << i;
+      }
+      const i64 place = group + a * step + lane * kWord;
+      if (lane < size && place < numel) {
+        marks[place / kWord] = word;
+        marked += __popc(word);
+      }
     }
   }
   atomicAdd(&marked_in_block, marked);

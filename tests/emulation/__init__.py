@@ -61,7 +61,7 @@ class Emulation:
         block: tuple[int, int, int],
         shared_bytes: int,
         parameters: "ctypes.Array[ctypes.c_void_p]",
-        device: torch.device,
+        device_index: int,
     ) -> None:
         library = ctypes.CDLL(str(compiled(source, self.flags)))
         run = library[f"launch_{source.kernels.index(kernel)}"]

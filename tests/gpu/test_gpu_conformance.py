@@ -9,13 +9,10 @@ from commhooks.testing import check_hook
 
 POWERSGD = {"rank": 2, "min_compression_rate": 1.0, "start_step": 0}
 HOOKS: dict[str, dict[str, object]] = {
-    "allreduce": {},
-    "bf16": {},
-    "powersgd": POWERSGD,
     "int8": {},
-    "onebit": {},
     "topk": {"density": 0.1, "warmup_steps": 2},
-    "gossip": {"what": "gradients", "average_every": 2},
+    "powersgd": POWERSGD,
+    "bf16": {},
 }
 
 

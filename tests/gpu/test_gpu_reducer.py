@@ -1,13 +1,12 @@
 """The reducer on CUDA: the same gradients as torch's, nothing that waits, everything in order."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from no_waiting import waiting_is_an_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -71,12 +70,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_equals_torchs_with_one_rank_on_nccl(dtype: torch.dtype, options: str) -> None:
-    run_ranks(equals_torchs, 1, dtype, OPTIONS[options], backend="nccl", timeout=120)
+    run_ranks(equals_torchs, 1, dtype, OPTIONS[options], backend="nccl", timeout=60)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_equals_torchs_with_two_ranks_on_one_device(options: str) -> None:
-    run_ranks(equals_torchs, 2, torch.float32, OPTIONS[options], backend="gloo", timeout=120)
+    run_ranks(equals_torchs, 2, torch.float32, OPTIONS[options], backend="gloo", timeout=60)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -84,7 +83,7 @@ def test_equals_torchs_on_all_devices(options: str) -> None:
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("one device only")
-    run_ranks(equals_torchs, count, torch.float32, OPTIONS[options], backend="nccl", timeout=120)
+    run_ranks(equals_torchs, count, torch.float32, OPTIONS[options], backend="nccl", timeout=60)
 
 
 # ------------------------------------------------------------------------------------ streams
@@ -132,7 +131,7 @@ def backward_waits_for_the_hook(rank: int, size: int, view: bool) -> None:
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(("size", "backend"), [(1, "nccl"), (2, "gloo")])
 def test_backward_waits_for_the_hook(size: int, backend: str, view: bool) -> None:
-    run_ranks(backward_waits_for_the_hook, size, view, backend=backend, timeout=120)
+    run_ranks(backward_waits_for_the_hook, size, view, backend=backend, timeout=60)
 
 
 class TwoStreams(nn.Module):
@@ -179,7 +178,7 @@ def packs_what_all_streams_computed(rank: int, size: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*stream does not match.*:UserWarning")
 def test_packs_what_all_streams_computed() -> None:
-    run_ranks(packs_what_all_streams_computed, 1, backend="nccl", timeout=120)
+    run_ranks(packs_what_all_streams_computed, 1, backend="nccl", timeout=60)
 
 
 def hook_overlaps_backward(rank: int, size: int) -> None:
@@ -213,20 +212,10 @@ def hook_overlaps_backward(rank: int, size: int) -> None:
 
 
 def test_hook_overlaps_backward() -> None:
-    run_ranks(hook_overlaps_backward, 1, backend="nccl", timeout=120)
+    run_ranks(hook_overlaps_backward, 1, backend="nccl", timeout=60)
 
 
 # ------------------------------------------------------------------------- nothing that waits
-
-
-@contextmanager
-def without_synchronisation() -> Iterator[None]:
-    """Torch raises at whatever makes the host wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 WITH_OPTIONS: dict[str, dict[str, Any]] = {
@@ -249,7 +238,7 @@ def steps_without_synchronising(rank: int, size: int, name: str, options: dict[s
     x = torch.randn(4, 3, 8, 8, device="cuda")
     for _ in range(4):  # buckets are cut anew, kernels loaded, state made
         model(x).sum().backward()
-    with without_synchronisation():
+    with waiting_is_an_error():
         for _ in range(3):
             model(x).sum().backward()
 
@@ -257,7 +246,7 @@ def steps_without_synchronising(rank: int, size: int, name: str, options: dict[s
 @pytest.mark.parametrize("name", sorted(set(commhooks.available()) - LOOKS_AT_GRADIENTS))
 def test_steps_without_synchronising(name: str) -> None:
     options = WITH_OPTIONS.get(name, {})
-    run_ranks(steps_without_synchronising, 1, name, options, backend="nccl", timeout=120)
+    run_ranks(steps_without_synchronising, 1, name, options, backend="nccl", timeout=60)
 
 
 def all_used_without_synchronising(rank: int, size: int) -> None:
@@ -265,13 +254,13 @@ def all_used_without_synchronising(rank: int, size: int) -> None:
     x = torch.randn(4, 3, 8, 8, device="cuda")
     for _ in range(4):
         model(x).sum().backward()
-    with without_synchronisation():
+    with waiting_is_an_error():
         model(x).sum().backward()
 
 
 def test_all_used_without_synchronising() -> None:
     """Only a rank that did not use a parameter has to hear of the others."""
-    run_ranks(all_used_without_synchronising, 1, backend="nccl", timeout=120)
+    run_ranks(all_used_without_synchronising, 1, backend="nccl", timeout=60)
 
 
 # -------------------------------------------------------------------------------------- graphs
@@ -303,7 +292,7 @@ def captured_step(rank: int, size: int, hook: Any) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     model.zero_grad(set_to_none=True)
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         model(x).square().mean().backward()
     for seed in (1, 2):
         x.copy_(torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)))
@@ -320,7 +309,7 @@ def captured_step(rank: int, size: int, hook: Any) -> None:
 
 @pytest.mark.parametrize("hook", CAPTURED)
 def test_whole_step_in_a_graph(hook: str) -> None:
-    run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=120)
+    run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=60)
 
 
 # ------------------------------------------------------------------------- the rest of the course
@@ -347,7 +336,7 @@ def optimizer_in_backward(rank: int, size: int) -> None:
 
 
 def test_optimizer_in_backward() -> None:
-    run_ranks(optimizer_in_backward, 1, backend="nccl", timeout=120)
+    run_ranks(optimizer_in_backward, 1, backend="nccl", timeout=60)
 
 
 def one_rank_uses_a_parameter(rank: int, size: int) -> None:
@@ -369,7 +358,7 @@ def one_rank_uses_a_parameter(rank: int, size: int) -> None:
 
 
 def test_one_rank_uses_a_parameter() -> None:
-    run_ranks(one_rank_uses_a_parameter, 2, backend="gloo", timeout=120)
+    run_ranks(one_rank_uses_a_parameter, 2, backend="gloo", timeout=60)
 
 
 def buffers_are_broadcast(rank: int, size: int) -> None:
@@ -384,4 +373,4 @@ def buffers_are_broadcast(rank: int, size: int) -> None:
 
 
 def test_buffers_are_broadcast() -> None:
-    run_ranks(buffers_are_broadcast, 2, backend="gloo", timeout=120)
+    run_ranks(buffers_are_broadcast, 2, backend="gloo", timeout=60)

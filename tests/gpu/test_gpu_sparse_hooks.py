@@ -1,13 +1,13 @@
 """Sparse and low-rank hooks on a device: they give what the CPU gives, and wait for nothing."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hook_runs import DTYPES, HOOKS, SYNC_FREE, assert_like_the_cpu, run
 from lockstep import LockstepCommunicator, lockstep, make_bucket
+from no_waiting import waiting_is_an_error
 from torch import Tensor
 
 from commhooks.algorithms import RandomK, SkipNonfinite, TopK
@@ -19,19 +19,10 @@ pytestmark = [
 ]
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", HOOKS)
 def test_like_the_cpu(name, dtype):
-    around = no_synchronisation if name in SYNC_FREE else nullcontext
+    around = waiting_is_an_error if name in SYNC_FREE else nullcontext
     assert_like_the_cpu(name, dtype, run(HOOKS[name], dtype, device="cuda", around=around))
 
 
@@ -64,7 +55,7 @@ def test_steps_are_dropped_without_waiting_for_the_device():
     hook = SkipNonfinite(RandomK(density=0.5))
     for number in (1.0, math.inf):
         bucket = make_bucket({"p": torch.full((5000,), number, device="cuda")})
-        with no_synchronisation(), pytest.raises(StopIteration) as stop:
+        with waiting_is_an_error(), pytest.raises(StopIteration) as stop:
             hook.reduce(bucket, _Votes(0, 1, 0)).send(None)  # type: ignore[arg-type]
         assert stop.value.value.any() == (number == 1.0)
     assert hook.last_step_was_skipped
