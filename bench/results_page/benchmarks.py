@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench.results_page.kind import Document, Kind, Section, bars, number, table
+from bench.results_page.kind import Document, Kind, Section, number, table
+from bench.results_page.plots import bars
 
 __all__ = ["BENCHMARKS", "add_groups"]
 
