@@ -52,7 +52,7 @@ def test_every_hook(
 ) -> None:
     ranks = ranks_of(world_size)
     options = {"bucket_cap_mb": bucket_mb}
-    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options), subject)
+    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options, rounds=3), subject)
 
 
 @pytest.mark.benchmark(group="hooks: PowerSGD in one bucket, 25 MB over loopback")

@@ -33,7 +33,7 @@ def add_groups(section: Section, stem: str, rows: list[Row]) -> None:
 
 
 def _case(row: Row) -> str:
-    name: str = row["name"].partition("[")[2].rstrip("]") or row["name"]
+    name: str = row["name"].partition("[")[2].removesuffix("]") or row["name"]
     return name
 
 
