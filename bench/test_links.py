@@ -16,7 +16,7 @@ from commhooks.rates import format_rate
 from commhooks.simulation import Measurements
 
 # Ranks, and bits per second. `python -m bench.predictions` measures all combinations.
-PLACES = [(2, 100e6), (2, 1e9), (3, 1e9), (4, 1e9), (2, 10e9)]
+PLACES = [(2, 100e6), (2, 1e9), (4, 1e9), (2, 10e9)]
 # Ranks begin alike, so parameters need not travel before.
 OPTIONS = {"bucket_cap_mb": BUCKET_MB, "init_sync": False}
 

@@ -18,6 +18,7 @@ _HEADER = [
     "hook",
     "step",
     "sent per step",
+    "at the link's rate",
     "at plain's loss after",
     "of plain's time",
     "last step",
@@ -29,8 +30,9 @@ _HEADER = [
 def _render(stem: str, document: Document) -> Section:
     courses = courses_of(document)
     plain = courses[PLAIN].lowest
+    rate = document["about"]["bits_per_second"]
     rows = sorted(
-        (_Row(course, plain) for course in courses.values()), key=lambda row: row.sort_key
+        (_Row(course, plain, rate) for course in courses.values()), key=lambda row: row.sort_key
     )
     section = Section([_about(document["about"], courses, plain), ""])
     section.add_plot(
@@ -69,9 +71,10 @@ def _about(about: dict[str, Any], courses: dict[str, Course], plain: TrainingPoi
 class _Row:
     """What the page says of one hook."""
 
-    def __init__(self, course: Course, plain: TrainingPoint) -> None:
+    def __init__(self, course: Course, plain: TrainingPoint, bits_per_second: float) -> None:
         self.name = course.hook
         self._course = course
+        self._bits_per_second = bits_per_second
         self._arrival = course.first_at(plain.validation_loss)
         self.share = self._arrival.seconds / plain.seconds if self._arrival else None
 
@@ -88,10 +91,12 @@ class _Row:
     def cells(self) -> list[str]:
         last = self._course.points[-1]
         arrival = self._arrival
+        step_bytes = last.wire_bytes / last.step
         return [
             f"`{self.name}`".replace("|", "\\|"),
             number("seconds", last.seconds / last.step),
-            number("bytes", last.wire_bytes / last.step),
+            number("bytes", step_bytes),
+            number("seconds", 8 * step_bytes / self._bits_per_second),
             f"{arrival.seconds:.1f} s, {arrival.step} steps" if arrival else "",
             f"{self.share:.3f}" if self.share is not None else "",
             str(last.step),
