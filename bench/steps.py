@@ -28,6 +28,7 @@ from reducer import DistributedDataParallel, GradBucket
 _models: dict[str, nn.Module] = {}
 _handles: dict[str, commhooks.HookHandle] = {}
 _inputs: dict[str, torch.Tensor] = {}
+_means: list[torch.Tensor] = []  # of the bare model's gradients, the same in every step
 _prepared: tuple[Any, ...] = ()  # what the models were made of
 
 TORCH_HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
@@ -79,6 +80,8 @@ def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any])
     for name in [name for name in _models if name not in kept]:
         del _models[name]
         _handles.pop(name, None)
+    if "bare" not in _models:
+        _means.clear()
     for name in wrappers:
         if name not in _models:
             torch.manual_seed(0)
@@ -114,14 +117,12 @@ def hook_of(wrapper: str) -> commhooks.CommHook | None:
 
 def largest_difference(rank: int, one: str, other: str) -> float:
     """Between the gradients of two wrappers, relative to the largest gradient."""
-    pairs = zip(_models[one].parameters(), _models[other].parameters(), strict=True)
-    differences = []
-    scales = []
-    for a, b in pairs:
-        assert a.grad is not None
-        assert b.grad is not None
-        differences.append((a.grad - b.grad).abs().max().item())
-        scales.append(b.grad.abs().max().item())
+    pairs = [
+        (_gradient(a), _gradient(b))
+        for a, b in zip(_models[one].parameters(), _models[other].parameters(), strict=True)
+    ]
+    differences = [(a - b).abs().max().item() for a, b in pairs]
+    scales = [b.abs().max().item() for _, b in pairs]
     return max(differences) / max(scales)
 
 
@@ -131,17 +132,27 @@ def error(rank: int, wrapper: str, averages: bool) -> float:
     Against the exact mean over ranks; or, unless it ``averages``, this rank's own gradients.
     """
     bare, model = _models["bare"], _models[wrapper]
+    expected = _exact_means() if averages else [_gradient(p).double() for p in bare.parameters()]
     squared_error = squared_norm = 0.0
-    for local, got in zip(bare.parameters(), model.parameters(), strict=True):
-        assert local.grad is not None
-        assert got.grad is not None
-        exact = local.grad.double()
-        if averages:
-            dist.all_reduce(exact)
-            exact /= dist.get_world_size()
-        squared_error += (got.grad - exact).square().sum().item()
+    for exact, parameter in zip(expected, model.parameters(), strict=True):
+        squared_error += (_gradient(parameter) - exact).square().sum().item()
         squared_norm += exact.square().sum().item()
     return float((squared_error / squared_norm) ** 0.5)
+
+
+def _exact_means() -> list[torch.Tensor]:
+    """Over ranks, in float64; taken once, because that takes long over a slow link."""
+    if not _means:
+        for parameter in _models["bare"].parameters():
+            mean = _gradient(parameter).double()
+            dist.all_reduce(mean)
+            _means.append(mean.div_(dist.get_world_size()))
+    return _means
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def sent(rank: int, wrapper: str) -> tuple[int, float | None]:

@@ -10,12 +10,11 @@ import pytest
 
 from bench import steps
 from bench.conftest import RanksOf, median_of
+from bench.measurement import Place, measure
 from bench.subjects import SUBJECTS, TORCH, TORCH_POWERSGD, Subject
 from commhooks.links import Link, shaped_link, unavailable
 from commhooks.ranks import Ranks
 
-ROUNDS = 5
-WARM_UP = 2
 LARGE = "transformer-151MB"
 SMALL = "transformer-25MB"
 GIGABIT = 1e9
@@ -27,60 +26,6 @@ OVER_A_LINK = ("allreduce", "fp16", "bf16", "int8", "int4", "onebit", "topk", "p
 
 def name_of(value: object) -> str | None:
     return value.wrapper if isinstance(value, Subject) else None
-
-
-def measure(
-    benchmark: Any,
-    ranks: Ranks,
-    model: str,
-    subject: Subject,
-    options: dict[str, Any],
-    limit: float,
-) -> None:
-    """One row: the first step is verified, then all wrappers are timed in turn, round by round.
-
-    ``limit``: bytes per second that a rank can send. See README.md for the columns.
-    """
-    others = ["bare", "torch"]
-    wrappers = list(dict.fromkeys([*others, subject.wrapper]))
-    gradient_bytes = ranks(steps.prepare, model, wrappers, options)[0]
-    for name in wrappers:
-        for _ in range(1 + (subject.first_step if name == subject.wrapper else 0)):
-            ranks(steps.backward, name, True)
-    error = max(ranks(steps.error, subject.wrapper, subject.averages))
-    assert error <= subject.largest_error
-    seconds: dict[str, list[float]] = {name: [] for name in wrappers}
-
-    def run(name: str) -> None:
-        seconds[name].append(max(ranks(steps.backward, name, True)))
-
-    benchmark.pedantic(
-        lambda: run(subject.wrapper),
-        setup=lambda: [run(name) for name in others if name != subject.wrapper] and None,
-        rounds=ROUNDS,
-        warmup_rounds=WARM_UP,
-        iterations=1,
-    )
-    median = {name: median_of(values, WARM_UP) for name, values in seconds.items()}
-    wire_bytes, exposed = ranks(steps.sent, subject.wrapper)[0]
-    own, bare = median[subject.wrapper], median["bare"]
-    floor = bare + wire_bytes / limit
-    benchmark.extra_info.update(
-        gradient_bytes=gradient_bytes,
-        wire_bytes=wire_bytes,
-        ratio=gradient_bytes * 2 * (ranks.world_size - 1) / ranks.world_size / wire_bytes
-        if wire_bytes
-        else None,
-        error=error if subject.averages else None,
-        seconds=own,
-        bare_seconds=bare,
-        exposed_seconds=exposed,
-        bandwidth=wire_bytes / own,
-        limit_bandwidth=limit,
-        floor_seconds=floor,
-        share_of_limit=floor / own,
-        ratio_to_torch=own / median["torch"],
-    )
 
 
 @functools.cache
@@ -96,7 +41,7 @@ def loopback_limit(ranks: Ranks) -> float:
 def test_large_model(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
     """What hooks cost where the wire is as fast as memory."""
     ranks = ranks_of(2)
-    measure(benchmark, ranks, LARGE, subject, {}, loopback_limit(ranks))
+    measure(benchmark, Place(ranks, loopback_limit(ranks), LARGE), subject)
 
 
 @pytest.mark.benchmark(group="hooks: bucket and world sizes, 25 MB over loopback")
@@ -107,7 +52,7 @@ def test_every_hook(
 ) -> None:
     ranks = ranks_of(world_size)
     options = {"bucket_cap_mb": bucket_mb}
-    measure(benchmark, ranks, SMALL, subject, options, loopback_limit(ranks))
+    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options, rounds=3), subject)
 
 
 @pytest.mark.benchmark(group="hooks: PowerSGD in one bucket, 25 MB over loopback")
@@ -119,7 +64,8 @@ def test_every_hook(
 def test_powersgd(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
     """Torch's needs all gradients in one bucket; on several it hangs or aborts over Gloo."""
     ranks = ranks_of(2)
-    measure(benchmark, ranks, SMALL, subject, {"bucket_cap_mb": 1000}, loopback_limit(ranks))
+    options = {"bucket_cap_mb": 1000}
+    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options), subject)
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +85,8 @@ def gigabit() -> Iterator[tuple[Ranks, Link]]:
 def test_over_a_gigabit_link(benchmark: Any, gigabit: tuple[Ranks, Link], subject: Subject) -> None:
     """The aims: see README.md in results/."""
     ranks, link = gigabit
-    measure(benchmark, ranks, LARGE, subject, {}, link.bytes_per_second)
+    place = Place(ranks, link.bytes_per_second, LARGE, {"init_sync": False}, rounds=3)
+    measure(benchmark, place, subject)
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")

@@ -42,6 +42,34 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert "step over torch's" in (tmp_path / "plot.svg").read_text()
 
 
+def test_training_over_a_slow_link(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def course(hook: str, *losses: float) -> dict[str, object]:
+        points = [
+            {"step": step, "seconds": step * 0.5, "wire_bytes": step * 1e6, "validation_loss": loss}
+            for step, loss in zip((10, 20, 30), losses, strict=True)
+        ]
+        return {"hook": hook, "points": points, "bare_step_seconds": [0.1, 0.2], "load": [1, 2]}
+
+    about = {"parameters": 1e7, "ranks": 2, "bits_per_second": 1e8, "torch": "2.13.0"}
+    courses = [
+        course("allreduce", 3.0, 2.0, 2.1),
+        course("bf16", 3.0, 1.9, 2.5),  # only the first time counts
+        course("noop", 3.0, 2.5, 2.2),
+    ]
+    document = {"about": about | {"cpu": "a CPU", "cores": 2}, "courses": courses}
+    (tmp_path / "2026-01-01-slow.json").write_text(json.dumps(document))
+    made = page.make_page(tmp_path)
+    assert "lowest validation loss, 2.0000, after 20 steps and 10 s" in made.text
+    assert "| `bf16` | 500 ms | 1 MB | 80 ms | 10.0 s, 20 steps | 1.000 | 30 | 2.5" in made.text
+    assert "| `noop` | 500 ms | 1 MB | 80 ms |  |  | 30 | 2.2000 |" in made.text
+    for name, draw in made.plots.items():
+        draw(tmp_path / name)
+    assert "noop" in (tmp_path / "2026-01-01-slow-losses.svg").read_text()
+    assert "noop" not in (tmp_path / "2026-01-01-slow-times.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("column", "value", "text"),
     [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from bench.results_page.kind import Document, Kind, Section, bars, number, table
+from bench.results_page.kind import Document, Kind, Section, number, table
+from bench.results_page.plots import bars
 
 __all__ = ["BENCHMARKS", "add_groups"]
 
@@ -32,7 +33,7 @@ def add_groups(section: Section, stem: str, rows: list[Row]) -> None:
 
 
 def _case(row: Row) -> str:
-    name: str = row["name"].partition("[")[2].rstrip("]") or row["name"]
+    name: str = row["name"].partition("[")[2].removesuffix("]") or row["name"]
     return name
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from bench.results_page.kind import Document, Kind, Section, bars, number, table
+from bench.results_page.kind import Document, Kind, Section, number, table
+from bench.results_page.plots import bars
 
 __all__ = ["COMPARISONS"]
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Kind", "Section", "bars", "number", "table"]
+__all__ = ["Kind", "Section", "number", "table"]
 
 Document = dict[str, Any]
 Draw = Callable[[Path], None]
+"""Writes a plot to a file."""
 
 
 @dataclass
@@ -73,30 +74,3 @@ def number(column: str, value: Any) -> str:
 
 def _long(value: float, scale: float, unit: str) -> str:
     return f"{value * scale:,.0f} {unit}"
-
-
-def bars(title: str, values: dict[str, float], label: str, *, log: bool = False) -> Draw:
-    """Draws one horizontal bar for each value, with a line at 1."""
-
-    def draw(path: Path) -> None:
-        import matplotlib as mpl
-
-        mpl.use("svg")
-        mpl.rcParams["svg.hashsalt"] = "commhooks"  # the same file each time
-        mpl.rcParams["svg.fonttype"] = "none"  # text as text, which is short
-        from matplotlib import pyplot
-
-        figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.22 * len(values)))
-        axes.barh(list(values), list(values.values()), color="#4c78a8")
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        if log:
-            axes.set_xscale("log")
-        axes.set_xlabel(label)
-        axes.set_title(title, fontsize=10)
-        axes.tick_params(labelsize=8)
-        figure.tight_layout()
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
-
-    return draw

@@ -12,6 +12,7 @@ from bench.results_page.comparisons import COMPARISONS
 from bench.results_page.gpu_checks import GPU_CHECKS
 from bench.results_page.kind import Draw, Kind, Section
 from bench.results_page.predictions import PREDICTIONS
+from bench.results_page.slow_links import SLOW_LINKS
 from bench.results_page.trainings import TRAININGS
 
 __all__ = ["KINDS", "Page", "UnknownResultError", "make_page", "section_of", "write_page"]
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 TARGET = ROOT / "docs" / "results.md"
 
-KINDS: list[Kind] = [BENCHMARKS, TRAININGS, COMPARISONS, PREDICTIONS, GPU_CHECKS]
+KINDS: list[Kind] = [BENCHMARKS, TRAININGS, COMPARISONS, PREDICTIONS, SLOW_LINKS, GPU_CHECKS]
 
 _INTRODUCTION = """\
 # Results

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from bench.results_page.kind import Document, Kind, Section, bars, table
+from bench.results_page.kind import Document, Kind, Section, table
+from bench.results_page.plots import bars
 from commhooks.rates import format_rate
 
 __all__ = ["PREDICTIONS"]

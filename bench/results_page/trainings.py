@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.results_page.kind import Document, Kind, Section, bars, table
+from bench.results_page.kind import Document, Kind, Section, table
+from bench.results_page.plots import bars
 
 __all__ = ["TRAININGS"]
 

@@ -1,0 +1,82 @@
+"""One hook's training over the link."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.slow_link.record import Course
+from commhooks.comparison import TrainingPoint, ring
+from commhooks.comparison.contender import BARE, Contender
+from commhooks.comparison.subject import Subject
+from commhooks.hook_spec import parse_hook_spec
+from commhooks.links import shaped_link
+from commhooks.ranks import Ranks
+
+__all__ = ["BITS_PER_SECOND", "MODEL", "RANKS", "Limits", "race"]
+
+RANKS = 2
+BITS_PER_SECOND = 100e6
+MODEL = "bench.slow_link.training:make_gpt"
+TRAINING = "bench.slow_link.training:train"
+STRIDE = 10  # steps between validations
+BARE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Training ends after so many steps, or seconds, or at this validation loss."""
+
+    steps: int
+    seconds: float
+    loss: float
+
+    def end(self, point: TrainingPoint) -> bool:
+        """Whether the point is the last."""
+        return (
+            point.step >= self.steps
+            or point.seconds >= self.seconds
+            or point.validation_loss <= self.loss
+        )
+
+
+def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> Course:
+    """From the first step, in processes of its own. Needs root, see :mod:`commhooks.links`."""
+    spec = parse_hook_spec(hook)
+    with shaped_link(RANKS, BITS_PER_SECOND) as link, Ranks(RANKS, link) as ranks:
+        ranks(ring.open_ring, Subject(MODEL))
+        load, bare_seconds = os.getloadavg()[0], _bare_step_seconds(ranks)
+        points = _train(ranks, Contender(spec.text, spec.config), limits, report)
+        return Course(
+            hook,
+            points,
+            bare_step_seconds=(bare_seconds, _bare_step_seconds(ranks)),
+            load=(load, os.getloadavg()[0]),
+        )
+
+
+def _train(
+    ranks: Ranks, contender: Contender, limits: Limits, report: Callable[[TrainingPoint], None]
+) -> list[TrainingPoint]:
+    ranks(ring.begin_training, contender, TRAINING)
+    points: list[TrainingPoint] = []
+    while not points or not limits.end(points[-1]):
+        for _ in range(STRIDE - 1):
+            ranks(ring.train, False)
+        points.append(ranks(ring.train, True)[0])
+        report(points[-1])
+    return points
+
+
+def _bare_step_seconds(ranks: Ranks) -> float:
+    """Median of some training steps in which the ranks only meet at the beginning."""
+    ranks(ring.begin_training, BARE, TRAINING)
+    seconds = []
+    for _ in range(1 + BARE_STEPS):
+        start = time.perf_counter()
+        ranks(ring.train, False)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
