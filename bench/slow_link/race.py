@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from commhooks.comparison.subject import Subject
+
 from bench.slow_link.record import Course
 from commhooks.comparison import TrainingPoint, ring
 from commhooks.comparison.contender import BARE, Contender
-from commhooks.comparison.subject import Subject
 from commhooks.hook_spec import parse_hook_spec
 from commhooks.links import shaped_link
 from commhooks.ranks import Ranks

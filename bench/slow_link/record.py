@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.comparison import TrainingPoint
 from commhooks.comparison.machine import describe_machine
+
+from commhooks.comparison import TrainingPoint
 
 __all__ = ["Course", "Record", "courses_of"]
 
