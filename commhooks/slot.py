@@ -83,7 +83,7 @@ class OwnSlot(Slot):
     """Of our own wrapper."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        if model._has_comm_hook:  # noqa: SLF001
+        if model.hook_slot.is_taken:
             raise CommHookError(
                 "the model has a hook already, from register_comm_hook(), which can neither be "
                 "replaced nor removed; use commhooks.register() instead"
@@ -95,8 +95,8 @@ class OwnSlot(Slot):
         self.parameters = {name: p for p, name in model.parameter_names.items() if name in reduced}
         self._names = list(model.parameter_names.values())
         self._keys = [0] * len(self._names)
-        self._has_own_keys = model._group_key is not None  # noqa: SLF001
-        self._default_hook = model.default_hook
+        self._has_own_keys = model.group_keys.are_given
+        self._default_hook = model.hook_slot.default
         self._driver: AnyDriver | None = None
         self._is_native = False
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from reducer.group_keys import NamedParameters
+
 __all__: list[str] = []
 
 MIB = 2**20
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_BYTES = MIB
-
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
 
 
 def choose_process_group(
@@ -112,26 +112,6 @@ def bucket_sizes(
     return sizes
 
 
-def number_keys(
-    named_parameters: NamedParameters,
-    group_key: Callable[[str, nn.Parameter], Hashable] | None,
-    process_groups: Mapping[Hashable, dist.ProcessGroup],
-) -> tuple[list[int], dict[int, dist.ProcessGroup]]:
-    """Keys as numbers, in the order of their first appearance, which is the same on all ranks.
-
-    And the process groups of those keys that have one.
-    """
-    keys = [None if group_key is None else group_key(name, p) for name, p in named_parameters]
-    if unknown := process_groups.keys() - set(keys):
-        raise ValueError(
-            "key_process_groups has keys that group_key gives to no parameter: "
-            f"{sorted(unknown, key=str)}; it gives {sorted(set(keys), key=str)}."
-        )
-    numbers: dict[Hashable, int] = {}
-    numbered = [numbers.setdefault(key, len(numbers)) for key in keys]
-    return numbered, {numbers[key]: group for key, group in process_groups.items()}
-
-
 def sparse_parameters(module: nn.Module) -> set[Tensor]:
     """Parameters whose gradients autograd makes sparse."""
     return {
@@ -139,3 +119,11 @@ def sparse_parameters(module: nn.Module) -> set[Tensor]:
         for layer in module.modules()
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
+
+
+def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
+    """For data parallelism over one dimension of a larger mesh, as torch's wrapper does."""
+    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)

@@ -35,22 +35,47 @@ def broadcast(group: dist.ProcessGroup, tensors: Iterable[Tensor], root: int) ->
         _broadcast_coalesced(group, tensors, BROADCAST_BYTES, root)
 
 
-def sync_buffers(
-    group: dist.ProcessGroup, buffers: dict[str, Tensor], hook: BufferHook | None, root: int
-) -> list[torch.futures.Future[Any]]:
-    """Makes buffers the same on all ranks, by ``hook`` if there is one.
+class ModuleBuffers:
+    """The buffers of a module, without the ignored ones. Ranks agree on them by a broadcast.
 
-    Returns the futures that must have completed by the end of backward. Autograd is not told that
-    buffers change: a graph that was recorded with the old values stays valid.
+    ``hook``: a user's replacement for that, if there is one.
     """
-    with (
-        torch.no_grad(),
-        _unsafe_preserve_version_counter(tuple(buffers.values())),
-    ):
-        if hook is None:
-            broadcast(group, buffers.values(), root)
-            return []
-        return list(hook.function(hook.state, buffers) or [])
+
+    def __init__(self, module: nn.Module, ignored: set[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self.hook: BufferHook | None = None
+        self.by_name: dict[str, Tensor] = {}
+        self.collect()
+
+    def collect(self) -> None:
+        """Anew, as modules may have put other tensors in the place of their buffers."""
+        self.by_name = {
+            name: buffer
+            for name, buffer in self._module.named_buffers()
+            if name not in self._ignored
+        }
+
+    @property
+    def location(self) -> _BufferCommHookLocation:
+        """When ranks have to agree, before or after forward."""
+        return _BufferCommHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
+
+    def sync(self, group: dist.ProcessGroup, root: int) -> list[torch.futures.Future[Any]]:
+        """Makes buffers the same on all ranks: those of the group's rank ``root``, or the hook's.
+
+        Returns the futures that must have completed by the end of backward. Autograd is not told
+        that buffers change: a graph that was recorded with the old values stays valid.
+        """
+        self.collect()
+        with (
+            torch.no_grad(),
+            _unsafe_preserve_version_counter(tuple(self.by_name.values())),
+        ):
+            if self.hook is None:
+                broadcast(group, self.by_name.values(), root)
+                return []
+            return list(self.hook.function(self.hook.state, self.by_name) or [])
 
 
 def refuse_sync_batch_norm(module: nn.Module, device: torch.device) -> None:

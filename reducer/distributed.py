@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, cast
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,43 +19,44 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from reducer._C import AverageHook, GradBucket, NativeHook, Reducer
+from reducer._C import Reducer
 from reducer.arguments import (
     bucket_sizes,
     check_parameters,
     choose_devices,
     choose_process_group,
-    number_keys,
+    prepare_tensor_parallel,
     sparse_parameters,
 )
-from reducer.buffers import BufferHook, broadcast, refuse_sync_batch_norm, sync_buffers
-from reducer.join import Plans, ShadowHook, join_hook_of
-from reducer.logging_data import StepSampler, logging_data
-from reducer.mixed_precision import CastModule, MixedPrecision
+from reducer.buffers import BufferHook, ModuleBuffers, broadcast, refuse_sync_batch_norm
+from reducer.compilation import cut_at_buckets, not_compiled, outside_graphs
+from reducer.group_keys import GroupKeys
+from reducer.hook_slot import HookSlot, TorchHook
+from reducer.join import Plans, ShadowHook
+from reducer.logging_data import StepSampler, bucket_table, logging_data
+from reducer.mixed_precision import casts_of
+from reducer.observers import GradientObserver, GradientObservers
 from reducer.optim import overlap_optimizer, take_over_in_backward_optimizers
 from reducer.outputs import map_tensors, tensors_in
 from reducer.sink import through_sink
-from reducer.verify import verify_parameters
+from reducer.start import start_alike
 
 __all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
 
 HookResolver = Callable[["DistributedDataParallel", Any, Mapping[str, Any]], object]
-Function = TypeVar("Function", bound=Callable[..., Any])
-GradientObserver = Callable[[Sequence[nn.Parameter]], None]
 
 _resolve_hook: HookResolver | None = None
-_DELAYED = "reducer: delayed"  # key of delay_all_reduce_named_params
 
-
-def _outside_graphs(function: Function, *, recursive: bool = False) -> Function:
-    """For torch.compile: it does not compile the function, only what that calls."""
-    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    return cast("Function", disable(function, recursive=recursive))
-
-
-def _not_compiled(function: Function) -> Function:
-    """For torch.compile: nor what it calls."""
-    return _outside_graphs(function, recursive=True)
+# What a pickled wrapper makes anew, on the ranks that load it.
+_OF_THIS_PROCESS = (
+    "process_group",
+    "parameter_names",
+    "reducer",
+    "hook_slot",
+    "gradient_observers",
+    "step_sampler",
+    "_casts",
+)
 
 
 def set_hook_resolver(resolver: HookResolver) -> None:
@@ -156,7 +156,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = choose_process_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            _prepare_tensor_parallel(module, device_mesh)
+            prepare_tensor_parallel(module, device_mesh)
         self.module = module
         self.dim = dim
         self.parameters_to_ignore: set[str] = set(
@@ -187,23 +187,14 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._sink_clones = True
         self._bucket_sizes = bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = self._bucket_sizes[-1]
-        self._group_key = _with_delayed(group_key, delay_all_reduce_named_params)
-        self._key_process_groups = dict(key_process_groups or {})
-        self._buffer_hook: BufferHook | None = None
-        self._assign_modules_buffers()
+        self.group_keys = GroupKeys(group_key, key_process_groups, delay_all_reduce_named_params)
+        self.module_buffers = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:
-            self._sync_at_start(
-                broadcasts_buffers=forward_sync_buffers is not None
-                or broadcast_buffers is not False
-            )
-
+            broadcasts_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
+            buffers = self.modules_buffers if broadcasts_buffers else []
+            start_alike(named_parameters, buffers, self.process_group, self.group_keys)
         self.mixed_precision = mixed_precision
-        self._casts: CastModule | None = None
-        if mixed_precision is not None:
-            dtypes = MixedPrecision.of(mixed_precision)
-            self._casts = CastModule(module, dtypes, self.parameters_to_ignore)
-            self._assign_modules_buffers()
-        self._make_reducer()
+        self._set_up()
         if hook is not None:
             if _resolve_hook is None:
                 raise RuntimeError(
@@ -220,47 +211,28 @@ class DistributedDataParallel(nn.Module, Joinable):
             if name not in self.parameters_to_ignore
         ]
 
-    def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._named_parameters() if p.requires_grad]
+    def _set_up(self) -> None:
+        """Makes what is of this process."""
+        self._casts = casts_of(self.module, self.mixed_precision, self.parameters_to_ignore)
+        self.parameter_names = {p: name for name, p in self._named_parameters() if p.requires_grad}
+        self.reducer = self._make_reducer()
+        self.hook_slot = HookSlot(self.reducer, self._casts.wire_dtype)
+        self.gradient_observers = GradientObservers(self.reducer, list(self.parameter_names))
+        self.step_sampler = StepSampler()
+        self._has_run_forward = False
 
-    def _sync_at_start(self, *, broadcasts_buffers: bool) -> None:
-        """All ranks start from the same model: that of rank 0, of each group of ranks."""
-        verify_parameters(self._trained_parameters(), self.process_group)
-        everywhere = [
-            p.detach() for name, p in self._named_parameters() if self._own_group(name, p) is None
-        ]
-        buffers = list(self.named_module_buffers.values()) if broadcasts_buffers else []
-        broadcast(self.process_group, everywhere + buffers, 0)
-        for group in {id(g): g for g in self._key_process_groups.values()}.values():
-            members = [
-                p for name, p in self._named_parameters() if self._own_group(name, p) is group
-            ]
-            broadcast(group, members, 0)
-
-    def _own_group(self, name: str, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        if self._group_key is None:
-            return None
-        return self._key_process_groups.get(self._group_key(name, parameter))
-
-    def _make_reducer(self) -> None:
-        trained = self._trained_parameters()
-        self.parameter_names = {parameter: name for name, parameter in trained}
-        parameters = list(self.parameter_names)
-        keys, key_groups = number_keys(trained, self._group_key, self._key_process_groups)
-        delayed = {
-            key
-            for key, (name, p) in zip(keys, trained, strict=True)
-            if self._group_key is not None and self._group_key(name, p) == _DELAYED
-        }
+    def _make_reducer(self) -> Reducer:
+        parameters, names = list(self.parameter_names), list(self.parameter_names.values())
+        numbered = self.group_keys.number(list(zip(names, parameters, strict=True)))
         sparse = sparse_parameters(self.module)
-        self.reducer = Reducer(
+        return Reducer(
             parameters,
             self.process_group,
-            names=[name for name, _ in trained],
-            keys=keys,
+            names=names,
+            keys=numbered.keys,
             sparse=[parameter in sparse for parameter in parameters],
-            key_groups=key_groups,
-            late_key=next(iter(delayed), None),
+            key_groups=numbered.process_groups,
+            late_key=numbered.late,
             bucket_bytes=self._bucket_sizes,
             small_last_bucket=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
             find_unused_parameters=self.find_unused_parameters,
@@ -271,20 +243,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             release_buckets=self.lazy_bucket_allocation,
             frozen={name: p for name, p in self._named_parameters() if not p.requires_grad},
         )
-        self.reducer.set_hook(self.default_hook())
-        self.gradient_observers: list[GradientObserver] = []
-        self.step_sampler = StepSampler()
-        self._forward_seconds = 0.0
-        self._has_comm_hook = False
-        self._has_run_forward = False
-
-    @property
-    def default_hook(self) -> Callable[[], NativeHook]:
-        """Makes the hook that is in use where none is registered: the exact average."""
-        wire_dtype = None
-        if self.mixed_precision is not None:
-            wire_dtype = MixedPrecision.of(self.mixed_precision).wire_dtype
-        return functools.partial(AverageHook, self.process_group, wire_dtype)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -302,7 +260,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # ------------------------------------------------------------------------------- forward
 
-    @_outside_graphs
+    @outside_graphs
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; the next backward synchronises unless inside :meth:`no_sync`."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
@@ -310,21 +268,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             plans = self._before_forward(synchronises)
             inputs, kwargs = self._move_inputs(inputs, kwargs)
             start = time.perf_counter()
-            with self._casting() as keep_casts, self._inside_forward():
+            with self._casts.casting() as keep_casts, cut_at_buckets(self):
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
             return self._after_forward(output, plans, synchronises, time.perf_counter() - start)
 
-    @_not_compiled
+    @not_compiled
     def _before_forward(self, synchronises: bool) -> Plans | None:
         if not self._has_run_forward:
             take_over_in_backward_optimizers(self)
             self._has_run_forward = True
         if synchronises:
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
-            self.step_sampler.sample(
-                self.reducer.steps, self.reducer.last_times(), self._forward_seconds
-            )
+            self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
         if work := Join.notify_join_context(self):
             work.wait()
         plans = None
@@ -339,18 +295,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         if synchronises:
             self.reducer.rebuild_buckets()
         if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
-            self._sync_buffers(plans)
+            self.sync_buffers(0 if plans is None else plans.root)
         return plans
 
-    @_not_compiled
+    @not_compiled
     def _after_forward(
         self, output: Any, plans: Plans | None, synchronises: bool, seconds: float
     ) -> Any:
         if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
-            self._sync_buffers(plans)
+            self.sync_buffers(0 if plans is None else plans.root)
         self.require_forward_param_sync = synchronises
         if synchronises:
-            self._forward_seconds = seconds
+            self.step_sampler.forward_seconds = seconds
             watched: list[Tensor] = []
             if self.reducer.needs_outputs:
                 output = through_sink(output, clones=self._sink_clones)
@@ -358,38 +314,20 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
         return output
 
-    @_not_compiled
+    @not_compiled
     def _move_inputs(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.device_ids:
             moved, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved[0], moved_kwargs[0]
-        if self._casts is not None:
-            inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
+        inputs, kwargs = self._casts.cast_inputs((inputs, kwargs))
         return inputs, kwargs
 
-    def _casting(self) -> AbstractContextManager[Callable[[Any], None]]:
-        if self._casts is None:
-            return nullcontext(lambda _output: None)
-        return self._casts.casting()
-
-    @contextmanager
-    @_outside_graphs
-    def _inside_forward(self) -> Iterator[None]:
-        """Lets torch.compile cut graphs where buckets end, as it does for torch's wrapper."""
-        before = TorchDDP._active_ddp_module  # noqa: SLF001
-        TorchDDP._active_ddp_module = self  # type: ignore[assignment]  # noqa: SLF001
-        try:
-            yield
-        finally:
-            TorchDDP._active_ddp_module = before  # noqa: SLF001
-
     def _gradient_scale(self, plans: Plans | None) -> float:
-        """The hook averages over all ranks; ranks without inputs need not count."""
         if plans is None or self.divide_by_initial_world_size:
             return 1.0
-        return self.process_group.size() / len(plans.active)
+        return plans.gradient_scale(self.process_group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -449,38 +387,27 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     # ------------------------------------------------------------------------------- buffers
 
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Those that are synchronised."""
+        return list(self.module_buffers.by_name.values())
+
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward synchronises buffers: the first after one that synchronised."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and len(self.modules_buffers) > 0
+            and len(self.module_buffers.by_name) > 0
         )
 
     def _syncs_buffers(self, location: _BufferCommHookLocation) -> bool:
-        own = self._buffer_hook
-        at = _BufferCommHookLocation.PRE_FORWARD if own is None else own.location
-        return at == location and self.will_sync_module_buffers()
+        return self.module_buffers.location == location and self.will_sync_module_buffers()
 
-    def _sync_buffers(self, plans: Plans | None) -> None:
-        self._assign_modules_buffers()
-        futures = sync_buffers(
-            self.process_group,
-            self.named_module_buffers,
-            self._buffer_hook,
-            0 if plans is None else plans.root,
-        )
+    def sync_buffers(self, root: int) -> None:
+        """Make buffers the same on all ranks: those of ``root``, or what the buffer hook says."""
+        futures = self.module_buffers.sync(self.process_group, root)
         if futures:
             self.reducer.await_after_backward(futures)
-
-    def _assign_modules_buffers(self) -> None:
-        # Modules may have put other tensors in place of their buffers.
-        self.named_module_buffers = {
-            name: buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        }
-        self.modules_buffers = list(self.named_module_buffers.values())
 
     def _register_buffer_comm_hook(
         self,
@@ -494,7 +421,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if not callable(hook):
             raise TypeError(f"Buffer hook must be callable, found {hook!r}.")
-        self._buffer_hook = BufferHook(hook, state, comm_hook_location)
+        self.module_buffers.hook = BufferHook(hook, state, comm_hook_location)
 
     # ---------------------------------------------------------------------------------- join
 
@@ -519,7 +446,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """For :class:`torch.distributed.algorithms.Join` over several objects."""
-        return join_hook_of(self, **kwargs)
+        return ShadowHook(self, **kwargs)
 
     @property
     def join_device(self) -> torch.device:
@@ -531,59 +458,27 @@ class DistributedDataParallel(nn.Module, Joinable):
         """The ranks that join."""
         return self.process_group
 
-    def shadow_step(self) -> None:
-        """Take part in a forward and backward of the other ranks. See Note [Uneven inputs]."""
-        plans = Plans.exchange(self.process_group, self.device, is_active=False)
-        if plans.synchronises:
-            self.reducer.rebuild_buckets()
-        if plans.syncs_buffers:
-            self._sync_buffers(plans)
-        if plans.synchronises:
-            self.reducer.shadow_backward()
-
     def broadcast_state(self, root: int) -> None:
         """Overwrite the parameters and buffers of all ranks with those of one."""
-        self._assign_modules_buffers()
+        self.module_buffers.collect()
         buffers = self.modules_buffers if self.forward_sync_buffers else []
         broadcast(self.process_group, [p for _, p in self._named_parameters()] + buffers, root)
 
     # --------------------------------------------------------------------------------- hooks
 
-    def register_comm_hook(
-        self, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
-    ) -> None:
+    def register_comm_hook(self, state: object, hook: TorchHook) -> None:
         """Torch's way of registering a hook: ``hook(state, bucket)``, once.
 
         The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names
         of arguments do not matter, and any callable will do. `commhooks.register` offers more.
         """
-        if not callable(hook):
-            raise TypeError(f"Communication hook must be callable, found {hook!r}.")
-        self._claim_comm_hook()
-        self.reducer.set_hook(functools.partial(hook, state))
+        self.hook_slot.register(state, hook)
 
     _register_comm_hook = register_comm_hook
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Torch's built-in hooks, which are ours as well: ALLREDUCE and FP16_COMPRESS."""
-        wire_dtypes = {
-            BuiltinCommHookType.ALLREDUCE: None,
-            BuiltinCommHookType.FP16_COMPRESS: torch.float16,
-        }
-        if comm_hook_type not in wire_dtypes:
-            raise ValueError(
-                f"Expected one of {[kind.name for kind in wire_dtypes]}, found {comm_hook_type}."
-            )
-        self._claim_comm_hook()
-        self.reducer.set_hook(AverageHook(self.process_group, wire_dtypes[comm_hook_type]))
-
-    def _claim_comm_hook(self) -> None:
-        if self._has_comm_hook:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once. Use "
-                "`commhooks.register`, whose handle can replace and remove hooks."
-            )
-        self._has_comm_hook = True
+        self.hook_slot.register_builtin(comm_hook_type)
 
     @property
     def comm_hook_name(self) -> str:
@@ -597,27 +492,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Bucket by bucket, on the thread that runs backward. An exception ends the backward.
         """
-        self.gradient_observers.append(observer)
-        self._observe()
+        self.gradient_observers.add(observer)
 
     def remove_gradient_observer(self, observer: GradientObserver) -> None:
         """Undo :meth:`add_gradient_observer`."""
         self.gradient_observers.remove(observer)
-        self._observe()
-
-    def _observe(self) -> None:
-        if not self.gradient_observers:
-            self.reducer.set_observer(None)
-            return
-        # Without the model: the garbage collector cannot see into the reducer.
-        observers, parameters = self.gradient_observers, list(self.parameter_names)
-
-        def observe(indices: Sequence[int]) -> None:
-            ready = [parameters[index] for index in indices]
-            for observer in observers:
-                observer(ready)
-
-        self.reducer.set_observer(observe)
 
     def _register_fused_optim(
         self,
@@ -633,26 +512,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def bucket_plan(self) -> str:
         """Which parameter is in which bucket, as a table for people."""
-        lines = []
-        for bucket in self.reducer.bucket_stats():
-            kind = ", sparse" if bucket["is_sparse"] else ""
-            lines.append(
-                f"bucket {bucket['index']}: {bucket['gradient_bytes']:,} bytes over "
-                f"{bucket['ranks']} ranks{kind}, {len(bucket['names'])} parameters"
-            )
-            lines += [f"    {name}" for name in bucket["names"]]
-        return "\n".join(lines)
+        return bucket_table(self.reducer)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return logging_data(self)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(
-                "DDP runtime logging sample rate should be equal or greater than 1, found "
-                f"{sample_rate}."
-            )
-        self.step_sampler.rate = sample_rate
+        self.step_sampler.set_rate(sample_rate)
 
     # ---------------------------------------------------------------------------- life cycle
 
@@ -680,9 +546,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return
         self.process_group = new_process_group
-        self.reducer.process_group = new_process_group
-        self.reducer.set_hook(self.default_hook())
-        self._has_comm_hook = False
+        self.hook_slot.move(new_process_group)
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_autograd_hooks()
@@ -708,44 +572,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "process group. That is, when you have called init_process_group and have not "
                 "passed process_group argument to DDP constructor."
             )
-        if self._casts is not None:
-            self._casts.restore()
-        state = dict(self.__dict__)
-        for name in ("process_group", "reducer", "gradient_observers", "step_sampler", "_casts"):
-            state.pop(name)
-        del state["parameter_names"]
-        return state
+        self._casts.restore()
+        return {name: it for name, it in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = choose_process_group(None, None)
-        self._casts = None
-        if self.mixed_precision is not None:
-            dtypes = MixedPrecision.of(self.mixed_precision)
-            self._casts = CastModule(self.module, dtypes, self.parameters_to_ignore)
-        self._assign_modules_buffers()
-        self._make_reducer()
-
-
-def _with_delayed(
-    group_key: Callable[[str, nn.Parameter], Hashable] | None,
-    delayed: Sequence[tuple[str, nn.Parameter]] | None,
-) -> Callable[[str, nn.Parameter], Hashable] | None:
-    if not delayed:
-        return group_key
-    names = {name for name, _ in delayed}
-
-    def key(name: str, parameter: nn.Parameter) -> Hashable:
-        if name in names:
-            return _DELAYED
-        return None if group_key is None else group_key(name, parameter)
-
-    return key
-
-
-def _prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """For data parallelism over one dimension of a larger mesh, as torch's wrapper does."""
-    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
+        self.module_buffers.collect()
+        self._set_up()

@@ -58,20 +58,39 @@ class Plans:
         """Whose buffers count."""
         return self.active[-1]
 
+    def gradient_scale(self, group: dist.ProcessGroup) -> float:
+        """Where ranks without inputs do not count, although the hook averages over all."""
+        return group.size() / len(self.active)
+
 
 class ShadowHook(JoinHook):
-    """What a rank without inputs does. See Note [Uneven inputs]."""
+    """What a rank without inputs does. See Note [Uneven inputs].
+
+    ``divide_by_initial_world_size``: count ranks without inputs in the average. Join hands all
+    options to all of its objects, so there may be others.
+    """
 
     def __init__(
-        self, model: DistributedDataParallel, *, divide_by_initial_world_size: bool
+        self,
+        model: DistributedDataParallel,
+        *,
+        divide_by_initial_world_size: bool = True,
+        **_of_others: Any,
     ) -> None:
         super().__init__()
         model.divide_by_initial_world_size = divide_by_initial_world_size
         self._model = model
 
     def main_hook(self) -> None:
-        """Once per forward of the others."""
-        self._model.shadow_step()
+        """Once per forward of the others: takes part in it, and in its backward."""
+        model = self._model
+        plans = Plans.exchange(model.process_group, model.device, is_active=False)
+        if plans.synchronises:
+            model.reducer.rebuild_buckets()
+        if plans.syncs_buffers:
+            model.sync_buffers(plans.root)
+        if plans.synchronises:
+            model.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """When all have run out: the model of the last is everybody's."""
@@ -80,11 +99,3 @@ class ShadowHook(JoinHook):
         candidate = torch.tensor([rank if is_last_joiner else -1], device=model.device)
         dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
         model.broadcast_state(int(candidate.item()))
-
-
-def join_hook_of(model: DistributedDataParallel, **options: Any) -> ShadowHook:
-    """``divide_by_initial_world_size``: count ranks without inputs in the average (default)."""
-    return ShadowHook(
-        model,
-        divide_by_initial_world_size=options.get("divide_by_initial_world_size", True),
-    )

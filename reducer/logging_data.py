@@ -1,4 +1,4 @@
-"""The dictionary that torch's DistributedDataParallel describes itself with, filled from ours."""
+"""What the wrapper tells of itself: torch's dictionary, filled from ours, and its buckets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
+
+from reducer._C import Reducer
 
 if TYPE_CHECKING:
     from reducer.distributed import DistributedDataParallel
@@ -33,23 +35,25 @@ class StepSampler:
     """Times of steps: of the first ten, then of every ``rate``-th. Nanoseconds, as in torch."""
 
     def __init__(self) -> None:
-        self.rate = 100
+        self.forward_seconds = 0.0
+        """Of the step that is being made."""
+        self._rate = 100
         self._last_step = 0
         self._sums: dict[str, float] = {}
         self._samples = 0
         self._last: dict[str, float] = {}
 
-    def sample(self, step: int, times: dict[str, float], forward_seconds: float) -> None:
+    def sample(self, step: int, times: dict[str, float]) -> None:
         """``times``: ``Reducer.last_times()`` after ``step`` steps. Sees each step once."""
         if step == self._last_step or not times["backward_start"]:
             return
         self._last_step = step
-        if step > _SAMPLED_FIRST and step % self.rate:
+        if step > _SAMPLED_FIRST and step % self._rate:
             return
         backward = times["backward_end"] - times["backward_start"]
         start, end = times["communication_start"], times["communication_end"]
         self._last = {
-            "forward_compute_time": forward_seconds,
+            "forward_compute_time": self.forward_seconds,
             "backward_compute_time": backward,
             "backward_comm_time": end - start if start else 0.0,
             "backward_compute_comm_overlap_time": max(0.0, times["backward_end"] - start)
@@ -59,6 +63,14 @@ class StepSampler:
         self._samples += 1
         for name, seconds in self._last.items():
             self._sums[name] = self._sums.get(name, 0.0) + seconds
+
+    def set_rate(self, rate: int) -> None:
+        """Raises ValueError below 1."""
+        if rate < 1:
+            raise ValueError(
+                f"DDP runtime logging sample rate should be equal or greater than 1, found {rate}."
+            )
+        self._rate = rate
 
     def data(self) -> dict[str, int]:
         """The last sample, and averages over all."""
@@ -105,3 +117,16 @@ def logging_data(model: DistributedDataParallel) -> dict[str, Any]:
     )
     data |= {key: os.environ.get(name, "N/A") for key, name in _ENVIRONMENT.items()}
     return data | model.step_sampler.data()
+
+
+def bucket_table(reducer: Reducer) -> str:
+    """Which parameter is in which bucket, for people."""
+    lines = []
+    for bucket in reducer.bucket_stats():
+        kind = ", sparse" if bucket["is_sparse"] else ""
+        lines.append(
+            f"bucket {bucket['index']}: {bucket['gradient_bytes']:,} bytes over "
+            f"{bucket['ranks']} ranks{kind}, {len(bucket['names'])} parameters"
+        )
+        lines += [f"    {name}" for name in bucket["names"]]
+    return "\n".join(lines)

@@ -17,7 +17,7 @@ backward is over because activation checkpointing runs parts of forward again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,11 +52,40 @@ class MixedPrecision:
         return self.reduce_dtype or self.param_dtype
 
 
+def casts_of(module: nn.Module, mixed_precision: Any, ignored: set[str]) -> CastModule | NoCasts:
+    """``mixed_precision``: as :class:`MixedPrecision`, or None for a module that runs as it is."""
+    if mixed_precision is None:
+        return NoCasts()
+    return CastModule(module, MixedPrecision.of(mixed_precision), ignored)
+
+
+class NoCasts:
+    """Runs the module as it is."""
+
+    wire_dtype: torch.dtype | None = None
+
+    def cast_inputs(self, inputs: Any) -> Any:
+        """As they are."""
+        return inputs
+
+    def casting(self) -> AbstractContextManager[Callable[[Any], None]]:
+        """For a forward."""
+        return nullcontext(_keep_nothing)
+
+    def restore(self) -> None:
+        """Nothing is to be restored."""
+
+
+def _keep_nothing(_outputs: Any) -> None:
+    pass
+
+
 class CastModule:
     """Puts casts of parameters in the place of parameters. See Note [Mixed precision]."""
 
     def __init__(self, module: nn.Module, dtypes: MixedPrecision, ignored: set[str]) -> None:
         self._dtypes = dtypes
+        self.wire_dtype = dtypes.wire_dtype
         self._places = [
             (owner, name)
             for prefix, owner in module.named_modules()

@@ -302,6 +302,22 @@ def test_update_process_group() -> None:
     run_ranks(update_group, 3)
 
 
+def update_group_under_a_hook(rank: int, world_size: int) -> None:
+    """Without the hook again, the average is that of the new group."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = DistributedDataParallel(make_net())
+    handle = commhooks.register(model, "bf16")
+    model._update_process_group(groups[rank // 2])
+    handle.remove()
+    (model(inputs_of(0)) * rank).sum().backward()
+    rows = len(inputs_of(0))
+    assert model.module[4].bias.grad.unique().item() == rows * (2.0 if rank == 2 else 0.5)
+
+
+def test_removing_a_hook_after_a_change_of_the_process_group() -> None:
+    run_ranks(update_group_under_a_hook, 3)
+
+
 def without_hooks(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(make_net())
     assert_averaged(model, world_size)

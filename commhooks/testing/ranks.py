@@ -92,3 +92,4 @@ def _leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.freeze()  # what has been imported on the way: torch's compiler alone makes collections slow

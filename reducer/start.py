@@ -1,0 +1,31 @@
+"""All ranks start from the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from reducer.buffers import broadcast
+from reducer.group_keys import GroupKeys, NamedParameters
+from reducer.verify import verify_parameters
+
+__all__: list[str] = []
+
+
+def start_alike(
+    named_parameters: NamedParameters,
+    buffers: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    keys: GroupKeys,
+) -> None:
+    """Verifies that ranks train the same parameters, and broadcasts everything from rank 0.
+
+    Parameters that are averaged over other ranks come from the first of those.
+    """
+    verify_parameters([(name, p) for name, p in named_parameters if p.requires_grad], group)
+    owners = [(p, keys.process_group(name, p)) for name, p in named_parameters]
+    broadcast(group, [*(p for p, own in owners if own is None), *buffers], 0)
+    for each in {id(own): own for own in keys.process_groups.values()}.values():
+        broadcast(each, [p for p, own in owners if own is each], 0)
