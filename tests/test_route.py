@@ -239,6 +239,40 @@ def test_parameters_that_hooks_do_not_get(run_ranks: Any) -> None:
     run_ranks(leave_out, 2)
 
 
+def skip(rank: int, size: int, names: list[str]) -> None:
+    """Buckets hold one parameter each. Each route's last one is marked, whatever is left out."""
+    hooks = [Recorder(tag="outer"), Recorder(tag="inner")]
+    inner = Route([("c*", hooks[1])], default=commhooks.create("allreduce"))
+    hook = Route([("a*", hooks[0])], default=inner)
+    parameters = {name: torch.zeros(3) for name in ("a0", "c0", "b0", "a1", "c1", "b1")}
+    trainer = Trainer(
+        hook,
+        parameters,
+        bucket_cap_mb=1e-6,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    used = {name: parameters[name] for name in names}
+    for step in range(3):
+        trainer.step(draw_gradients(used, rank, step))
+    for recorder, letter in zip(hooks, "ac", strict=True):
+        own = [name for name in names if name.startswith(letter)]
+        for step in range(3):
+            calls = [call for call in recorder.calls if call.step == step]
+            assert sorted(name for call in calls for name in call.names) == own
+            assert [call.index for call in calls] == list(range(len(own)))
+            assert [call.is_last for call in calls] == [False] * (len(own) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    "names", [["a0", "b0", "c0"], ["a1", "b0", "c1"], ["a0", "a1", "b0", "c0"]]
+)
+def test_the_last_bucket_is_marked_where_others_are_left_out(
+    run_ranks: Any, names: list[str]
+) -> None:
+    run_ranks(skip, 2, names)
+
+
 def feed_back(rank: int, size: int) -> None:
     """An error around it is that of each route."""
     rules: Any = [("m*", Recorder(threshold=1.0)), ("v*", commhooks.create("bf16"))]

@@ -20,6 +20,7 @@ def bucket_with(bucket: GradBucket, buffer: Tensor) -> GradBucket:
         index=bucket.index(),
         count=_count(bucket.index(), is_last=bucket.is_last()),
         step=bucket.step,
+        left_out=bucket.left_out,
     )
 
 
@@ -41,6 +42,7 @@ class Part:
             index=index,
             count=_count(index, is_last=is_last),
             step=self.whole.step,
+            left_out=self.whole.left_out,
         )
 
     def store(self, values: Tensor, flat: Tensor) -> None:

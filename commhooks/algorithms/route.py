@@ -41,8 +41,8 @@ class Route(CommHook):
     "module:function".
 
     Each hook gets buckets of its own parameters only, numbered from 0 in each step, the last one
-    marked as such. Under ``skip_all_reduce_unused_params`` only the hook of the last bucket of all
-    can be sure of that mark: at a bucket it is not known here whether later ones are left out.
+    marked as such. (On torch's own wrapper under ``skip_all_reduce_unused_params``, which does not
+    tell what it leaves out, only the hook of the last bucket of all can be sure of that mark.)
 
     Wire: that of each hook for its parameters. Memory: a copy of each bucket in which routes are
     mixed, while it is under way.
@@ -115,14 +115,14 @@ class Route(CommHook):
         """The parts of the bucket by hook, in the order of the rules, the same on all ranks."""
         if bucket.index() == 0:
             counts = [0] * len(self._hooks)
-            for i in self._routes.values():
-                counts[i] += 1
+            left_out = set(bucket.left_out)
+            for name, i in self._routes.items():
+                counts[i] += name not in left_out
             self._progress = [_Progress(count) for count in counts]
         for i, members in self._members(bucket):
             progress, part = self._progress[i], Part(bucket, members)
             index, is_last = progress.advance(len(members))
-            # In the last bucket of all, each part is the last of its route, even if others of the
-            # route were left out because no rank used their parameters.
+            # On torch's own wrapper others of the route may have been left out.
             is_last = is_last or bucket.is_last()
             yield self._hooks[i], part, part.bucket(index, is_last=is_last)
 

@@ -1,7 +1,7 @@
 #include "bindings/register_apis.h"
 #include "cpu/block_codec.h"
 
-#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
 

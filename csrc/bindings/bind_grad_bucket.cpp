@@ -12,7 +12,8 @@ std::shared_ptr<GradBucket> make_grad_bucket(
     std::vector<std::string> names,
     size_t index,
     size_t count,
-    int64_t step) {
+    int64_t step,
+    std::vector<std::string> left_out) {
   auto layout = make_bucket_layout(std::move(parameters), std::move(names));
   const int64_t expected = layout->offsets.empty()
       ? 0
@@ -22,7 +23,9 @@ std::shared_ptr<GradBucket> make_grad_bucket(
       "The buffer of a bucket is one-dimensional with one element per gradient element; expected ",
       expected, " elements for these parameters, found a tensor of shape ", buffer.sizes(), ".");
   TORCH_CHECK_VALUE(index < count, "bucket index ", index, " is not below the count ", count, ".");
-  return std::make_shared<GradBucket>(std::move(layout), std::move(buffer), index, count, step);
+  return std::make_shared<GradBucket>(
+      std::move(layout), std::move(buffer), index, count, step,
+      std::make_shared<const std::vector<std::string>>(std::move(left_out)));
 }
 
 py::list shapes(const GradBucket& bucket) {
@@ -46,6 +49,7 @@ A subclass of `torch.distributed.GradBucket`, so hooks written for torch accept 
       .def(
           py::init(&make_grad_bucket), py::arg("buffer"), py::arg("parameters"), py::arg("names"),
           py::kw_only(), py::arg("index") = 0, py::arg("count") = 1, py::arg("step") = 0,
+          py::arg("left_out") = std::vector<std::string>(),
           R"(
 `buffer`: (sum of numel of `parameters`,), the gradients one after the other, without padding.)")
       .def("index", &GradBucket::getIndex, "Position among the buckets of this step.")
@@ -75,7 +79,10 @@ One view of the buffer per parameter, in the parameter's shape and memory format
           "key", [](const GradBucket& self) { return self.layout().key; },
           "Digest of `names`: the same across processes and restarts.")
       .def_property_readonly(
-          "step", &GradBucket::step, "Number of synchronised backward passes before this one.");
+          "step", &GradBucket::step, "Number of synchronised backward passes before this one.")
+      .def_property_readonly(
+          "left_out", &GradBucket::left_out,
+          "Names of the parameters whose buckets are left out of this step, as no rank uses them.");
 }
 
 }  // namespace commhooks

@@ -2,7 +2,7 @@
 #include "cpu/selection.h"
 #include "cpu/sparse.h"
 
-#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace py = pybind11;
 

@@ -1,5 +1,7 @@
 #include "bindings/python_hook.h"
 
+#include "reducer/grad_bucket.h"
+
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -39,10 +41,20 @@ std::string name_of(const py::object& function) {
   return py::str(py::type::of(function).attr("__qualname__"));
 }
 
+// Whether Python takes objects back. A thread that asks for the GIL while the interpreter goes down is
+// ended on the spot, and in a destructor that ends the process.
+bool takes_back() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
 // From a destructor, which need not hold the GIL.
 void give_back(py::object& function) {
-  if (!Py_IsInitialized()) {
-    function.release();  // nothing is left to give it back to
+  if (!takes_back()) {
+    function.release();
     return;
   }
   py::gil_scoped_acquire gil;
@@ -56,6 +68,10 @@ class PythonResult final : public PendingResult {
       : wrapper_(std::move(wrapper)), call_(std::move(call)) {}
 
   ~PythonResult() override {
+    if (!takes_back()) {
+      new std::shared_ptr<torch::jit::PythonFutureWrapper>(std::move(wrapper_));  // never freed
+      return;
+    }
     py::gil_scoped_acquire gil;
     wrapper_.reset();
   }
@@ -106,7 +122,7 @@ std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
   py::gil_scoped_acquire gil;
   try {
     auto bucket = std::make_shared<GradBucket>(
-        call.layout, call.buffer, call.index, call.bucket_count, call.step);
+        call.layout, call.buffer, call.index, call.bucket_count, call.step, call.left_out);
     const py::object answer = function_(std::move(bucket));
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
       throw py::type_error(
@@ -128,6 +144,9 @@ std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
 }
 
 void PythonHook::abandon() {
+  if (!takes_back()) {
+    return;
+  }
   py::gil_scoped_acquire gil;
   if (py::hasattr(function_, "abandon")) {
     try {

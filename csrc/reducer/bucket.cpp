@@ -206,6 +206,9 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   if (is_sparse) {
     return pack_sparse(format);
   }
+  if (store_->is_nowhere()) {
+    return zeros(format);  // the bucket's own memory may be that of gradients
+  }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {
       gather(format, i);
@@ -215,10 +218,7 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   return packed(format);
 }
 
-at::Tensor Bucket::pack_zeros(const PackFormat& format) const {
-  if (is_sparse) {
-    return no_rows(parameters_.front());
-  }
+at::Tensor Bucket::zeros(const PackFormat& format) const {
   return at::zeros(
       {numel_}, at::TensorOptions().dtype(format.dtype.value_or(dtype())).device(device()));
 }

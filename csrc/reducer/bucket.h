@@ -47,12 +47,9 @@ class Bucket {
   void enter_stream();
 
   // Gathers the gradients into one tensor in `format` and returns it. Parameters without a gradient
-  // count as zeros. With `grads_are_views`, `.grad` of each parameter that has one becomes a view of
+  // count as zeros; where the store is nowhere, the tensor is a new one. With `grads_are_views`, `.grad` of each parameter that has one becomes a view of
   // `flat()`, whose contents are undefined until `unpack`, unless the returned tensor is `flat()`.
   at::Tensor pack(const PackFormat& format);
-
-  // What `pack` would return if all gradients were zero; leaves the gradients alone.
-  at::Tensor pack_zeros(const PackFormat& format) const;
 
   // Forgets what was packed early, and reads gradients from `store` from now on.
   void begin_step(std::shared_ptr<const GradientStore> store);
@@ -116,6 +113,7 @@ class Bucket {
   void gather(const PackFormat& format, size_t position);
   void flush(const PackFormat& format);
   at::Tensor pack_sparse(const PackFormat& format) const;
+  at::Tensor zeros(const PackFormat& format) const;
   at::Tensor no_rows(const at::Tensor& parameter) const;
   at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();

@@ -20,6 +20,17 @@ class LocalGradients final : public GradientStore {
   }
 };
 
+class NoGradients final : public GradientStore {
+ public:
+  at::Tensor get(const at::Tensor& /*parameter*/) const override {
+    return {};
+  }
+  void set(const at::Tensor& /*parameter*/, at::Tensor /*gradient*/) const override {}
+  bool is_nowhere() const override {
+    return true;
+  }
+};
+
 #ifdef COMMHOOKS_HAS_RPC
 namespace dist_autograd = torch::distributed::autograd;
 
@@ -71,6 +82,11 @@ std::shared_ptr<const GradientStore> current_gradients() {
 
 const std::shared_ptr<const GradientStore>& local_gradients() {
   static const std::shared_ptr<const GradientStore> store = std::make_shared<LocalGradients>();
+  return store;
+}
+
+const std::shared_ptr<const GradientStore>& no_gradients() {
+  static const std::shared_ptr<const GradientStore> store = std::make_shared<NoGradients>();
   return store;
 }
 

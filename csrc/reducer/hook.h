@@ -1,7 +1,7 @@
 // What the reducer asks of a communication hook.
 #pragma once
 
-#include "reducer/grad_bucket.h"
+#include "reducer/layout.h"
 
 #include <ATen/core/ivalue.h>
 
@@ -26,6 +26,7 @@ struct BucketCall {
   size_t index;
   size_t bucket_count;
   int64_t step;
+  Names left_out;  // parameters of buckets that no hook gets in this step; null: there are none
 };
 
 // A hook's answer that is on its way.

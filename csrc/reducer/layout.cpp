@@ -3,8 +3,27 @@
 #include <ATen/ops/as_strided.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <utility>
 
 namespace commhooks {
+namespace {
+
+// FNV-1a, 64 bit: short, and the same on every platform.
+std::string digest(const std::vector<std::string>& names) {
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const auto& name : names) {
+    for (size_t i = 0; i <= name.size();
+         ++i) {  // includes the final NUL, so that {ab, c} != {a, bc}
+      hash = (hash ^ static_cast<unsigned char>(name.c_str()[i])) * 0x100000001b3ULL;
+    }
+  }
+  char text[17];
+  std::snprintf(text, sizeof(text), "%016llx", static_cast<unsigned long long>(hash));
+  return text;
+}
+
+}  // namespace
 
 std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) {
@@ -17,6 +36,25 @@ std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
     stride *= std::max<int64_t>(parameter.size(dim), 1);
   }
   return strides;
+}
+
+std::shared_ptr<const BucketLayout> make_bucket_layout(
+    std::vector<at::Tensor> parameters, std::vector<std::string> names) {
+  TORCH_CHECK_VALUE(
+      parameters.size() == names.size(), "A bucket needs one name per parameter; got ",
+      parameters.size(), " parameters and ", names.size(), " names.");
+  auto layout = std::make_shared<BucketLayout>();
+  size_t offset = 0;
+  for (const auto& parameter : parameters) {
+    layout->offsets.push_back(offset);
+    layout->lengths.push_back(static_cast<size_t>(parameter.numel()));
+    layout->strides.push_back(gradient_strides(parameter));
+    offset += layout->lengths.back();
+  }
+  layout->key = digest(names);
+  layout->parameters = std::move(parameters);
+  layout->names = std::move(names);
+  return layout;
 }
 
 at::Tensor gradient_view(const at::Tensor& flat, const at::Tensor& parameter, int64_t offset) {

@@ -1,8 +1,10 @@
-// Where a gradient lies inside a flat bucket.
+// Where gradients lie inside a flat bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+#include <string>
 #include <vector>
 
 namespace commhooks {
@@ -20,5 +22,20 @@ namespace commhooks {
 // These functions are the only place that decides the layout; the reducer and GradBucket both use them.
 std::vector<int64_t> gradient_strides(const at::Tensor& parameter);
 at::Tensor gradient_view(const at::Tensor& flat, const at::Tensor& parameter, int64_t offset);
+
+// The part of a bucket that stays the same from step to step; shared by the GradBuckets of all steps.
+struct BucketLayout {
+  std::vector<at::Tensor> parameters;
+  std::vector<std::string> names;
+  std::vector<size_t> offsets;                // in elements, into the flat buffer
+  std::vector<size_t> lengths;                // in elements
+  std::vector<std::vector<int64_t>> strides;  // of the gradients. See Note [Bucket views]
+  std::string key;  // digest of the names: stable across processes and restarts
+};
+
+using Names = std::shared_ptr<const std::vector<std::string>>;
+
+std::shared_ptr<const BucketLayout> make_bucket_layout(
+    std::vector<at::Tensor> parameters, std::vector<std::string> names);
 
 }  // namespace commhooks

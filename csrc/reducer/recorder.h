@@ -1,7 +1,7 @@
 // What the reducer did when, while somebody wants to know.
 #pragma once
 
-#include "reducer/grad_bucket.h"
+#include "reducer/layout.h"
 
 #include <atomic>
 #include <chrono>

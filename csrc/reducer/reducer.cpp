@@ -1,7 +1,5 @@
-// Construction, settings, buckets and errors; the course of a step is in reducer_step.cpp.
+// Construction, settings, buckets and observation; the course of a step is in reducer_step.cpp.
 #include "reducer/reducer.h"
-
-#include "reducer/native_hooks.h"
 
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -9,7 +7,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
 
 namespace commhooks {
 namespace {
@@ -39,7 +36,10 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
       process_group_(std::move(process_group)),
-      usage_(parameters_.size()) {
+      lanes_(process_group_, options_.key_groups),
+      graph_(parameters_.size()),
+      unused_(parameters_.size()),
+      arrivals_(parameters_.size()) {
   const size_t count = parameters_.size();
   TORCH_CHECK_VALUE(count > 0, "A reducer needs at least one parameter that requires a gradient.");
   TORCH_CHECK_VALUE(
@@ -50,7 +50,6 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
       options_.sparse.size(), " flags.");
   next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
   aside_ = side_stream(parameters_.front().device());
-  make_lanes();
   // Gradients arrive in about the reverse of the order in which parameters were registered.
   std::vector<size_t> order(count);
   std::iota(order.rbegin(), order.rend(), 0);
@@ -90,38 +89,6 @@ Reducer::~Reducer() {
   detach();
   // Buckets that are still with the hook keep their memory alive themselves; waiting for them here
   // could block whoever drops the last reference.
-}
-
-// Note [Lanes]: the users' hook, then the sparse average, then one pair for each group of its own.
-void Reducer::make_lanes() {
-  std::shared_ptr<Hook> users = lanes_.empty() ? nullptr : lanes_.front().hook;
-  groups_ = {process_group_};
-  for (const auto& [key, group] : options_.key_groups) {
-    if (std::find(groups_.begin(), groups_.end(), group) == groups_.end()) {
-      groups_.push_back(group);
-    }
-  }
-  lanes_.clear();
-  for (const auto& group : groups_) {
-    lanes_.push_back({std::make_shared<AverageHook>(group, std::nullopt), group});
-    lanes_.push_back({std::make_shared<SparseAverageHook>(group), group});
-  }
-  if (users) {
-    lanes_.front().hook = std::move(users);
-  }
-}
-
-// Index into `groups_` of the ranks that the parameter is averaged over.
-size_t Reducer::group_of(size_t index) const {
-  const auto own = options_.key_groups.find(options_.keys[index]);
-  if (own == options_.key_groups.end()) {
-    return 0;
-  }
-  return std::find(groups_.begin(), groups_.end(), own->second) - groups_.begin();
-}
-
-size_t Reducer::lane_of(size_t index) const {
-  return 2 * group_of(index) + (options_.sparse[index] ? 1 : 0);
 }
 
 // --------------------------------------------------------------------------------------- buckets
@@ -164,8 +131,9 @@ void Reducer::set_buckets(const std::vector<size_t>& order, bool back_to_front) 
     auto bucket = std::make_unique<Bucket>(
         std::move(parameters), std::move(names), plan[b], options_.gradient_as_bucket_view);
     bucket->index = b;
-    bucket->lane = lane_of(plan[b].front());
-    bucket->is_sparse = options_.sparse[plan[b].front()];
+    const size_t first = plan[b].front();
+    bucket->is_sparse = options_.sparse[first];
+    bucket->lane = lanes_.index_of(options_.keys[first], bucket->is_sparse);
     buckets_.push_back(std::move(bucket));
   }
 }
@@ -179,10 +147,10 @@ bool Reducer::rebuild_buckets() {
         state_.phase() != Phase::Idle) {
       return false;
     }
-    order.assign(arrival_order_.begin(), arrival_order_.end());
+    order.assign(arrivals_.order().begin(), arrivals_.order().end());
     if (dynamic_graph_locked()) {
       next_rebuild_ *= 2;
-      if (arrival_order_ != last_arrival_order_) {
+      if (!arrivals_.came_as_before()) {
         order.assign(parameters_.size(), kUnstable);
       }
     }
@@ -214,14 +182,14 @@ bool Reducer::has_rebuilt() const {
 void Reducer::set_hook(std::shared_ptr<Hook> hook) {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
-      state_.phase() == Phase::Idle || arrival_order_.empty(), rank_prefix(),
+      state_.phase() == Phase::Idle || !any_gradient_locked(), rank_prefix(),
       "The hook can only be changed between two steps, and a backward is under way.");
-  lanes_.front().hook = std::move(hook);
+  lanes_.of_users().hook = std::move(hook);
 }
 
 std::string Reducer::hook_name() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return lanes_.front().hook->name();
+  return lanes_.of_users().hook->name();
 }
 
 void Reducer::set_keys(std::vector<int64_t> keys) {
@@ -254,10 +222,9 @@ void Reducer::set_process_group(GroupPtr process_group) {
   completed_ = 0;
   next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
   rebuilt_ = false;
-  expected_hits_.clear();
-  globally_unused_.clear();
-  lanes_.clear();
-  make_lanes();
+  graph_.forget();
+  unused_.forget_all();
+  lanes_ = Lanes(process_group_, options_.key_groups);
   set_buckets(order_, back_to_front_);
 }
 
@@ -316,25 +283,6 @@ void Reducer::set_steps(int64_t steps) {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_VALUE(steps >= 0, "The number of steps cannot be negative, found ", steps, ".");
   first_step_ = steps - completed_;
-}
-
-// ---------------------------------------------------------------------------------------- errors
-
-std::string Reducer::describe(const std::vector<size_t>& indices) const {
-  constexpr size_t kMost = 20;
-  std::ostringstream text;
-  for (size_t i = 0; i < std::min(indices.size(), kMost); ++i) {
-    text << (i == 0 ? "" : ", ") << '"' << options_.names[indices[i]] << "\" (index " << indices[i]
-         << ")";
-  }
-  if (indices.size() > kMost) {
-    text << " and " << indices.size() - kMost << " more";
-  }
-  return text.str();
-}
-
-std::string Reducer::rank_prefix() const {
-  return c10::str("[Rank ", process_group_->getRank(), "] ");
 }
 
 }  // namespace commhooks

@@ -1,16 +1,17 @@
 // Averages gradients over ranks while backward is still computing others.
 #pragma once
 
+#include "reducer/arrivals.h"
 #include "reducer/bucket.h"
 #include "reducer/bucket_plan.h"
-#include "reducer/hook.h"
+#include "reducer/lanes.h"
 #include "reducer/recorder.h"
+#include "reducer/static_graph.h"
 #include "reducer/step_state.h"
-#include "reducer/usage.h"
+#include "reducer/unused_parameters.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <functional>
 #include <map>
@@ -25,7 +26,6 @@ namespace commhooks {
 
 // A shared or an intrusive pointer, depending on torch's version.
 using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>()));
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 struct ReducerOptions {
   std::vector<std::string> names;          // one per parameter
@@ -65,13 +65,6 @@ struct StepTimes {
 //   4. `on_backward_end` (an autograd callback, queued by the first gradient of each backward): once
 //      all buckets are with the hook, Collecting -> Draining; wait for each in order, write it back;
 //      Draining -> Idle.
-//
-// Note [Lanes]
-// ~~~~~~~~~~~~
-// Not all buckets go to the hook that users choose. A lane is a hook and the ranks it averages over:
-// lane 0 is the users'; sparse gradients have one of their own, and so has each key with a process
-// group of its own. A hook sees the buckets of its lane only, numbered from 0. The order of launches is
-// that of the buckets, over all lanes.
 //
 // Locks: `mutex_` guards the bookkeeping and is held for instants only, never while a hook runs, while
 // memory is copied, or while anything is waited for. `launch_mutex_` keeps launches in order when
@@ -176,59 +169,62 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     size_t bucket;
     size_t position;
   };
-  struct Lane {
-    std::shared_ptr<Hook> hook;
-    GroupPtr process_group;
-  };
   class BackwardGuard;
 
   void attach();
   void detach();
-  void make_lanes();
   void set_buckets(const std::vector<size_t>& order, bool back_to_front);
-  size_t lane_of(size_t index) const;
-  size_t group_of(size_t index) const;
-  void begin_step_locked(std::vector<size_t> unreachable);
-  void skip_unused_locked();
 
-  void on_gradient(size_t index);
+  // --- collecting: reducer_step.cpp ---
+
+  void begin_step_locked(
+      std::vector<size_t> unreachable, std::shared_ptr<const GradientStore> store);
+  void skip_unused_locked(const std::vector<size_t>& unreachable);
   void on_backward_start();
+  void on_gradient(size_t index);
   void queue_backward_end_locked();
-  void on_backward_end();
-  void mark_unused_locked();
+  void mark_absent_locked();
   void arrive_locked(size_t index);
   void end_discovery_locked();
+  void on_backward_end();
+  void end_step_locked();
+
+  // --- buckets on their way to the hooks and back: reducer_exchange.cpp ---
 
   void launch_ready_buckets();
   void launch(size_t bucket_index);
-  at::Tensor pack(Bucket& bucket, const PackFormat& format);
-  void keep_gradients(const Bucket& bucket);
+  at::Tensor pack(Bucket& bucket);
   void finish_ready_buckets();
   void finish(Bucket& bucket);
+  at::Tensor await(Bucket& bucket);
+  void write_back(Bucket& bucket, const at::Tensor& average);
+  void unpack(Bucket& bucket, const at::Tensor& average, const std::vector<size_t>& positions);
   void drain();
   void drain_buckets();
-  void write_back(Bucket& bucket, const at::Tensor& result);
   void finish_unused();
-
-  bool dynamic_graph_locked() const {
-    return options_.find_unused_parameters && !options_.static_graph;
-  }
-  // The first backward under `static_graph` only watches, and reduces everything at its end.
-  bool discovering_locked() const {
-    return options_.static_graph && expected_hits_.empty();
-  }
-  bool tracks_use_locked() const {
-    return dynamic_graph_locked() || discovering_locked();
-  }
-  // Whether the parameter's gradient may have to stay as it is.
-  bool may_be_unused(size_t index) const {
-    return tracks_use_ ? !usage_.here(index) : !globally_unused_.empty() && globally_unused_[index];
-  }
   PackFormat format_of(const Bucket& bucket) const;
+
+  // --- errors ---
+
   void check_complete(const char* advice);
   void check_frozen() const;
   std::string describe(const std::vector<size_t>& indices) const;
   std::string rank_prefix() const;
+
+  bool dynamic_graph_locked() const {
+    return options_.find_unused_parameters && !options_.static_graph;
+  }
+  // See Note [Static graph].
+  bool discovering_locked() const {
+    return options_.static_graph && !graph_.is_known();
+  }
+  // In this step.
+  bool any_gradient_locked() const {
+    return arrivals_.any() || graph_.has_watched();
+  }
+  bool tracks_use_locked() const {
+    return dynamic_graph_locked() || discovering_locked();
+  }
 
   const std::vector<at::Tensor> parameters_;
   ReducerOptions options_;
@@ -240,8 +236,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   mutable std::mutex mutex_;
   std::mutex launch_mutex_;
 
-  std::vector<Lane> lanes_;       // see Note [Lanes]
-  std::vector<GroupPtr> groups_;  // all that lanes average over, each once
+  Lanes lanes_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
   std::vector<Location> locations_;  // of each parameter
   std::vector<size_t> order_;        // of parameters, from which the buckets were cut
@@ -254,35 +249,23 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool manual_finalization_ = false;
   Recorder recorder_;
 
+  StaticGraph graph_;  // what is known of it, under `static_graph`
+  UnusedParameters unused_;
+  Arrivals arrivals_;
+
   // --- of the current step ---
   StepState state_;
-  bool shadows_ = false;  // takes part with zeros
   double scale_ = 1.0;
+  // Where gradients live; see `shadow_backward` and gradient.h.
   std::shared_ptr<const GradientStore> store_ = local_gradients();
-  std::vector<char> arrived_;  // per parameter
-  std::vector<size_t> arrival_order_;
-  std::vector<size_t> last_arrival_order_;
-  std::vector<size_t> unreachable_;  // parameters outside the graph of this forward
-  bool unused_marked_ = false;
-  bool tracks_use_ = false;  // whether ranks tell each other what they used
-  bool end_queued_ = false;  // `on_backward_end` is queued in the running backward
+  Names left_out_;              // parameters of buckets that are skipped
+  std::vector<size_t> absent_;  // parameters that will get no gradient, until they count as arrived
+  bool end_queued_ = false;     // `on_backward_end` is queued in the running backward
   size_t next_launch_ = 0;
   size_t next_finish_ = 0;
-  std::vector<size_t> lane_counts_;                         // buckets of each lane in this step
-  std::vector<size_t> lane_indices_;                        // and of those, launched
-  std::vector<std::pair<size_t, at::Tensor>> kept_grads_;   // of unused parameters, in view mode
-  std::vector<std::pair<Bucket*, at::Tensor>> unfinished_;  // results that wait for `usage_`
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited_;
   StepTimes times_;
   StepTimes last_times_;
-
-  // What this rank used since the last exchange. See Note [Unused parameters].
-  Usage usage_;
-
-  // Static graph: how many gradients each parameter gets in one backward, and is still to get.
-  std::vector<int> expected_hits_;
-  std::vector<int> remaining_hits_;
-  std::vector<char> globally_unused_;
 };
 
 }  // namespace commhooks

@@ -47,11 +47,11 @@ bool Usage::all_here() const {
 
 void Usage::start_exchange(
     const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
-    const std::vector<int>& hits,
+    const std::vector<int>& gradients,
     c10::Device device) {
   std::vector<int> numbers(used_.begin(), used_.end());
-  for (size_t index = 0; index < hits.size(); ++index) {
-    numbers[index] += 2 * hits[index];
+  for (size_t index = 0; index < gradients.size(); ++index) {
+    numbers[index] += 2 * gradients[index];
   }
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
@@ -64,18 +64,18 @@ void Usage::start_exchange(
   }
 }
 
-std::vector<Usage::Everywhere> Usage::finish_exchange() {
+Usage::Everywhere Usage::finish_exchange(const std::vector<size_t>& group_of) {
   for (const auto& work : works_) {
     work->wait();
   }
-  std::vector<Everywhere> everywhere;
-  for (const at::Tensor& numbers : to_host(maps_)) {
-    const int* begin = numbers.const_data_ptr<int>();
-    everywhere.push_back({std::vector<int>(begin, begin + numbers.numel())});
+  const std::vector<at::Tensor> maps = to_host(maps_);
+  std::vector<int> numbers(group_of.size());
+  for (size_t index = 0; index < numbers.size(); ++index) {
+    numbers[index] = maps[group_of[index]].const_data_ptr<int>()[index];
   }
   works_.clear();
   maps_.clear();
-  return everywhere;
+  return Everywhere(std::move(numbers));
 }
 
 void Usage::clear() {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <utility>
 #include <vector>
 
 namespace commhooks {
@@ -27,25 +28,34 @@ class Usage {
   }
   bool all_here() const;
 
-  // Sends what this rank used to the ranks of each group. `hits`: gradients in this backward, or empty.
+  // Sends what this rank used to the ranks of each group. `gradients`: in one backward, or empty.
   void start_exchange(
       const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
-      const std::vector<int>& hits,
+      const std::vector<int>& gradients,
       c10::Device device);
 
-  // What came of it, by group. Waits for the other ranks, and for the device; everything before this
-  // is only enqueued on the current stream.
-  struct Everywhere {
-    std::vector<int> numbers;
+  // Per parameter: what came of it among the ranks that it is averaged over.
+  class Everywhere {
+   public:
+    explicit Everywhere(std::vector<int> numbers) : numbers_(std::move(numbers)) {}
 
+    size_t size() const {
+      return numbers_.size();
+    }
     bool used(size_t index) const {
-      return numbers[index] > 0;
+      return numbers_[index] > 0;
     }
-    int hits(size_t index) const {
-      return numbers[index] / 2;
+    // In one backward.
+    int gradients(size_t index) const {
+      return numbers_[index] / 2;
     }
+
+   private:
+    std::vector<int> numbers_;
   };
-  std::vector<Everywhere> finish_exchange();
+  // `group_of`: of each parameter, among the groups of `start_exchange`. Waits for the other ranks, and
+  // for the device; everything before this is only enqueued on the current stream.
+  Everywhere finish_exchange(const std::vector<size_t>& group_of);
 
   // Forgets what was used, and an exchange that is under way.
   void clear();
