@@ -68,13 +68,47 @@ def test_every_case_is_refused_at_registration(run_ranks: Any) -> None:
     run_ranks(refuse, 3)
 
 
+def refuse_ranks(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8), nn.Linear(8, 64))
+    )
+    for hook, message in {
+        "powersgd": r"rank of at most 13, found 14.*64 x 48|rank of at most 13, found 14.*48 x 64",
+        "batched_powersgd": r"rank of at most 15, found 16.*all parameters in one bucket",
+    }.items():
+        too_high = 14 if hook == "powersgd" else 16
+        with pytest.raises(commhooks.CommHookError, match=message):
+            commhooks.register(model, hook, rank=too_high)
+        commhooks.register(model, hook, rank=too_high - 1).remove()
+    with pytest.raises(commhooks.CommHookError, match="rank of at most 48, found 49"):
+        commhooks.register(model, "powersgd", rank=49, min_compression_rate=0.0)
+
+
+def test_a_rank_above_the_size_of_every_matrix_is_refused(run_ranks: Any) -> None:
+    run_ranks(refuse_ranks, 2)
+
+
 def train_small(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 64)))
+    commhooks.register(model, "powersgd", rank=3, min_compression_rate=0.0, start_step=0)
+    model(torch.full((1, 2), float(rank + 1))).sum().backward()
+    first = model.module[0]
+    expected = 1.5 * model.module[1].weight.sum(0)[:, None].expand(3, 2)
+    torch.testing.assert_close(first.weight.grad, expected)
+
+
+def test_a_rank_above_the_size_of_one_matrix_is_cut_to_it(run_ranks: Any) -> None:
+    """Not refused: one rank is for matrices of all sizes, and small ones are then exact."""
+    run_ranks(train_small, 2)
+
+
+def train_tiny(rank: int, size: int) -> None:
     model = commhooks.DistributedDataParallel(nn.Linear(2, 3))
-    commhooks.register(model, "powersgd", rank=64, min_compression_rate=0.0, start_step=0)
+    commhooks.register(model, "powersgd", start_step=0)
     model(torch.full((1, 2), float(rank))).sum().backward()
     torch.testing.assert_close(model.module.weight.grad, torch.full((3, 2), 0.5))
 
 
-def test_a_rank_above_the_size_of_a_matrix_is_cut_to_it(run_ranks: Any) -> None:
-    """Not refused: one rank is for matrices of all sizes, and small ones are then exact."""
-    run_ranks(train_small, 2)
+def test_a_model_that_no_rank_compresses_is_averaged_exactly(run_ranks: Any) -> None:
+    """There the rank is not at fault."""
+    run_ranks(train_tiny, 2)

@@ -11,7 +11,8 @@ from typing import Annotated
 from annotated_types import Ge
 from torch import Tensor
 
-from commhooks.algorithms.matrix_plan import MatrixPlan
+from commhooks.algorithms.bucket_parameters import real_view
+from commhooks.algorithms.matrix_plan import MatrixPlan, square_shape
 from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.registry import register_hook
 from reducer import GradBucket
@@ -28,8 +29,7 @@ class BatchedPowerSGD(PowerSGD):
     parameters' own matrices, hence the higher rank; prefer ``powersgd`` where accuracy counts. It
     compresses vectors as well and sends about 2·r·√N of N elements.
 
-    At the default rank a network for digits ended at 5 % more validation loss than with exact
-    averages, at rank 4 at 35 % more; a GPT at 31 % more, see docs/hooks/powersgd.md.
+    How much is lost at which rank is in docs/hooks/powersgd.md.
 
     The factors belong to the bucket's composition: when buckets are cut anew they begin anew, while
     errors stay with their parameters.
@@ -37,6 +37,11 @@ class BatchedPowerSGD(PowerSGD):
 
     rank: Annotated[int, Ge(1)] = 16
     """r. Higher: closer to the average, more bytes."""
+
+    def _matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """The largest that any bucket can become."""
+        numel = sum(real_view(parameter).numel() for parameter in parameters.values())
+        return {"all parameters in one bucket": square_shape(numel)}
 
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
         return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.lengths, self._rule())

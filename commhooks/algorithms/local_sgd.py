@@ -58,8 +58,7 @@ class LocalSGD(WithoutConsensus):
     Between two averages every rank has another model, so save and load each rank's own. DiLoCo:
     ``period=500, outer="nesterov"``, with AdamW as the optimizer.
 
-    The default period is a trade: a GPT ended at 7 % more validation loss after 350 steps, see
-    docs/hooks/local_sgd.md.
+    The default period is a trade of accuracy for bytes, see docs/hooks/local_sgd.md.
 
     Wire: before ``start_step`` one all-reduce of the gradients per step, then nothing, except one
     all-reduce of the parameters per period, in float32 (float64 for float64 parameters), of each

@@ -10,7 +10,15 @@ from enum import Enum
 
 from torch import Tensor
 
-__all__ = ["CompressionRule", "MatrixBatch", "MatrixPlan", "Piece", "Side"]
+__all__ = [
+    "CompressionRule",
+    "MatrixBatch",
+    "MatrixPlan",
+    "Piece",
+    "Side",
+    "matrix_shape",
+    "square_shape",
+]
 
 
 class Side(Enum):
@@ -42,9 +50,14 @@ class CompressionRule:
         return min(self.rank, rows, columns)
 
     def accepts(self, rows: int, columns: int) -> bool:
+        return 0 < self.rank_of(rows, columns) <= self.highest_rank(rows, columns)
+
+    def highest_rank(self, rows: int, columns: int) -> int:
+        """The highest that is worth it, at most min(n, m); 0 if none is."""
         half_steps = self.iterations * (2 if self.two_sided else 1)
-        sent = self.rank_of(rows, columns) * (rows + columns) * half_steps / 2
-        return sent > 0 and rows * columns >= self.min_rate * sent
+        least = self.min_rate * (rows + columns) * half_steps / 2  # elements, to be worth rank 1
+        worth = int(rows * columns // least) if least else math.inf
+        return int(min(rows, columns, worth))
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,7 @@ class MatrixPlan:
         exact: list[tuple[int, int]] = []
         offset = 0
         for name, gradient in zip(names, gradients, strict=True):
-            shape = _matrix_shape(gradient)
+            shape = matrix_shape(gradient)
             if shape is not None and rule.accepts(*shape):
                 _append_to_run(runs.setdefault(shape, []), name, offset)
             else:
@@ -144,12 +157,11 @@ class MatrixPlan:
     ) -> "MatrixPlan":
         """The whole bucket as one matrix, as square as can be; the rest exact.
 
-        With m = ⌊√N⌋ and n = ⌊N/m⌋ fewer than m of the N elements are left over. Sending these as
-        they are costs no more than the row of zeros that would make room for them, and no copy.
+        Fewer than m of the N elements are left over. Sending these as they are costs no more than
+        the row of zeros that would make room for them, and no copy.
         """
         numel = sum(lengths)
-        columns = math.isqrt(numel)
-        rows = numel // columns if columns else 0
+        rows, columns = square_shape(numel)
         if not rule.accepts(rows, columns):
             return cls((), _merge([(0, numel)]))
         pieces: list[Piece] = []
@@ -161,7 +173,7 @@ class MatrixPlan:
         return cls((batch,), _merge([(rows * columns, numel)]))
 
 
-def _matrix_shape(gradient: Tensor) -> tuple[int, int] | None:
+def matrix_shape(gradient: Tensor) -> tuple[int, int] | None:
     """(n, m) of the matrix that a gradient's memory is; None where there is none.
 
     n is the dimension with the largest stride: the memory of a dense tensor is then n rows of
@@ -175,6 +187,12 @@ def _matrix_shape(gradient: Tensor) -> tuple[int, int] | None:
         return None
     rows = max(dims)[1]
     return rows, gradient.numel() // rows
+
+
+def square_shape(numel: int) -> tuple[int, int]:
+    """(n, m) of the matrix that is made of a bucket of N elements: m = ⌊√N⌋, n = ⌊N/m⌋."""
+    columns = math.isqrt(numel)
+    return numel // columns if columns else 0, columns
 
 
 def _append_to_run(runs: list[list[tuple[str, int]]], name: str, offset: int) -> None:

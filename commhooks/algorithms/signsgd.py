@@ -33,8 +33,8 @@ class SignSGD(Quantised):
     have random signs, and so have numbers on which the vote is a tie.
 
     Its steps are shorter than the gradients, so errors are sent late, which momentum and large
-    learning rates do not forgive: a network for digits, trained with momentum, ended at 56 % more
-    validation loss, see docs/hooks/quantised.md. Prefer ``onebit``, or lower the learning rate.
+    learning rates do not forgive, see docs/hooks/quantised.md. Prefer ``onebit``, or lower the
+    learning rate.
     """
 
     error_feedback: bool = True
