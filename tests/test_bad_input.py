@@ -14,6 +14,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown format": ("fp8", {"format": "e3m4"}, "'format'.*e4m3.*e3m4"),
     "density that keeps nothing": ("topk", {"density": 0.0}, "'density'.*> 0.*found 0"),
     "density of randomk": ("randomk", {"density": 0.0}, "'density'.*> 0.*found 0"),
+    "infinite outer learning rate": ("local_sgd", {"outer_lr": float("inf")}, "'outer_lr'.*< inf"),
+    "infinite rate": ("powersgd", {"min_compression_rate": float("inf")}, "_rate'.*< inf"),
     "threshold that keeps nothing": ("threshold", {"value": float("inf")}, "'value'.*< inf"),
     "topology that cannot be built": (
         "gossip",
@@ -103,12 +105,14 @@ def test_a_rank_above_the_size_of_one_matrix_is_cut_to_it(run_ranks: Any) -> Non
 
 
 def train_tiny(rank: int, size: int) -> None:
-    model = commhooks.DistributedDataParallel(nn.Linear(2, 3))
-    commhooks.register(model, "powersgd", start_step=0)
-    model(torch.full((1, 2), float(rank))).sum().backward()
-    torch.testing.assert_close(model.module.weight.grad, torch.full((3, 2), 0.5))
+    cases: list[tuple[int, dict[str, Any]]] = [(2, {"rank": 9}), (8, {})]
+    for width, options in cases:
+        model = commhooks.DistributedDataParallel(nn.Linear(width, 3))
+        commhooks.register(model, "powersgd", start_step=0, **options)
+        model(torch.full((1, width), float(rank))).sum().backward()
+        torch.testing.assert_close(model.module.weight.grad, torch.full((3, width), 0.5))
 
 
 def test_a_model_that_no_rank_compresses_is_averaged_exactly(run_ranks: Any) -> None:
-    """There the rank is not at fault."""
+    """There the rank is not at fault, nor is the default one for models that are small."""
     run_ranks(train_tiny, 2)

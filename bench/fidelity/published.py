@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import TypeAlias
 
@@ -64,21 +65,24 @@ def _by_hook(record: Record) -> dict[str, dict[str, Row]]:
 
 
 def _introduction(record: Record) -> str:
-    tasks = " ".join(f"{task}: {kind.summary}." for task, kind in TASKS.items())
-    return (
-        "Change of the validation loss against plain averaging on the same data, at the default "
-        f"options and\nplain averaging's learning rate, on {record.about['ranks']} ranks; in "
-        f"parentheses the number of seeds.\n{tasks}\n{_of_plain(record)} **Bold**: more than "
-        "2 %\n(5 % for one bit and for 1 % of the numbers). How they came about: "
-        "`bench/README.md`.\n"
+    tasks = " ".join(f"*{task}*: {kind.summary}." for task, kind in TASKS.items())
+    text = (
+        "Change of the validation loss against plain averaging on the same data, on "
+        f"{record.about['ranks']} ranks, at the hook's default options and plain averaging's "
+        f"learning rate; in parentheses the number of seeds. {tasks}{_of_plain(record)} **Bold**: "
+        "more than 2 %, or 5 % for one bit and for 1 % of the numbers. How the figures came about, "
+        "and those of each seed: `bench/README.md`, `bench/results/`."
     )
+    return textwrap.fill(text, 108, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _of_plain(record: Record) -> str:
-    """How far plain averaging spreads."""
+    """How far apart seeds are."""
     known = {task: next(iter(plain_runs(record, task).values()), []) for task in TASKS}
-    spreads = [f"{spread(runs):.1%} ({task})" for task, runs in known.items() if len(runs) > 1]
-    return f"Plain averaging itself spreads over {' and '.join(spreads)}." if spreads else ""
+    spreads = [f"{100 * spread(runs):.1f} % ({task})" for task, runs in known.items() if runs[1:]]
+    if not spreads:
+        return ""
+    return f" Under plain averaging the seeds are up to {' and '.join(spreads)} apart."
 
 
 def _table(found: dict[str, dict[str, Row]]) -> str:
@@ -98,4 +102,4 @@ def _change(row: Row | None) -> str:
 
 
 def _bytes(by_task: dict[str, Row]) -> str:
-    return ", ".join(f"{row.byte_share:.0%}" for row in by_task.values()) or "-"
+    return ", ".join(f"{100 * row.byte_share:.0f} %" for row in by_task.values()) or "-"

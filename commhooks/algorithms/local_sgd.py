@@ -29,6 +29,7 @@ most, and each parameter travels once per period as before.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -75,7 +76,7 @@ class LocalSGD(WithoutConsensus):
     """Average gradients in the steps before this one."""
     outer: Literal["none", "nesterov"] = "none"
     """What becomes of the averages: the new parameters, or input of SGD with Nesterov momentum."""
-    outer_lr: Annotated[float, Gt(0)] = 0.7
+    outer_lr: Annotated[float, Gt(0), Lt(math.inf)] = 0.7
     """η. At 1, without momentum, "nesterov" does the same as "none"."""
     outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """μ"""

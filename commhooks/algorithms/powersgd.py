@@ -43,7 +43,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from annotated_types import Ge
+from annotated_types import Ge, Lt
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
@@ -81,8 +81,9 @@ class PowerSGD(CommHook):
     """
 
     rank: Annotated[int, Ge(1)] = 4
-    """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes."""
-    min_compression_rate: Annotated[float, Ge(0)] = 2.0
+    """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes. One
+    at which no matrix of the model would shrink is refused."""
+    min_compression_rate: Annotated[float, Ge(0), Lt(math.inf)] = 2.0
     """Compress a matrix when n·m is at least this many times what is sent for it: r·(n + m), or
     half of that if one-sided. At 0, compress all."""
     start_step: Annotated[int, Ge(0)] = 10
@@ -107,12 +108,15 @@ class PowerSGD(CommHook):
     paper = "https://arxiv.org/abs/1905.13727"
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raises CommHookError if the rank is so high that no matrix of the model would shrink."""
+        """Raises CommHookError if the rank is so high that no matrix of the model would shrink.
+
+        Except for the default rank, with which small models are averaged exactly.
+        """
         super().prepare(parameters, group)
         rule = self._rule()
         found = self._matrices(parameters)
         highest = max((rule.highest_rank(*shape) for shape in found.values()), default=0)
-        if 0 < highest < self.rank:
+        if 0 < highest < self.rank != type(self).rank:
             raise CommHookError(
                 f"hook {self.name!r}: expected a rank of at most {highest}, found {self.rank}, at "
                 "which no matrix of the model would shrink by min_compression_rate="
