@@ -3,6 +3,7 @@
 See powersgd.py for the method and the reasons.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from annotated_types import Ge
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import real_view
-from commhooks.algorithms.matrix_plan import MatrixPlan, square_shape
+from commhooks.algorithms.matrix_plan import MatrixPlan
 from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.registry import register_hook
 from reducer import GradBucket
@@ -39,12 +40,12 @@ class BatchedPowerSGD(PowerSGD):
     """r. Higher: closer to the average, more bytes."""
 
     def _matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """The largest that any bucket can become."""
-        numel = sum(real_view(parameter).numel() for parameter in parameters.values())
-        return {"all parameters in one bucket": square_shape(numel)}
+        """That which allows the highest rank that any bucket can have."""
+        side = math.isqrt(sum(real_view(parameter).numel() for parameter in parameters.values()))
+        return {"all parameters in one bucket": (side, side)}
 
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
-        return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.lengths, self._rule())
+        return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.gradients(), self._rule())
 
     def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
         """Names of parameters, which have errors, and keys of buckets, which have factors."""

@@ -10,15 +10,10 @@ from enum import Enum
 
 from torch import Tensor
 
-__all__ = [
-    "CompressionRule",
-    "MatrixBatch",
-    "MatrixPlan",
-    "Piece",
-    "Side",
-    "matrix_shape",
-    "square_shape",
-]
+from commhooks.algorithms.bucket_shape import shape_of_bucket
+from commhooks.algorithms.matrix_shape import matrix_shape
+
+__all__ = ["CompressionRule", "MatrixBatch", "MatrixPlan", "Piece", "Side"]
 
 
 class Side(Enum):
@@ -153,15 +148,16 @@ class MatrixPlan:
 
     @classmethod
     def of_bucket(
-        cls, key: str, names: Sequence[str], lengths: Sequence[int], rule: CompressionRule
+        cls, key: str, names: Sequence[str], gradients: Sequence[Tensor], rule: CompressionRule
     ) -> "MatrixPlan":
-        """The whole bucket as one matrix, as square as can be; the rest exact.
+        """The whole bucket as one matrix, nearly square; the rest exact.
 
         Fewer than m of the N elements are left over. Sending these as they are costs no more than
         the row of zeros that would make room for them, and no copy.
         """
+        lengths = [gradient.numel() for gradient in gradients]
         numel = sum(lengths)
-        rows, columns = square_shape(numel)
+        rows, columns = shape_of_bucket(gradients)
         if not rule.accepts(rows, columns):
             return cls((), _merge([(0, numel)]))
         pieces: list[Piece] = []
@@ -171,28 +167,6 @@ class MatrixPlan:
         rank = rule.rank_of(rows, columns)
         batch = MatrixBatch(0, rows * columns, rows, columns, rank, (key,), tuple(pieces))
         return cls((batch,), _merge([(rows * columns, numel)]))
-
-
-def matrix_shape(gradient: Tensor) -> tuple[int, int] | None:
-    """(n, m) of the matrix that a gradient's memory is; None where there is none.
-
-    n is the dimension with the largest stride: the memory of a dense tensor is then n rows of
-    numel/n elements one after the other, whatever its layout. So a convolution's weight is (output
-    channels, the rest) both row-major and channels_last, and is never copied into another order.
-    Dimensions of size 1 have meaningless strides and do not count.
-    """
-    strides = zip(gradient.stride(), gradient.shape, strict=True)
-    dims = [(stride, size) for stride, size in strides if size > 1]
-    if len(dims) < 2 or gradient.numel() == 0:
-        return None
-    rows = max(dims)[1]
-    return rows, gradient.numel() // rows
-
-
-def square_shape(numel: int) -> tuple[int, int]:
-    """(n, m) of the matrix that is made of a bucket of N elements: m = ⌊√N⌋, n = ⌊N/m⌋."""
-    columns = math.isqrt(numel)
-    return numel // columns if columns else 0, columns
 
 
 def _append_to_run(runs: list[list[tuple[str, int]]], name: str, offset: int) -> None:

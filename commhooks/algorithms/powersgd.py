@@ -51,7 +51,8 @@ from commhooks.algorithms.finite import all_finite, is_known_false, nan_unless
 from commhooks.algorithms.lowrank import Factors, absorb, deflate, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
-from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side, matrix_shape
+from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
+from commhooks.algorithms.matrix_shape import matrix_shape
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
