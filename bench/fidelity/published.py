@@ -86,7 +86,8 @@ def _of_plain(record: Record) -> str:
 
 
 def _table(found: dict[str, dict[str, Row]]) -> str:
-    lines = [f"| hook | {' | '.join(TASKS)} | bytes sent |", "|---" * (len(TASKS) + 2) + "|"]
+    columns = ["hook", *TASKS, "share of plain averaging's bytes"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for hook, by_task in found.items():
         label = next((row.subject.description for row in by_task.values()), f"`{hook}`")
         changes = [_change(by_task.get(task)) for task in TASKS]

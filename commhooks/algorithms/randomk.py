@@ -42,8 +42,8 @@ class RandomK(CommHook):
     of some n/k steps. Without error feedback what is sent is multiplied by n/k instead, which makes
     the result unbiased, with n/k times the second moment.
 
-    Learning rates have to be lower than under plain averaging, and lower still without feedback;
-    see docs/hooks/sparse.md.
+    At the learning rate of plain averaging both lose much with momentum, the latter more; see
+    docs/hooks/sparse.md.
 
     Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
     one says whether all gradients are finite. Memory: the errors, as large as the gradients, in
