@@ -59,7 +59,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
             return errors + errors / world_size
         case "hierarchical":  # int8 among the leaders of nodes of two ranks
             return errors + errors / (world_size // 2)
-        case "topk" | "threshold" | "randomk" | "push_sum" | "error_feedback":
+        case "topk" | "threshold" | "push_sum" | "error_feedback":
             return errors
         case "dgc":
             return 2 * errors

@@ -20,8 +20,8 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
         TopK, density=0.3, warmup_steps=0, error_feedback=False
     ),
     "threshold": functools.partial(Threshold, value=1.2),
-    "randomk": functools.partial(RandomK, density=0.2, error_feedback=False),
-    "randomk with errors": functools.partial(RandomK, density=0.2),
+    "randomk": functools.partial(RandomK, density=0.2),
+    "randomk with errors": functools.partial(RandomK, density=0.2, error_feedback=True),
     "dgc": functools.partial(DGC, density=0.1, warmup_steps=2, clip=8.0),
     "powersgd": functools.partial(PowerSGD, rank=2, min_compression_rate=1.0, start_step=1),
     "powersgd, one side": functools.partial(

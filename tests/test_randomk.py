@@ -41,7 +41,7 @@ def test_unbiased_without_error_feedback():
     (n/k - 1) times the square of the average.
     """
     numel, steps = 29, 20_000
-    hooks = [RandomK(density=0.25, error_feedback=False) for _ in range(2)]
+    hooks = [RandomK(density=0.25) for _ in range(2)]
     count = round(0.25 * numel)
     gradients = [torch.randn(numel, dtype=torch.float64) for _ in hooks]
     average = (gradients[0] + gradients[1]) / 2
@@ -57,7 +57,7 @@ def test_unbiased_without_error_feedback():
 
 def test_all_is_sent_in_the_end():
     """With error feedback a single gradient arrives whole, once every index has been drawn."""
-    hook = RandomK(density=0.2)
+    hook = RandomK(density=0.2, error_feedback=True)
     gradient = torch.randn(50)
     total = torch.zeros(50)
     for step in range(200):

@@ -33,7 +33,7 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
     "threshold": functools.partial(Threshold, value=1.5),
     "threshold, dense": functools.partial(Threshold, value=0.3),
-    "randomk": functools.partial(RandomK, density=0.2),
+    "randomk": functools.partial(RandomK, density=0.2, error_feedback=True),
     "dgc": functools.partial(DGC, density=0.1, warmup_steps=2),
 }
 WITHOUT_ERROR: dict[str, Callable[[], CommHook]] = {

@@ -38,16 +38,16 @@ __all__ = ["RandomK"]
 class RandomK(CommHook):
     """Average a random choice of each bucket's numbers, the same on all ranks.
 
-    What is not sent is added next time: the result is biased, and consists of sums of the gradients
-    of some n/k steps. Without error feedback what is sent is multiplied by n/k instead, which makes
-    the result unbiased, with n/k times the second moment.
+    What is sent is multiplied by n/k, which makes the result unbiased, with n/k times the second
+    moment. With error feedback it is sent as it is, and what is not sent is added next time: the
+    result is biased, and consists of sums of the gradients of some n/k steps.
 
-    At the learning rate of plain averaging both lose much with momentum, the latter more; see
-    docs/hooks/sparse.md.
+    SGD with momentum does not bear either at the learning rate of plain averaging, AdamW bears the
+    unbiased form; see docs/hooks/sparse.md.
 
     Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
-    one says whether all gradients are finite. Memory: the errors, as large as the gradients, in
-    float32 (float64 for float64 gradients); none without feedback.
+    one says whether all gradients are finite. Memory: with error feedback, the errors, as large
+    as the gradients, in float32 (float64 for float64 gradients).
 
     A bucket with a number that is not finite, on any rank, sent or not, averages to NaN on all
     ranks and leaves the errors as they were.
@@ -55,10 +55,10 @@ class RandomK(CommHook):
 
     density: Annotated[float, Gt(0), Le(1)] = 0.25
     """k, as a share of the bucket's elements. At least one is sent."""
-    error_feedback: bool = True
-    """Add what a step did not send to the next gradient; else multiply what is sent. There can be
-    no other error feedback around this hook: around an unbiased form it does not converge, so the
-    contribution is not told."""
+    error_feedback: bool = False
+    """Add what a step did not send to the next gradient, instead of multiplying what is sent. There
+    can be no other error feedback around this hook: around an unbiased form it does not converge,
+    so the contribution is not told."""
     seed: int = 0
     """Of the choice, which also depends on the step and the bucket. All ranks need the same."""
 
