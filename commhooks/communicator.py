@@ -11,15 +11,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
-    ProcessGroupGloo,
     ReduceOp,
     ReduceScatterOptions,
     Work,
 )
 
-from commhooks import wire
-from commhooks.errors import CommHookError, CommHookPeerError
-from reducer._C import join_works
+from commhooks import point_to_point, wire
+from commhooks.errors import CommHookError
 
 __all__ = ["Communicator", "Request"]
 
@@ -150,10 +148,15 @@ class Communicator:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             gathered[0] = tensor
-        flat = tensor.reshape(-1)
+
+        def start(channel: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(channel, tensor):
+                return point_to_point.all_gather(channel, tensor, gathered)
+            return channel._allgather_base(gathered.view(-1), tensor.reshape(-1))  # noqa: SLF001
+
         return self._request(
             "all_gather",
-            lambda channel: channel._allgather_base(gathered.view(-1), flat),  # noqa: SLF001
+            start,
             gathered,
             lambda: wire.all_gather_bytes(tensor.nbytes, self.size),
         )
@@ -162,9 +165,15 @@ class Communicator:
         """Part i along dimension 0 goes to rank i; parts from all ranks come back, by rank."""
         self._check_parts("all_to_all", tensor)
         received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
+
+        def start(channel: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(channel, tensor):
+                return point_to_point.all_to_all(channel, tensor, received)
+            return channel.alltoall_base(received, tensor, [], [])
+
         return self._request(
             "all_to_all",
-            lambda channel: channel.alltoall_base(received, tensor, [], []),
+            start,
             received,
             lambda: wire.all_to_all_bytes(tensor.nbytes, self.size),
         )
@@ -256,9 +265,10 @@ class Communicator:
             received.copy_(tensor)
 
         def start(channel: dist.ProcessGroup) -> Work:
-            by_pairs = isinstance(channel, ProcessGroupGloo) and tensor.device.type == "cpu"
-            send = _send_on_gloo if by_pairs else _send_to_all
-            return send(channel, self.rank, tensor, send_to, received, receive_from)
+            if point_to_point.is_possible(channel, tensor):
+                sources = zip(receive_from, received.unbind(), strict=True)
+                return point_to_point.send_and_receive(channel, [(send_to, tensor)], sources)
+            return _send_to_all(channel, tensor, send_to, received, receive_from)
 
         return self._request(
             operation, start, received, lambda: 0 if send_to == self.rank else tensor.nbytes
@@ -280,38 +290,8 @@ class Communicator:
             )
 
 
-def _send_on_gloo(
-    channel: dist.ProcessGroup,
-    rank: int,
-    tensor: Tensor,
-    send_to: int,
-    received: Tensor,
-    receive_from: Sequence[int],
-) -> Work:
-    """Point to point, of CPU memory: an all-to-all would send empty messages to all other ranks.
-
-    Raises CommHookPeerError if a connection is known to be broken; others show in the Work.
-    """
-    works = []
-    broken = ""
-    try:
-        for source, part in zip(receive_from, received.unbind(), strict=True):
-            if source == rank:
-                part.copy_(tensor)
-            else:
-                works.append(channel.recv([part], source, 0))
-        if send_to != rank:
-            works.append(channel.send([tensor], send_to, 0))
-    except RuntimeError as error:
-        broken = str(error)  # the error itself would lead to this frame, and keep the channel
-    if broken:
-        raise CommHookPeerError(broken)
-    return join_works(works)
-
-
 def _send_to_all(
     channel: dist.ProcessGroup,
-    rank: int,  # noqa: ARG001
     tensor: Tensor,
     send_to: int,
     received: Tensor,

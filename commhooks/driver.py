@@ -280,7 +280,7 @@ class _Loop:
             return
         token = next(self._tokens)
         self._pending[token] = task
-        self._queue.watch(task.work, token)
+        self._queue.watch(task.work, token, lane=stage)
         task.count_bytes(request)
 
     # -------------------------------------------------------------------------------- failure

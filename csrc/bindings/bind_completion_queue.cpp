@@ -1,6 +1,7 @@
 #include "bindings/completion_queue.h"
 #include "bindings/joined_work.h"
 #include "bindings/register_apis.h"
+#include "bindings/ring_gather.h"
 
 #include <pybind11/chrono.h>
 
@@ -14,11 +15,12 @@ A queue of integer tokens on which one thread can wait for many collectives.)")
       .def(py::init<>())
       .def("put", &CompletionQueue::put, py::arg("token"), "Append `token`.")
       .def(
-          "watch", &CompletionQueue::watch, py::arg("work"), py::arg("token"),
+          "watch", &CompletionQueue::watch, py::arg("work"), py::arg("token"), py::arg("lane") = 0,
           py::call_guard<py::gil_scoped_release>(),
           R"(
 Append `token` once `work` has completed, with or without an error. The thread that completes the
-work does not take the GIL. Works without a future (point-to-point on Gloo) are supported.)")
+work does not take the GIL. Works without a future (point-to-point on Gloo) are waited for in the
+order in which they come, those of each `lane` by a thread of its own.)")
       .def(
           "get",
           [](CompletionQueue& self, std::optional<double> timeout_seconds) {
@@ -42,6 +44,17 @@ have passed.)");
       py::arg("works"), R"(
 One Work that completes when all of `works` have, with the first error among them. Made for
 point-to-point on Gloo; has no future.)");
+
+  module.def(
+      "ring_gather",
+      [](c10::intrusive_ptr<c10d::Backend> group,
+         std::vector<at::Tensor> parts) -> c10::intrusive_ptr<c10d::Work> {
+        return c10::make_intrusive<RingGather>(std::move(group), std::move(parts));
+      },
+      py::arg("group"), py::arg("parts"), py::call_guard<py::gil_scoped_release>(), R"(
+Fill `parts`, contiguous CPU tensors of equal length, one per rank of the Gloo group, from the ranks
+whose parts they are; this rank's is sent. Point to point; has no future, and goes on while somebody
+waits for it.)");
 }
 
 }  // namespace commhooks

@@ -84,7 +84,8 @@ void CompletionQueue::put(int64_t token) {
   tokens_->put(token);
 }
 
-void CompletionQueue::watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t token) {
+void CompletionQueue::watch(
+    const c10::intrusive_ptr<c10d::Work>& work, int64_t token, int64_t lane) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   try {
     future = work->getFuture();
@@ -97,11 +98,12 @@ void CompletionQueue::watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t 
         /*uses_future=*/false);  // so no stream is made to wait for it
     return;
   }
-  std::lock_guard<std::mutex> lock(waiter_mutex_);
-  if (!waiter_) {
-    waiter_ = std::make_unique<Waiter>(tokens_);
+  std::lock_guard<std::mutex> lock(waiters_mutex_);
+  std::unique_ptr<Waiter>& waiter = waiters_[lane];
+  if (!waiter) {
+    waiter = std::make_unique<Waiter>(tokens_);
   }
-  waiter_->add({work, token});
+  waiter->add({work, token});
 }
 
 std::optional<int64_t> CompletionQueue::get(std::optional<std::chrono::duration<double>> timeout) {

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -25,8 +26,9 @@ class CompletionQueue {
 
   void put(int64_t token);
 
-  // Point-to-point Works of Gloo have no future; these are waited for, in order, by one helper thread.
-  void watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t token);
+  // Point-to-point Works of Gloo have no future; these are waited for, in the order in which they come,
+  // by a helper thread for each lane.
+  void watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t token, int64_t lane);
 
   // Blocks until a token is there or `timeout` has passed; no timeout: for as long as it takes.
   std::optional<int64_t> get(std::optional<std::chrono::duration<double>> timeout);
@@ -35,8 +37,8 @@ class CompletionQueue {
   struct Tokens;
   struct Waiter;
   std::shared_ptr<Tokens> tokens_;
-  std::unique_ptr<Waiter> waiter_;
-  std::mutex waiter_mutex_;
+  std::map<int64_t, std::unique_ptr<Waiter>> waiters_;  // by lane
+  std::mutex waiters_mutex_;
 };
 
 }  // namespace commhooks
