@@ -55,7 +55,7 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
         raise _option_error(
             unknown[0],
             f"hook {hook!r} has no option {unknown[0]!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + (f"; did you mean {near[0]!r}?" if near else ".")
             + (f" Its options are {', '.join(names)}." if names else " It has none."),
         )
     required = [field.name for field in _fields(kind) if _is_required(field)]

@@ -14,6 +14,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown format": ("fp8", {"format": "e3m4"}, "'format'.*e4m3.*e3m4"),
     "density that keeps nothing": ("topk", {"density": 0.0}, "'density'.*> 0.*found 0"),
     "density of randomk": ("randomk", {"density": 0.0}, "'density'.*> 0.*found 0"),
+    "infinite outer learning rate": ("local_sgd", {"outer_lr": float("inf")}, "'outer_lr'.*< inf"),
+    "infinite rate": ("powersgd", {"min_compression_rate": float("inf")}, "_rate'.*< inf"),
     "threshold that keeps nothing": ("threshold", {"value": float("inf")}, "'value'.*< inf"),
     "topology that cannot be built": (
         "gossip",
@@ -68,13 +70,49 @@ def test_every_case_is_refused_at_registration(run_ranks: Any) -> None:
     run_ranks(refuse, 3)
 
 
+def refuse_ranks(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8), nn.Linear(8, 64))
+    )
+    for hook, highest, largest in [
+        ("powersgd", 13, r"48 x 64 \(0\.weight\)"),
+        ("batched_powersgd", 15, "all parameters in one bucket"),
+    ]:
+        message = f"rank of at most {highest}, found {highest + 2}, .*the largest are .*{largest}"
+        with pytest.raises(commhooks.CommHookError, match=message):
+            commhooks.register(model, hook, rank=highest + 2)
+        commhooks.register(model, hook, rank=highest).remove()
+    with pytest.raises(commhooks.CommHookError, match="rank of at most 48, found 49"):
+        commhooks.register(model, "powersgd", rank=49, min_compression_rate=0.0)
+
+
+def test_a_rank_above_the_size_of_every_matrix_is_refused(run_ranks: Any) -> None:
+    run_ranks(refuse_ranks, 2)
+
+
 def train_small(rank: int, size: int) -> None:
-    model = commhooks.DistributedDataParallel(nn.Linear(2, 3))
-    commhooks.register(model, "powersgd", rank=64, min_compression_rate=0.0, start_step=0)
-    model(torch.full((1, 2), float(rank))).sum().backward()
-    torch.testing.assert_close(model.module.weight.grad, torch.full((3, 2), 0.5))
+    model = commhooks.DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 64)))
+    commhooks.register(model, "powersgd", rank=3, min_compression_rate=0.0, start_step=0)
+    model(torch.full((1, 2), float(rank + 1))).sum().backward()
+    first = model.module[0]
+    expected = 1.5 * model.module[1].weight.sum(0)[:, None].expand(3, 2)
+    torch.testing.assert_close(first.weight.grad, expected)
 
 
-def test_a_rank_above_the_size_of_a_matrix_is_cut_to_it(run_ranks: Any) -> None:
+def test_a_rank_above_the_size_of_one_matrix_is_cut_to_it(run_ranks: Any) -> None:
     """Not refused: one rank is for matrices of all sizes, and small ones are then exact."""
     run_ranks(train_small, 2)
+
+
+def train_tiny(rank: int, size: int) -> None:
+    cases: list[tuple[int, dict[str, Any]]] = [(2, {"rank": 9}), (8, {})]
+    for width, options in cases:
+        model = commhooks.DistributedDataParallel(nn.Linear(width, 3))
+        commhooks.register(model, "powersgd", start_step=0, **options)
+        model(torch.full((1, width), float(rank))).sum().backward()
+        torch.testing.assert_close(model.module.weight.grad, torch.full((3, width), 0.5))
+
+
+def test_a_model_that_no_rank_compresses_is_averaged_exactly(run_ranks: Any) -> None:
+    """There the rank is not at fault, nor is the default one for models that are small."""
+    run_ranks(train_tiny, 2)

@@ -48,17 +48,17 @@ def test_sent_plus_error_is_gradient_plus_old_error(two_sided):
 def test_two_small_collectives_for_the_whole_bucket():
     bucket = make_bucket(gradients_of(0, 0))
     (comm,) = lockstep([batched()], [bucket])[1]
-    # 143 elements: 13 x 11, nothing left over
-    assert [sent.numel() for sent in comm.sent] == [2 * 13, 2 * 11]
+    # 143 elements, most of them in rows of 7: 10 x 14, with 3 left over
+    assert [sent.numel() for sent in comm.sent] == [2 * 10 + 3, 2 * 14]
 
 
 def test_cost_formula():
-    """143 numbers are a matrix of 13 rows and 11 columns: r·13 and r·11 numbers travel."""
+    """143 numbers are a matrix of 10 rows and 14 columns, and 3: r·10 + 3 and r·14 travel."""
     bucket = make_bucket(gradients_of(0, 0))
     hook = batched()
-    assert hook.wire_bytes(bucket, 2) == 2 * 8 * (13 + 11)
+    assert hook.wire_bytes(bucket, 2) == 8 * (2 * (10 + 14) + 3)
     (comm,) = lockstep([hook], [bucket])[1]
-    assert [sent.numel() for sent in comm.sent] == [2 * 13, 2 * 11]
+    assert [sent.numel() for sent in comm.sent] == [2 * 10 + 3, 2 * 14]
     assert batched(start_step=1).wire_bytes(bucket, 2) == 143 * 8
 
 

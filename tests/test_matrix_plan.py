@@ -1,5 +1,7 @@
 """How buckets are cut into matrices; the byte counts of the paper's two models."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,16 +132,46 @@ def test_unequal_distances_begin_another_batch():
     assert [batch.spacing for batch in plan.batches] == [600, 605]
 
 
+def bucket_plan_of(*gradients: Tensor, **options: object) -> MatrixPlan:
+    names = [f"p{i}" for i in range(len(gradients))]
+    return MatrixPlan.of_bucket("key", names, gradients, rule(**options))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("numel", [1, 2, 3, 8, 9, 10, 99, 100, 101, 5041, 100_003])
-def test_whole_bucket_is_nearly_square(numel):
+def test_a_bucket_of_vectors_is_nearly_square(numel):
     lengths = [numel // 3, 0, numel - numel // 3]
-    plan = MatrixPlan.of_bucket("key", ["a", "b", "c"], lengths, rule(rank=1, min_rate=0.0))
+    plan = bucket_plan_of(*(meta(length) for length in lengths), rank=1, min_rate=0.0)
     (batch,) = plan.batches
     assert 0 <= batch.rows - batch.columns <= 2
     assert plan.exact_elements == numel - batch.rows * batch.columns < batch.columns
     assert [piece.stop - piece.start for piece in batch.error_pieces] == lengths
 
 
+@pytest.mark.parametrize(
+    ("shapes", "columns"),
+    [
+        ([(256, 64), (64, 256), (192, 64), (64, 64), (64,)], 256),  # 210 would be square
+        ([(64, 512), (32, 16, 3, 3), (10, 64)], 256),  # half of 512; 195 would be square
+        ([(100, 30), (100,)], 60),  # twice 30 is near 55
+        ([(3, 5000)], 125),  # a part of 5000 that is near 122
+        ([(40, 997)], 199),  # a prime that is too long: no better than square
+    ],
+)
+def test_rows_of_a_bucket_suit_those_of_its_matrices(shapes, columns):
+    (batch,) = bucket_plan_of(*(meta(*shape) for shape in shapes), rank=1).batches
+    assert batch.columns == columns
+    square = 2 * math.sqrt(batch.rows * batch.columns)
+    assert batch.rows + batch.columns <= 1.07 * square
+
+
+def test_a_matrix_of_low_rank_keeps_a_low_rank_in_the_bucket():
+    matrix = torch.randn(200, 1) @ torch.randn(1, 48)
+    (batch,) = bucket_plan_of(torch.randn(7), matrix, rank=1).batches
+    bucket = torch.cat([torch.zeros(7), matrix.flatten()])
+    assert batch.columns == 96
+    assert torch.linalg.matrix_rank(batch.view(bucket)) <= 2 * 2  # two in a row, cut at an offset
+
+
 def test_small_and_empty_buckets_are_exact():
-    assert MatrixPlan.of_bucket("key", ["a"], [0], rule()) == MatrixPlan((), ())
-    assert MatrixPlan.of_bucket("key", ["a"], [30], rule()) == MatrixPlan((), ((0, 30),))
+    assert bucket_plan_of(meta(0)) == MatrixPlan((), ())
+    assert bucket_plan_of(meta(30)) == MatrixPlan((), ((0, 30),))

@@ -21,6 +21,7 @@ class Subject:
 
     ``None`` is the task's usual recipe. ``tolerance``: how much more validation loss than plain
     averaging is acceptable, as a share of that. ``warm_up_steps``: of plain averaging before it.
+    ``remark``: on how the hook is used, after its name.
     """
 
     hook: str
@@ -29,12 +30,21 @@ class Subject:
     reference_recipe: str | None = None
     tolerance: float = 0.02
     warm_up_steps: int = 0
+    remark: str = ""
 
     @property
     def label(self) -> str:
-        if self.warm_up_steps:
-            return f"{self.hook} after {self.warm_up_steps} plain steps"
-        return self.hook
+        return f"{self.hook} {self._warm_up}" if self.warm_up_steps else self.hook
+
+    @property
+    def description(self) -> str:
+        """For tables, in Markdown: the hook, and what it is used with."""
+        words = [f"`{self.hook}`", self._warm_up if self.warm_up_steps else self.remark]
+        return " ".join(word for word in words if word)
+
+    @property
+    def _warm_up(self) -> str:
+        return f"after {self.warm_up_steps} plain steps"
 
     def create(self) -> CommHook:
         """The hook, as a new object."""
@@ -48,18 +58,31 @@ class Subject:
 _ONE_BIT_OR_ONE_PERCENT = 0.05
 _SPECIAL = [
     # Hooks that need others to do something, in their most common form.
-    Subject("cast", {"inner": "allreduce"}),
-    Subject("error_feedback", {"inner": "bf16"}),
-    Subject("hierarchical", {"inner": "int8", "ranks_per_node": 2}),
-    Subject("route", {"rules": [["*bias", "allreduce"]], "default": "powersgd"}),
-    Subject("schedule", {"stages": [[0, "allreduce"], [100, "int4"]]}),
-    Subject("skip_nonfinite", {"inner": "bf16"}),
+    Subject("cast", {"inner": "allreduce"}, remark="to bfloat16 around `allreduce`"),
+    Subject("error_feedback", {"inner": "bf16"}, remark="around `bf16`"),
+    Subject(
+        "hierarchical",
+        {"inner": "int8", "ranks_per_node": 2},
+        remark="around `int8`, two ranks per node",
+    ),
+    Subject(
+        "route",
+        {"rules": [["*bias", "allreduce"]], "default": "powersgd"},
+        remark="with biases `allreduce`, the rest `powersgd`",
+    ),
+    Subject(
+        "schedule",
+        {"stages": [[0, "allreduce"], [100, "int4"]]},
+        remark="with 100 plain steps, then `int4`",
+    ),
+    Subject("skip_nonfinite", {"inner": "bf16"}, remark="around `bf16`"),
     # Takes over the optimizer's momentum.
     Subject(
         "dgc",
         recipe="SGD without momentum",
         reference_recipe="SGD with momentum",
         tolerance=_ONE_BIT_OR_ONE_PERCENT,
+        remark="without the optimizer's momentum, against SGD with it",
     ),
     # Warm up, as in the paper of 1-bit Adam.
     Subject("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),

@@ -7,6 +7,7 @@ example twice, so that the training cannot end at a loss of zero.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from examples.gpt import GPT, GPTConfig
-from examples.stdlib_text import load_corpus, train_batch, validation_batches
+from examples.stdlib_text import Corpus, load_corpus, train_batch, validation_batches
 
 __all__ = ["TASKS", "Recipe", "Task"]
 
@@ -40,6 +41,7 @@ class Recipe:
 class Task(ABC):
     """A model, data for it, and how it is trained."""
 
+    summary: ClassVar[str]
     steps: ClassVar[int]
     usual: ClassVar[str]
     """The recipe for all hooks that do not need another."""
@@ -77,6 +79,7 @@ class Digits(Task):
     second digit is for validation, ten times, under noise that is the same in all runs.
     """
 
+    summary = "a convolutional network of 38,000 parameters, 500 steps of SGD with momentum"
     steps = 500
     usual = "SGD with momentum"
     recipes: ClassVar = {
@@ -133,6 +136,7 @@ class Digits(Task):
 class Bytes(Task):
     """The demo's GPT over bytes, of 120,000 parameters, on Python's standard library."""
 
+    summary = "a GPT of 120,000 parameters, 350 steps of AdamW"
     steps = 350
     usual = "AdamW"
     recipes: ClassVar = {
@@ -146,7 +150,7 @@ class Bytes(Task):
     _LENGTH = 64  # bytes of a sequence
 
     def __init__(self) -> None:
-        self._corpus = load_corpus()
+        self._corpus = _corpus()
 
     def model(self) -> nn.Module:
         return GPT(GPTConfig(layers=2, width=64, heads=4, block_size=self._LENGTH))
@@ -170,6 +174,11 @@ class Bytes(Task):
 
     def accuracy(self, model: nn.Module, batch: Batch) -> None:
         """The model gives a loss only."""
+
+
+@functools.cache
+def _corpus() -> Corpus:
+    return load_corpus()  # once for all runs of a process
 
 
 TASKS: Mapping[str, type[Task]] = {"digits": Digits, "bytes": Bytes}

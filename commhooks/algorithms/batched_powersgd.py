@@ -3,6 +3,7 @@
 See powersgd.py for the method and the reasons.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Annotated
 
 from torch import Tensor
 
+from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.matrix_plan import MatrixPlan
 from commhooks.algorithms.powersgd import PowerSGD
 from commhooks.constraints import Ge
@@ -28,8 +30,7 @@ class BatchedPowerSGD(PowerSGD):
     parameters' own matrices, hence the higher rank; prefer ``powersgd`` where accuracy counts. It
     compresses vectors as well and sends about 2·r·√N of N elements.
 
-    At the default rank a network for digits ended at 5 % more validation loss than with exact
-    averages, at rank 4 at 35 % more; a GPT at 31 % more, see docs/hooks/powersgd.md.
+    How much is lost at which rank is in docs/hooks/powersgd.md.
 
     The factors belong to the bucket's composition: when buckets are cut anew they begin anew, while
     errors stay with their parameters.
@@ -38,8 +39,13 @@ class BatchedPowerSGD(PowerSGD):
     rank: Annotated[int, Ge(1)] = 16
     """r. Higher: closer to the average, more bytes."""
 
+    def _matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        """That which allows the highest rank that any bucket can have."""
+        side = math.isqrt(sum(real_view(parameter).numel() for parameter in parameters.values()))
+        return {"all parameters in one bucket": (side, side)}
+
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
-        return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.lengths, self._rule())
+        return MatrixPlan.of_bucket(bucket.key, bucket.names, bucket.gradients(), self._rule())
 
     def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
         """Names of parameters, which have errors, and keys of buckets, which have factors."""

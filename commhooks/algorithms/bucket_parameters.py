@@ -28,15 +28,17 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["at_least_float32", "pack", "parameters_of", "store"]
+__all__ = ["at_least_float32", "pack", "parameters_of", "real_view", "store"]
 
 
 def parameters_of(bucket: GradBucket) -> list[Tensor]:
     """Those of a bucket, complex ones as their real views, as gradients are in the bucket."""
-    return [
-        torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
-        for parameter in bucket.parameters()
-    ]
+    return [real_view(parameter) for parameter in bucket.parameters()]
+
+
+def real_view(parameter: Tensor) -> Tensor:
+    """As its gradient is in the bucket."""
+    return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

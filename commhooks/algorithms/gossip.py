@@ -39,8 +39,8 @@ class Gossip(WithoutConsensus):
     """Average with one other rank per step, another one each time; models may differ.
 
     Every rank gets another result, so save and load each rank's own model. Messages per rank and
-    step do not grow with the number of ranks, and no rank waits for all others. On 4 ranks a GPT
-    ended at 3 % more validation loss after 350 steps, see docs/hooks/gossip.md.
+    step do not grow with the number of ranks, and no rank waits for all others. Each optimizer sees
+    the gradients of its own rank's data; what that costs is in docs/hooks/gossip.md.
 
     Wire, per bucket and step: its gradients or parameters once, in their dtype, to one rank. In
     every ``average_every``-th step one all-reduce of the parameters: besides the gradients, or

@@ -29,6 +29,7 @@ most, and each parameter travels once per period as before.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -58,8 +59,7 @@ class LocalSGD(WithoutConsensus):
     Between two averages every rank has another model, so save and load each rank's own. DiLoCo:
     ``period=500, outer="nesterov"``, with AdamW as the optimizer.
 
-    The default period is a trade: a GPT ended at 7 % more validation loss after 350 steps, see
-    docs/hooks/local_sgd.md.
+    The default period is a trade of accuracy for bytes, see docs/hooks/local_sgd.md.
 
     Wire: before ``start_step`` one all-reduce of the gradients per step, then nothing, except one
     all-reduce of the parameters per period, in float32 (float64 for float64 parameters), of each
@@ -76,7 +76,7 @@ class LocalSGD(WithoutConsensus):
     """Average gradients in the steps before this one."""
     outer: Literal["none", "nesterov"] = "none"
     """What becomes of the averages: the new parameters, or input of SGD with Nesterov momentum."""
-    outer_lr: Annotated[float, Gt(0)] = 0.7
+    outer_lr: Annotated[float, Gt(0), Lt(math.inf)] = 0.7
     """η. At 1, without momentum, "nesterov" does the same as "none"."""
     outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """μ"""

@@ -10,6 +10,9 @@ from enum import Enum
 
 from torch import Tensor
 
+from commhooks.algorithms.bucket_shape import shape_of_bucket
+from commhooks.algorithms.matrix_shape import matrix_shape
+
 __all__ = ["CompressionRule", "MatrixBatch", "MatrixPlan", "Piece", "Side"]
 
 
@@ -42,9 +45,14 @@ class CompressionRule:
         return min(self.rank, rows, columns)
 
     def accepts(self, rows: int, columns: int) -> bool:
+        return 0 < self.rank_of(rows, columns) <= self.highest_rank(rows, columns)
+
+    def highest_rank(self, rows: int, columns: int) -> int:
+        """The highest that is worth it, at most min(n, m); 0 if none is."""
         half_steps = self.iterations * (2 if self.two_sided else 1)
-        sent = self.rank_of(rows, columns) * (rows + columns) * half_steps / 2
-        return sent > 0 and rows * columns >= self.min_rate * sent
+        least = self.min_rate * (rows + columns) * half_steps / 2  # elements, to be worth rank 1
+        worth = int(rows * columns // least) if least else math.inf
+        return int(min(rows, columns, worth))
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ class MatrixPlan:
         exact: list[tuple[int, int]] = []
         offset = 0
         for name, gradient in zip(names, gradients, strict=True):
-            shape = _matrix_shape(gradient)
+            shape = matrix_shape(gradient)
             if shape is not None and rule.accepts(*shape):
                 _append_to_run(runs.setdefault(shape, []), name, offset)
             else:
@@ -140,16 +148,16 @@ class MatrixPlan:
 
     @classmethod
     def of_bucket(
-        cls, key: str, names: Sequence[str], lengths: Sequence[int], rule: CompressionRule
+        cls, key: str, names: Sequence[str], gradients: Sequence[Tensor], rule: CompressionRule
     ) -> "MatrixPlan":
-        """The whole bucket as one matrix, as square as can be; the rest exact.
+        """The whole bucket as one matrix, nearly square; the rest exact.
 
-        With m = ⌊√N⌋ and n = ⌊N/m⌋ fewer than m of the N elements are left over. Sending these as
-        they are costs no more than the row of zeros that would make room for them, and no copy.
+        Fewer than m of the N elements are left over. Sending these as they are costs no more than
+        the row of zeros that would make room for them, and no copy.
         """
+        lengths = [gradient.numel() for gradient in gradients]
         numel = sum(lengths)
-        columns = math.isqrt(numel)
-        rows = numel // columns if columns else 0
+        rows, columns = shape_of_bucket(gradients)
         if not rule.accepts(rows, columns):
             return cls((), _merge([(0, numel)]))
         pieces: list[Piece] = []
@@ -159,22 +167,6 @@ class MatrixPlan:
         rank = rule.rank_of(rows, columns)
         batch = MatrixBatch(0, rows * columns, rows, columns, rank, (key,), tuple(pieces))
         return cls((batch,), _merge([(rows * columns, numel)]))
-
-
-def _matrix_shape(gradient: Tensor) -> tuple[int, int] | None:
-    """(n, m) of the matrix that a gradient's memory is; None where there is none.
-
-    n is the dimension with the largest stride: the memory of a dense tensor is then n rows of
-    numel/n elements one after the other, whatever its layout. So a convolution's weight is (output
-    channels, the rest) both row-major and channels_last, and is never copied into another order.
-    Dimensions of size 1 have meaningless strides and do not count.
-    """
-    strides = zip(gradient.stride(), gradient.shape, strict=True)
-    dims = [(stride, size) for stride, size in strides if size > 1]
-    if len(dims) < 2 or gradient.numel() == 0:
-        return None
-    rows = max(dims)[1]
-    return rows, gradient.numel() // rows
 
 
 def _append_to_run(runs: list[list[tuple[str, int]]], name: str, offset: int) -> None:

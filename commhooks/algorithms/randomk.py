@@ -42,13 +42,12 @@ class RandomK(CommHook):
     moment. With error feedback it is sent as it is, and what is not sent is added next time: the
     result is biased, and consists of sums of the gradients of some n/k steps.
 
-    Learning rates have to be lower than under plain averaging: at one that was best there, a
-    network for digits ended at 82 % more validation loss, with error feedback at 37 % more; see
-    docs/hooks/sparse.md.
+    SGD with momentum does not bear either at the learning rate of plain averaging, AdamW bears the
+    unbiased form; see docs/hooks/sparse.md.
 
     Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
-    one says whether all gradients are finite. Memory: with error feedback, the errors, as large as
-    the gradients, in float32 (float64 for float64 gradients).
+    one says whether all gradients are finite. Memory: with error feedback, the errors, as large
+    as the gradients, in float32 (float64 for float64 gradients).
 
     A bucket with a number that is not finite, on any rank, sent or not, averages to NaN on all
     ranks and leaves the errors as they were.

@@ -32,9 +32,8 @@ class SignSGD(Quantised):
     With error feedback biased in each step and exact over steps; by majority vote biased. Zeros
     have random signs, and so have numbers on which the vote is a tie.
 
-    Its steps are shorter than the gradients, so errors are sent late, which momentum and large
-    learning rates do not forgive: a network for digits, trained with momentum, ended at 56 % more
-    validation loss, see docs/hooks/quantised.md. Prefer ``onebit``, or lower the learning rate.
+    Its steps are shorter than the gradients, so errors are sent late. It loses much in short
+    trainings with momentum, see docs/hooks/quantised.md; prefer ``onebit``.
     """
 
     error_feedback: bool = True

@@ -29,8 +29,7 @@ class TernGrad(Quantised):
     """Average in three levels, 2 bits per number: 1/15 of the bytes of float32.
 
     Unbiased but for what is clipped, and without a memory. Varies much: the smaller a number is
-    beside the largest of its block, the more. A network for digits ended at 10 % more validation
-    loss, see docs/hooks/quantised.md.
+    beside the largest of its block, the more; see docs/hooks/quantised.md.
     """
 
     clip: Annotated[float, Ge(0)] = 2.5
