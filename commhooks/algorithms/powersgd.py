@@ -42,6 +42,7 @@ from functools import cached_property
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
