@@ -99,5 +99,5 @@ def test_the_constructor_checks_as_well() -> None:
 
 
 def test_hooks_without_options_say_so() -> None:
-    with pytest.raises(commhooks.CommHookOptionError, match=r"no option 'rank' It has none\."):
+    with pytest.raises(commhooks.CommHookOptionError, match=r"no option 'rank'\. It has none\."):
         commhooks.create("noop", rank=3)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import commhooks
-from commhooks import CommHook
+from commhooks import CommHook, algorithms
 
 __all__ = ["REFERENCE", "Subject", "subjects"]
 
@@ -95,5 +95,6 @@ _NOT_TRIED = {"noop", REFERENCE}  # noop sends nothing
 def subjects() -> list[Subject]:
     """One of each hook, by name, without the reference."""
     special = {subject.hook: subject for subject in _SPECIAL}
-    names = sorted(set(commhooks.available()) - _NOT_TRIED)
+    own = {getattr(algorithms, kind).name for kind in algorithms.__all__}
+    names = sorted(own - _NOT_TRIED)
     return [special.get(name, Subject(name)) for name in names]
