@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commhooks.comparison.subject import Subject
-
 from bench.slow_link.record import Course
 from commhooks.comparison import TrainingPoint, ring
 from commhooks.comparison.contender import BARE, Contender
 from commhooks.hook_spec import parse_hook_spec
 from commhooks.links import shaped_link
+from commhooks.models import Subject
 from commhooks.ranks import Ranks
 
 __all__ = ["BITS_PER_SECOND", "MODEL", "RANKS", "Limits", "race"]

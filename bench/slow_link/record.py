@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.comparison.machine import describe_machine
-
 from commhooks.comparison import TrainingPoint
+from commhooks.machine import describe_machine
 
 __all__ = ["Course", "Record", "courses_of"]
 
