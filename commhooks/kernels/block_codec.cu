@@ -23,9 +23,10 @@ namespace {
 using i64 = long long;
 
 constexpr int kThreads = 256;  // at most
-// On a multiprocessor together: enough that some read while others compute.
-template <typename T>
-constexpr int kBlocks = sizeof(T) == 4 ? 3 : 2;
+// On a multiprocessor together: enough that some read while others compute. Three leave a thread 80
+// registers, which codes of two bits would have to spill.
+template <typename Codec, typename T>
+constexpr int kBlocks = sizeof(T) == 4 && Codec::kBits != 2 ? 3 : 2;
 constexpr int kQuad = 4;
 constexpr int kSlots = 4;  // quads per thread
 constexpr int kWarp = 32;
@@ -295,7 +296,7 @@ __device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 // messages: (parts, message_bytes), multiples of 4. error: may be null. Values become what the
 // messages leave out, if that is to be kept.
 template <typename Codec, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>) encode(
+__global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     T* values,
     const T* error,
     u8* messages,
