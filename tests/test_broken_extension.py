@@ -35,6 +35,17 @@ def of_another_torch(folder: Path) -> None:
     (folder / "built_with.json").write_text(json.dumps({"torch": "2.10.9", "cuda": None}))
 
 
+# An editable installation finds in its sources what the copy lacks.
+WITHOUT_EDITABLE = """
+import sys
+
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path
+    if not getattr(finder, "__module__", "").startswith("__editable__")
+]
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With the packages, but nothing compiled."""
@@ -42,6 +53,7 @@ def folder(tmp_path: Path) -> Path:
     left_out = shutil.ignore_patterns("*.so", "__pycache__", "built_with.json")
     for package in ("commhooks", "reducer"):
         shutil.copytree(source / package, tmp_path / package, ignore=left_out)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return tmp_path
 
 

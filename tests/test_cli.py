@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,16 @@ def test_compare_refuses_bad_input(more: list[str], status: int, says: str) -> N
     assert says in compare_small(*more, status=status)
 
 
+@pytest.fixture
+def _not_ignoring_interrupts() -> Iterator[None]:
+    """Shells have them ignored by what they run in the background, and so do children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.usefixtures("_not_ignoring_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "commhooks", "compare", "--model", "compared:net"]

@@ -150,7 +150,7 @@ def test_description() -> None:
             commhooks.CommHookOptionError,
             "^more.0.1.seed: .*expected int; found 'x'",
         ),
-        ({"inner": "fp16", "more": [["x", "fp16"]]}, commhooks.CommHookOptionError, "valid integ"),
+        ({"inner": "fp16", "more": [["x", "fp16"]]}, commhooks.CommHookOptionError, "it is no int"),
         ({"inner": "fp16", "more": [[3]]}, commhooks.CommHookOptionError, "^option 'more'"),
         ({"inner": "fp16", "named": {"a": "b"}}, commhooks.UnknownHookError, "^named.a: no hook"),
     ],
