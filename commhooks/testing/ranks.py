@@ -7,6 +7,7 @@ so nothing is carried over from one call to the next.
 import atexit
 import functools
 import gc
+import importlib
 import random
 from collections.abc import Callable
 from datetime import timedelta
@@ -102,4 +103,5 @@ def _load_compiler() -> None:
 
     At the start, when there is nothing that would have to be collected later.
     """
+    importlib.import_module("torch._dynamo")
     gc.freeze()
