@@ -117,7 +117,10 @@ class StockSlot(Slot):
         except Exception as error:
             self._error = self._error or error
             return _completed(bucket.buffer())
-        return future.then(lambda future: self._settle(future, bucket, start_ns))
+        # Weakly: the thread of Gloo's that completes the future drops the callback some time later;
+        # a process group whose last reference went with it would wait for that very thread to end.
+        slot = weakref.ref(self)
+        return future.then(lambda future: _settle(slot, future, bucket, start_ns))
 
     def _launch(self, bucket: TorchBucket) -> Future[Tensor]:
         if self._driver is not None:
@@ -130,7 +133,7 @@ class StockSlot(Slot):
             )
         return future
 
-    def _settle(self, future: Future[Tensor], bucket: TorchBucket, start_ns: int) -> Tensor:
+    def settle(self, future: Future[Tensor], bucket: TorchBucket, start_ns: int) -> Tensor:
         """Called on a thread of the backend's, or of the driver's."""
         run = Run(self._with_names(bucket), None, start_ns, time.monotonic_ns())
         if self._driver is None:
@@ -197,6 +200,13 @@ class StockSlot(Slot):
 
 def _run(slot: StockSlot, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     return slot.run(bucket)
+
+
+def _settle(
+    slot: weakref.ref[StockSlot], future: Future[Tensor], bucket: TorchBucket, start_ns: int
+) -> Tensor:
+    alive = slot()
+    return bucket.buffer() if alive is None else alive.settle(future, bucket, start_ns)
 
 
 def _completed(tensor: Tensor) -> Future[Tensor]:

@@ -54,6 +54,16 @@ def die_on_one_rank(rank: int, _: int) -> None:
     time.sleep(600)
 
 
+def pid(_rank: int, _: int) -> int:
+    return os.getpid()
+
+
+def abort_on_one_rank(rank: int, _: int) -> None:
+    if rank == 1:
+        os.abort()
+    time.sleep(600)
+
+
 def warn(_rank: int, _: int) -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 
@@ -113,6 +123,20 @@ def test_timeout_shows_where_the_rank_is(run_ranks: Any) -> None:
 def test_death_of_a_rank(run_ranks: Any) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 died with exit code -9"):
         run_ranks(die_on_one_rank)
+    run_ranks(add_ranks, 2, 0)
+
+
+def test_crash_shows_where_the_rank_was(run_ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"(?s)code -6; its threads were.*in abort_on_one_rank"):
+        run_ranks(abort_on_one_rank)
+
+
+def test_death_between_calls(run_ranks: Any) -> None:
+    pids = run_ranks(pid)
+    os.kill(pids[1], signal.SIGKILL)
+    time.sleep(0.2)
+    with pytest.raises(RankError, match=r"rank 1 of 2 died before this call with exit code -9"):
+        run_ranks(add_ranks, 2, 0)
     run_ranks(add_ranks, 2, 0)
 
 

@@ -1,6 +1,9 @@
 """Hooks on torch's own wrapper, with its special modes."""
 
 import copy
+import gc
+import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
+from commhooks.stock import StockSlot
 
 
 @dataclass
@@ -107,3 +111,32 @@ def accumulate(rank: int, size: int) -> None:
 
 def test_no_sync(run_ranks: Any) -> None:
     run_ranks(accumulate, 2)
+
+
+def drop_while_a_thread_goes_on(rank: int, size: int) -> None:
+    model = StockDistributedDataParallel(nn.Linear(2, 1, bias=False))
+    slot = StockSlot(model)
+    pending: torch.futures.Future[Tensor] = torch.futures.Future()
+    slot.install_function(lambda bucket: pending)
+    parameters = list(model.module.parameters())
+    bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"], index=1, count=2)
+    answer = slot.run(bucket)
+    completed, dropped = threading.Event(), threading.Event()
+    answer.add_done_callback(lambda _: (completed.set(), dropped.wait(30)))  # type: ignore[arg-type]
+    backend = threading.Thread(target=pending.set_result, args=(torch.ones(2),))
+    backend.start()
+    assert completed.wait(30)
+    alive = weakref.ref(slot)
+    del model, slot
+    gc.collect()
+    try:
+        assert alive() is None
+    finally:
+        dropped.set()
+        backend.join()
+    assert answer.value().tolist() == [1, 1]
+
+
+def test_threads_of_a_backend_keep_no_process_group(run_ranks: Any) -> None:
+    """It would be destroyed by a thread that it waits for, which ends the process."""
+    run_ranks(drop_while_a_thread_goes_on, 1)

@@ -124,7 +124,7 @@ class RankPool:
             try:
                 process.receive()
             except (EOFError, ConnectionError):
-                raise _death(rank, world_size, process) from None
+                raise _death(rank, world_size, process, "before this call ") from None
         return processes
 
     def _end(self, processes: Sequence[RankProcess]) -> None:
@@ -133,10 +133,15 @@ class RankPool:
             process.kill()
 
 
-def _death(rank: int, world_size: int, process: RankProcess) -> RankError:
-    text = f"rank {rank} of {world_size} died with exit code {process.exit_code()}"
-    log = process.log()
-    return RankError(f"{text}; the last lines that it printed:\n{log}" if log else text)
+def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> RankError:
+    text = f"rank {rank} of {world_size} died {when}with exit code {process.exit_code()}"
+    for what, lines in [
+        ("the last lines that it printed", process.log()),
+        ("its threads were here", process.stacks()),
+    ]:
+        if lines:
+            text += f"; {what}:\n{lines}"
+    return RankError(text)
 
 
 def _remote_error(rank: int, world_size: int, outcome: Outcome) -> BaseException:

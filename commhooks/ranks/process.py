@@ -85,7 +85,7 @@ class RankProcess:
             return None
 
     def stacks(self) -> str:
-        """What every thread of the process is doing right now."""
+        """What every thread of the process is doing, or was when it crashed."""
         if self.is_alive():
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)  # faulthandler writes in the signal handler, without the GIL

@@ -1,7 +1,8 @@
 """The process of one rank: ``python -m commhooks.ranks.worker CONNECTION STACKS``.
 
 Both are file descriptors: a connection on which calls arrive, and a file for the stacks of all
-threads, written on SIGUSR1. The process ends with its standard input, so it ends with its parent.
+threads, written on SIGUSR1 and in a crash. The process ends with its standard input, so it ends
+with its parent.
 """
 
 import faulthandler
@@ -21,9 +22,9 @@ from commhooks.ranks.call import READY, Call, Outcome
 
 def main() -> None:
     """Answers calls until the parent closes the connection or dies."""
-    calls = Connection(int(sys.argv[1]))
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, int(sys.argv[2]), all_threads=True)
+    calls, stacks = Connection(int(sys.argv[1])), int(sys.argv[2])
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     multiprocessing.spawn.prepare(pickle.loads(calls.recv_bytes()))
     gc.freeze()  # what has been loaded so far: makes collections cheap
