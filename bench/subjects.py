@@ -75,7 +75,7 @@ SUBJECTS = [
     _ours("dgc:warmup_steps=0", SPARSE),
     _ours("threshold:value=1e-7", SPARSE),
     _ours("randomk", UNBIASED),
-    _ours("powersgd:start_step=0", SPARSE),
+    _ours("powersgd:rank=4,start_step=0", SPARSE),
     _ours("batched_powersgd:start_step=0", SPARSE),
     _ours("gossip", 0.0, averages=False),
     _ours("push_sum", 0.0, averages=False),

@@ -81,7 +81,7 @@ class PowerSGD(CommHook):
     the state of its parameters as it was. See Note [Sent + error] and Note [One commit].
     """
 
-    rank: Annotated[int, Ge(1)] = 4
+    rank: Annotated[int, Ge(1)] = 8
     """r, for every matrix (n, m) at most min(n, m). Higher: closer to the average, more bytes. One
     at which no matrix of the model would shrink is refused."""
     min_compression_rate: Annotated[float, Ge(0), Lt(math.inf)] = 2.0

@@ -42,7 +42,7 @@ class Threshold(SparseHook):
     the errors as they were.
     """
 
-    value: Annotated[float, Gt(0), Lt(math.inf)] = 0.001
+    value: Annotated[float, Gt(0), Lt(math.inf)] = 0.0005
     """Numbers of this magnitude or more are sent, of gradient plus error as they are on the rank. A
     gradient scaler multiplies gradients, so multiply this with its scale."""
 
