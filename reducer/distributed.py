@@ -312,6 +312,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 output = through_sink(output, clones=self._sink_clones)
                 watched = list(tensors_in(output))
             self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
+            if plans is not None:
+                plans.share_skipped(self)
         return output
 
     @not_compiled

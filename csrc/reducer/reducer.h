@@ -89,7 +89,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
   // Takes part in a step of the other ranks with gradients of zero, and leaves `.grad` as it is.
-  void shadow_backward();
+  // `skipped`: what `skipped_buckets()` is on those ranks.
+  void shadow_backward(const std::vector<bool>& skipped);
+
+  // For each bucket, whether this step leaves it out; see `skip_unused_buckets`.
+  std::vector<bool> skipped_buckets() const;
 
   // After the first synchronised step: cuts the buckets anew, in the order in which rank 0 saw its
   // gradients arrive. Where parameters may be unused, as soon as rank 0 has seen the same order twice.
