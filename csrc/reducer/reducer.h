@@ -68,7 +68,8 @@ struct StepTimes {
 //
 // Locks: `mutex_` guards the bookkeeping and is held for instants only, never while a hook runs, while
 // memory is copied, or while anything is waited for. `launch_mutex_` keeps launches in order when
-// several autograd threads (one per device) complete buckets at once; taken before `mutex_`.
+// several autograd threads (one per device) complete buckets at once; taken before `mutex_`. Recursive,
+// as what a hook or an observer calls may end the step.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Attaches to the gradient accumulators of `parameters`; the hooks vanish with the reducer.
@@ -238,7 +239,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<c10::Stream> aside_;
 
   mutable std::mutex mutex_;
-  std::mutex launch_mutex_;
+  std::recursive_mutex launch_mutex_;
 
   Lanes lanes_;
   std::vector<std::unique_ptr<Bucket>> buckets_;

@@ -338,6 +338,10 @@ void Reducer::abandon() noexcept {
     arrivals_.forget_order();
     end_step_locked();
   }
+  {
+    // Another thread of autograd may be handing a bucket to its hook; it will hand out no more.
+    std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
+  }
   lanes_.abandon();
   // Other ranks have launched these buckets too, or are gone, so each completes or fails.
   for (auto& bucket : buckets_) {
