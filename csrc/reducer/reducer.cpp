@@ -198,10 +198,16 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       keys.size() == parameters_.size(), "Expected one key for each of the ", parameters_.size(),
       " parameters, found ", keys.size(), ".");
   TORCH_CHECK(
-      state_.phase() == Phase::Idle, rank_prefix(),
-      "Buckets can only be cut anew between two steps, and a backward is expected or under way.");
+      state_.phase() == Phase::Idle || (state_.collecting() && !any_gradient_locked()),
+      rank_prefix(),
+      "Buckets can only be cut anew between two steps, and a backward is under way.");
   options_.keys = std::move(keys);
   set_buckets(order_, back_to_front_);
+  if (state_.collecting()) {
+    // A forward has announced a backward; under `static_graph` it knows of nothing unreachable.
+    begin_step_locked(
+        options_.static_graph ? std::vector<size_t>() : std::move(absent_), std::move(store_));
+  }
 }
 
 void Reducer::set_static_graph() {
