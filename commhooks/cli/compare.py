@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from commhooks.cli.comparison_table import comparison_table
+from commhooks.cli.comparison_table import costs_table, times_table
 from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
 from commhooks.comparison import Comparison
 from commhooks.comparison import compare as compare_hooks
@@ -18,8 +18,6 @@ from commhooks.hook_spec import HookSpec
 from commhooks.models import built_in_models
 
 __all__ = ["compare"]
-
-_NARROWEST = 112  # columns that the table needs
 
 
 @click.command()
@@ -43,6 +41,7 @@ _NARROWEST = 112  # columns that the table needs
 )
 @click.option(
     "--hooks",
+    "--hook",
     type=HOOKS,
     required=True,
     help="For example allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01).",
@@ -134,7 +133,7 @@ def _bar(console: Console) -> Iterator[Report]:
 
 def _show(comparison: Comparison) -> None:
     console = Console()
-    console.width = max(console.width, _NARROWEST)  # better wrapped than cut off
-    console.print(comparison_table(comparison))
+    console.print(times_table(comparison))
+    console.print(costs_table(comparison))
     for note in comparison.notes:
         console.print(f"Note: {note}.", highlight=False, markup=False)
