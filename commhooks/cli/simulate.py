@@ -85,7 +85,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
     help="Keep in this file what is measured here; use it if it is there.",
 )
 @click.option("--plot", type=IMAGE, help="Image of curves.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 def simulate(
     model: str,
     input_: str | None,
@@ -102,7 +102,7 @@ def simulate(
     step: int,
     measurements: Path | None,
     plot: Path | None,
-    as_json: bool,
+    json_file: Path | None,
 ) -> None:
     """Predict what a step takes with hooks on a network that is not there.
 
@@ -125,11 +125,10 @@ def simulate(
     )
     if plot is not None:
         _plot(study, plot, model)
-    if as_json:
-        click.echo(json.dumps(study.to_json() | {"model": model}, indent=1))
-    else:
-        Console().print(_table(study, model))
-        Console().print(study.advice, highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(study.to_json() | {"model": model}, indent=1) + "\n")
+    Console().print(_table(study, model))
+    Console().print(study.advice, highlight=False)
 
 
 def _with_baseline(specs: Sequence[HookSpec]) -> list[HookSpec]:
