@@ -48,7 +48,8 @@ def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_nothing_is_measured")
 def test_a_table_of_hooks_and_advice(kept: Path) -> None:
-    text = run(*BASIC, "--hooks", "int8,topk", "--world-size", "4096", "--measurements", str(kept))
+    hooks = ("--hook", "int8", "--hooks", "topk")
+    text = run(*BASIC, *hooks, "--world-size", "4096", "--measurements", str(kept))
     for word in ("allreduce", "int8", "topk", "speed-up", "4096 ranks at 1 Gbit/s", "predicted"):
         assert word in text
     assert "Take " in text or "Stay with " in text

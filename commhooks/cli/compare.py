@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from commhooks.cli.comparison_table import costs_table, times_table
-from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
+from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
 from commhooks.comparison import Comparison
 from commhooks.comparison import compare as compare_hooks
 from commhooks.comparison.place import Progress as Report
@@ -39,12 +39,8 @@ __all__ = ["compare"]
     help="package.module:function, a generator function train(model, rank, world_size) that takes "
     "a training step each time, and yields a function for the loss on validation data.",
 )
-@click.option(
-    "--hooks",
-    "--hook",
-    type=HOOKS,
-    required=True,
-    help="For example allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01).",
+@hooks_option(
+    "For example allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01)."
 )
 @click.option("--world-size", default=2, show_default=True, help="Ranks on this machine.")
 @click.option(

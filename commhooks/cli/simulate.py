@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
+from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
 from commhooks.durations import format_duration, parse_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook_spec import HookSpec, parse_hook_spec
@@ -51,13 +51,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
     help=f"{', '.join(built_in_models())}, or package.module:factory.",
 )
 @click.option("--input", "input_", help="package.module:function that returns the model's input.")
-@click.option(
-    "--hooks",
-    "--hook",
-    type=HOOKS,
-    required=True,
-    help="Hooks with options, as in bf16,powersgd:rank=4. The plain average is always shown.",
-)
+@hooks_option("Hooks with options, as in bf16,powersgd:rank=4. The plain average is always shown.")
 @click.option("--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks.")
 @click.option("--link", type=RATE, required=True, help="Rate of each node's link, as in 25gbit.")
 @click.option("--latency", type=_Duration(), default="20us", help="Of the network, one way.")
