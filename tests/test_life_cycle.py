@@ -195,6 +195,26 @@ def test_two_threads_train_two_models() -> None:
     run_ranks(in_threads, 2)
 
 
+def replace_and_look(rank: int, world_size: int) -> None:
+    """One thread replaces hooks in Python, whose end takes the GIL, while another one looks."""
+    model = DistributedDataParallel(Net())
+
+    def replace() -> None:
+        for _ in range(3000):
+            model.reducer.set_hook(lambda bucket: torch.futures.Future())
+            model.reducer.set_observer(lambda indices: None)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    while thread.is_alive():
+        assert model.reducer.steps == 0
+    thread.join()
+
+
+def test_a_model_can_be_looked_at_while_its_hook_is_replaced() -> None:
+    run_ranks(replace_and_look, 1, timeout=30)
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
