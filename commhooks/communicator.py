@@ -1,6 +1,7 @@
 """What a hook sends through: awaitable collectives, counted in bytes."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +44,8 @@ class Request:
     ``start`` issues it on a channel; once that has completed, ``result`` is there. ``count`` tells
     the bytes on the wire: a function, to be called when others do not wait for it. ``ranks``: those
     of the model's group that take part; empty: all, see Note [Subgroups] in channels.py.
-    ``is_vote``: issued when all buckets have finished, see Note [All ranks or none].
+    ``is_vote``: issued when all buckets have finished, see Note [All ranks or none]. One that is
+    dropped before it ``is_awaited`` warns.
     """
 
     operation: str
@@ -52,11 +54,21 @@ class Request:
     count: Callable[[], int]
     ranks: tuple[int, ...] = ()
     is_vote: bool = False
+    is_awaited: bool = False
 
     def __await__(self) -> Generator["Request", None, Tensor]:
+        self.is_awaited = True
         yield self
         assert self.result is not None
         return self.result
+
+    def __del__(self) -> None:
+        if not self.is_awaited:
+            warnings.warn(
+                f"a hook called comm.{self.operation}() without `await`, so nothing was sent",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class Communicator:

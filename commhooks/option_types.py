@@ -18,7 +18,7 @@ _CONSTRAINTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "le": ("<=", operator.le),
     "lt": ("<", operator.lt),
     "multiple_of": ("a multiple of", lambda value, of: value % of == 0),
-    "min_length": ("length >=", lambda value, length: len(value) >= length),
+    "min_length": ("of length >=", lambda value, length: len(value) >= length),
 }
 """By the field of commhooks.constraints with the limit: how it reads, and whether it is kept."""
 

@@ -72,8 +72,9 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
 
     Raises:
         UnknownHookError: no hook has this name; the text lists all, and the nearest one.
-        CommHookOptionError: an option is unknown, missing, ill-typed or out of range. Its text, and
-            that of any error of a nested hook, begins with the path: "inner.density: ...".
+        CommHookOptionError: an option is unknown, missing, ill-typed or out of range; its text, and
+            that of any error of a nested hook, begins with the path: "inner.density: ...". Or
+            ``hook`` is neither a name nor a config.
     """
     if isinstance(hook, Mapping):
         check_config(hook)
@@ -85,6 +86,8 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
                 f"expected {{'name': ..., option: ...}}, found {hook}"
             )
         return create(name, **config | options)
+    if not isinstance(hook, str):
+        raise CommHookOptionError(f"expected the name of a hook or its config, found {hook!r}")
     kind = _find(hook)
     check_names(hook, kind, options)
     return kind(**options)
@@ -115,6 +118,11 @@ def describe(name: str) -> HookInfo:
 def _add(name: str, kind: Any, *, override: bool) -> None:
     if not (isinstance(kind, type) and issubclass(kind, CommHook)):
         raise CommHookError(f"hook {name!r}: expected a subclass of CommHook, found {kind!r}")
+    if kind.reduce is CommHook.reduce:
+        raise CommHookError(
+            f"hook {name!r}: expected {kind.__qualname__} to have a method `async def reduce(self, "
+            "bucket, comm)` that returns the average, found none"
+        )
     if inspect.get_annotations(kind) and not _is_own_dataclass(kind):
         raise CommHookError(
             f"hook {name!r}: the annotations of {kind.__qualname__} are no options yet; put "

@@ -164,6 +164,11 @@ class Task:
     def _check(self, result: Any) -> None:
         buffer = self.bucket.buffer()
         expected = f"{buffer.numel()} elements of {buffer.dtype} on {buffer.device}"
+        if isinstance(result, Request):
+            result.is_awaited = True  # or it would complain as well
+            raise self._result_error(
+                f"returned comm.{result.operation}() itself; expected the average, so `await` it"
+            )
         if not isinstance(result, Tensor):
             raise self._result_error(
                 f"returned {type(result).__name__}; expected the average, {expected}"

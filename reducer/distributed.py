@@ -268,7 +268,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             plans = self._before_forward(synchronises)
             inputs, kwargs = self._move_inputs(inputs, kwargs)
             start = time.perf_counter()
-            with self._casts.casting() as keep_casts, cut_at_buckets(self):
+            with self._casts.casting() as keep_casts, cut_at_buckets(self.bucket_bytes_cap):
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
             return self._after_forward(output, plans, synchronises, time.perf_counter() - start)
@@ -312,6 +312,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 output = through_sink(output, clones=self._sink_clones)
                 watched = list(tensors_in(output))
             self.reducer.prepare_for_backward(watched, self._gradient_scale(plans))
+            if plans is not None:
+                plans.share_skipped(self)
         return output
 
     @not_compiled

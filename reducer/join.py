@@ -5,8 +5,9 @@ Note [Uneven inputs]
 At the start of each forward, ranks tell each other what they are about to do (:class:`Plans`). A
 rank without inputs *shadows* it: it rebuilds buckets, synchronises buffers and calls the hook for
 every bucket, with gradients of zero, in the same order. So hooks, whatever they send and remember,
-need not know. The root of broadcasts is the highest rank that still has inputs; in the end the
-model of the last rank to run out is broadcast.
+need not know. Which buckets ``skip_all_reduce_unused_params`` leaves out only a forward can tell;
+after theirs, ranks with inputs do. The root of broadcasts is the highest rank that still has
+inputs; in the end the model of the last rank to run out is broadcast.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ class Plans:
         """Whose buffers count."""
         return self.active[-1]
 
+    def share_skipped(self, model: DistributedDataParallel) -> list[bool]:
+        """Which buckets the step leaves out, by the root's forward. Collective, after forward."""
+        skipped = model.reducer.skipped_buckets
+        if model.skip_all_reduce_unused_params:
+            told = torch.tensor(skipped, dtype=torch.uint8).to(model.device)
+            dist.broadcast(told, group=model.process_group, group_src=self.root)
+            skipped = [flag != 0 for flag in told.tolist()]
+        return skipped
+
     def gradient_scale(self, group: dist.ProcessGroup) -> float:
         """Where ranks without inputs do not count, although the hook averages over all."""
         return group.size() / len(self.active)
@@ -90,7 +100,7 @@ class ShadowHook(JoinHook):
         if plans.syncs_buffers:
             model.sync_buffers(plans.root)
         if plans.synchronises:
-            model.reducer.shadow_backward()
+            model.reducer.shadow_backward(plans.share_skipped(model))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """When all have run out: the model of the last is everybody's."""

@@ -81,16 +81,18 @@ def test_doctor_finds_this_machine_sound() -> None:
 def test_doctor_fails_when_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "11.8")
     monkeypatch.setattr("commhooks.diagnosis._cupy_packages", lambda: {"cupy-cuda12x": "13.0"})
+    monkeypatch.setenv("COLUMNS", "40")  # a narrow terminal cuts no command
     text = run("doctor", status=1)
-    assert "cupy-cuda12x 13.0 is for CUDA 12, torch for CUDA 11.8" in text
-    assert "pip install 'commhooks[cuda11]'" in text
+    assert "cupy-cuda12x 13.0 is for CUDA 12, torch for CUDA 11.8\n" in text
+    assert "pip uninstall cupy-cuda12x, then pip install 'commhooks[cuda11]'\n" in text
 
 
 def compare_small(*more: str, status: int = 0) -> str:
     return run("compare", "--model", "compared:net", "--hooks", "bf16", *more, status=status)
 
 
-def test_compare(tmp_path: Path) -> None:
+def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
     text = compare_small(
         *("--steps", "3", "--link", "1gbit", "--predict"),
@@ -108,6 +110,7 @@ def test_compare(tmp_path: Path) -> None:
         "loss",
     ):
         assert name in text
+    assert max(map(len, text.splitlines())) <= 80
     assert json.loads(files["json"].read_text())["world_size"] == 2
     assert files["csv"].read_text().count("\n") == 1 + 3 * 2
     assert files["png"].read_bytes().startswith(b"\x89PNG")
@@ -116,7 +119,7 @@ def test_compare(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "status", "says"),
     [
-        (["--hooks", "powersgd:rank=x"], 2, "Invalid value for '--hooks': hook 'powersgd:rank=x'"),
+        (["--hooks", "powersgd:rank=x"], 2, "'--hooks' / '--hook': hook 'powersgd:rank=x'"),
         (["--link", "1gb"], 2, "Invalid value for '--link': expected a rate"),
         (["--model", "compared:nett"], 1, "Error: 'compared:nett': 'compared' has no 'nett'"),
         (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),

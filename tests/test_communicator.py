@@ -130,6 +130,29 @@ def test_bad_arguments(comm: commhooks.Communicator) -> None:
             make()
 
 
+def test_who_forgets_to_await_is_told(comm: commhooks.Communicator) -> None:
+    with pytest.warns(RuntimeWarning, match=r"called comm\.all_reduce\(\) without `await`"):
+        comm.all_reduce(torch.ones(2))
+
+
+@dataclass
+class Forgetful(commhooks.CommHook):
+    async def reduce(self, bucket: Any, comm: Any) -> Any:
+        return comm.all_reduce(bucket.buffer())
+
+
+def forget(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(torch.nn.Linear(2, 2))
+    commhooks.register(model, Forgetful())
+    with pytest.raises(commhooks.CommHookError, match=r"returned comm\.all_reduce.*`await` it"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_not_awaited_is_no_average(run_ranks: Any, size: int) -> None:
+    run_ranks(forget, size)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 @pytest.mark.parametrize("nbytes", [0, 1, 24, 1000])
 def test_wire_bytes(nbytes: int, size: int) -> None:

@@ -96,6 +96,22 @@ def test_graphs_are_cut_where_buckets_end() -> None:
         assert 1 < ours <= theirs
 
 
+def small_buckets(rank: int, world_size: int) -> None:
+    module = Net()
+    model: Any = DistributedDataParallel(module, bucket_cap_mb=0.0001)
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager")(inputs_of(rank, 0)).sum().backward()
+    compiled = [p.grad.clone() for p in module.parameters()]
+    model.zero_grad()
+    model(inputs_of(rank, 0)).sum().backward()
+    for found, parameter in zip(compiled, module.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
+
+
+def test_buckets_may_be_smaller_than_the_compiler_takes() -> None:
+    run_ranks(small_buckets, 2, timeout=120)
+
+
 def compiled_autograd(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Net())
     with torch._dynamo.config.patch(compiled_autograd=True):

@@ -146,3 +146,7 @@ def test_there_is_a_broken_hook_for_every_rule():
 def test_factory_that_cannot_be_sent_is_refused():
     with pytest.raises(TypeError, match=r"functools\.partial"):
         check_hook(lambda: commhooks.create("allreduce"))
+    with pytest.raises(TypeError, match=r"expected what makes a hook.*found AllReduce\(\)"):
+        check_hook(commhooks.create("allreduce"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'int'> to make a CommHook, found 0"):
+        check_hook(int)  # type: ignore[arg-type]

@@ -206,6 +206,44 @@ def test_accumulation_is_shadowed() -> None:
     assert torch.equal(*run_ranks(accumulate, 2))
 
 
+class Branches(Net):
+    """Each step uses one of two branches, the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
+        return (self.others if step % 3 else self.layers)(x)
+
+
+def skip_unused(rank: int, world_size: int, skips: bool, hook: Any) -> list[torch.Tensor]:
+    model = DistributedDataParallel(
+        Branches(),
+        bucket_cap_mb=0.0001,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=skips,
+    )
+    handle = commhooks.register(model, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(3 + 4 * rank):
+            optimizer.zero_grad()
+            model(inputs_of(rank, step), step).square().mean().backward()
+            optimizer.step()
+    for step in range(2):  # training goes on together
+        model(inputs_of(rank, step), step).square().mean().backward()
+    assert handle.stats().total.gradient_bytes > 0
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("hook", ["allreduce", {"name": "skip_nonfinite", "inner": "allreduce"}])
+def test_shadows_leave_out_the_buckets_that_others_skip(hook: Any) -> None:
+    averaged, skipped = (run_ranks(skip_unused, 2, skips, hook, timeout=30) for skips in (0, 1))
+    for expected, found in zip(averaged[0] + averaged[1], skipped[0] + skipped[1], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def disabled(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Net())
     with model.join(enable=False):

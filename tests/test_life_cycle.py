@@ -5,6 +5,7 @@ import gc
 import io
 import multiprocessing
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -192,6 +193,77 @@ def in_threads(rank: int, world_size: int) -> None:
 
 def test_two_threads_train_two_models() -> None:
     run_ranks(in_threads, 2)
+
+
+def replace_and_look(rank: int, world_size: int) -> None:
+    """One thread replaces hooks in Python, whose end takes the GIL, while another one looks."""
+    model = DistributedDataParallel(Net())
+
+    def replace() -> None:
+        for _ in range(3000):
+            model.reducer.set_hook(lambda bucket: torch.futures.Future())
+            model.reducer.set_observer(lambda indices: None)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    while thread.is_alive():
+        assert model.reducer.steps == 0
+    thread.join()
+
+
+def test_a_model_can_be_looked_at_while_its_hook_is_replaced() -> None:
+    run_ranks(replace_and_look, 1, timeout=30)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.launching = nn.Linear(4, 4)  # the first bucket
+
+
+def fail_beside_a_launch(rank: int, world_size: int) -> None:
+    """One thread's backward fails while another's is in the hook of the first bucket."""
+    model = DistributedDataParallel(Pair(), bucket_cap_mb=1e-6)
+    under_way, futures = [threading.Event(), threading.Event()], []
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        under_way[1].set()
+        time.sleep(0.2)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        futures.append(future)
+        threading.Timer(0.2, future.set_result, [bucket.buffer()]).start()
+        return future
+
+    def fail(gradient: torch.Tensor) -> None:
+        under_way[0].set()
+        assert under_way[1].wait(10)
+        raise ValueError("in user code")
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = model.module.failing[0](x)
+        hidden.register_hook(fail)
+        return model.module.failing[1](hidden).sum(), model.module.launching(x).sum()
+
+    model.register_comm_hook(None, hook)
+    model.module.forward = forward
+    failing, launching = model(torch.ones(1, 4))
+
+    def launch() -> None:
+        assert under_way[0].wait(10)
+        launching.backward()
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    with pytest.raises(ValueError, match="in user code"):
+        failing.backward()
+    assert futures
+    assert futures[0].done()  # nobody works on the bucket any longer
+    thread.join()
+
+
+def test_a_failure_waits_for_what_other_threads_launch() -> None:
+    run_ranks(fail_beside_a_launch, 1)
 
 
 def data_loader(rank: int, world_size: int, method: str) -> None:

@@ -145,6 +145,30 @@ def test_warnings_are_treated_as_in_the_caller(run_ranks: Any) -> None:
         run_ranks(warn)
 
 
+def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
+    """Its ranks import it, and theirs, and so on."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import os\n"
+        "from commhooks.testing import run_ranks\n"
+        f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('.')\n"
+        "def pid(rank, world_size):\n    return os.getpid()\n"
+        "run_ranks(pid)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "RankStartError: rank 0 of 2 cannot import the main module" in result.stderr
+    assert 'put what starts ranks under `if __name__ == "__main__":`' in result.stderr
+    assert len((tmp_path / "imports").read_text()) <= 3
+
+
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(

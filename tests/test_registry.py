@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
 from torch import Tensor
@@ -95,6 +95,12 @@ def test_unknown_name_lists_all_and_the_nearest() -> None:
         commhooks.describe("")
 
 
+@pytest.mark.parametrize("hook", [None, 3, commhooks.create("allreduce")])
+def test_neither_a_name_nor_a_config(hook: Any) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match="expected the name of a hook or its"):
+        commhooks.create(hook)
+
+
 def test_options_override_a_config() -> None:
     config = commhooks.create("powersgd", rank=3, seed=5).to_config()
     hook = commhooks.create(config, rank=2)
@@ -124,6 +130,15 @@ def test_defining_a_hook_again_replaces_it() -> None:
 def test_only_hooks_can_be_registered() -> None:
     with pytest.raises(commhooks.CommHookError, match="expected a subclass of CommHook"):
         commhooks.register_hook("text")(str)  # type: ignore[type-var]
+
+
+def test_forgotten_reduce() -> None:
+    with pytest.raises(commhooks.CommHookError, match=r"Idle to have a method `async def reduce"):
+
+        @commhooks.register_hook("idle")
+        @dataclass
+        class Idle(commhooks.CommHook):
+            rank: int = 1
 
 
 def test_forgotten_dataclass() -> None:

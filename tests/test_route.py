@@ -191,6 +191,38 @@ def test_buckets_are_cut_by_route(run_ranks: Any, options: dict[str, bool]) -> N
     run_ranks(cut, 2, options)
 
 
+def cut_after_forward(rank: int, size: int, options: dict[str, bool]) -> None:
+    """As after a look at the loss with gradients switched on, on one rank or on all."""
+    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, **options)
+    used = {name: tensor for name, tensor in PARAMETERS.items() if name != "spare"}
+    for step in range(4):
+        of_ranks = [draw_gradients(used, peer, step) for peer in range(size)]
+        loss = trainer.model(of_ranks[rank])
+        if rank == 0 or step > 1:
+            trainer.model(of_ranks[rank])
+        if step == 1:
+            trainer.handle.replace("route", rules=[["m*", "bf16"]], default="allreduce")
+        if step == 2:
+            trainer.handle.replace("route", rules=[["v*", "allreduce"]], default="allreduce")
+        for parameter in trainer.parameters.values():
+            parameter.grad = None
+        loss.backward()
+        found = {name: p.grad for name, p in trainer.parameters.items() if p.grad is not None}
+        mean = mean_over_ranks(of_ranks, used)
+        if step == 1:
+            del mean["matrix"]  # in half precision
+        assert not differences(found, mean, size)
+
+
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_buckets_can_be_cut_between_forward_and_backward(
+    run_ranks: Any, options: dict[str, bool]
+) -> None:
+    run_ranks(cut_after_forward, 2, options)
+
+
 def keep_keys(rank: int, size: int) -> None:
     """A model with keys of its own keeps them, and routes are told apart in its buckets."""
     trainer = Trainer(

@@ -48,7 +48,8 @@ def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_nothing_is_measured")
 def test_a_table_of_hooks_and_advice(kept: Path) -> None:
-    text = run(*BASIC, "--hooks", "int8,topk", "--world-size", "4096", "--measurements", str(kept))
+    hooks = ("--hook", "int8", "--hooks", "topk")
+    text = run(*BASIC, *hooks, "--world-size", "4096", "--measurements", str(kept))
     for word in ("allreduce", "int8", "topk", "speed-up", "4096 ranks at 1 Gbit/s", "predicted"):
         assert word in text
     assert "Take " in text or "Stay with " in text
@@ -58,8 +59,10 @@ def test_a_table_of_hooks_and_advice(kept: Path) -> None:
 @pytest.mark.parametrize("size", ["64", "100000"])
 def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, size: str) -> None:
     image = tmp_path / "curves.png"
-    options = ("--measurements", str(kept), "--plot", str(image), "--json")
-    found = json.loads(run(*BASIC, "--hook", "int8", "--world-size", size, *options))
+    figures = tmp_path / "figures.json"
+    options = ("--measurements", str(kept), "--plot", str(image), "--json", str(figures))
+    run(*BASIC, "--hook", "int8", "--world-size", size, *options)
+    found = json.loads(figures.read_text())
     assert found["model"] == "small_models:make"
     assert list(found["hooks"]) == ["allreduce", "int8"]
     assert found["hooks"]["int8"]["gradient_bytes"] == 4 * (2 * (64 * 64 + 64) + 64 * 8 + 8)
@@ -69,10 +72,13 @@ def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, siz
 
 
 @pytest.mark.usefixtures("_nothing_is_measured")
-def test_more_of_the_network_can_be_told(kept: Path) -> None:
+def test_more_of_the_network_can_be_told(kept: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+
     def step(*options: str) -> float:
         arguments = ("--hook", "int8", "--world-size", "4096", "--measurements", str(kept))
-        found = json.loads(run(*BASIC, *arguments, *options, "--json"))
+        run(*BASIC, *arguments, *options, "--json", str(figures))
+        found = json.loads(figures.read_text())
         seconds: float = found["hooks"]["int8"]["step_seconds"]
         return seconds
 

@@ -9,8 +9,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from commhooks.cli.comparison_table import comparison_table
-from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
+from commhooks.cli.comparison_table import costs_table, times_table
+from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
 from commhooks.comparison import Comparison
 from commhooks.comparison import compare as compare_hooks
 from commhooks.comparison.place import Progress as Report
@@ -18,8 +18,6 @@ from commhooks.hook_spec import HookSpec
 from commhooks.models import built_in_models
 
 __all__ = ["compare"]
-
-_NARROWEST = 112  # columns that the table needs
 
 
 @click.command()
@@ -41,11 +39,8 @@ _NARROWEST = 112  # columns that the table needs
     help="package.module:function, a generator function train(model, rank, world_size) that takes "
     "a training step each time, and yields a function for the loss on validation data.",
 )
-@click.option(
-    "--hooks",
-    type=HOOKS,
-    required=True,
-    help="For example allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01).",
+@hooks_option(
+    "For example allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01)."
 )
 @click.option("--world-size", default=2, show_default=True, help="Ranks on this machine.")
 @click.option(
@@ -134,7 +129,7 @@ def _bar(console: Console) -> Iterator[Report]:
 
 def _show(comparison: Comparison) -> None:
     console = Console()
-    console.width = max(console.width, _NARROWEST)  # better wrapped than cut off
-    console.print(comparison_table(comparison))
+    console.print(times_table(comparison))
+    console.print(costs_table(comparison))
     for note in comparison.notes:
         console.print(f"Note: {note}.", highlight=False, markup=False)

@@ -1,6 +1,7 @@
-"""A comparison as a table."""
+"""A comparison as two tables, each narrow enough for a terminal of 80 columns."""
 
 import math
+from collections.abc import Callable, Mapping
 
 from rich import box
 from rich.table import Table
@@ -9,41 +10,53 @@ from rich.text import Text
 from commhooks.comparison import Comparison, Row
 from commhooks.rates import format_rate
 
-__all__ = ["comparison_table", "format_bytes", "format_seconds"]
+__all__ = ["costs_table", "format_bytes", "format_seconds", "times_table"]
 
-_COLUMNS = ["step", "", "of torch", "exposed", "wire", "ratio", "error", "memory", "pays below"]
-_HOOK_WIDTH = 22
-_CAPTION = """\
+_TIMES_CAPTION = """\
 step: forward and backward of the slowest rank, median, and the spread between the quartiles.
-of torch: that time over that of torch's own averaging. exposed: what a step takes longer than \
-that of the bare model.
-ratio: what plain averaging sends over what the hook sends. error: of one step's gradients against \
-the exact mean.
-memory: peak, besides the parameters. pays below: the rate of a link below which the hook is \
-faster than torch's averaging."""
+of torch: that time over that of torch's own averaging.
+exposed: what a step takes longer than that of the bare model."""
+_COSTS_CAPTION = """\
+ratio: what plain averaging sends over what the hook sends.
+error: of one step's gradients against the exact mean.
+memory: peak, besides the parameters.
+pays below: the rate of a link below which the hook is faster than torch's averaging."""
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def times_table(comparison: Comparison) -> Table:
     """A section per link, one row per contender."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "step": lambda row: format_seconds(row.step_seconds),
+        "": _spread,
+        "of torch": lambda row: "" if row.hook == "bare" else f"{row.to_torch:.2f}",
+        "exposed": lambda row: "" if row.hook == "bare" else format_seconds(row.exposed_seconds),
+    }
+    if any(row.training for row in comparison.rows):
+        columns["loss"] = _loss
     gradient_bytes = format_bytes(comparison.rows[0].gradient_bytes)
-    table = Table(
-        title=f"{comparison.model}, {comparison.world_size} ranks, {gradient_bytes} of gradients",
-        caption=_CAPTION,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    trained = any(row.training for row in comparison.rows)
-    table.add_column("hook", overflow="fold", min_width=_HOOK_WIDTH)
-    for name in _COLUMNS + ["loss"] * trained:
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"{comparison.model}, {comparison.world_size} ranks, {gradient_bytes} of gradients"
+    table = _table(columns, title, _TIMES_CAPTION)
     for link in comparison.links:
         kind = "measured" if comparison.row("torch", link).measured else "predicted"
         table.add_row(Text(f"{link}, {kind}", style="bold"))
         for hook in comparison.hooks:
-            row = comparison.row(hook, link)
-            table.add_row(Text(f"  {hook}"), *_cells(row), *[_loss(row)] * trained)
+            _add(table, f"  {hook}", comparison.row(hook, link), columns)
         table.add_section()
+    return table
+
+
+def costs_table(comparison: Comparison) -> Table:
+    """What does not depend on the link, one row per contender."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "wire": lambda row: format_bytes(row.wire_bytes) if row.wire_bytes else "",
+        "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.1f}x",
+        "error": lambda row: "" if row.error is None else f"{row.error:.1e}",
+        "memory": lambda row: format_bytes(row.peak_bytes),
+        "pays below": _pays_below,
+    }
+    table = _table(columns, None, _COSTS_CAPTION)
+    for hook in comparison.hooks:
+        _add(table, hook, comparison.row(hook), columns)
     return table
 
 
@@ -66,22 +79,30 @@ def format_seconds(seconds: float | None) -> str:
     return f"{milliseconds:.{1 if abs(milliseconds) < 100 else 0}f} ms"
 
 
-def _cells(row: Row) -> list[str]:
-    is_bare = row.hook == "bare"
-    return [
-        format_seconds(row.step_seconds),
-        "" if row.step_spread_seconds is None else f"± {1e3 * row.step_spread_seconds:.1f}",
-        "" if is_bare else f"{row.to_torch:.2f}",
-        "" if is_bare else format_seconds(row.exposed_seconds),
-        format_bytes(row.wire_bytes) if row.wire_bytes else "",
-        "" if row.ratio is None else f"{row.ratio:.1f}x",
-        "" if row.error is None else f"{row.error:.1e}",
-        format_bytes(row.peak_bytes),
-        _rate(row.break_even_bits_per_second),
-    ]
+def _table(columns: Mapping[str, object], title: str | None, caption: str) -> Table:
+    table = Table(
+        title=title,
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("hook", overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
-def _rate(rate: float | None) -> str:
+def _add(table: Table, name: str, row: Row, columns: Mapping[str, Callable[[Row], str]]) -> None:
+    table.add_row(Text(name), *(cell(row) for cell in columns.values()))
+
+
+def _spread(row: Row) -> str:
+    return "" if row.step_spread_seconds is None else f"± {1e3 * row.step_spread_seconds:.1f}"
+
+
+def _pays_below(row: Row) -> str:
+    rate = row.break_even_bits_per_second
     if rate is None:
         return ""
     if math.isinf(rate):

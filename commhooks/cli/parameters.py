@@ -3,15 +3,18 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from commhooks.errors import CommHookError
-from commhooks.hook_spec import parse_hook_spec, parse_hook_specs
+from commhooks.hook_spec import parse_hook_specs
 from commhooks.rates import parse_rate
 
-__all__ = ["FILE", "HOOK", "HOOKS", "IMAGE", "RATE"]
+__all__ = ["FILE", "IMAGE", "RATE", "hooks_option"]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Parsed(click.ParamType):  # type: ignore[type-arg]
@@ -53,9 +56,18 @@ FILE = _File(dir_okay=False, writable=True)
 """A path that can be written to."""
 IMAGE = _Image(dir_okay=False, writable=True)
 """Likewise, of a type that matplotlib can draw."""
-HOOK = _Parsed("hook", parse_hook_spec)
-"""``powersgd:rank=4`` -> :class:`HookSpec`."""
-HOOKS = _Parsed("hook,hook...", parse_hook_specs)
-"""``bf16,powersgd:rank=4`` -> list of :class:`HookSpec`."""
 RATE = _Parsed("rate", parse_rate)
 """``1gbit`` -> bits per second."""
+
+
+def hooks_option(text: str) -> Callable[[_Function], _Function]:
+    """``--hooks bf16,powersgd:rank=4``, once or several times -> list of :class:`HookSpec`."""
+    return click.option(
+        "--hooks",
+        "--hook",
+        type=_Parsed("hook,hook...", parse_hook_specs),
+        multiple=True,
+        required=True,
+        callback=lambda _context, _option, given: [spec for specs in given for spec in specs],
+        help=text,
+    )

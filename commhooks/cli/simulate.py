@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli.parameters import FILE, HOOKS, IMAGE, RATE
+from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
 from commhooks.durations import format_duration, parse_duration
 from commhooks.errors import CommHookOptionError
 from commhooks.hook_spec import HookSpec, parse_hook_spec
@@ -51,13 +51,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
     help=f"{', '.join(built_in_models())}, or package.module:factory.",
 )
 @click.option("--input", "input_", help="package.module:function that returns the model's input.")
-@click.option(
-    "--hooks",
-    "--hook",
-    type=HOOKS,
-    required=True,
-    help="Hooks with options, as in bf16,powersgd:rank=4. The plain average is always shown.",
-)
+@hooks_option("Hooks with options, as in bf16,powersgd:rank=4. The plain average is always shown.")
 @click.option("--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks.")
 @click.option("--link", type=RATE, required=True, help="Rate of each node's link, as in 25gbit.")
 @click.option("--latency", type=_Duration(), default="20us", help="Of the network, one way.")
@@ -85,7 +79,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg]
     help="Keep in this file what is measured here; use it if it is there.",
 )
 @click.option("--plot", type=IMAGE, help="Image of curves.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 def simulate(
     model: str,
     input_: str | None,
@@ -102,7 +96,7 @@ def simulate(
     step: int,
     measurements: Path | None,
     plot: Path | None,
-    as_json: bool,
+    json_file: Path | None,
 ) -> None:
     """Predict what a step takes with hooks on a network that is not there.
 
@@ -125,11 +119,10 @@ def simulate(
     )
     if plot is not None:
         _plot(study, plot, model)
-    if as_json:
-        click.echo(json.dumps(study.to_json() | {"model": model}, indent=1))
-    else:
-        Console().print(_table(study, model))
-        Console().print(study.advice, highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(study.to_json() | {"model": model}, indent=1) + "\n")
+    Console().print(_table(study, model))
+    Console().print(study.advice, highlight=False)
 
 
 def _with_baseline(specs: Sequence[HookSpec]) -> list[HookSpec]:

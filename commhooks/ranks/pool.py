@@ -24,7 +24,7 @@ from commhooks.errors import CommHookError
 from commhooks.ranks.call import Call, Outcome
 from commhooks.ranks.process import RankProcess
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["RankError", "RankPool", "RankStartError"]
 
 _START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine
 _CLEANUP_SECONDS = 10.0  # for the other ranks to come back once one has raised
@@ -32,6 +32,10 @@ _CLEANUP_SECONDS = 10.0  # for the other ranks to come back once one has raised
 
 class RankError(CommHookError):
     """A rank died, or raised something that cannot be sent to another process."""
+
+
+class RankStartError(RankError):
+    """A rank did not get as far as its first call."""
 
 
 class RankPool:
@@ -65,7 +69,7 @@ class RankPool:
             Exception: the first error of any rank, of its own type where that can be pickled, with
                 the rank and the remote traceback as a note.
             TimeoutError: with the stacks of the ranks still running.
-            RankError: a rank died.
+            RankError: a rank died; RankStartError: before the call.
         """
         with self._lock:
             try:
@@ -98,7 +102,7 @@ class RankPool:
                 try:
                     outcome = process.receive()
                 except (EOFError, ConnectionError):
-                    raise failure or _death(rank, len(calls), process) from None
+                    raise failure or RankError(_death(rank, len(calls), process)) from None
                 if outcome is not None and outcome.error_text is None:
                     results[rank] = outcome.value
                 elif outcome is not None and failure is None:
@@ -120,11 +124,18 @@ class RankPool:
                 continue
             process.ready = False
             if not process.connection.poll(_START_SECONDS):
-                raise TimeoutError(f"the process of rank {rank} did not start: {_START_SECONDS} s")
+                raise RankStartError(f"rank {rank} did not start within {_START_SECONDS} s")
             try:
-                process.receive()
+                outcome = process.receive()
             except (EOFError, ConnectionError):
-                raise _death(rank, world_size, process, "before this call ") from None
+                raise RankStartError(
+                    _death(rank, world_size, process, "before this call ")
+                ) from None
+            if outcome is not None:
+                raise RankStartError(
+                    f"rank {rank} of {world_size} cannot import the main module:\n"
+                    f"{outcome.error_text}"
+                )
         return processes
 
     def _end(self, processes: Sequence[RankProcess]) -> None:
@@ -133,7 +144,7 @@ class RankPool:
             process.kill()
 
 
-def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> RankError:
+def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> str:
     text = f"rank {rank} of {world_size} died {when}with exit code {process.exit_code()}"
     for what, lines in [
         ("the last lines that it printed", process.log()),
@@ -141,7 +152,7 @@ def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> 
     ]:
         if lines:
             text += f"; {what}:\n{lines}"
-    return RankError(text)
+    return text
 
 
 def _remote_error(rank: int, world_size: int, outcome: Outcome) -> BaseException:

@@ -1,5 +1,6 @@
 """The parent's side of one rank's process."""
 
+import multiprocessing
 import multiprocessing.spawn
 import os
 import pickle
@@ -12,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
+from commhooks.errors import CommHookError
 from commhooks.ranks.call import READY, Call, Outcome
 
 __all__ = ["RankProcess"]
@@ -29,11 +31,19 @@ class RankProcess:
         prefix: put before the command, e.g. to start it in a network namespace.
         environment: besides that of this process.
         keep_log: what it prints is kept for :meth:`log`, not shown.
+
+    Raises CommHookError in a process of a rank that is still importing the main module: there would
+    be no end of it.
     """
 
     def __init__(
         self, prefix: Sequence[str], environment: Mapping[str, str], *, keep_log: bool
     ) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise CommHookError(
+                "ranks are processes that import the program's main module, and this is one that "
+                'does: put what starts ranks under `if __name__ == "__main__":`, or into a function'
+            )
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         self._log = tempfile.TemporaryFile() if keep_log else None  # noqa: SIM115
         ours, theirs = socket.socketpair()

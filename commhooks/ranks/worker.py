@@ -7,6 +7,7 @@ with its parent.
 
 import faulthandler
 import gc
+import multiprocessing
 import multiprocessing.spawn
 import os
 import pickle
@@ -26,7 +27,11 @@ def main() -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    multiprocessing.spawn.prepare(pickle.loads(calls.recv_bytes()))
+    try:
+        _prepare(calls.recv_bytes())
+    except BaseException as error:  # a main module may well exit
+        calls.send_bytes(Outcome.of_failure(error).pickled())
+        os._exit(1)
     gc.freeze()  # what has been loaded so far: makes collections cheap
     while True:
         calls.send_bytes(READY)
@@ -38,6 +43,16 @@ def main() -> None:
     # Peers may be gone already; leaving in order is not worth waiting for them.
     sys.stdout.flush()
     os._exit(0)
+
+
+def _prepare(data: bytes) -> None:
+    """Imports the parent's main module, which must not start ranks meanwhile."""
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # noqa: SLF001  # as multiprocessing says it of its own processes
+    try:
+        multiprocessing.spawn.prepare(pickle.loads(data))
+    finally:
+        del process._inheriting  # noqa: SLF001
 
 
 def _answer(calls: Connection, message: bytes) -> None:

@@ -12,6 +12,7 @@ import pickle
 import torch
 
 from commhooks.hook import CommHook
+from commhooks.ranks import RankStartError
 from commhooks.testing.ranks import run_ranks
 from commhooks.testing.rules import (
     RULES,
@@ -47,8 +48,17 @@ def check_hook(
     ``consensus = True``. ``timeout`` is in seconds, per rule. All ranks share the ``device``; on
     "cuda", over NCCL, each has the one of its number.
 
-    Raises :class:`ConformanceError` for the first rule that is broken.
+    In a script, call it under ``if __name__ == "__main__":``, as the other processes import that.
+
+    Raises:
+        ConformanceError: for the first rule that is broken.
+        TypeError: ``factory`` makes no hook, or cannot be sent to other processes.
+        RankStartError: the processes cannot be started.
     """
+    if not callable(factory):
+        raise TypeError(
+            f"check_hook: expected what makes a hook, such as its class, found {factory!r}"
+        )
     try:
         pickle.dumps(factory)
     except Exception as error:
@@ -57,12 +67,16 @@ def check_hook(
             f"function of a module, or a functools.partial of these ({error})"
         ) from error
     hook = factory()
+    if not isinstance(hook, CommHook):
+        raise TypeError(f"check_hook: expected {factory!r} to make a CommHook, found {hook!r}")
     exempt = _exempt(hook)
     for name in RULES:
         if name not in exempt:
             size = 1 if name == "alone" else world_size
             try:
                 run_ranks(_check, size, name, factory, device, timeout=timeout, backend=backend)
+            except RankStartError:
+                raise  # no fault of the hook's
             except Exception as error:
                 raise ConformanceError(_explain(hook, name, error)) from error
 

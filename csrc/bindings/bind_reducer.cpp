@@ -156,8 +156,11 @@ Announce that the next backward synchronises. `outputs`: the tensors that forwar
 `needs_outputs`, else empty. `scale`: what gradients are multiplied by before they are averaged. Raises
 RuntimeError, naming the parameters, if the previous backward left some without a gradient; the reducer
 is usable afterwards.)")
-      .def("shadow_backward", &Reducer::shadow_backward, release_gil(), R"(
-Take part in a backward of the other ranks with gradients of zero. `.grad` stays as it is.)")
+      .def("shadow_backward", &Reducer::shadow_backward, py::arg("skipped"), release_gil(), R"(
+Take part in a backward of the other ranks with gradients of zero. `.grad` stays as it is. `skipped`:
+what `skipped_buckets` is on those ranks.)")
+      .def_property_readonly("skipped_buckets", &Reducer::skipped_buckets, R"(
+For each bucket, whether the step that is expected leaves it out, as `skip_unused_buckets` asks.)")
       .def_property_readonly(
           "needs_outputs", &Reducer::needs_outputs,
           "Whether `prepare_for_backward` looks at the outputs of forward.")

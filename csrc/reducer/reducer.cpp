@@ -184,7 +184,9 @@ void Reducer::set_hook(std::shared_ptr<Hook> hook) {
   TORCH_CHECK(
       state_.phase() == Phase::Idle || !any_gradient_locked(), rank_prefix(),
       "The hook can only be changed between two steps, and a backward is under way.");
-  lanes_.of_users().hook = std::move(hook);
+  // The former one, now in `hook`, goes away without the lock: if it is in Python that takes the GIL,
+  // whose holder may be waiting for the lock.
+  lanes_.of_users().hook.swap(hook);
 }
 
 std::string Reducer::hook_name() const {
@@ -198,10 +200,16 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       keys.size() == parameters_.size(), "Expected one key for each of the ", parameters_.size(),
       " parameters, found ", keys.size(), ".");
   TORCH_CHECK(
-      state_.phase() == Phase::Idle, rank_prefix(),
-      "Buckets can only be cut anew between two steps, and a backward is expected or under way.");
+      state_.phase() == Phase::Idle || (state_.collecting() && !any_gradient_locked()),
+      rank_prefix(),
+      "Buckets can only be cut anew between two steps, and a backward is under way.");
   options_.keys = std::move(keys);
   set_buckets(order_, back_to_front_);
+  if (state_.collecting()) {
+    // A forward has announced a backward; under `static_graph` it knows of nothing unreachable.
+    begin_step_locked(
+        options_.static_graph ? std::vector<size_t>() : std::move(absent_), std::move(store_));
+  }
 }
 
 void Reducer::set_static_graph() {
@@ -216,6 +224,7 @@ void Reducer::set_static_graph() {
 
 void Reducer::set_process_group(GroupPtr process_group) {
   abandon();
+  Lanes lanes(process_group, options_.key_groups);  // then the former ones; see set_hook
   std::lock_guard<std::mutex> lock(mutex_);
   process_group_ = std::move(process_group);
   first_step_ += completed_;
@@ -224,7 +233,7 @@ void Reducer::set_process_group(GroupPtr process_group) {
   rebuilt_ = false;
   graph_.forget();
   unused_.forget_all();
-  lanes_ = Lanes(process_group_, options_.key_groups);
+  std::swap(lanes_, lanes);
   set_buckets(order_, back_to_front_);
 }
 
@@ -236,7 +245,7 @@ void Reducer::remove_autograd_hooks() {
 
 void Reducer::set_observer(Observer observer) {
   std::lock_guard<std::mutex> lock(mutex_);
-  observer_ = std::move(observer);
+  observer_.swap(observer);  // see set_hook
 }
 
 void Reducer::await_after_backward(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {

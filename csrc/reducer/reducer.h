@@ -68,7 +68,8 @@ struct StepTimes {
 //
 // Locks: `mutex_` guards the bookkeeping and is held for instants only, never while a hook runs, while
 // memory is copied, or while anything is waited for. `launch_mutex_` keeps launches in order when
-// several autograd threads (one per device) complete buckets at once; taken before `mutex_`.
+// several autograd threads (one per device) complete buckets at once; taken before `mutex_`. Recursive,
+// as what a hook or an observer calls may end the step.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Attaches to the gradient accumulators of `parameters`; the hooks vanish with the reducer.
@@ -89,7 +90,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
   // Takes part in a step of the other ranks with gradients of zero, and leaves `.grad` as it is.
-  void shadow_backward();
+  // `skipped`: what `skipped_buckets()` is on those ranks.
+  void shadow_backward(const std::vector<bool>& skipped);
+
+  // For each bucket, whether this step leaves it out; see `skip_unused_buckets`.
+  std::vector<bool> skipped_buckets() const;
 
   // After the first synchronised step: cuts the buckets anew, in the order in which rank 0 saw its
   // gradients arrive. Where parameters may be unused, as soon as rank 0 has seen the same order twice.
@@ -234,7 +239,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<c10::Stream> aside_;
 
   mutable std::mutex mutex_;
-  std::mutex launch_mutex_;
+  std::recursive_mutex launch_mutex_;
 
   Lanes lanes_;
   std::vector<std::unique_ptr<Bucket>> buckets_;

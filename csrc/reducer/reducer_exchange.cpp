@@ -24,7 +24,7 @@ PackFormat Reducer::format_of(const Bucket& bucket) const {
 }
 
 void Reducer::launch_ready_buckets() {
-  std::lock_guard<std::mutex> launching(launch_mutex_);
+  std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
   while (true) {
     size_t bucket_index = 0;
     {

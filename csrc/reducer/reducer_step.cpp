@@ -132,11 +132,21 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
   }
 }
 
-void Reducer::shadow_backward() {
+void Reducer::shadow_backward(const std::vector<bool>& skipped) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_VALUE(
+        skipped.size() == buckets_.size(), rank_prefix(), "Expected to be told of each of the ",
+        buckets_.size(), " buckets whether it is skipped, found ", skipped.size(), " flags.");
+    std::vector<size_t> unused;
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (skipped[b]) {
+        const auto& indices = buckets_[b]->indices();
+        unused.insert(unused.end(), indices.begin(), indices.end());
+      }
+    }
     state_.expect();
-    begin_step_locked({}, no_gradients());
+    begin_step_locked(std::move(unused), no_gradients());
     absent_.clear();
     if (!discovering_locked()) {
       for (const size_t index : order_) {
@@ -146,6 +156,15 @@ void Reducer::shadow_backward() {
   }
   on_backward_end();
   finalize_backward();
+}
+
+std::vector<bool> Reducer::skipped_buckets() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<bool> skipped;
+  for (const auto& bucket : buckets_) {
+    skipped.push_back(bucket->skipped);
+  }
+  return skipped;
 }
 
 // ------------------------------------------------------------------------------------- gradients
@@ -318,6 +337,10 @@ void Reducer::abandon() noexcept {
     state_.abandon();
     arrivals_.forget_order();
     end_step_locked();
+  }
+  {
+    // Another thread of autograd may be handing a bucket to its hook; it will hand out no more.
+    std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
   }
   lanes_.abandon();
   // Other ranks have launched these buckets too, or are gone, so each completes or fails.
