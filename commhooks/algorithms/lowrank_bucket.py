@@ -2,7 +2,8 @@
 
 Beside products, which are of one shape at a time: bases, what is sent and received, and the end of
 a step. On a GPU each of these is one launch, however many shapes there are; elsewhere, and where
-CuPy is missing or numbers are of two dtypes, it goes shape by shape.
+CuPy is missing, it goes shape by shape. So does the end of a step where gradients are in half
+precision.
 """
 
 import warnings
@@ -101,12 +102,11 @@ def arithmetic_of(
     ranks = [batch.rank for batch in plan.batches]
     if (
         backend_of(buffer) is None
-        or buffer.dtype != like.dtype
         or max(ranks, default=0) > MAX_RANK
         or not _runs_kernels(buffer.device)
     ):
         return _ShapeByShape(plan)
-    return _OneLaunch(MatrixKernels(list(_matrices(plan, memory)), like))
+    return _OneLaunch(plan, MatrixKernels(list(_matrices(plan, memory)), like))
 
 
 def _matrices(plan: MatrixPlan, memory: MatrixMemory) -> Iterator[Matrix]:
@@ -155,10 +155,11 @@ class _ShapeByShape(Arithmetic):
             old.copy_(torch.where(is_alive & verdict, new, old))
 
 
-class _OneLaunch(Arithmetic):
+class _OneLaunch(_ShapeByShape):
     """By kernels. There is one verdict, which they change."""
 
-    def __init__(self, kernels: MatrixKernels) -> None:
+    def __init__(self, plan: MatrixPlan, kernels: MatrixKernels) -> None:
+        super().__init__(plan)
         self._kernels = kernels
 
     def orthonormalise(self, factors: Payload) -> Payload:
@@ -178,6 +179,9 @@ class _OneLaunch(Arithmetic):
         return verdict
 
     def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
+        if buffer.dtype != halves[0].own.flat.dtype:
+            super().absorb(halves, memory, buffer)
+            return
         own = _stack([half.flat_pair(half.own) for half in halves])
         mean = _stack([half.flat_pair(half.mean) for half in halves])
         self._kernels.absorb(halves[-1].verdict, memory.error, buffer, own, mean, len(halves))
