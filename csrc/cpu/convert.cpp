@@ -107,8 +107,7 @@ Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale, boo
   }
 }
 
-// What becomes of consecutive numbers: `run` says whether all that it wrote, or left, are finite, as far
-// as anybody asks.
+// What becomes of consecutive numbers: `run` says whether all that it wrote are finite, if anybody asks.
 class Conversion {
  public:
   Conversion(c10::ScalarType from, c10::ScalarType to, double scale, bool stream, bool checks)
@@ -116,9 +115,8 @@ class Conversion {
         to_(to),
         scale_(scale),
         checks_(checks),
-        moves_(from == to && scale == 1.0),
-        // Numbers that are looked at where they were written have to be in a cache there.
-        kernel_(choose_kernel(from, to, scale, stream && (moves_ || !checks))),
+        // Numbers are looked at where they were written, so they have to be in a cache there.
+        kernel_(choose_kernel(from, to, scale, stream && !checks)),
         // What is in place has just been read, so it is in a cache already.
         kernel_in_place_(choose_kernel(from, to, scale, /*stream=*/false)) {}
 
@@ -133,11 +131,9 @@ class Conversion {
     bool finite = true;
     for (int64_t start = 0; start < numel; start += kTileElements) {
       const int64_t tile = std::min(kTileElements, numel - start);
-      const char* in = source + start * from_size;
       char* out = destination + start * to_size;
-      finite &= !moves_ || all_finite(in, tile, from_);
-      kernel(in, out, tile, scale_);
-      finite &= moves_ || all_finite(out, tile, to_);
+      kernel(source + start * from_size, out, tile, scale_);
+      finite &= all_finite(out, tile, to_);
     }
     return finite;
   }
@@ -147,7 +143,6 @@ class Conversion {
   c10::ScalarType to_;
   double scale_;
   bool checks_;
-  bool moves_;  // as they are
   Kernel kernel_;
   Kernel kernel_in_place_;
 };
