@@ -80,6 +80,7 @@ class Driver:
     ) -> None:
         self.ledger = Ledger()
         self.name = hook.name
+        self.checks_finite = hook.checks_finite
         self._hook = hook
         self._group = group
         self._stream = SideStream(device)

@@ -90,6 +90,12 @@ class CommHook:
     """Whether the result is the same on all ranks."""
     tells_contribution: ClassVar[bool] = False
     """Whether ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``."""
+    checks_finite: ClassVar[bool] = False
+    """Whether ``reduce`` begins with ``bucket.all_finite()``: packing then finds it out on the way.
+
+    Asked of the hook that is registered. One that hands on buckets as they come says what the
+    hooks in it say.
+    """
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl", "mpi", "ucc")
     wire: ClassVar[str] = ""
     """What is sent, in words."""

@@ -33,6 +33,7 @@ class InlineDriver:
     ) -> None:
         self.ledger = Ledger()
         self.name = hook.name
+        self.checks_finite = hook.checks_finite
         self._hook = hook
         self._group = group
         self._backend: Any = group._get_backend(device)  # noqa: SLF001

@@ -21,6 +21,30 @@ def test_there_and_back(dtype: torch.dtype, to: torch.dtype) -> None:
     assert torch.equal(torch.cat(back), (flat[:70_006].double() * 4.0).to(dtype))
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whether_all_is_finite(dtype: torch.dtype, to: torch.dtype, scale: float) -> None:
+    """Of what is written: a number that its type has no room for counts as well."""
+    tensors = [torch.randn(n).to(dtype) for n in (5, 0, 70_001, 1)]
+    flat, flag = torch.empty(70_007, dtype=to), torch.ones((), dtype=torch.bool)
+    _C.pack(tensors, flat, scale, finite=flag)
+    assert flag
+    largest = torch.finfo(dtype).max
+    for tensor, place in [(0, 0), (2, 0), (2, 2047), (2, 2048), (2, 70_000), (3, 0)]:
+        before = tensors[tensor][place].clone()
+        for number in (torch.inf, -torch.inf, torch.nan, largest):
+            tensors[tensor][place] = number
+            flag.fill_(True)
+            _C.pack(tensors, flat, scale, finite=flag)
+            assert bool(flag) == bool(flat.isfinite().all())
+            assert not flag or number == largest
+        tensors[tensor][place] = before
+    flag.fill_(False)
+    _C.pack(tensors, flat, scale, finite=flag)
+    assert not flag
+
+
 def test_memory_order_is_kept() -> None:
     tensor = torch.randn(4, 5).T
     flat = torch.empty(20)
@@ -35,6 +59,8 @@ def test_what_does_not_fit_is_refused() -> None:
         _C.pack([torch.ones(8)[::2]], torch.empty(9))
     with pytest.raises(ValueError, match="one dtype"):
         _C.pack([torch.ones(1), torch.ones(1, dtype=torch.float64)], torch.empty(9))
+    with pytest.raises(ValueError, match="one bool on cpu"):
+        _C.pack([torch.ones(1)], torch.empty(9), finite=torch.ones(()))
     with pytest.raises(ValueError, match="contiguous flat"):
         _C.pack([torch.ones(1)], torch.empty(9)[::2])
 

@@ -73,9 +73,10 @@ def run(
     destination: torch.dtype,
     scale: float,
     *,
+    finite: Tensor | None = None,
     is_backward: bool = False,
 ) -> int:
-    """How many kernels were launched."""
+    """How many kernels were launched. ``finite``: one bool, the kernels' flag."""
     is_strided = isinstance(pieces[0], StridedPiece)
     function = library().convert_strided if is_strided else library().convert
     array = (type(pieces[0]) * len(pieces))(*pieces)
@@ -86,6 +87,7 @@ def run(
             DTYPES.index(source),
             DTYPES.index(destination),
             ctypes.c_double(scale),
+            ctypes.c_void_p(None if finite is None else finite.data_ptr()),
             int(is_backward),
         )
     )
@@ -190,6 +192,51 @@ def test_non_finite_numbers_come_through() -> None:
     assert found[4] == 0.0
 
 
+# Of each, numbers that are not finite; of the last ones only what they are cast to.
+NON_FINITE = [
+    (torch.float64, torch.float64, (torch.inf, -torch.inf, torch.nan)),
+    (torch.float32, torch.float32, (torch.inf, -torch.inf, torch.nan, 3e38)),
+    (torch.float16, torch.float16, (torch.inf, -torch.inf, torch.nan, 6e4)),
+    (torch.bfloat16, torch.bfloat16, (torch.inf, -torch.inf, torch.nan, 3e38)),
+    (torch.float32, torch.float16, (7e4, -7e4)),
+    (torch.float64, torch.float32, (1e300,)),
+    (torch.float32, torch.bfloat16, (torch.finfo(torch.float32).max / 2,)),
+]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize(("source", "destination", "numbers"), NON_FINITE)
+def test_whether_all_is_finite(source, destination, numbers, is_backward) -> None:
+    lengths = [5, 0, 2 * TILE + 3, 64, 1]
+    bucket = Bucket(lengths, source, destination, start=3)
+    flag = torch.ones((), dtype=torch.bool)
+    for i, length in [(0, 5), (2, 2 * TILE + 3), (3, 64), (4, 1)]:
+        for place in {0, length // 2, length - 1}:
+            run(bucket.pieces(), source, destination, 2.0, finite=flag, is_backward=is_backward)
+            assert flag
+            at_place = bucket.sources[i][bucket.shifts[i] + place : bucket.shifts[i] + place + 1]
+            before = at_place.clone()
+            for number in numbers:
+                at_place.fill_(number)
+                run(bucket.pieces(), source, destination, 2.0, finite=flag)
+                assert not flag
+                flag.fill_(True)
+            at_place.copy_(before)
+
+
+def test_whether_all_is_finite_adds_up_over_launches_and_leaves_out_what_is_missing() -> None:
+    bucket = Bucket([1] * (LARGE_TABLE + 1), torch.float32, torch.float32)
+    bucket.sources[3].fill_(torch.nan)
+    flag = torch.ones((), dtype=torch.bool)
+    pieces = bucket.pieces()
+    assert run(pieces, torch.float32, torch.float32, 1.0, finite=flag) == 2
+    assert not flag
+    flag.fill_(True)
+    pieces[3].source = None
+    run(pieces, torch.float32, torch.float32, 1.0, finite=flag)
+    assert flag
+
+
 @pytest.mark.parametrize(
     ("count", "launches"),
     [
@@ -267,6 +314,17 @@ def test_strides(source: torch.dtype, destination: torch.dtype, is_backward: boo
     assert run(pieces, source, destination, -1.5, is_backward=is_backward) == 1
     for given, got in pairs:
         assert torch.equal(got, expected(given, destination, -1.5))
+
+
+def test_whether_all_strided_is_finite() -> None:
+    for i in range(6):
+        given, got = pairs_of_other_strides(torch.float32, torch.float16)[i]
+        flag = torch.ones((), dtype=torch.bool)
+        run([strided_piece(given, got)], torch.float32, torch.float16, 1.0, finite=flag)
+        assert flag
+        given.select(0, -1).select(0, -1).fill_(1e5)
+        run([strided_piece(given, got)], torch.float32, torch.float16, 1.0, finite=flag)
+        assert not flag
 
 
 def test_more_strided_pieces_than_a_table() -> None:

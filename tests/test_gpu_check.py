@@ -67,7 +67,7 @@ def test_all_gpu_tests_are_found() -> None:
 
 
 def test_limits_leave_nine_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(check, "find_sanitizer", lambda: "/usr/bin/compute-sanitizer")
     planned = list(check.stages(tmp_path))
     assert [stage.name for stage in planned].count("memcheck") == 1
     assert sum(stage.limit_seconds for stage in planned) <= 520

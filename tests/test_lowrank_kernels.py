@@ -1,12 +1,17 @@
 """Low-rank compression on a GPU: against float64 and against the CPU, on awkward sizes."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from emulation import emulated
 from torch import Tensor
 
-from commhooks.algorithms.lowrank import absorb, orthonormalise, project
-from commhooks.algorithms.matrix_plan import Side
+from commhooks.algorithms.lowrank import project
+from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic_of
+from commhooks.algorithms.lowrank_payload import Payload
+from commhooks.algorithms.matrix_memory import MatrixMemory
+from commhooks.algorithms.matrix_plan import MatrixBatch, MatrixPlan, Piece, Side
 
 # k, n, m, r: below, at and above vectors, rows that are handled together, and blocks.
 SHAPES = [
@@ -51,56 +56,117 @@ def test_project(shape, has_error, side, dtype):
     close(out, M @ B if side is Side.LEFT else B @ M, 2 * max(n, m))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("has_error", [False, True])
-@pytest.mark.parametrize("verdict", [False, True])
-def test_absorb(shape, has_error, verdict, dtype):
-    k, n, m, r = shape
-    E, G = matrices(k, n, m, dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    E = E.to(wide) if has_error else None
-    own, mean = (
-        (torch.randn(k, n, r, dtype=wide), torch.randn(k, r, m, dtype=wide)) for _ in range(2)
+class Bucket:
+    """Matrices of several shapes, some numbers apart, with errors and what works on them."""
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int, int, int]],
+        dtype: torch.dtype,
+        *,
+        has_error: bool = True,
+        device: str = "cpu",
+    ) -> None:
+        batches, offset = [], 0
+        for b, (k, n, m, r) in enumerate(shapes):
+            keys = tuple(f"{b}.{i}" for i in range(k))
+            pieces = [Piece(key, i * n * m, (i + 1) * n * m, (n, m)) for i, key in enumerate(keys)]
+            batches.append(MatrixBatch(offset, n * m + 3, n, m, r, keys, tuple(pieces)))
+            offset += k * (n * m + 3)
+        self.plan = MatrixPlan(tuple(batches), ())
+        generator = torch.Generator().manual_seed(offset)
+        self.buffer = torch.randn(offset, generator=generator).to(device, dtype)
+        self.like = self.buffer.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
+        options = {"sides": (Side.RIGHT,), "error_feedback": has_error, "seed": 0}
+        self.memory = MatrixMemory(self.plan, {}, like=self.like, **options)
+        if self.memory.error is not None:
+            self.memory.error.normal_()
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return arithmetic_of(self.plan, self.memory, self.buffer, self.like)
+
+    def factors(self, side: Side) -> Payload:
+        found = Payload.empty(self.plan, side, has_exact=False, like=self.like)
+        found.flat.normal_()
+        return found
+
+    def half_step(self, side: Side, verdict: bool = True) -> HalfStep:
+        own, mean = self.factors(side), self.factors(side)
+        told = torch.tensor(verdict, device=self.buffer.device)
+        return HalfStep(self.factors(side.other), own, mean, told, is_sent=True)
+
+
+def check_absorb(bucket: Bucket, sides: list[Side], verdict: bool) -> None:
+    halves = [bucket.half_step(side, verdict) for side in sides]
+    gaps = bucket.buffer.clone()
+    for G in bucket.plan.views(gaps):
+        G.zero_()
+    sent, average = (
+        [sum(P.double() @ Q.double() for P, Q in pairs) for pairs in zip(*of_halves, strict=True)]
+        for of_halves in ([h.own_pairs for h in halves], [h.mean_pairs for h in halves])
     )
     if not verdict:
-        G[0, -1, -1] = torch.inf
-        own[1][0, 0, 0] = torch.nan
-    between = G.as_strided((k - 1, 3), (G.stride(0), 1), n * m).clone()
-    sent, average = (P.double() @ Q.double() for P, Q in (own, mean))
-    error = None if E is None else E.double() + (G.double() - sent if verdict else 0)
+        bucket.buffer[0] = torch.inf
+        halves[0].own.flat[0] = torch.nan
+    errors = [
+        None if E is None else E.double() + (G.double() - S if verdict else 0)
+        for E, G, S in zip(
+            bucket.memory.errors, bucket.plan.views(bucket.buffer), sent, strict=True
+        )
+    ]
+    bucket.arithmetic.absorb(halves, bucket.memory, bucket.buffer)
+    views = bucket.plan.views(bucket.buffer)
+    for batch, E, error, G, mean in zip(
+        bucket.plan.batches, bucket.memory.errors, errors, views, average, strict=True
+    ):
+        terms = len(sides) * batch.rank + 2
+        if E is not None:
+            close(E, error, terms)
+        if not verdict:
+            assert G.isnan().all()
+        elif G.dtype in DTYPES:
+            close(G, mean, terms)
+        else:
+            torch.testing.assert_close(G.double(), mean, rtol=2**-7, atol=1e-2)
+        G.zero_()
+    assert torch.equal(bucket.buffer, gaps)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("sides", [[Side.LEFT], [Side.RIGHT], [Side.RIGHT, Side.LEFT]])
+@pytest.mark.parametrize("has_error", [False, True])
+@pytest.mark.parametrize("verdict", [False, True])
+def test_absorb(sides, has_error, verdict, dtype):
     with emulated():
-        absorb(E, G, own, mean, torch.tensor(verdict))
-    if error is not None:
-        close(E, error, r + 2)
-    if not verdict:
-        assert G.isnan().all()
-    elif dtype in DTYPES:
-        close(G, average, r + 2)
-    else:
-        torch.testing.assert_close(G.double(), average, rtol=2**-7, atol=1e-2)
-    assert torch.equal(G.as_strided((k - 1, 3), (G.stride(0), 1), n * m), between)
+        check_absorb(Bucket(SHAPES, dtype, has_error=has_error), sides, verdict)
+
+
+# Rows, no more columns than rows.
+TALL = [(1, 1, 1, 1), (3, 4, 4, 4), (2, 5, 5, 1), (2, 700, 6, 4), (1, 600, 9, 9)]
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 4), (2, 5, 1), (2, 700, 4), (1, 600, 9)])
 @pytest.mark.parametrize("side", Side)
-def test_bases_are_those_of_lapack(side, shape, dtype, is_backward):
-    generator = torch.Generator().manual_seed(0)
-    columns = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    factor = columns if side is Side.LEFT else columns.mT.contiguous()
-    expected = orthonormalise(side, factor)
+def test_bases_are_those_of_lapack(side, dtype, is_backward):
+    shapes = [(k, n, m, r) if side is Side.LEFT else (k, m, n, r) for k, n, m, r in TALL]
+    bucket = Bucket(shapes, dtype)
+    factors = bucket.factors(side)
+    before = factors.flat.clone()
+    expected = bucket.arithmetic.orthonormalise(factors)
     with emulated(is_backward):
-        found = orthonormalise(side, factor)
-    assert found.is_contiguous()
+        found = bucket.arithmetic.orthonormalise(factors)
     tolerance = 100 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.flat, expected.flat, rtol=tolerance, atol=tolerance)
+    assert torch.equal(factors.flat, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
-    columns = torch.randn(6, 30, 3, dtype=dtype)
+    bucket = Bucket([(6, 30, 9, 3)], dtype)
+    factors = bucket.factors(Side.LEFT)
+    columns = factors.factors[0]
     columns[1] = 0
     columns[2, :, 1] = 0
     columns[3] *= 1e-30
@@ -108,16 +174,91 @@ def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
     columns[4, 1:] = 0
     columns[5] *= 1e33 if dtype == torch.float32 else 1e150
     with emulated():
-        basis = orthonormalise(Side.LEFT, columns)
+        basis = bucket.arithmetic.orthonormalise(factors).factors[0]
     tolerance = 100 * torch.finfo(dtype).eps
     identity = torch.eye(3, dtype=dtype).expand(6, 3, 3)
     torch.testing.assert_close(basis.mT @ basis, identity, rtol=tolerance, atol=tolerance)
 
 
 def test_bases_of_what_is_not_finite_are_not_finite():
-    columns = torch.randn(2, 30, 3)
-    columns[1, 17, 1] = torch.nan
+    bucket = Bucket([(2, 30, 9, 3)], torch.float32)
+    factors = bucket.factors(Side.LEFT)
+    factors.factors[0][1, 17, 1] = torch.nan
     with emulated():
-        basis = orthonormalise(Side.LEFT, columns)
+        basis = bucket.arithmetic.orthonormalise(factors).factors[0]
     assert basis[0].isfinite().all()
     assert basis[1].isnan().any()
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 3, 4096, 4099])
+def test_what_is_sent_and_received(numel, dtype, is_emulated):
+    own = torch.randn(numel, dtype=dtype)
+    largest = torch.finfo(dtype).max / 2**16
+    with emulated() if is_emulated else nullcontext():
+        arithmetic = Bucket([], dtype).arithmetic
+        total, verdict = arithmetic.send(own, None)
+        assert torch.equal(total, own)
+        assert total.data_ptr() != own.data_ptr() or numel == 0
+        verdict = arithmetic.receive(total.mul_(3), 3, verdict)
+        torch.testing.assert_close(total, own)
+        assert verdict
+        for number in (torch.inf, -torch.inf, torch.nan, -2 * largest) if numel else ():
+            own[-1] = number
+            total, verdict = arithmetic.send(own, torch.tensor(True))
+            assert total.isnan().tolist() == own.isnan().tolist() == [False] * (numel - 1) + [True]
+            verdict = arithmetic.receive(total, 3, verdict)
+            assert not verdict
+            total, verdict = arithmetic.send(torch.ones(3, dtype=dtype), verdict)
+            assert not arithmetic.receive(total, 3, verdict)
+        own.fill_(-largest)
+        total, verdict = arithmetic.send(own, None)
+        assert torch.equal(total, own)
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+@pytest.mark.parametrize("side", Side)
+def test_vectors_of_zeros_are_not_kept(side, is_emulated):
+    bucket = Bucket(SHAPES, torch.float32)
+    fresh, kept = bucket.factors(side), bucket.factors(side)
+    dim = 2 if side is Side.LEFT else 1
+    for F in fresh.factors:
+        F.select(dim, -1)[-1] = 0
+    before = [F.clone() for F in kept.factors]
+    with emulated() if is_emulated else nullcontext():
+        bucket.arithmetic.keep(fresh, kept, torch.tensor(False))
+        assert all(map(torch.equal, kept.factors, before))
+        bucket.arithmetic.keep(fresh, kept, torch.tensor(True))
+    for found, new, old in zip(kept.factors, fresh.factors, before, strict=True):
+        new.select(dim, -1)[-1] = old.select(dim, -1)[-1]
+        assert torch.equal(found, new)
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.float32, 5), (torch.bfloat16, 4)])
+def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, dtype, launches):
+    """But for the end of a step, with gradients in half precision."""
+    launched = []
+    monkeypatch.setattr("commhooks.kernels.lowrank.launch", lambda *a, **_: launched.append(a[1]))
+    with emulated():
+        bucket = Bucket(SHAPES, dtype)
+        half = bucket.half_step(Side.RIGHT)
+        bucket.arithmetic.orthonormalise(half.own)
+        total, verdict = bucket.arithmetic.send(half.own.flat, None)
+        bucket.arithmetic.receive(total, 2, verdict)
+        bucket.arithmetic.absorb([half], bucket.memory, bucket.buffer)
+        bucket.arithmetic.keep(half.mean, half.own, half.verdict)
+    assert len(launched) == launches
+
+
+def every_kernel() -> None:
+    """Small, with memory that ends where tensors do."""
+    bucket = Bucket([(1, 1, 1, 1), (2, 7, 33, 5), (1, 130, 68, 3)], torch.float32)
+    arithmetic = bucket.arithmetic
+    half = bucket.half_step(Side.RIGHT)
+    for side in Side:
+        arithmetic.orthonormalise(bucket.factors(side))
+    total, verdict = arithmetic.send(half.own.flat, None)
+    arithmetic.receive(total, 2, verdict)
+    arithmetic.absorb([half], bucket.memory, bucket.buffer)
+    arithmetic.keep(half.mean, bucket.memory.factors[Side.RIGHT], half.verdict)

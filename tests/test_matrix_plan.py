@@ -119,7 +119,7 @@ def test_matrices_at_equal_distances_are_one_batch_of_the_buffer():
     assert plan.exact == ((600, 620), (1820, 1840), (3040, 3060))
 
     buffer = torch.arange(3.0 * 1220)[None].repeat(2, 1)[1]  # with an offset in its storage
-    view = plan.batches[0].view(buffer)
+    view = plan.views(buffer)[0]
     assert view.shape == (3, 20, 30)
     assert torch.equal(view[2].flatten(), buffer[2440:3040])
     assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
@@ -166,10 +166,11 @@ def test_rows_of_a_bucket_suit_those_of_its_matrices(shapes, columns):
 
 def test_a_matrix_of_low_rank_keeps_a_low_rank_in_the_bucket():
     matrix = torch.randn(200, 1) @ torch.randn(1, 48)
-    (batch,) = bucket_plan_of(torch.randn(7), matrix, rank=1).batches
+    plan = bucket_plan_of(torch.randn(7), matrix, rank=1)
     bucket = torch.cat([torch.zeros(7), matrix.flatten()])
-    assert batch.columns == 96
-    assert torch.linalg.matrix_rank(batch.view(bucket)) <= 2 * 2  # two in a row, cut at an offset
+    assert plan.batches[0].columns == 96
+    (view,) = plan.views(bucket)
+    assert torch.linalg.matrix_rank(view) <= 2 * 2  # two in a row, cut at an offset
 
 
 def test_small_and_empty_buckets_are_exact():

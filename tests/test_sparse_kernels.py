@@ -7,13 +7,12 @@ import torch
 from emulation import emulated
 from emulation.sanitizer import run_sanitized
 from lockstep import LockstepCommunicator
+from test_lowrank_kernels import every_kernel as every_lowrank_kernel
 from torch import Tensor
 
 from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.gathered_parts import gather
 from commhooks.algorithms.index_code import IndexCode
-from commhooks.algorithms.lowrank import absorb, orthonormalise
-from commhooks.algorithms.matrix_plan import Side
 from commhooks.algorithms.sparse import (
     correct_momentum,
     draw_indices,
@@ -200,10 +199,7 @@ def run_every_kernel() -> None:
         messages[1] = 0xA5
         receive(messages, [part, part], numel)
         draw_indices(numel, count, torch.Generator(), like=total)
-    for k, n, m, r in ((1, 1, 1, 1), (2, 7, 33, 5), (1, 130, 68, 3)):
-        P, Q = torch.randn(k, n, r), torch.randn(k, r, m)
-        P, Q = orthonormalise(Side.LEFT, P), orthonormalise(Side.RIGHT, Q)
-        absorb(torch.randn(k, n, m), torch.randn(k, n, m), (P, Q), (P, Q), torch.tensor(True))
+    every_lowrank_kernel()
 
 
 def test_kernels_access_nothing_outside_of_their_tensors():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import shutil
 import subprocess
@@ -31,6 +32,15 @@ def missing(names: dict[str, str]) -> list[str]:
         for name, purpose in names.items()
         if importlib.util.find_spec(name) is None
     ]
+
+
+def find_sanitizer() -> str | None:
+    """Toolkits have it beside nvcc, which need not be where commands are looked for."""
+    if found := shutil.which("compute-sanitizer"):
+        return found
+    home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
+    path = home / "bin" / "compute-sanitizer"
+    return str(path) if path.exists() else None
 
 
 def describe(directory: Path) -> dict[str, object]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.gpu.device_time import against_copy, against_other
+from bench.host_time import SUBJECTS, driver_and_bucket, measure
 from bench.models import parameter_shapes
 from commhooks.algorithms.sparse import select_largest
-from commhooks.inline import InlineDriver
 from commhooks.models import GPT2Small
-from reducer import DistributedDataParallel, GradBucket
+from reducer import DistributedDataParallel
 
 
 class GivenGradients(nn.Module):
@@ -109,7 +106,7 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
     """The whole hook: it also replaces the gradients and, with feedback, keeps what is left."""
     buffer = torch.randn(1 << 26, device="cuda")
     hook = commhooks.create("topk", density=0.01, warmup_steps=0, error_feedback=feedback)
-    driver, bucket = driver_and_bucket(hook, buffer, group)
+    driver, bucket = driver_and_bucket(hook, [(buffer.numel(),)], buffer, group)
     values = buffer.clone()
 
     def run() -> None:
@@ -162,47 +159,8 @@ def training_step(
     return run
 
 
-@dataclass
-class Plain(commhooks.CommHook):
-    """One collective."""
-
-    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
-        """Nothing but what any hook does."""
-        return await comm.all_reduce(bucket.buffer())
-
-
-FROM_THE_START: dict[str, dict[str, Any]] = {
-    "fp16": {},
-    "int8": {},
-    "topk": {"warmup_steps": 0},
-    "powersgd": {"start_step": 0, "min_compression_rate": 1.0},
-}
-
-
-def driver_and_bucket(
-    hook: commhooks.CommHook, gradient: Tensor, group: dist.ProcessGroup
-) -> tuple[InlineDriver, GradBucket]:
-    parameter = nn.Parameter(gradient.clone())
-    buffer = gradient.view(-1)
-    hook.prepare({"weight": parameter}, group)
-    bucket = GradBucket(buffer, [parameter], ["weight"], index=0, count=1, step=1)
-    return InlineDriver(hook, group, buffer.device, token=0), bucket
-
-
 @pytest.mark.benchmark(group="gpu: host time of Python, per bucket and hook")
-@pytest.mark.parametrize("name", ["one collective", "fp16", "int8", "topk", "powersgd"])
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_host_time(benchmark: Any, group: dist.ProcessGroup, name: str) -> None:
     """From handing over a bucket until its future is there."""
-    hook = Plain() if name == "one collective" else commhooks.create(name, **FROM_THE_START[name])
-    driver, bucket = driver_and_bucket(hook, torch.randn(100, 100, device="cuda"), group)
-    seconds: list[float] = []
-
-    def run() -> None:
-        start = time.perf_counter()
-        driver(bucket)
-        seconds.append(time.perf_counter() - start)
-
-    benchmark.pedantic(run, setup=torch.cuda.synchronize, rounds=300, warmup_rounds=50)
-    benchmark.extra_info.update(
-        microseconds=1e6 * statistics.median(seconds[50:]), aim="at most 60 microseconds"
-    )
+    measure(benchmark, name, "cuda", group, settle=torch.cuda.synchronize)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels import backend_of, masked
+from reducer import _C
 
 __all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless"]
 
@@ -20,12 +21,10 @@ __all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless
 def all_finite(tensor: Tensor) -> Tensor:
     """() of bool, on the tensor's device; true for an empty tensor. Does not wait for the device.
 
-    ``isfinite().all()`` makes several tensors of this size on the way; the smallest and the largest
-    number tell as much, since NaN comes through.
+    One pass over the memory. :meth:`GradBucket.all_finite` tells it of a bucket, as it comes,
+    without.
     """
-    if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.stack(tensor.aminmax()).isfinite().all()
+    return _C.all_finite(tensor)
 
 
 def is_known_false(verdict: Tensor) -> bool:

@@ -40,7 +40,7 @@ async def gather(
 
     ``counts``: of the numbers in each rank's part. If there are none at all, nothing is sent.
     """
-    layout = SparseLayout(numel, max(counts), own.values.dtype)
+    layout = SparseLayout.of(numel, max(counts), own.values.dtype)
     if layout.capacity == 0:
         return _NoParts(own)
     messages = await comm.all_gather(layout.write(own))

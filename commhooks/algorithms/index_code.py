@@ -18,7 +18,7 @@ nothing about the format needs to be sent.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -46,14 +46,14 @@ class IndexCode:
         """The code with the fewest bytes; with more indices these never become less."""
         return _shortest(numel, count)
 
-    @property
+    @cached_property
     def high_bits(self) -> int:
         """The length of the bitmap."""
         if self.count == 0:
             return 0
         return ((self.numel - 1) >> self.low_bits) + self.count if self.adds_rank else self.numel
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self._nbytes_of(self.count)
 

@@ -11,22 +11,18 @@ or synchronises a device; outputs may not overlap inputs.
 
 Float32 on the CPU goes through compiled kernels, each of which is one pass over the memory; all
 else goes through torch's products, tile by tile. On a GPU M is not made at all: torch takes the
-products of E and of G and adds them up, kernels end the step and make bases orthonormal. Where CuPy
-is missing torch does that, too.
+products of E and of G and adds them up. What is done there for all matrices of a bucket at once is
+in lowrank_bucket.py.
 """
 
-import warnings
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from commhooks.algorithms.finite import nan_unless
 from commhooks.algorithms.matrix_plan import Side
-from commhooks.errors import CommHookError
-from commhooks.kernels import backend_of, require
-from commhooks.kernels import lowrank as kernels
+from commhooks.kernels import backend_of
 from reducer import _C
 
 __all__ = ["Factors", "absorb", "deflate", "orthonormalise", "project"]
@@ -59,10 +55,15 @@ def project(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor)
 
 def _project_each(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:
     """The products with E and with G, in one pass over each."""
-    for M, beta in [(G, 0), (E, 1)]:
-        if M is not None:
-            left, right = (M, basis.mT) if side is Side.LEFT else (basis.mT, M)
-            out.baddbmm_(left, right, beta=beta)
+    transposed = basis.mT
+    if side is Side.LEFT:
+        torch.bmm(G, transposed, out=out)
+        if E is not None:
+            out.baddbmm_(E, transposed)
+    else:
+        torch.bmm(transposed, G, out=out)
+        if E is not None:
+            out.baddbmm_(transposed, E)
 
 
 def deflate(side: Side, P: Tensor, Q: Tensor, basis: Tensor, out: Tensor) -> None:
@@ -85,9 +86,6 @@ def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors, verdict: Te
         _C.absorb(E, G, P, Q, mean_P, mean_Q)
         return
     if backend_of(G) is not None:
-        if G.dtype == Q.dtype and _runs_kernels(G.device):
-            kernels.absorb(verdict, E, G, own, mean)
-            return
         P, Q = (torch.where(verdict, F, 0) for F in own)
         mean_Q = nan_unless(verdict, mean_Q)
         if E is not None:
@@ -109,12 +107,6 @@ def orthonormalise(side: Side, factor: Tensor) -> Tensor:
     By Householder's QR, which needs no small constant to be safe: where a factor lacks rank, zero
     included, the basis is completed with other directions and is orthonormal all the same.
     """
-    if (
-        backend_of(factor) is not None
-        and min(factor.shape[1:]) <= kernels.MAX_RANK
-        and _runs_kernels(factor.device)
-    ):
-        return kernels.orthonormalise(factor, transposed=side is Side.RIGHT)
     columns = factor if side is Side.LEFT else factor.mT
     basis: Tensor = torch.linalg.qr(columns).Q
     return (basis if side is Side.LEFT else basis.mT).contiguous()
@@ -122,17 +114,6 @@ def orthonormalise(side: Side, factor: Tensor) -> Tensor:
 
 def _has_kernels(G: Tensor) -> bool:
     return backend_of(G) is None and G.dtype == torch.float32
-
-
-@cache
-def _runs_kernels(device: torch.device) -> bool:
-    """Says so, once, if not."""
-    try:
-        require(device)
-    except CommHookError as error:
-        warnings.warn(f"low-rank compression goes through torch, slower: {error}", stacklevel=2)
-        return False
-    return True
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

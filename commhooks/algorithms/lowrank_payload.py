@@ -1,5 +1,7 @@
 """What low-rank compression puts on the wire at once: factors, and whatever is sent as it is."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -21,31 +23,41 @@ class Payload:
         self.plan = plan
         self.side = side
         self.flat = flat
-        shapes = [batch.factor_shape(side) for batch in plan.batches]
-        *factors, self._exact = torch.split(
-            flat, [k * i * j for k, i, j in shapes] + [flat.numel() - plan.factor_elements(side)]
-        )
-        self.factors = [part.view(shape) for part, shape in zip(factors, shapes, strict=True)]
 
     @classmethod
     def empty(cls, plan: MatrixPlan, side: Side, *, has_exact: bool, like: Tensor) -> "Payload":
         elements = plan.factor_elements(side) + (plan.exact_elements if has_exact else 0)
         return cls(plan, side, like.new_empty(elements))
 
+    @cached_property
+    def factors(self) -> list[Tensor]:
+        """Those of each batch."""
+        flat, places = self.flat, self.plan.factor_places[self.side]
+        return [flat.as_strided(shape, strides, start) for shape, strides, start in places]
+
+    @property
+    def all_factors(self) -> Tensor:
+        """Those of all batches, flat."""
+        return self.flat[: self.plan.factor_elements(self.side)] if self._has_exact else self.flat
+
+    @property
+    def _has_exact(self) -> bool:
+        return self.flat.numel() > self.plan.factor_elements(self.side)
+
+    @property
+    def exact(self) -> Tensor:
+        """The ranges, one after the other."""
+        return self.flat[self.plan.factor_elements(self.side) :]
+
     def load_exact(self, buffer: Tensor) -> None:
         """Copies the exact ranges in from the bucket's buffer."""
-        for part, (start, stop) in zip(self._exact_parts(), self.plan.exact, strict=True):
-            part.copy_(buffer[start:stop])
+        if self.plan.exact:
+            torch._foreach_copy_(self._split(self.exact), self.plan.exact_parts(buffer))
 
-    def store_exact(self, buffer: Tensor) -> None:
-        """Copies the exact ranges out to the bucket's buffer."""
-        for part, (start, stop) in zip(self._exact_parts(), self.plan.exact, strict=True):
-            buffer[start:stop] = part
+    def store_exact(self, exact: Tensor, buffer: Tensor) -> None:
+        """Copies what became of the exact ranges out to the bucket's buffer."""
+        if self.plan.exact:
+            torch._foreach_copy_(self.plan.exact_parts(buffer), self._split(exact))
 
-    def poison_overflow(self) -> None:
-        """Makes NaN of numbers so large that products with them could overflow on one rank only."""
-        largest = torch.finfo(self.flat.dtype).max / 2**16
-        self.flat.masked_fill_(self.flat.abs() > largest, torch.nan)
-
-    def _exact_parts(self) -> tuple[Tensor, ...]:
-        return torch.split(self._exact, [stop - start for start, stop in self.plan.exact])
+    def _split(self, exact: Tensor) -> tuple[Tensor, ...]:
+        return exact.split_with_sizes(self.plan.exact_sizes)

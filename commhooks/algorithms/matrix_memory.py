@@ -1,17 +1,19 @@
 """What low-rank compression remembers from step to step, by parameter name.
 
 The hook's ``state`` holds one entry per key: ``state[key][field]`` with the fields ``error``,
-``left`` and ``right``. All matrices of a batch are multiplied at once, so their entries are views
-of one tensor here. When the buckets are cut anew, new batches take over what the entries hold.
+``left`` and ``right``. All matrices of a bucket are worked on together, so their entries are views
+of one tensor here. When the buckets are cut anew, new ones take over what the entries hold.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.matrix_plan import MatrixBatch, Piece, Side
+from commhooks.algorithms.lowrank_payload import Payload
+from commhooks.algorithms.matrix_plan import MatrixPlan, Piece, Side
 from commhooks.errors import CommHookStateError
 
 __all__ = ["MatrixMemory", "State", "check_state", "draw_factors"]
@@ -21,15 +23,16 @@ _FIELDS = ("error", *(side.name.lower() for side in Side))
 
 
 class MatrixMemory:
-    """The error memory and the warm-start factors of one batch of matrices.
+    """The error memory and the warm-start factors of the matrices of a bucket.
 
-    ``error``: (k, n, m), zero at first; None without error feedback. ``factors``: the last factors
-    of each of ``sides``, random at first.
+    ``error``: flat, zero at first; None without error feedback. ``errors``: views of it, those of
+    each batch, (k, n, m); ``error_starts``: where these begin. ``factors``: the last factors of
+    each of ``sides``, random at first.
     """
 
     def __init__(
         self,
-        batch: MatrixBatch,
+        plan: MatrixPlan,
         state: State,
         *,
         sides: Iterable[Side],
@@ -37,48 +40,48 @@ class MatrixMemory:
         seed: int,
         like: Tensor,
     ) -> None:
-        self.batch = batch
         self.error: Tensor | None = None
+        self.errors: list[Tensor | None] = [None] * len(plan.batches)
+        self.error_starts = _starts(plan)
         if error_feedback:
-            elements = max(piece.stop for piece in batch.error_pieces)
-            memory = like.new_zeros(elements)
-            _take_over(state, "error", batch.error_pieces, memory)
-            k, n, m = batch.shape
-            self.error = memory[: k * n * m].view(batch.shape)
-        self.factors: dict[Side, Tensor] = {}
+            self.error = like.new_zeros(self.error_starts[-1])
+            for i, batch in enumerate(plan.batches):
+                memory = self.error[self.error_starts[i] :]
+                _take_over(state, "error", batch.error_pieces, memory)
+                self.errors[i] = memory[: math.prod(batch.shape)].view(batch.shape)
+        self.factors: dict[Side, Payload] = {}
         for side in sides:
-            factors = draw_factors(batch, side, seed=seed, like=like)
-            _take_over(state, side.name.lower(), batch.factor_pieces(side), factors)
+            factors = draw_factors(plan, side, seed=seed, like=like)
+            for batch, memory in zip(plan.batches, factors.factors, strict=True):
+                _take_over(state, side.name.lower(), batch.factor_pieces(side), memory)
             self.factors[side] = factors
 
-    def keep(self, side: Side, fresh: Tensor, verdict: Tensor) -> None:
-        """Stores ``fresh`` factors to start from, except for vectors that came out as zero.
 
-        None if the verdict, () bool, is false.
-
-        A matrix of zeros, or of lower rank than r, has factors with vectors of zeros, from which no
-        later step could find a direction again: there the old vectors stay.
-        """
-        if side in self.factors:
-            alive = (fresh != 0).any(dim=-2 if side is Side.LEFT else -1, keepdim=True)
-            self.factors[side].copy_(torch.where(alive & verdict, fresh, self.factors[side]))
+def _starts(plan: MatrixPlan) -> list[int]:
+    """Where the errors of each batch begin, and the end of all."""
+    starts = [0]
+    for batch in plan.batches:
+        starts.append(starts[-1] + max(piece.stop for piece in batch.error_pieces))
+    return starts
 
 
 def draw_factors(
-    batch: MatrixBatch, side: Side, *, seed: int, like: Tensor, step: int = 0
-) -> Tensor:
+    plan: MatrixPlan, side: Side, *, seed: int, like: Tensor, step: int = 0
+) -> Payload:
     """Random factors, which depend on ``seed``, ``step``, side and key only.
 
     So they are the same on all ranks and devices, however parameters are put into buckets.
     """
-    drawn = torch.empty(batch.factor_shape(side))
-    for key, matrix in zip(batch.factor_keys, drawn, strict=True):
-        digest = hashlib.sha256(f"{seed}/{step}/{side.name}/{key}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        matrix.normal_(generator=generator)
+    drawn = Payload.empty(plan, side, has_exact=False, like=torch.empty(0))
+    for batch, factors in zip(plan.batches, drawn.factors, strict=True):
+        for key, matrix in zip(batch.factor_keys, factors, strict=True):
+            digest = hashlib.sha256(f"{seed}/{step}/{side.name}/{key}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            matrix.normal_(generator=generator)
+    flat = drawn.flat
     if like.is_cuda:
-        drawn = drawn.pin_memory()  # or the host would wait for the copy
-    return drawn.to(like, non_blocking=True)
+        flat = flat.pin_memory()  # or the host would wait for the copy
+    return Payload(plan, side, flat.to(like, non_blocking=True))
 
 
 def check_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:

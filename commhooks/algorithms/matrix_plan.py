@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from commhooks.algorithms.bucket_shape import shape_of_bucket
 from commhooks.algorithms.matrix_shape import matrix_shape
 
 __all__ = ["CompressionRule", "MatrixBatch", "MatrixPlan", "Piece", "Side"]
+
+
+_Three = tuple[int, int, int]
 
 
 class Side(Enum):
@@ -90,12 +95,6 @@ class MatrixBatch:
     def shape(self) -> tuple[int, int, int]:
         return self.count, self.rows, self.columns
 
-    def view(self, buffer: Tensor) -> Tensor:
-        """The matrices inside the flat ``buffer``: (k, n, m)."""
-        return buffer.as_strided(
-            self.shape, (self.spacing, self.columns, 1), buffer.storage_offset() + self.offset
-        )
-
     def factor_shape(self, side: Side) -> tuple[int, int, int]:
         """(k, n, r) on the left, (k, r, m) on the right."""
         if side is Side.LEFT:
@@ -117,12 +116,63 @@ class MatrixPlan:
     batches: tuple[MatrixBatch, ...]
     exact: tuple[tuple[int, int], ...]
 
-    @property
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """The matrices of each batch inside the flat ``buffer``, (k, n, m)."""
+        first = buffer.storage_offset()
+        return [
+            buffer.as_strided(shape, strides, first + start)
+            for shape, strides, start in self._matrix_places
+        ]
+
+    def exact_parts(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """What of the flat ``buffer`` is sent as it is."""
+        *sizes, end = self._cuts
+        return buffer.split_with_sizes([*sizes, buffer.numel() - end])[1::2]
+
+    @cached_property
     def exact_elements(self) -> int:
-        return sum(stop - start for start, stop in self.exact)
+        return sum(self.exact_sizes)
+
+    @cached_property
+    def _matrix_places(self) -> "list[tuple[_Three, _Three, int]]":
+        """Shape, strides and start of the matrices of each batch."""
+        return [
+            (batch.shape, (batch.spacing, batch.columns, 1), batch.offset) for batch in self.batches
+        ]
+
+    @cached_property
+    def exact_sizes(self) -> list[int]:
+        return [stop - start for start, stop in self.exact]
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Sizes of what lies before each exact range, and of that, in turn; the end of the last."""
+        ends = [0, *chain.from_iterable(self.exact)]
+        return [*(end - start for start, end in pairwise(ends)), ends[-1]]
+
+    @cached_property
+    def factor_shapes(self) -> dict[Side, list[tuple[int, int, int]]]:
+        """Of each batch."""
+        return {side: [batch.factor_shape(side) for batch in self.batches] for side in Side}
+
+    @cached_property
+    def factor_places(self) -> "dict[Side, list[tuple[_Three, _Three, int]]]":
+        """Shape, strides and start of each batch's factors, one after the other."""
+        places: dict[Side, list[tuple[_Three, _Three, int]]] = {}
+        for side, shapes in self.factor_shapes.items():
+            starts = accumulate((math.prod(shape) for shape in shapes), initial=0)
+            places[side] = [
+                ((k, i, j), (i * j, j, 1), start)
+                for (k, i, j), start in zip(shapes, starts, strict=False)
+            ]
+        return places
 
     def factor_elements(self, side: Side) -> int:
-        return sum(math.prod(batch.factor_shape(side)) for batch in self.batches)
+        return self._factor_elements[side]
+
+    @cached_property
+    def _factor_elements(self) -> dict[Side, int]:
+        return {side: sum(map(math.prod, self.factor_shapes[side])) for side in Side}
 
     @classmethod
     def of_parameters(

@@ -38,7 +38,6 @@ Other buckets of the same step, if their own gradients are finite, go on as usua
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -46,8 +45,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
-from commhooks.algorithms.finite import all_finite, is_known_false, nan_unless
-from commhooks.algorithms.lowrank import Factors, absorb, deflate, orthonormalise, project
+from commhooks.algorithms.finite import is_known_false, nan_unless
+from commhooks.algorithms.lowrank import deflate, project
+from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic_of
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
 from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
@@ -131,13 +131,13 @@ class PowerSGD(CommHook):
         cut = self._cut(bucket)
         sides = self._sides(bucket.step)
         factors = self._starting_factors(cut, sides[0].other, bucket.step)
-        halves: list[_HalfStep] = []
+        halves: list[HalfStep] = []
         for side in sides:
             half = await self._half_step(cut, buffer, factors, side, halves, comm)
-            if is_known_false(half.is_finite):
+            if is_known_false(half.verdict):
                 return buffer.fill_(torch.nan)
             halves.append(half)
-            factors = half.mean.factors
+            factors = half.mean
         _commit(halves, cut, buffer)
         return buffer
 
@@ -161,32 +161,33 @@ class PowerSGD(CommHook):
         self,
         cut: "_Cut",
         buffer: Tensor,
-        factors: Sequence[Tensor],
+        factors: Payload,
         side: Side,
-        earlier: Sequence["_HalfStep"],
+        earlier: Sequence[HalfStep],
         comm: Communicator,
-    ) -> "_HalfStep":
+    ) -> HalfStep:
         """From the factors on the other side to those on ``side``. See Note [Sent + error].
 
         ``earlier``: the half steps of the same step. What is exact travels with the first.
         """
         has_exact = not earlier
-        basis = [orthonormalise(side.other, factor) for factor in factors]
+        basis = cut.arithmetic.orthonormalise(factors)
         own = Payload.empty(cut.plan, side, has_exact=has_exact, like=cut.like)
-        for memory, F, out in zip(cut.memories, basis, own.factors, strict=True):
-            project(side, memory.error, memory.batch.view(buffer), F, out=out)
+        matrices = zip(cut.memory.errors, cut.plan.views(buffer), basis.factors, strict=True)
+        for (E, G, F), out in zip(matrices, own.factors, strict=True):
+            project(side, E, G, F, out=out)
         for half in earlier:
             if half.is_sent:
-                for (P, Q), F, out in zip(half.own_pairs, basis, own.factors, strict=True):
+                for (P, Q), F, out in zip(half.own_pairs, basis.factors, own.factors, strict=True):
                     deflate(side, P, Q, F, out=out)
         if has_exact:
             own.load_exact(buffer)
-        own.poison_overflow()
-        total = own.flat.clone()
+        total, verdict = cut.arithmetic.send(own.flat, earlier[-1].verdict if earlier else None)
         if total.numel() > 0:
             total = await comm.all_reduce(total)
-        mean = Payload(cut.plan, side, total.div_(comm.size))
-        return _HalfStep(basis, own, mean, is_sent=not self.two_sided or side is Side.RIGHT)
+        verdict = cut.arithmetic.receive(total, comm.size, verdict)
+        mean = Payload(cut.plan, side, total)
+        return HalfStep(basis, own, mean, verdict, not self.two_sided or side is Side.RIGHT)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what ``state_dict()`` gave, whatever bucket each parameter is in by now."""
@@ -194,13 +195,10 @@ class PowerSGD(CommHook):
         super().load_state_dict(state)
         self._cuts.clear()  # their memories are views of the state that was replaced
 
-    def _starting_factors(self, cut: "_Cut", side: Side, step: int) -> list[Tensor]:
+    def _starting_factors(self, cut: "_Cut", side: Side, step: int) -> Payload:
         if self.warm_start:
-            return [memory.factors[side] for memory in cut.memories]
-        return [
-            draw_factors(batch, side, seed=self.seed, step=step, like=cut.like)
-            for batch in cut.plan.batches
-        ]
+            return cut.memory.factors[side]
+        return draw_factors(cut.plan, side, seed=self.seed, step=step, like=cut.like)
 
     def _cut(self, bucket: GradBucket) -> "_Cut":
         """The bucket's plan and memories, made anew when its composition has changed."""
@@ -215,18 +213,16 @@ class PowerSGD(CommHook):
         buffer = bucket.buffer()
         like = buffer.new_empty(0, dtype=at_least_float32(buffer.dtype))
         kept = (Side.RIGHT,) if self.two_sided else (Side.LEFT, Side.RIGHT)
-        memories = [
-            MatrixMemory(
-                batch,
-                self.state,
-                sides=kept if self.warm_start else (),
-                error_feedback=self.error_feedback,
-                seed=self.seed,
-                like=like,
-            )
-            for batch in plan.batches
-        ]
-        cut = self._cuts[bucket.key] = _Cut(names, plan, memories, like)
+        memory = MatrixMemory(
+            plan,
+            self.state,
+            sides=kept if self.warm_start else (),
+            error_feedback=self.error_feedback,
+            seed=self.seed,
+            like=like,
+        )
+        arithmetic = arithmetic_of(plan, memory, buffer, like)
+        cut = self._cuts[bucket.key] = _Cut(names, plan, memory, arithmetic, like)
         return cut
 
     def _matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -249,63 +245,26 @@ class _Cut:
 
     names: frozenset[str]
     plan: MatrixPlan
-    memories: list[MatrixMemory]
+    memory: MatrixMemory
+    arithmetic: Arithmetic
     like: Tensor
 
 
-@dataclass(frozen=True)
-class _HalfStep:
-    """The orthonormal factors that were given, and the ones found: this rank's and their mean.
-
-    ``is_sent``: whether their product is part of the result.
-    """
-
-    basis: list[Tensor]
-    own: Payload
-    mean: Payload
-    is_sent: bool
-
-    @cached_property
-    def is_finite(self) -> Tensor:
-        """() bool, the same on all ranks. See Note [Verdicts] in finite.py."""
-        return all_finite(self.mean.flat)
-
-    @cached_property
-    def own_pairs(self) -> list[Factors]:
-        """P and Q of what this rank sent, for every batch."""
-        return self._pairs(self.own)
-
-    @cached_property
-    def mean_pairs(self) -> list[Factors]:
-        """P and Q of what all ranks sent on average."""
-        return self._pairs(self.mean)
-
-    def _pairs(self, found: Payload) -> list[Factors]:
-        pairs = zip(found.factors, self.basis, strict=True)
-        return [(F, basis) if found.side is Side.LEFT else (basis, F) for F, basis in pairs]
-
-
-def _commit(halves: Sequence[_HalfStep], cut: _Cut, buffer: Tensor) -> None:
+def _commit(halves: Sequence[HalfStep], cut: _Cut, buffer: Tensor) -> None:
     """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
-    verdict = torch.stack([half.is_finite for half in halves]).all()
+    verdict = halves[-1].verdict
     sent = [half for half in halves if half.is_sent]
-    for i, memory in enumerate(cut.memories):
-        own = _sum([half.own_pairs[i] for half in sent])
-        mean = _sum([half.mean_pairs[i] for half in sent])
-        absorb(memory.error, memory.batch.view(buffer), own, mean, verdict)
-        for half in sent:
-            memory.keep(half.mean.side, half.mean.factors[i], verdict)
-    exact = halves[0].mean
-    Payload(exact.plan, exact.side, nan_unless(verdict, exact.flat)).store_exact(buffer)
+    if cut.plan.batches:
+        cut.arithmetic.absorb(sent, cut.memory, buffer)
+    for half in sent:
+        if half.mean.side in cut.memory.factors:
+            cut.arithmetic.keep(half.mean, cut.memory.factors[half.mean.side], verdict)
+    if cut.plan.exact:
+        exact = halves[0].mean
+        exact.store_exact(nan_unless(verdict, exact.exact), buffer)
 
 
 def _largest(matrices: Mapping[str, tuple[int, int]]) -> str:
     """For an error: the first three."""
     ordered = sorted(matrices.items(), key=lambda item: math.prod(item[1]), reverse=True)
     return ", ".join(f"{n} x {m} ({what})" for what, (n, m) in ordered[:3])
-
-
-def _sum(pairs: Sequence[Factors]) -> Factors:
-    """The factors of the sum of products: all vectors side by side."""
-    lefts, rights = zip(*pairs, strict=True)
-    return torch.cat(lefts, dim=2), torch.cat(rights, dim=1)

@@ -64,6 +64,11 @@ class Schedule(CommHook):
                 f"where the last stage begins, found {self.cycle}"
             )
 
+    @property
+    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+        """Whether one of the hooks does."""
+        return any(hook.checks_finite for _, hook in self.stages)
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         hook = self.hook_at(bucket.step)
         if hook is not self._last_used:

@@ -5,12 +5,13 @@ Note [Dropped steps]
 Whether a step is sound is known when its last bucket is, but by then the others are on their way:
 that is what overlap means. So a bucket is judged by itself, before its inner hook runs,
 
-    vote:    is any rank's gradient in this bucket not finite?       one all-reduce (max) of 4 bytes
-    yes:     zeros on all ranks; the inner hook never sees the bucket
-    no:      the inner hook
+    vote:    are all ranks' gradients in this bucket finite?         one all-reduce (min) of 4 bytes
+    no:      zeros on all ranks; the inner hook never sees the bucket
+    yes:     the inner hook
 
-On a GPU nobody waits for the vote. After a yes the inner hook is given a NaN on all ranks, does
-what all hooks do, which is to return NaN and to remember nothing, and zeros replace that.
+Whether a rank's own are, packing finds out on the way. On a GPU nobody waits for the vote: after a
+no the inner hook is given a NaN on all ranks, does what all hooks do, which is to return NaN and to
+remember nothing, and zeros replace that.
 
 What holds for the whole step is established afterwards:
 
@@ -76,14 +77,15 @@ class SkipNonfinite(CommHook):
     _before: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     lossless = True
+    checks_finite = True
     wire = "an all-reduce of 4 bytes per bucket, and what the inner hook sends"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:
             self._begin_step()
         buffer = bucket.buffer()
-        nonfinite = all_finite(buffer).logical_not().float().view(1)
-        verdict = (await comm.all_reduce(nonfinite, op="max")).view(()) == 0
+        vote = bucket.all_finite().float().view(1)
+        verdict = (await comm.all_reduce(vote, op="min")).view(()) != 0
         if is_known_false(verdict):
             return self._drop(bucket, verdict)
         buffer[:1] = nan_unless(verdict, buffer[:1])  # for the inner hook, see above

@@ -6,6 +6,7 @@ The size follows from the number of elements and the number of those that are se
 """
 
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -87,11 +88,17 @@ class SparseLayout:
     capacity: int
     dtype: torch.dtype
 
-    @property
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def of(cls, numel: int, capacity: int, dtype: torch.dtype) -> "SparseLayout":
+        """The same one each time, as it works things out."""
+        return cls(numel, capacity, dtype)
+
+    @cached_property
     def code(self) -> IndexCode:
         return IndexCode.shortest(self.numel, self.capacity)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.code.nbytes + self.capacity * self.dtype.itemsize
 

@@ -69,11 +69,12 @@ class BlockKernels:
     ) -> None:
         """One launch for all parts: reads values and error once, writes what it writes once."""
         number = self._check(values, messages, part_length, error)
-        cut, grid, block = self._geometry(values, part_length, len(messages))
+        parts, message_bytes = messages.shape
+        cut, grid, block = self._geometry(values.numel(), part_length, parts)
         launch(
             SOURCE,
             f"encode<{self.encoder}, {number}>",
-            (values, error, messages, messages.shape[1], *cut, seed, keep_residual,
+            (values, error, messages, message_bytes, *cut, seed, keep_residual,
              int(self.norm), float(self.levels), float(self.clip)),
             grid=grid,
             block=block,
@@ -86,27 +87,30 @@ class BlockKernels:
                 f"expected at most {part_length} values, as many as a message has, found "
                 f"{values.numel()}"
             )
-        self._decode(messages, len(messages), values, part_length, None, None)
+        number = self._check(values, messages, part_length, None)
+        self._decode(number, messages, messages.shape[0], values, part_length, None, None)
 
     def assemble(
         self, messages: Tensor, values: Tensor, part_length: int, kept: Tensor | None
     ) -> Tensor:
         """Two launches for all parts, of which the first reads the scales only."""
+        number = self._check(values, messages, part_length, kept)
         finite = torch.ones(1, dtype=torch.bool, device=values.device)
         blocks = -(-part_length // self.block_size)
-        self._check(values, messages, part_length, kept)
+        parts, message_bytes = messages.shape
         launch(
             SOURCE,
             "find_not_finite",
-            (messages, messages.shape[1], blocks, finite),
-            grid=(-(-blocks // 256), len(messages), 1),
+            (messages, message_bytes, blocks, finite),
+            grid=(-(-blocks // 256), parts, 1),
             block=256,
         )
-        self._decode(messages, 1, values, part_length, kept, finite)
+        self._decode(number, messages, 1, values, part_length, kept, finite)
         return finite
 
     def _decode(
         self,
+        number: str,
         messages: Tensor,
         count: int,
         values: Tensor,
@@ -114,23 +118,23 @@ class BlockKernels:
         kept: Tensor | None,
         finite: Tensor | None,
     ) -> None:
-        number = self._check(values, messages, part_length, kept)
-        cut, grid, block = self._geometry(values, part_length, len(messages) // count)
+        parts, message_bytes = messages.shape
+        cut, grid, block = self._geometry(values.numel(), part_length, parts // count)
         launch(
             SOURCE,
             f"decode<{self.decoder}, {number}>",
-            (messages, count, messages.shape[1], values, kept, finite, *cut, self.is_vote),
+            (messages, count, message_bytes, values, kept, finite, *cut, self.is_vote),
             grid=grid,
             block=block,
         )
 
     def _geometry(
-        self, values: Tensor, part_length: int, parts: int
+        self, numel: int, part_length: int, parts: int
     ) -> tuple[Sequence[int], tuple[int, int, int], int]:
         """How numbers are cut, the grid, and the threads of a block. See Note [Teams]."""
         blocks = -(-part_length // self.block_size)
         lane_bits = min(5, (self.block_size // 16 - 1).bit_length())
-        cut = (values.numel(), part_length, blocks, self.block_size, lane_bits)
+        cut = (numel, part_length, blocks, self.block_size, lane_bits)
         if self.block_size > 512:
             return cut, (blocks, parts, 1), 32 * -(-self.block_size // 512)
         teams = 256 >> lane_bits
@@ -160,7 +164,7 @@ class BlockKernels:
             or messages.dim() != 2
             or messages.shape[1] != message_bytes
             or messages.data_ptr() % 4 != 0
-            or values.numel() > len(messages) * part_length
+            or values.numel() > messages.shape[0] * part_length
         ):
             raise CommHookError(
                 f"expected messages of uint8, in rows of {message_bytes} bytes for {part_length} "

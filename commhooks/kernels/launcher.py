@@ -1,10 +1,9 @@
 """Launches kernels on torch's tensors and torch's current stream."""
 
 import ctypes
-import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +11,11 @@ from torch import Tensor
 from commhooks.errors import CommHookError
 from commhooks.kernels.loader import CudaBackend
 from commhooks.kernels.source import Source
+from reducer import _C
 
 __all__ = ["BACKENDS", "Argument", "Backend", "backend_of", "launch", "require"]
 
-_FLOAT, _INTEGER = struct.Struct("d"), struct.Struct("q")
+_MOST_ARGUMENTS = 32
 
 Argument = Tensor | int | float | None
 """Of a kernel: a pointer to the tensor's memory, ``long long``, ``double``, a null pointer."""
@@ -73,59 +73,37 @@ def launch(
 
     Raises CommHookError if they are not, or if the launch is refused.
     """
-    blocks = (grid, 1, 1) if isinstance(grid, int) else grid
-    bits, tensor = _bits(kernel, arguments)
-    backend = BACKENDS.get(tensor.device.type)
+    room, parameters = _room.of(len(arguments))
+    try:
+        device = _C.write_arguments(tuple(arguments), room)
+    except ValueError as error:
+        raise CommHookError(f"{kernel}: {error}") from None
+    backend = BACKENDS.get(device.type)
     if backend is None:
-        raise CommHookError(f"{kernel}: expected tensors on a GPU, found {tensor.device}")
-    if 0 in blocks:
-        return
-    values, parameters = _room.of(len(bits))
-    values[:] = bits
-    threads = (block, 1, 1)
-    index = tensor.get_device()
-    backend.launch(source, kernel, blocks, threads, shared_bytes, parameters, index)
-
-
-def _bits(kernel: str, arguments: Sequence[Argument]) -> tuple[list[int], Tensor]:
-    """8 bytes for each argument, as a number; and one of the tensors."""
-    tensor: Tensor | None = None
-    index = -1
-    bits: list[int] = []
-    for argument in arguments:
-        if isinstance(argument, int):  # what exceeds 63 bits wraps around
-            bits.append(argument)
-        elif isinstance(argument, Tensor):
-            if tensor is None:
-                tensor, index = argument, argument.get_device()
-            if argument.get_device() != index or not argument.is_contiguous():
-                raise CommHookError(
-                    f"{kernel}: expected contiguous tensors on one device, found shape "
-                    f"{tuple(argument.shape)} with strides {argument.stride()} on "
-                    f"{argument.device}, beside one on {tensor.device}"
-                )
-            bits.append(argument.data_ptr())
-        else:
-            bits.append(0 if argument is None else _INTEGER.unpack(_FLOAT.pack(argument))[0])
-    if tensor is None:
-        raise CommHookError(f"{kernel}: expected tensors on a GPU, found none")
-    return bits, tensor
+        raise CommHookError(f"{kernel}: expected tensors on a GPU, found {device}")
+    blocks = (grid, 1, 1) if isinstance(grid, int) else grid
+    if 0 not in blocks:
+        threads = (block, 1, 1)
+        index = device.index or 0
+        backend.launch(source, kernel, blocks, threads, shared_bytes, parameters, index)
 
 
 class _Room(threading.local):
     """Memory for parameters, one per thread; the driver copies them in a launch."""
 
     def __init__(self) -> None:
-        self._by_count: dict[int, tuple[Any, Any]] = {}
+        self._values = (ctypes.c_int64 * _MOST_ARGUMENTS)()
+        self._room = ctypes.addressof(self._values)
+        self._addresses: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
 
-    def of(self, count: int) -> tuple[Any, Any]:
-        """So many values of 8 bytes, and the address of each."""
-        if count not in self._by_count:
-            values = (ctypes.c_int64 * count)()
-            first = ctypes.addressof(values)
-            addresses = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
-            self._by_count[count] = values, addresses
-        return self._by_count[count]
+    def of(self, count: int) -> "tuple[int, ctypes.Array[ctypes.c_void_p]]":
+        """Where there is room for so many values of 8 bytes, and the address of each."""
+        addresses = self._addresses.get(count)
+        if addresses is None:
+            assert count <= _MOST_ARGUMENTS
+            ends = range(self._room, self._room + 8 * count, 8)
+            addresses = self._addresses[count] = (ctypes.c_void_p * count)(*ends)
+        return self._room, addresses
 
 
 _room = _Room()

@@ -1,5 +1,6 @@
 #include "bindings/register_apis.h"
 #include "reducer/copier.h"
+#include "reducer/finite.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -20,12 +21,21 @@ class FlatCopy {
         ".");
   }
 
-  void pack(const std::vector<at::Tensor>& tensors, double scale) {
+  void pack(
+      const std::vector<at::Tensor>& tensors,
+      double scale,
+      const std::optional<at::Tensor>& finite) {
+    TORCH_CHECK_VALUE(
+        !finite ||
+            (finite->scalar_type() == c10::kBool && finite->numel() == 1 &&
+             finite->device() == flat_.device()),
+        "Expected one bool on ", flat_.device(), " for whether all is finite.");
     for (const at::Tensor& tensor : tensors) {
       void* place = advance(tensor);
       pieces_.push_back({tensor.const_data_ptr(), place, tensor.numel()});
     }
-    copier_->copy_pieces(pieces_, type_of(tensors), flat_.scalar_type(), scale, true);
+    copier_->copy_pieces(
+        pieces_, type_of(tensors), flat_.scalar_type(), scale, true, finite.value_or(at::Tensor()));
   }
 
   void unpack(const std::vector<at::Tensor>& tensors, double scale) {
@@ -33,7 +43,7 @@ class FlatCopy {
       const void* place = advance(tensor);
       pieces_.push_back({place, tensor.mutable_data_ptr(), tensor.numel()});
     }
-    copier_->copy_pieces(pieces_, flat_.scalar_type(), type_of(tensors), scale, true);
+    copier_->copy_pieces(pieces_, flat_.scalar_type(), type_of(tensors), scale, true, {});
   }
 
  private:
@@ -73,15 +83,15 @@ class FlatCopy {
 void register_copier(py::module_& module) {
   module.def(
       "pack",
-      [](const std::vector<at::Tensor>& tensors, const at::Tensor& flat, double scale) {
-        FlatCopy(flat).pack(tensors, scale);
-      },
-      py::arg("tensors"), py::arg("flat"), py::arg("scale") = 1.0,
+      [](const std::vector<at::Tensor>& tensors, const at::Tensor& flat, double scale,
+         const std::optional<at::Tensor>& finite) { FlatCopy(flat).pack(tensors, scale, finite); },
+      py::arg("tensors"), py::arg("flat"), py::arg("scale") = 1.0, py::arg("finite") = py::none(),
       py::call_guard<py::gil_scoped_release>(),
       R"(
 Copy dense tensors one after the other into `flat`, each in its own memory order, scaled and cast to its
-dtype, as buckets are packed. On CUDA one kernel, enqueued on the current stream. Raises ValueError for
-what does not fit, and where `has_kernels` is false.)");
+dtype, as buckets are packed. `finite`, one bool there, becomes false if something in `flat` is not
+finite. On CUDA one kernel, enqueued on the current stream. Raises ValueError for what does not fit, and
+where `has_kernels` is false.)");
   module.def(
       "unpack",
       [](const at::Tensor& flat, const std::vector<at::Tensor>& tensors, double scale) {
@@ -89,6 +99,9 @@ what does not fit, and where `has_kernels` is false.)");
       },
       py::arg("flat"), py::arg("tensors"), py::arg("scale") = 1.0,
       py::call_guard<py::gil_scoped_release>(), "The way back of `pack`.");
+  module.def(
+      "all_finite", &all_finite, py::arg("tensor"), py::call_guard<py::gil_scoped_release>(), R"(
+Whether all numbers are finite: () bool, on the tensor's device, for which nobody waits.)");
   module.def(
       "has_kernels",
       [](const std::string& device) { return make_copier(c10::Device(device))->copies_pieces(); },

@@ -64,6 +64,11 @@ One view of the buffer per parameter, in the parameter's shape and memory format
       .def(
           "parameters", [](const GradBucket& self) { return self.layout().parameters; },
           "The parameters, in the order of `gradients()`.")
+      .def("all_finite", &GradBucket::all_finite, py::call_guard<py::gil_scoped_release>(), R"(
+Whether all numbers in the buffer are finite on this rank: () bool, on the buffer's device. Does not
+wait for it. Costs nothing where a hook's `checks_finite` made packing find out, as long as torch has
+not changed the buffer since; one pass over the buffer elsewhere. Ask before collectives, whose changes
+torch does not count.)")
       .def("is_last", &GradBucket::isLast, "Whether this is the last bucket of the step.")
       .def_property_readonly(
           "names", [](const GradBucket& self) { return self.layout().names; },

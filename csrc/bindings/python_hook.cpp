@@ -112,7 +112,10 @@ class PythonResult final : public PendingResult {
 }  // namespace
 
 PythonHook::PythonHook(py::object function)
-    : function_(std::move(function)), name_(name_of(function_)) {}
+    : function_(std::move(function)), name_(name_of(function_)) {
+  const py::object checks = py::getattr(function_, "checks_finite", py::none());
+  format_.checks_finite = checks.is(py::handle(Py_True));
+}
 
 PythonHook::~PythonHook() {
   give_back(function_);
@@ -122,7 +125,8 @@ std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
   py::gil_scoped_acquire gil;
   try {
     auto bucket = std::make_shared<GradBucket>(
-        call.layout, call.buffer, call.index, call.bucket_count, call.step, call.left_out);
+        call.layout, call.buffer, call.index, call.bucket_count, call.step, call.left_out,
+        call.finite);
     const py::object answer = function_(std::move(bucket));
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
       throw py::type_error(

@@ -1,5 +1,6 @@
 #include "cpu/convert.h"
 
+#include "cpu/finite.h"
 #include "cpu/half.h"
 
 #include <ATen/Parallel.h>
@@ -8,6 +9,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 
@@ -16,6 +18,9 @@ namespace {
 
 // Enough work for a thread to be worth waking: about 10 microseconds of copying.
 constexpr int64_t kGrainElements = 1 << 15;
+
+// So few that they are in the innermost cache still when they are looked at.
+constexpr int64_t kTileElements = 1 << 11;
 
 using Kernel = void (*)(const void* source, void* destination, int64_t numel, double scale);
 
@@ -102,6 +107,46 @@ Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale, boo
   }
 }
 
+// What becomes of consecutive numbers: `run` says whether all that it wrote are finite, if anybody asks.
+class Conversion {
+ public:
+  Conversion(c10::ScalarType from, c10::ScalarType to, double scale, bool stream, bool checks)
+      : from_(from),
+        to_(to),
+        scale_(scale),
+        checks_(checks),
+        // Numbers are looked at where they were written, so they have to be in a cache there.
+        kernel_(choose_kernel(from, to, scale, stream && !checks)),
+        // What is in place has just been read, so it is in a cache already.
+        kernel_in_place_(choose_kernel(from, to, scale, /*stream=*/false)) {}
+
+  bool run(const char* source, char* destination, int64_t numel) const {
+    const Kernel kernel = source == destination ? kernel_in_place_ : kernel_;
+    if (!checks_) {
+      kernel(source, destination, numel, scale_);
+      return true;
+    }
+    const auto from_size = static_cast<int64_t>(c10::elementSize(from_));
+    const auto to_size = static_cast<int64_t>(c10::elementSize(to_));
+    bool finite = true;
+    for (int64_t start = 0; start < numel; start += kTileElements) {
+      const int64_t tile = std::min(kTileElements, numel - start);
+      char* out = destination + start * to_size;
+      kernel(source + start * from_size, out, tile, scale_);
+      finite &= all_finite(out, tile, to_);
+    }
+    return finite;
+  }
+
+ private:
+  c10::ScalarType from_;
+  c10::ScalarType to_;
+  double scale_;
+  bool checks_;
+  Kernel kernel_;
+  Kernel kernel_in_place_;
+};
+
 }  // namespace
 
 void convert(
@@ -109,15 +154,15 @@ void convert(
     c10::ScalarType from,
     c10::ScalarType to,
     double scale,
-    bool stream) {
+    bool stream,
+    bool* finite) {
   if (pieces.empty()) {
     return;
   }
-  const Kernel kernel = choose_kernel(from, to, scale, stream);
-  // What is in place has just been read, so it is in a cache already.
-  const Kernel kernel_in_place = choose_kernel(from, to, scale, /*stream=*/false);
+  const Conversion conversion(from, to, scale, stream, finite != nullptr);
   const size_t from_size = c10::elementSize(from);
   const size_t to_size = c10::elementSize(to);
+  std::atomic<bool> all_finite{true};
 
   // ends[i]: number of elements up to and including piece i; the pieces laid end to end are cut into
   // even ranges, whatever their own sizes.
@@ -139,12 +184,17 @@ void convert(
         std::memset(destination, 0, static_cast<size_t>(numel) * to_size);
       } else {
         const auto* source = static_cast<const char*>(piece.source) + start * from_size;
-        (source == destination ? kernel_in_place : kernel)(source, destination, numel, scale);
+        if (!conversion.run(source, destination, numel)) {
+          all_finite = false;
+        }
       }
       begin += numel;
       ++i;
     }
   });
+  if (!all_finite) {
+    *finite = false;
+  }
 }
 
 }  // namespace commhooks

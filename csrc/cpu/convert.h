@@ -16,11 +16,15 @@ namespace commhooks {
 //
 // `stream`: write around the caches, where the CPU can. Right for destinations that are larger than a
 // cache: it saves reading each line before it is overwritten, a third of the traffic of a copy.
+//
+// `finite`: null, or what becomes false if a number that was written is not finite, and stays as it is
+// if none is. Tiles are looked at while they are in the innermost cache.
 void convert(
     const std::vector<Piece>& pieces,
     c10::ScalarType from,
     c10::ScalarType to,
     double scale,
-    bool stream);
+    bool stream,
+    bool* finite);
 
 }  // namespace commhooks

@@ -22,8 +22,8 @@ struct Table {
 };
 using SmallTable = Table<168>;
 using LargeTable = Table<1360>;
-static_assert(sizeof(SmallTable) + sizeof(double) <= 4096);
-static_assert(sizeof(LargeTable) + sizeof(double) <= 32764);
+static_assert(sizeof(SmallTable) + sizeof(double) + sizeof(bool*) <= 4096);
+static_assert(sizeof(LargeTable) + sizeof(double) + sizeof(bool*) <= 32764);
 
 template <typename T, unsigned width>
 struct alignas(sizeof(T) * width) Vector {
@@ -31,14 +31,16 @@ struct alignas(sizeof(T) * width) Vector {
 };
 
 // The `count` vectors of one tile, at most kTileElements / width. All are read before the first is
-// written, so that their ways through memory overlap.
+// written, so that their ways through memory overlap. Whether what this thread wrote is finite: next to
+// memory that costs nothing, so it is found out whether or not anybody asks.
 template <unsigned width, typename From, typename To>
-__device__ void convert_vectors(
+__device__ bool convert_vectors(
     const From* source, To* destination, unsigned count, Math<From, To> scale) {
   constexpr unsigned kRounds = kTileElements / width / kThreads;
   const auto* in = reinterpret_cast<const Vector<From, width>*>(source);
   auto* out = reinterpret_cast<Vector<To, width>*>(destination);
   Vector<From, width> read[kRounds];
+  bool finite = true;
 #pragma unroll
   for (unsigned round = 0; round < kRounds; ++round) {
     const unsigned i = round * kThreads + threadIdx.x;
@@ -54,10 +56,12 @@ __device__ void convert_vectors(
 #pragma unroll
       for (unsigned j = 0; j < width; ++j) {
         converted.values[j] = convert_element<To>(read[round].values[j], scale);
+        finite &= is_finite(converted.values[j]);
       }
       out[i] = converted;
     }
   }
+  return finite;
 }
 
 template <typename T>
@@ -68,15 +72,16 @@ __device__ bool is_aligned(const T* pointer, unsigned width) {
 // Buckets have no padding, so a parameter of odd length shifts all that follow: then source and
 // destination are not aligned alike, and elements travel one by one, still side by side in a warp.
 template <typename From, typename To>
-__device__ void convert_tile(
+__device__ bool convert_tile(
     const From* source, To* destination, unsigned numel, Math<From, To> scale) {
   constexpr unsigned kWidth = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
   unsigned done = 0;
+  bool finite = true;
   if (is_aligned(source, kWidth) && is_aligned(destination, kWidth)) {
-    convert_vectors<kWidth>(source, destination, numel / kWidth, scale);
+    finite = convert_vectors<kWidth>(source, destination, numel / kWidth, scale);
     done = numel - numel % kWidth;
   }
-  convert_vectors<1>(source + done, destination + done, numel - done, scale);
+  return convert_vectors<1>(source + done, destination + done, numel - done, scale) && finite;
 }
 
 template <typename To>
@@ -96,7 +101,7 @@ __device__ void zero_tile(To* destination, unsigned numel) {
 
 template <typename From, typename To, typename Pieces>
 __global__ void __launch_bounds__(kThreads)
-    convert_pieces(const __grid_constant__ Pieces table, Math<From, To> scale) {
+    convert_pieces(const __grid_constant__ Pieces table, Math<From, To> scale, bool* finite) {
   const int i = find_piece(table.first_tile, table.count, blockIdx.x);
   const unsigned start = (blockIdx.x - table.first_tile[i]) * kTileElements;
   const unsigned rest = table.numel[i] - start;
@@ -105,7 +110,8 @@ __global__ void __launch_bounds__(kThreads)
   if (table.source[i] == nullptr) {
     zero_tile(destination, numel);
   } else {
-    convert_tile(static_cast<const From*>(table.source[i]) + start, destination, numel, scale);
+    const From* source = static_cast<const From*>(table.source[i]) + start;
+    report(convert_tile(source, destination, numel, scale), finite);
   }
 }
 
@@ -113,7 +119,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename From, typename To, typename Pieces>
 class Batch {
  public:
-  Batch(double scale, cudaStream_t stream) : scale_(scale), stream_(stream) {}
+  Batch(double scale, bool* finite, cudaStream_t stream)
+      : scale_(scale), finite_(finite), stream_(stream) {}
 
   void add(const From* source, To* destination, int64_t numel) {
     if (table_.count == Pieces::capacity) {
@@ -136,13 +143,15 @@ class Batch {
   void start() {
     if (tiles_ > 0 && error_ == cudaSuccess) {
       const auto scale = static_cast<Math<From, To>>(scale_);
-      error_ = launch(convert_pieces<From, To, Pieces>, tiles_, kThreads, stream_, table_, scale);
+      error_ = launch(
+          convert_pieces<From, To, Pieces>, tiles_, kThreads, stream_, table_, scale, finite_);
     }
     table_.count = 0;
     tiles_ = 0;
   }
 
   double scale_;
+  bool* finite_;
   cudaStream_t stream_;
   Pieces table_{};
   uint32_t tiles_ = 0;
@@ -150,8 +159,9 @@ class Batch {
 };
 
 template <typename From, typename To, typename Pieces>
-cudaError_t convert_all(const Piece* pieces, size_t count, double scale, cudaStream_t stream) {
-  Batch<From, To, Pieces> batch(scale, stream);
+cudaError_t convert_all(
+    const Piece* pieces, size_t count, double scale, bool* finite, cudaStream_t stream) {
+  Batch<From, To, Pieces> batch(scale, finite, stream);
   for (size_t i = 0; i < count; ++i) {
     const auto* source = static_cast<const From*>(pieces[i].source);
     auto* destination = static_cast<To*>(pieces[i].destination);
@@ -171,13 +181,14 @@ const char* convert(
     Element from,
     Element to,
     double scale,
+    bool* finite,
     cudaStream_t stream) {
   const cudaError_t error = with_elements(from, to, [&](auto source, auto destination) {
     using From = decltype(source);
     using To = decltype(destination);
     return count <= SmallTable::capacity
-        ? convert_all<From, To, SmallTable>(pieces, count, scale, stream)
-        : convert_all<From, To, LargeTable>(pieces, count, scale, stream);
+        ? convert_all<From, To, SmallTable>(pieces, count, scale, finite, stream)
+        : convert_all<From, To, LargeTable>(pieces, count, scale, finite, stream);
   });
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

@@ -33,14 +33,23 @@ struct StridedPiece {
 // the kernel, so nothing is copied to the device first, nothing has to be kept, and a CUDA graph can
 // capture it. One launch up to 1360 pieces (of at most 2^30 elements, longer ones count several times),
 // or 21 strided ones. Returns null, or what CUDA says is wrong.
+//
+// `finite`: null, or device memory which becomes false if a number that was written is not finite.
 const char* convert(
-    const Piece* pieces, size_t count, Element from, Element to, double scale, cudaStream_t stream);
+    const Piece* pieces,
+    size_t count,
+    Element from,
+    Element to,
+    double scale,
+    bool* finite,
+    cudaStream_t stream);
 const char* convert_strided(
     const StridedPiece* pieces,
     size_t count,
     Element from,
     Element to,
     double scale,
+    bool* finite,
     cudaStream_t stream);
 
 }  // namespace commhooks::cuda

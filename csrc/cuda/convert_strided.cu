@@ -16,17 +16,18 @@ struct StridedTable {
   uint32_t first_tile[capacity];
   int count;
 };
-static_assert(sizeof(StridedTable) + sizeof(double) <= 4096);
+static_assert(sizeof(StridedTable) + sizeof(double) + sizeof(bool*) <= 4096);
 
 // Elements one by one: gradients whose memory order is not their parameter's are rare.
 template <typename From, typename To>
-__global__ void __launch_bounds__(kThreads)
-    convert_strided_pieces(const __grid_constant__ StridedTable table, Math<From, To> scale) {
+__global__ void __launch_bounds__(kThreads) convert_strided_pieces(
+    const __grid_constant__ StridedTable table, Math<From, To> scale, bool* finite) {
   const int found = find_piece(table.first_tile, table.count, blockIdx.x);
   const StridedPiece& piece = table.pieces[found];
   const unsigned start = (blockIdx.x - table.first_tile[found]) * kTileElements;
   const unsigned rest = piece.numel - start;
   const unsigned end = start + (rest < kTileElements ? rest : kTileElements);
+  bool is_sound = true;
   for (unsigned i = start + threadIdx.x; i < end; i += kThreads) {
     int64_t source = 0;
     int64_t destination = 0;
@@ -38,14 +39,16 @@ __global__ void __launch_bounds__(kThreads)
       source += coordinate * piece.source_strides[dim];
       destination += coordinate * piece.destination_strides[dim];
     }
-    static_cast<To*>(piece.destination)[destination] =
-        convert_element<To>(static_cast<const From*>(piece.source)[source], scale);
+    const To converted = convert_element<To>(static_cast<const From*>(piece.source)[source], scale);
+    static_cast<To*>(piece.destination)[destination] = converted;
+    is_sound &= is_finite(converted);
   }
+  report(is_sound, finite);
 }
 
 template <typename From, typename To>
 cudaError_t convert_all(
-    const StridedPiece* pieces, size_t count, double scale, cudaStream_t stream) {
+    const StridedPiece* pieces, size_t count, double scale, bool* finite, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   for (size_t first = 0; first < count && error == cudaSuccess; first += StridedTable::capacity) {
     StridedTable table{};
@@ -58,7 +61,8 @@ cudaError_t convert_all(
     }
     if (tiles > 0) {
       const auto factor = static_cast<Math<From, To>>(scale);
-      error = launch(convert_strided_pieces<From, To>, tiles, kThreads, stream, table, factor);
+      error =
+          launch(convert_strided_pieces<From, To>, tiles, kThreads, stream, table, factor, finite);
     }
   }
   return error;
@@ -72,9 +76,11 @@ const char* convert_strided(
     Element from,
     Element to,
     double scale,
+    bool* finite,
     cudaStream_t stream) {
   const cudaError_t error = with_elements(from, to, [&](auto source, auto destination) {
-    return convert_all<decltype(source), decltype(destination)>(pieces, count, scale, stream);
+    return convert_all<decltype(source), decltype(destination)>(
+        pieces, count, scale, finite, stream);
   });
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

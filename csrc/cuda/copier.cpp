@@ -35,6 +35,10 @@ void check(const char* error) {
   TORCH_CHECK(error == nullptr, "The kernel that copies gradients could not be started: ", error);
 }
 
+bool* place_of(const at::Tensor& finite) {
+  return finite.defined() ? finite.mutable_data_ptr<bool>() : nullptr;
+}
+
 // Nothing if the kernel cannot number its elements.
 std::optional<StridedPiece> strided_piece(const at::Tensor& source, const at::Tensor& destination) {
   if (destination.numel() > std::numeric_limits<int32_t>::max()) {
@@ -78,18 +82,22 @@ class CudaCopier final : public Copier {
       c10::ScalarType from,
       c10::ScalarType to,
       double scale,
-      bool /*leaves_cache*/) const override {
+      bool /*leaves_cache*/,
+      const at::Tensor& finite) const override {
     if (pieces.empty()) {
       return;
     }
     const c10::DeviceGuard guard(device_);
-    check(convert(pieces.data(), pieces.size(), element_of(from), element_of(to), scale, stream()));
+    check(convert(
+        pieces.data(), pieces.size(), element_of(from), element_of(to), scale, place_of(finite),
+        stream()));
   }
 
   void copy_tensors(
       const std::vector<at::Tensor>& sources,
       const std::vector<at::Tensor>& destinations,
-      double scale) const override {
+      double scale,
+      const at::Tensor& finite) const override {
     std::vector<StridedPiece> pieces;
     std::vector<at::Tensor> other_sources;
     std::vector<at::Tensor> other_destinations;
@@ -104,14 +112,14 @@ class CudaCopier final : public Copier {
         other_destinations.push_back(destinations[i]);
       }
     }
-    Copier::copy_tensors(other_sources, other_destinations, scale);
+    Copier::copy_tensors(other_sources, other_destinations, scale, finite);
     if (pieces.empty()) {
       return;
     }
     const c10::DeviceGuard guard(device_);
     check(convert_strided(
         pieces.data(), pieces.size(), element_of(sources.front().scalar_type()),
-        element_of(destinations.front().scalar_type()), scale, stream()));
+        element_of(destinations.front().scalar_type()), scale, place_of(finite), stream()));
   }
 
  private:

@@ -61,6 +61,11 @@ __device__ To convert_element(From value, Math<From, To> scale) {
   return converted;
 }
 
+template <typename T>
+__device__ bool is_finite(T value) {
+  return isfinite(widen(value));
+}
+
 // Calls `function(From(), To())` for the types that `from` and `to` stand for.
 template <typename From, typename Function>
 auto with_element_to(Element to, Function function) {

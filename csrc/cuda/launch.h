@@ -8,13 +8,14 @@ namespace commhooks::cuda {
 // On `stream` of the current device.
 template <typename Table, typename Scale>
 cudaError_t launch(
-    void (*kernel)(Table, Scale),
+    void (*kernel)(Table, Scale, bool*),
     unsigned blocks,
     unsigned threads,
     cudaStream_t stream,
     const Table& table,
-    Scale scale) {
-  kernel<<<blocks, threads, 0, stream>>>(table, scale);
+    Scale scale,
+    bool* finite) {
+  kernel<<<blocks, threads, 0, stream>>>(table, scale, finite);
   return cudaGetLastError();
 }
 

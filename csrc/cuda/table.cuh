@@ -40,4 +40,11 @@ __device__ inline int find_piece(const uint32_t* first_tile, int count, uint32_t
   return low;
 }
 
+// Of whatever threads find something that is not finite, as all write the same. `finite` may be null.
+__device__ inline void report(bool is_finite, bool* finite) {
+  if (!is_finite && finite != nullptr) {
+    *finite = false;
+  }
+}
+
 }  // namespace commhooks::cuda

@@ -5,6 +5,7 @@
 #include <ATen/ops/_sparse_coo_tensor_with_dims.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <ATen/ops/zeros.h>
@@ -125,6 +126,8 @@ void Bucket::begin_step(std::shared_ptr<const GradientStore> store) {
   sources_.clear();
   destinations_.clear();
   kept_.clear();
+  packs_all_ = true;
+  finite_.reset();
   streams_.clear();
 }
 
@@ -164,6 +167,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
   const at::Tensor grad = as_it_travels(original);
   const bool is_view = grads_are_views_ && is_own_view(grad, i);
   if (is_view && target.is_same(flat_) && format.scale == 1.0) {
+    packs_all_ = false;
     return;
   }
   if (is_plain(grad, i)) {
@@ -182,9 +186,12 @@ void Bucket::gather(const PackFormat& format, size_t i) {
 }
 
 void Bucket::flush(const PackFormat& format) {
+  if (format.checks_finite && !finite_.defined()) {
+    finite_ = at::ones({}, at::TensorOptions().dtype(c10::kBool).device(device()));
+  }
   copier_->copy_pieces(
-      pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, leaves_cache());
-  copier_->copy_tensors(sources_, destinations_, format.scale);
+      pieces_, dtype(), format.dtype.value_or(dtype()), format.scale, leaves_cache(), finite_);
+  copier_->copy_tensors(sources_, destinations_, format.scale, finite_);
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
@@ -293,8 +300,8 @@ void Bucket::unpack(const at::Tensor& result, const std::vector<size_t>& positio
     }
     torch::autograd::impl::bump_version(original);
   }
-  copier_->copy_pieces(pieces, source.scalar_type(), dtype(), 1.0, leaves_cache());
-  copier_->copy_tensors(sources, destinations, 1.0);
+  copier_->copy_pieces(pieces, source.scalar_type(), dtype(), 1.0, leaves_cache(), {});
+  copier_->copy_tensors(sources, destinations, 1.0, {});
 }
 
 void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {

@@ -51,6 +51,12 @@ class Bucket {
   // `flat()`, whose contents are undefined until `unpack`, unless the returned tensor is `flat()`.
   at::Tensor pack(const PackFormat& format);
 
+  // Whether all that `pack` returned is finite, () bool on the device. Undefined if the format did not
+  // ask, or if something lay in its place already and has not been looked at.
+  at::Tensor finite() const {
+    return packs_all_ ? finite_ : at::Tensor();
+  }
+
   // Forgets what was packed early, and reads gradients from `store` from now on.
   void begin_step(std::shared_ptr<const GradientStore> store);
   void set_store(std::shared_ptr<const GradientStore> store) {
@@ -141,6 +147,8 @@ class Bucket {
   int64_t pieces_numel_ = 0;
   std::vector<at::Tensor> sources_;  // what is not pieces: all together, too
   std::vector<at::Tensor> destinations_;
+  bool packs_all_ = true;         // nothing was in its place already
+  at::Tensor finite_;             // of what has been packed
   std::vector<at::Tensor> kept_;  // gradients that `pieces_` point to and nobody else may keep
   StreamTrail streams_;           // that have worked on the bucket or its gradients in this step
 };

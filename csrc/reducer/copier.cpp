@@ -1,6 +1,7 @@
 #include "reducer/copier.h"
 
 #include "cpu/convert.h"
+#include "reducer/finite.h"
 #ifdef COMMHOOKS_WITH_CUDA
 #include "cuda/copier.h"
 #endif
@@ -22,8 +23,11 @@ class CpuCopier final : public Copier {
       c10::ScalarType from,
       c10::ScalarType to,
       double scale,
-      bool leaves_cache) const override {
-    convert(pieces, from, to, scale, leaves_cache);
+      bool leaves_cache,
+      const at::Tensor& finite) const override {
+    convert(
+        pieces, from, to, scale, leaves_cache,
+        finite.defined() ? finite.mutable_data_ptr<bool>() : nullptr);
   }
 };
 
@@ -37,7 +41,8 @@ class AtenCopier final : public Copier {
       c10::ScalarType /*from*/,
       c10::ScalarType /*to*/,
       double /*scale*/,
-      bool /*leaves_cache*/) const override {
+      bool /*leaves_cache*/,
+      const at::Tensor& /*finite*/) const override {
     TORCH_INTERNAL_ASSERT(pieces.empty());
   }
 };
@@ -47,13 +52,19 @@ class AtenCopier final : public Copier {
 void Copier::copy_tensors(
     const std::vector<at::Tensor>& sources,
     const std::vector<at::Tensor>& destinations,
-    double scale) const {
+    double scale,
+    const at::Tensor& finite) const {
   if (destinations.empty()) {
     return;
   }
   at::_foreach_copy_(destinations, sources);
   if (scale != 1.0) {
     at::_foreach_mul_(destinations, scale);
+  }
+  if (finite.defined()) {
+    for (const at::Tensor& destination : destinations) {
+      finite.logical_and_(all_finite(destination));
+    }
   }
 }
 

@@ -19,19 +19,22 @@ class Copier {
   virtual bool copies_pieces() const = 0;
 
   // destination = cast<to>(scale * source) for every piece, in one pass. `leaves_cache`: destinations
-  // are part of something larger than the caches of a CPU.
+  // are part of something larger than the caches of a CPU. `finite`: undefined, or () bool there, which
+  // becomes false if a number that was written is not finite.
   virtual void copy_pieces(
       const std::vector<Piece>& pieces,
       c10::ScalarType from,
       c10::ScalarType to,
       double scale,
-      bool leaves_cache) const = 0;
+      bool leaves_cache,
+      const at::Tensor& finite) const = 0;
 
   // The same for tensors of any strides, pair by pair of one shape.
   virtual void copy_tensors(
       const std::vector<at::Tensor>& sources,
       const std::vector<at::Tensor>& destinations,
-      double scale) const;
+      double scale,
+      const at::Tensor& finite) const;
 };
 
 // For the CPU, pieces by `convert`; for CUDA, by kernels of our own where they were compiled; for

@@ -1,5 +1,8 @@
 #include "reducer/grad_bucket.h"
 
+#include "reducer/finite.h"
+#include "reducer/streams.h"
+
 #include <optional>
 
 namespace commhooks {
@@ -22,7 +25,8 @@ GradBucket::GradBucket(
     size_t index,
     size_t bucket_count,
     int64_t step,
-    Names left_out)
+    Names left_out,
+    at::Tensor finite)
     : c10d::GradBucket(
           index,
           bucket_count,
@@ -34,7 +38,22 @@ GradBucket::GradBucket(
           std::nullopt),
       layout_(std::move(layout)),
       step_(step),
-      left_out_(std::move(left_out)) {}
+      left_out_(std::move(left_out)),
+      finite_(std::move(finite)) {
+  if (finite_.defined()) {
+    packed_ = getBuffer();
+    packed_version_ = packed_._version();
+  }
+}
+
+at::Tensor GradBucket::all_finite() const {
+  const at::Tensor& buffer = getBuffer();
+  if (!finite_.defined() || !buffer.is_same(packed_) || buffer._version() != packed_version_) {
+    return commhooks::all_finite(buffer);
+  }
+  record_on_current_stream(finite_);
+  return finite_;
+}
 
 std::vector<at::Tensor> GradBucket::gradients() const {
   std::vector<at::Tensor> views;

@@ -21,10 +21,15 @@ class GradBucket : public c10d::GradBucket {
       size_t index,
       size_t bucket_count,
       int64_t step,
-      Names left_out = nullptr);
+      Names left_out = nullptr,
+      at::Tensor finite = {});
 
   // One view of the buffer per parameter. See Note [Bucket views].
   std::vector<at::Tensor> gradients() const;
+
+  // () bool on the buffer's device, which the current stream may read. What packing found out if it was
+  // asked to and nobody has changed the buffer since, else by one pass over the buffer.
+  at::Tensor all_finite() const;
 
   const BucketLayout& layout() const {
     return *layout_;
@@ -42,6 +47,9 @@ class GradBucket : public c10d::GradBucket {
   std::shared_ptr<const BucketLayout> layout_;
   int64_t step_;
   Names left_out_;
+  at::Tensor finite_;  // of `packed_` as it was; undefined where that is not known
+  at::Tensor packed_;
+  int64_t packed_version_ = 0;
 };
 
 }  // namespace commhooks

@@ -12,10 +12,12 @@
 namespace commhooks {
 
 // How the reducer packs gradients for a hook: cast to `dtype` (default: the gradients' own), times
-// `scale`. Both cost nothing: packing passes over the memory anyway.
+// `scale`; and whether it finds out on the way if all packed numbers are finite. None costs anything:
+// packing passes over the memory anyway.
 struct PackFormat {
   std::optional<c10::ScalarType> dtype;
   double scale = 1.0;
+  bool checks_finite = false;
 };
 
 // One bucket of one step, packed. `index` and `bucket_count` are those of the buckets that this hook
@@ -26,7 +28,8 @@ struct BucketCall {
   size_t index;
   size_t bucket_count;
   int64_t step;
-  Names left_out;  // parameters of buckets that no hook gets in this step; null: there are none
+  Names left_out;     // parameters of buckets that no hook gets in this step; null: there are none
+  at::Tensor finite;  // () bool: whether all of the buffer is; undefined where that is not known
 };
 
 // A hook's answer that is on its way.

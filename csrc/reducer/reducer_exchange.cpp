@@ -57,8 +57,9 @@ void Reducer::launch(size_t bucket_index) {
   if (options_.gradient_as_bucket_view && needs_outputs()) {
     unused_.keep(bucket, parameters_, *store_);
   }
-  const BucketCall call{bucket.shared_layout(),   pack(bucket), lane.launched++, lane.buckets,
-                        first_step_ + completed_, left_out_};
+  const at::Tensor buffer = pack(bucket);
+  const BucketCall call{bucket.shared_layout(),   buffer,    lane.launched++, lane.buckets,
+                        first_step_ + completed_, left_out_, bucket.finite()};
   bucket.stats.packed_bytes += static_cast<int64_t>(
       bucket.is_sparse ? call.buffer._indices().nbytes() + call.buffer._values().nbytes()
                        : call.buffer.nbytes());

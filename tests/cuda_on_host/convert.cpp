@@ -12,19 +12,31 @@ using commhooks::cuda::Element;
 using commhooks::cuda::StridedPiece;
 
 EXPORT int convert(
-    const Piece* pieces, size_t count, int from, int to, double scale, int is_backward) {
+    const Piece* pieces,
+    size_t count,
+    int from,
+    int to,
+    double scale,
+    bool* finite,
+    int is_backward) {
   commhooks::cuda::launches = 0;
   emulation::machine.is_backward = is_backward != 0;
   const char* error = commhooks::cuda::convert(
-      pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, nullptr);
+      pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, finite, nullptr);
   return error == nullptr ? commhooks::cuda::launches : -1;
 }
 
 EXPORT int convert_strided(
-    const StridedPiece* pieces, size_t count, int from, int to, double scale, int is_backward) {
+    const StridedPiece* pieces,
+    size_t count,
+    int from,
+    int to,
+    double scale,
+    bool* finite,
+    int is_backward) {
   commhooks::cuda::launches = 0;
   emulation::machine.is_backward = is_backward != 0;
   const char* error = commhooks::cuda::convert_strided(
-      pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, nullptr);
+      pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, finite, nullptr);
   return error == nullptr ? commhooks::cuda::launches : -1;
 }

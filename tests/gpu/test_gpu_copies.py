@@ -43,6 +43,24 @@ def test_all_dtypes_both_ways(dtype: torch.dtype, to: torch.dtype) -> None:
     assert torch.equal(torch.cat(back), reference([flat], dtype, 1.0))
 
 
+@pytest.mark.parametrize("to", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whether_all_is_finite(dtype: torch.dtype, to: torch.dtype) -> None:
+    tensors = gradients(LENGTHS, dtype)
+    flat = torch.empty(sum(LENGTHS), device="cuda", dtype=to)
+    flag = torch.ones((), dtype=torch.bool, device="cuda")
+    _C.pack(tensors, flat, 2.0, finite=flag)
+    assert flag
+    for tensor in (0, 3, 5):
+        before = tensors[tensor][-1].clone()
+        for number in (torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max):
+            tensors[tensor][-1] = number
+            flag.fill_(True)
+            _C.pack(tensors, flat, 2.0, finite=flag)
+            assert flag == flat.isfinite().all()
+        tensors[tensor][-1] = before
+
+
 @pytest.mark.parametrize("shift", [1, 2, 3])
 def test_places_that_are_not_aligned(shift: int) -> None:
     lengths = [9, 4096, 17, 1000]

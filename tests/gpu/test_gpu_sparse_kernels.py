@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from test_lowrank_kernels import Bucket, check_absorb
 from test_selection_kernels import KINDS, draw, same_bits
 from test_sparse_kernels import Received, choose, part_of, written
 from torch import Tensor
 
 from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.gathered_parts import gather
-from commhooks.algorithms.lowrank import absorb, orthonormalise
 from commhooks.algorithms.matrix_plan import Side
 from commhooks.algorithms.sparse import (
     add_and_check,
@@ -112,36 +112,44 @@ def test_momentum_correction(length, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 768, 4), (1, 5003, 4), (2, 600, 9)])
 @pytest.mark.parametrize("side", Side)
-def test_bases_are_orthonormal(side, shape, dtype):
-    columns = torch.randn(shape, dtype=dtype, device="cuda")
-    columns[..., -1] = columns[..., 0]
-    factor = columns if side is Side.LEFT else columns.mT.contiguous()
-    basis = orthonormalise(side, factor)
-    Q = (basis if side is Side.LEFT else basis.mT).double()
+def test_bases_are_orthonormal(side, dtype):
+    tall = [(1, 1, 1, 1), (3, 768, 9, 4), (1, 5003, 9, 4), (2, 600, 9, 9)]
+    shapes = [(k, n, m, r) if side is Side.LEFT else (k, m, n, r) for k, n, m, r in tall]
+    bucket = Bucket(shapes, dtype, device="cuda")
+    factors = bucket.factors(side)
+    vectors = 2 if side is Side.LEFT else 1
+    for F in factors.factors[1:]:
+        F.select(vectors, -1).copy_(F.select(vectors, 0))
     tolerance = 1000 * torch.finfo(dtype).eps
-    identity = torch.eye(shape[2], device="cuda").double().expand(shape[0], -1, -1)
-    torch.testing.assert_close(Q.mT @ Q, identity, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
-        Q @ (Q.mT @ columns.double()), columns.double(), rtol=tolerance, atol=100 * tolerance
-    )
+    bases = bucket.arithmetic.orthonormalise(factors).factors
+    for basis, F in zip(bases, factors.factors, strict=True):
+        Q, columns = (T.double() if side is Side.LEFT else T.double().mT for T in (basis, F))
+        identity = torch.eye(Q.shape[2], device="cuda").double().expand(Q.shape[0], -1, -1)
+        torch.testing.assert_close(Q.mT @ Q, identity, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            Q @ (Q.mT @ columns), columns, rtol=tolerance, atol=100 * tolerance
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("verdict", [False, True])
-@pytest.mark.parametrize(("k", "n", "m", "r"), [(1, 1, 1, 1), (3, 70, 131, 5), (2, 768, 2304, 4)])
-def test_end_of_a_step(k, n, m, r, verdict, dtype):
-    make = {"dtype": dtype, "device": "cuda"}
-    E, G = torch.randn(k, n, m, **make), torch.randn(k, n * m + 3, **make)
-    G = G[:, : n * m].unflatten(1, (n, m))
-    own, mean = ((torch.randn(k, n, r, **make), torch.randn(k, r, m, **make)) for _ in range(2))
-    expected = E + G - own[0] @ own[1] if verdict else E.clone()
-    average = mean[0] @ mean[1]
-    absorb(E, G, own, mean, torch.tensor(verdict, device="cuda"))
-    tolerance = 100 * torch.finfo(dtype).eps
-    torch.testing.assert_close(E, expected, rtol=tolerance, atol=tolerance)
-    if verdict:
-        torch.testing.assert_close(G, average, rtol=tolerance, atol=tolerance)
-    else:
-        assert G.isnan().all()
+@pytest.mark.parametrize("sides", [[Side.RIGHT], [Side.RIGHT, Side.LEFT]])
+def test_end_of_a_step(sides, verdict, dtype):
+    shapes = [(1, 1, 1, 1), (3, 70, 131, 5), (2, 768, 2304, 4)]
+    check_absorb(Bucket(shapes, dtype, device="cuda"), sides, verdict)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_low_rank_compression_sends_and_keeps(dtype):
+    bucket = Bucket([(2, 300, 77, 4), (1, 5000, 9, 3)], dtype, device="cuda")
+    arithmetic = bucket.arithmetic
+    for number in (0.5, math.inf, 0.9 * torch.finfo(dtype).max):
+        fresh, kept = bucket.factors(Side.RIGHT), bucket.factors(Side.RIGHT)
+        fresh.flat[-1] = number
+        before = kept.flat.clone()
+        total, verdict = arithmetic.send(fresh.flat, None)
+        verdict = arithmetic.receive(total.mul_(2), 2, verdict)
+        assert verdict == (number == 0.5)
+        arithmetic.keep(fresh, kept, verdict)
+        assert torch.equal(kept.flat, fresh.flat if verdict else before)

@@ -10,14 +10,15 @@ inline int launches = 0;
 
 template <typename Table, typename Scale>
 cudaError_t launch(
-    void (*kernel)(Table, Scale),
+    void (*kernel)(Table, Scale, bool*),
     unsigned blocks,
     unsigned threads,
     cudaStream_t /*stream*/,
     const Table& table,
-    Scale scale) {
+    Scale scale,
+    bool* finite) {
   ++launches;
-  emulation::machine.kernel = [&] { kernel(table, scale); };
+  emulation::machine.kernel = [&] { kernel(table, scale, finite); };
   return emulation::run_grid({blocks, 1, 1}, {threads, 1, 1}, 0) ? cudaSuccess : cudaErrorUnknown;
 }
 

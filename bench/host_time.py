@@ -1,0 +1,82 @@
+"""What a hook costs the host per bucket: the thread that runs backward, on one rank."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks.inline import InlineDriver
+from reducer import GradBucket
+
+ROUNDS = 300
+WARM_UP = 50
+AIM = "at most 60 microseconds"
+
+
+@dataclass
+class Plain(commhooks.CommHook):
+    """One collective."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        """Nothing but what any hook does."""
+        return await comm.all_reduce(bucket.buffer())
+
+
+POWERSGD = {"start_step": 0, "min_compression_rate": 1.0}
+MATRIX = [(100, 100)]
+# Two layers of a transformer: four shapes of matrices, with vectors between them.
+LAYERS = 2 * [(64,), (192, 64), (192,), (64, 64), (64,), (64,), (256, 64), (256,), (64, 256), (64,)]
+
+SUBJECTS: dict[str, tuple[Callable[[], commhooks.CommHook], list[tuple[int, ...]]]] = {
+    "one collective": (Plain, MATRIX),
+    "fp16": (lambda: commhooks.create("fp16"), MATRIX),
+    "skip_nonfinite": (lambda: commhooks.create("skip_nonfinite", inner=Plain()), MATRIX),
+    "int8": (lambda: commhooks.create("int8"), MATRIX),
+    "topk": (lambda: commhooks.create("topk", warmup_steps=0), MATRIX),
+    "powersgd": (lambda: commhooks.create("powersgd", **POWERSGD), MATRIX),
+    "powersgd, two layers": (lambda: commhooks.create("powersgd", **POWERSGD), LAYERS),
+}
+
+
+def driver_and_bucket(
+    hook: commhooks.CommHook,
+    shapes: list[tuple[int, ...]],
+    buffer: Tensor,
+    group: dist.ProcessGroup,
+) -> tuple[InlineDriver, GradBucket]:
+    """``buffer``: the gradients, flat."""
+    parameters = [nn.Parameter(buffer.new_zeros(shape)) for shape in shapes]
+    names = [f"parameter{i}" for i in range(len(parameters))]
+    hook.prepare(dict(zip(names, parameters, strict=True)), group)
+    bucket = GradBucket(buffer, parameters, names, index=0, count=1, step=1)
+    return InlineDriver(hook, group, buffer.device, token=0), bucket
+
+
+def measure(
+    benchmark: Any, name: str, device: str, group: dist.ProcessGroup, settle: Callable[[], Any]
+) -> None:
+    """From handing over a bucket until its future is there. ``settle``: before each round."""
+    make, shapes = SUBJECTS[name]
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    driver, bucket = driver_and_bucket(make(), shapes, torch.randn(numel, device=device), group)
+    driver(bucket).wait()
+    seconds: list[float] = []
+
+    def run() -> None:
+        start = time.perf_counter()
+        driver(bucket)
+        seconds.append(time.perf_counter() - start)
+
+    gc.collect()
+    benchmark.pedantic(run, setup=settle, rounds=ROUNDS, warmup_rounds=WARM_UP)
+    microseconds = statistics.median(seconds[WARM_UP:] or seconds) * 1e6
+    benchmark.extra_info.update(microseconds=microseconds, aim=AIM)

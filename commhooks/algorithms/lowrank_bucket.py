@@ -1,0 +1,218 @@
+"""What low-rank compression does to all matrices of a bucket at once. Letters as in lowrank.py.
+
+Beside products, which are of one shape at a time: bases, what is sent and received, and the end of
+a step. On a GPU each of these is one launch, however many shapes there are; elsewhere, and where
+CuPy is missing, it goes shape by shape. So does the end of a step where gradients are in half
+precision.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from commhooks.algorithms.finite import all_finite
+from commhooks.algorithms.lowrank import Factors, absorb, orthonormalise
+from commhooks.algorithms.lowrank_payload import Payload
+from commhooks.algorithms.matrix_memory import MatrixMemory
+from commhooks.algorithms.matrix_plan import MatrixPlan, Side
+from commhooks.errors import CommHookError
+from commhooks.kernels import backend_of, require
+from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
+
+__all__ = ["Arithmetic", "HalfStep", "arithmetic_of"]
+
+
+@dataclass(frozen=True)
+class HalfStep:
+    """The orthonormal factors that were given, and the ones found: this rank's and their mean.
+
+    ``verdict``: () bool, the same on all ranks: whether what has been received up to here is
+    finite. See Note [Verdicts] in finite.py. ``is_sent``: whether their product is part of the
+    result.
+    """
+
+    basis: Payload
+    own: Payload
+    mean: Payload
+    verdict: Tensor
+    is_sent: bool
+
+    @cached_property
+    def own_pairs(self) -> list[Factors]:
+        """P and Q of what this rank sent, for every batch."""
+        return list(self._pairs(self.own))
+
+    @cached_property
+    def mean_pairs(self) -> list[Factors]:
+        """P and Q of what all ranks sent on average."""
+        return list(self._pairs(self.mean))
+
+    def flat_pair(self, found: Payload) -> Factors:
+        """P and Q of all batches, flat; ``found``: ``own`` or ``mean``."""
+        pair = found.all_factors, self.basis.all_factors
+        return pair if found.side is Side.LEFT else (pair[1], pair[0])
+
+    def _pairs(self, found: Payload) -> Iterator[Factors]:
+        for F, basis in zip(found.factors, self.basis.factors, strict=True):
+            yield (F, basis) if found.side is Side.LEFT else (basis, F)
+
+
+class Arithmetic(ABC):
+    """Of one bucket. Does not wait for the device."""
+
+    @abstractmethod
+    def orthonormalise(self, factors: Payload) -> Payload:
+        """Orthonormal bases of the columns of P, or of the rows of Q."""
+
+    @abstractmethod
+    def send(self, own: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """A copy to be summed over ranks, and the verdict so far; ``earlier``: before that.
+
+        Becomes NaN, here and there: what is so large that products with it could overflow on one
+        rank only.
+        """
+
+    @abstractmethod
+    def receive(self, total: Tensor, ranks: int, verdict: Tensor | None) -> Tensor:
+        """Makes the sum into the mean; the verdict, with what there is to say of this."""
+
+    @abstractmethod
+    def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
+        """Ends a step. See :func:`lowrank.absorb`. ``halves``: whose products are sent."""
+
+    @abstractmethod
+    def keep(self, fresh: Payload, kept: Payload, verdict: Tensor) -> None:
+        """Stores factors to start from, except for vectors that came out as zero.
+
+        None if the verdict is false. A matrix of zeros, or of lower rank than r, has factors with
+        vectors of zeros, from which no later step could find a direction again: there the old
+        vectors stay.
+        """
+
+
+def arithmetic_of(
+    plan: MatrixPlan, memory: MatrixMemory, buffer: Tensor, like: Tensor
+) -> Arithmetic:
+    """The fastest that there is. ``like``: of the device and dtype to work in."""
+    ranks = [batch.rank for batch in plan.batches]
+    if (
+        backend_of(buffer) is None
+        or max(ranks, default=0) > MAX_RANK
+        or not _runs_kernels(buffer.device)
+    ):
+        return _ShapeByShape(plan)
+    return _OneLaunch(plan, MatrixKernels(list(_matrices(plan, memory)), like))
+
+
+def _matrices(plan: MatrixPlan, memory: MatrixMemory) -> Iterator[Matrix]:
+    left = right = 0
+    for batch, error in zip(plan.batches, memory.error_starts, strict=False):
+        n, m, r = batch.rows, batch.columns, batch.rank
+        for i in range(batch.count):
+            gradient = batch.offset + i * batch.spacing
+            yield Matrix(gradient, error + i * n * m, left, right, n, m, r)
+            left += n * r
+            right += r * m
+
+
+class _ShapeByShape(Arithmetic):
+    """By the functions of lowrank.py."""
+
+    def __init__(self, plan: MatrixPlan) -> None:
+        self._plan = plan
+
+    def orthonormalise(self, factors: Payload) -> Payload:
+        side = factors.side
+        basis = Payload.empty(self._plan, side, has_exact=False, like=factors.flat)
+        for F, out in zip(factors.factors, basis.factors, strict=True):
+            out.copy_(orthonormalise(side, F))
+        return basis
+
+    def send(self, own: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        largest = torch.finfo(own.dtype).max / 2**16
+        own.masked_fill_(own.abs() > largest, torch.nan)
+        return own.clone(), earlier
+
+    def receive(self, total: Tensor, ranks: int, verdict: Tensor | None) -> Tensor:
+        finite = all_finite(total.div_(ranks))
+        return finite if verdict is None else finite & verdict
+
+    def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
+        for i, (E, G) in enumerate(zip(memory.errors, self._plan.views(buffer), strict=True)):
+            own = _sum([half.own_pairs[i] for half in halves])
+            mean = _sum([half.mean_pairs[i] for half in halves])
+            absorb(E, G, own, mean, halves[-1].verdict)
+
+    def keep(self, fresh: Payload, kept: Payload, verdict: Tensor) -> None:
+        dim = -2 if fresh.side is Side.LEFT else -1
+        for new, old in zip(fresh.factors, kept.factors, strict=True):
+            is_alive = (new != 0).any(dim=dim, keepdim=True)
+            old.copy_(torch.where(is_alive & verdict, new, old))
+
+
+class _OneLaunch(_ShapeByShape):
+    """By kernels. There is one verdict, which they change."""
+
+    def __init__(self, plan: MatrixPlan, kernels: MatrixKernels) -> None:
+        super().__init__(plan)
+        self._kernels = kernels
+
+    def orthonormalise(self, factors: Payload) -> Payload:
+        is_left = factors.side is Side.LEFT
+        flat = self._kernels.orthonormalise(factors.all_factors, is_left=is_left)
+        return Payload(factors.plan, factors.side, flat)
+
+    def send(self, own: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if earlier is not None:
+            return self._kernels.send(own, None), earlier
+        verdict = own.new_empty((), dtype=torch.bool)
+        return self._kernels.send(own, verdict), verdict
+
+    def receive(self, total: Tensor, ranks: int, verdict: Tensor | None) -> Tensor:
+        assert verdict is not None
+        self._kernels.receive(total, ranks, verdict)
+        return verdict
+
+    def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
+        if buffer.dtype != halves[0].own.flat.dtype:
+            super().absorb(halves, memory, buffer)
+            return
+        own = _stack([half.flat_pair(half.own) for half in halves])
+        mean = _stack([half.flat_pair(half.mean) for half in halves])
+        self._kernels.absorb(halves[-1].verdict, memory.error, buffer, own, mean, len(halves))
+
+    def keep(self, fresh: Payload, kept: Payload, verdict: Tensor) -> None:
+        is_left = fresh.side is Side.LEFT
+        self._kernels.keep(fresh.all_factors, kept.flat, verdict, is_left=is_left)
+
+
+def _sum(pairs: Sequence[Factors]) -> Factors:
+    """The factors of the sum of products: all vectors side by side."""
+    if len(pairs) == 1:
+        return pairs[0]
+    lefts, rights = zip(*pairs, strict=True)
+    return torch.cat(lefts, dim=2), torch.cat(rights, dim=1)
+
+
+def _stack(pairs: Sequence[Factors]) -> Factors:
+    """Those of all half steps, one after the other."""
+    if len(pairs) == 1:
+        return pairs[0]
+    lefts, rights = zip(*pairs, strict=True)
+    return torch.cat(lefts), torch.cat(rights)
+
+
+@cache
+def _runs_kernels(device: torch.device) -> bool:
+    """Says so, once, if not."""
+    try:
+        require(device)
+    except CommHookError as error:
+        warnings.warn(f"low-rank compression goes through torch, slower: {error}", stacklevel=2)
+        return False
+    return True

@@ -1,0 +1,55 @@
+#include "cpu/finite.h"
+
+#include "cpu/multiversion.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+namespace commhooks {
+namespace {
+
+// Infinities and NaN are the numbers whose exponent has all bits set.
+template <typename Bits>
+COMMHOOKS_INLINE bool is_free_of(Bits exponent, const void* numbers, int64_t numel) {
+  const auto* bytes = static_cast<const char*>(numbers);
+  Bits found = 0;
+  for (int64_t i = 0; i < numel; ++i) {
+    Bits bits;
+    std::memcpy(&bits, bytes + i * sizeof(bits), sizeof(bits));
+    found |= static_cast<Bits>((bits & exponent) == exponent);
+  }
+  return found == 0;
+}
+
+COMMHOOKS_MULTIVERSIONED bool all_doubles(const void* numbers, int64_t numel) {
+  return is_free_of<uint64_t>(0x7ff0000000000000u, numbers, numel);
+}
+COMMHOOKS_MULTIVERSIONED bool all_floats(const void* numbers, int64_t numel) {
+  return is_free_of<uint32_t>(0x7f800000u, numbers, numel);
+}
+COMMHOOKS_MULTIVERSIONED bool all_halves(const void* numbers, int64_t numel) {
+  return is_free_of<uint16_t>(0x7c00u, numbers, numel);
+}
+COMMHOOKS_MULTIVERSIONED bool all_bfloat16s(const void* numbers, int64_t numel) {
+  return is_free_of<uint16_t>(0x7f80u, numbers, numel);
+}
+
+}  // namespace
+
+bool all_finite(const void* numbers, int64_t numel, c10::ScalarType type) {
+  switch (type) {
+    case c10::kDouble:
+      return all_doubles(numbers, numel);
+    case c10::kFloat:
+      return all_floats(numbers, numel);
+    case c10::kHalf:
+      return all_halves(numbers, numel);
+    case c10::kBFloat16:
+      return all_bfloat16s(numbers, numel);
+    default:
+      TORCH_CHECK(false, "Expected floating numbers, found ", type, ".");
+  }
+}
+
+}  // namespace commhooks
