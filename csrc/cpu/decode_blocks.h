@@ -83,11 +83,16 @@ class TileSum {
   }
 
   COMMHOOKS_INLINE void compute(const uint8_t* packed, float weight) {
-    Tile tile;  // in one loop, which every instruction set has wide enough vectors for
+    uint32_t
+        codes[kTile];  // as wide as numbers, or compilers compute in bytes and widen what they find
     for (int64_t i = 0; i < kTile * kBits / 8; ++i) {
       for (int64_t k = 0; k < 8 / kBits; ++k) {
-        tile.numbers[i * (8 / kBits) + k] = codec_.value((packed[i] >> (k * kBits)) & kMask);
+        codes[i * (8 / kBits) + k] = (packed[i] >> (k * kBits)) & kMask;
       }
+    }
+    Tile tile;
+    for (int64_t i = 0; i < kTile; ++i) {
+      tile.numbers[i] = codec_.value(codes[i]);
     }
 #pragma GCC unroll 16  // else the sums are in memory, and each message waits for the one before
     for (int64_t i = 0; i < kTile / kLanes; ++i) {
