@@ -5,9 +5,9 @@
 
 namespace commhooks {
 
-// Blocks, each of a power of two of numbers, zeros behind its own; at most as many as a vector of any
-// machine has lanes.
-constexpr int64_t kMostBlocks = 16;
+// How many blocks there are at most: whole vectors on any machine, two of the longest, so that one's
+// sums and roots overlap with the other's.
+constexpr int64_t kMostBlocks = 32;
 
 static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
 

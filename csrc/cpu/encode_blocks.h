@@ -9,11 +9,11 @@
 
 namespace commhooks {
 
-// Numbers of the blocks that are encoded at a time, if that is more than one block: what is read and made
-// of them is to stay in the first-level cache.
-constexpr int64_t kGroupNumbers = 2048;
-// How many elements ahead of its use memory is asked for.
-constexpr int64_t kAhead = 2048;
+// Numbers of the blocks that are encoded at a time: what is read and made of them is to stay in the
+// first-level cache.
+constexpr int64_t kGroupNumbers = 4096;
+// How many elements ahead of its use memory is asked for: while codes are written, for the next blocks.
+constexpr int64_t kAhead = 4096;
 
 // Scratch memory of some blocks.
 struct Group {
