@@ -1,33 +1,17 @@
 """The GPU's kernels give the bytes of the CPU's loops; emulated everywhere, and on a GPU if any."""
 
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
+from codec_runs import CODECS, numbers, run
 from emulation import emulated
-from torch import Tensor
 
 from commhooks import CommHookError
-from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
+from commhooks.codecs import BlockCodec, Levels
 from commhooks.testing.compare import same_bits
-
-CODECS = {
-    "int8": lambda block: Levels(8, block_size=block),
-    "int8 stochastic": lambda block: Levels(8, stochastic=True, block_size=block),
-    "int4": lambda block: Levels(4, block_size=block),
-    "4 levels, l2": lambda block: Levels(4, 4, norm="l2", stochastic=True, block_size=block),
-    "2 bits": lambda block: Levels(2, block_size=block),
-    "ternary, clipped": lambda block: Levels(2, 1, clip=2.5, stochastic=True, block_size=block),
-    "e4m3": lambda block: Fp8("e4m3", block_size=block),
-    "e5m2": lambda block: Fp8("e5m2", block_size=block),
-    "natural": lambda block: Natural(block_size=block),
-    "sign, mean": lambda block: Sign("mean", block_size=block),
-    "sign, root mean": lambda block: Sign("root_mean", block_size=block),
-    "majority": lambda block: Sign("mean", majority=True, block_size=block),
-}
 
 
 @dataclass(frozen=True)
@@ -53,66 +37,6 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     if request.param.device != "cpu" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     return request.param
-
-
-def numbers(numel: int, kind: str, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(numel)
-    values = torch.randn(numel, generator=generator, dtype=torch.float64)
-    if kind == "any size":
-        values *= torch.exp2(torch.randint(-140, 125, (numel,), generator=generator).double())
-    elif kind == "tiny":
-        values *= torch.exp2(torch.randint(-149, -90, (numel,), generator=generator).double())
-    elif kind == "zeros":
-        values[values.abs() < 0.9] *= 0
-        values[: numel // 2] *= -0.0
-    elif kind == "not finite":
-        values[numel // 3 :: 97] = math.inf
-        values[numel // 2 :: 131] = math.nan
-    return values.to(dtype)
-
-
-def shifted(values: Tensor, offset: int, device: str) -> Tensor:
-    """A copy that begins ``offset`` numbers behind an aligned place, with sevens around it."""
-    memory = torch.full((values.numel() + offset + 8,), 7, dtype=values.dtype, device=device)
-    copy = memory[offset : offset + values.numel()]
-    copy.copy_(values)
-    return copy
-
-
-def around(copy: Tensor) -> Tensor:
-    """What is before and behind such a copy."""
-    start = copy.storage_offset()
-    memory = copy.as_strided((start + copy.numel() + 8,), (1,), 0)
-    return torch.cat([memory[:start], memory[start + copy.numel() :]])
-
-
-def run(
-    codec: BlockCodec, given: Tensor, error: Tensor | None, parts: int, offset: int, device: str
-) -> Iterator[Tensor]:
-    """All that a codec does with these numbers: messages, residuals, and what comes back."""
-    length = -(-given.numel() // parts)
-    values = shifted(given, offset, device)
-    added = None if error is None else shifted(error, 3 * offset, device)
-    messages = torch.full((parts, codec.encoded_bytes(length)), 0xAA, dtype=torch.uint8).to(device)
-    codec.encode(values, messages, length, error=added, seed=2**63 + 5)
-    yield messages.clone()
-    yield values.clone()
-    codec.encode(values, messages, length, error=added, seed=7, keep_residual=True)
-    yield messages.clone()
-    yield values.clone()
-    yield around(values)
-    mean = shifted(torch.ones(max(0, length - 3)), offset, device)
-    codec.average(messages, mean, length)
-    yield mean
-    yield around(mean)
-    result = shifted(given, offset, device)
-    kept = shifted(given * 0 + 3, 2 * offset, device)
-    yield codec.assemble(messages, result, length, kept=kept)
-    yield result
-    yield kept
-    yield torch.cat([around(result), around(kept)])
-    codec.assemble(messages, result, length)
-    yield result
 
 
 def check(machine: Machine, codec: BlockCodec, *case: object) -> None:

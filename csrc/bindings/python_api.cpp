@@ -7,6 +7,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   commhooks::register_copier(module);
   commhooks::register_grad_bucket(module);
   commhooks::register_hooks(module);
+  commhooks::register_instruction_sets(module);
   commhooks::register_kernels(module);
   commhooks::register_lowrank(module);
   commhooks::register_reducer(module);

@@ -10,6 +10,7 @@ void register_completion_queue(pybind11::module_& module);
 void register_copier(pybind11::module_& module);
 void register_grad_bucket(pybind11::module_& module);
 void register_hooks(pybind11::module_& module);
+void register_instruction_sets(pybind11::module_& module);
 void register_kernels(pybind11::module_& module);
 void register_lowrank(pybind11::module_& module);
 void register_reducer(pybind11::module_& module);

@@ -1,6 +1,6 @@
 #include "cpu/block_codec.h"
 
-#include "cpu/block_loops.h"
+#include "cpu/blocks.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -121,7 +121,7 @@ bool BlockCodec::assemble(
   bool is_finite = true;
   for (int64_t row = 0; row < messages.size(0); ++row) {
     for (int64_t block = 0; block < blocks; ++block) {
-      is_finite &= std::isfinite(load_float(bytes + row * messages.size(1) + 4 * block));
+      is_finite &= std::isfinite(load<float>(bytes + row * messages.size(1) + 4 * block));
     }
   }
   if (!is_finite) {

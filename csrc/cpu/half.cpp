@@ -1,6 +1,6 @@
 #include "cpu/half.h"
 
-#include "cpu/multiversion.h"
+#include "cpu/instruction_sets.h"
 
 #include <c10/util/Half.h>
 
@@ -15,7 +15,7 @@ namespace commhooks {
 namespace {
 
 // The bits of the bfloat16 nearest to `value`.
-inline uint16_t bfloat16_bits(float value) {
+COMMHOOKS_INLINE uint16_t bfloat16_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -23,13 +23,15 @@ inline uint16_t bfloat16_bits(float value) {
   return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
 }
 
-void float_to_half_portable(const float* in, uint16_t* out, int64_t numel, float factor) {
+// One of each name per instruction set, by its type.
+
+void convert_to_half(Plain, const float* in, uint16_t* out, int64_t numel, float factor) {
   for (int64_t i = 0; i < numel; ++i) {
     out[i] = c10::Half(in[i] * factor).x;
   }
 }
 
-void half_to_float_portable(const uint16_t* in, float* out, int64_t numel, float factor) {
+void convert_from_half(Plain, const uint16_t* in, float* out, int64_t numel, float factor) {
   for (int64_t i = 0; i < numel; ++i) {
     out[i] = static_cast<float>(c10::Half(in[i], c10::Half::from_bits())) * factor;
   }
@@ -37,8 +39,8 @@ void half_to_float_portable(const uint16_t* in, float* out, int64_t numel, float
 
 #ifdef COMMHOOKS_X86
 // Compilers do not vectorise the conversion from and to half by themselves.
-__attribute__((target("arch=x86-64-v4"))) void float_to_half_avx512(
-    const float* in, uint16_t* out, int64_t numel, float factor) {
+__attribute__((target("arch=x86-64-v4"))) void convert_to_half(
+    Avx512, const float* in, uint16_t* out, int64_t numel, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
   int64_t i = 0;
   for (; i + 16 <= numel; i += 16) {
@@ -46,22 +48,22 @@ __attribute__((target("arch=x86-64-v4"))) void float_to_half_avx512(
     const __m256i half = _mm512_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), half);
   }
-  float_to_half_portable(in + i, out + i, numel - i, factor);
+  convert_to_half(Plain(), in + i, out + i, numel - i, factor);
 }
 
-__attribute__((target("arch=x86-64-v4"))) void half_to_float_avx512(
-    const uint16_t* in, float* out, int64_t numel, float factor) {
+__attribute__((target("arch=x86-64-v4"))) void convert_from_half(
+    Avx512, const uint16_t* in, float* out, int64_t numel, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
   int64_t i = 0;
   for (; i + 16 <= numel; i += 16) {
     const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
     _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtph_ps(half), factors));
   }
-  half_to_float_portable(in + i, out + i, numel - i, factor);
+  convert_from_half(Plain(), in + i, out + i, numel - i, factor);
 }
 
-__attribute__((target("arch=x86-64-v3"))) void float_to_half_avx2(
-    const float* in, uint16_t* out, int64_t numel, float factor) {
+__attribute__((target("arch=x86-64-v3"))) void convert_to_half(
+    Avx2, const float* in, uint16_t* out, int64_t numel, float factor) {
   const __m256 factors = _mm256_set1_ps(factor);
   int64_t i = 0;
   for (; i + 8 <= numel; i += 8) {
@@ -69,18 +71,18 @@ __attribute__((target("arch=x86-64-v3"))) void float_to_half_avx2(
     const __m128i half = _mm256_cvtps_ph(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), half);
   }
-  float_to_half_portable(in + i, out + i, numel - i, factor);
+  convert_to_half(Plain(), in + i, out + i, numel - i, factor);
 }
 
-__attribute__((target("arch=x86-64-v3"))) void half_to_float_avx2(
-    const uint16_t* in, float* out, int64_t numel, float factor) {
+__attribute__((target("arch=x86-64-v3"))) void convert_from_half(
+    Avx2, const uint16_t* in, float* out, int64_t numel, float factor) {
   const __m256 factors = _mm256_set1_ps(factor);
   int64_t i = 0;
   for (; i + 8 <= numel; i += 8) {
     const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
     _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factors));
   }
-  half_to_float_portable(in + i, out + i, numel - i, factor);
+  convert_from_half(Plain(), in + i, out + i, numel - i, factor);
 }
 
 // Splits [0, numel) so that the middle part starts at a cache line of `out` and is a multiple of it.
@@ -96,8 +98,8 @@ struct CacheLines {
   int64_t end;
 };
 
-__attribute__((target("arch=x86-64-v4"))) void scale_float_stream_avx512(
-    const float* in, float* out, int64_t numel, float factor) {
+__attribute__((target("arch=x86-64-v4"))) void scale_streaming(
+    Avx512, const float* in, float* out, int64_t numel, float factor) {
   const CacheLines<float> lines(out, numel);
   for (int64_t i = 0; i < lines.begin; ++i) {
     out[i] = in[i] * factor;
@@ -112,8 +114,8 @@ __attribute__((target("arch=x86-64-v4"))) void scale_float_stream_avx512(
   }
 }
 
-__attribute__((target("arch=x86-64-v3"))) void scale_float_stream_avx2(
-    const float* in, float* out, int64_t numel, float factor) {
+__attribute__((target("arch=x86-64-v3"))) void scale_streaming(
+    Avx2, const float* in, float* out, int64_t numel, float factor) {
   const CacheLines<float> lines(out, numel);
   for (int64_t i = 0; i < lines.begin; ++i) {
     out[i] = in[i] * factor;
@@ -140,70 +142,31 @@ void stream_bytes_x86(const char* in, char* out, int64_t bytes) {
 }
 #endif
 
-void scale_float_portable(const float* in, float* out, int64_t numel, float factor) {
+void scale_streaming(Plain, const float* in, float* out, int64_t numel, float factor) {
   for (int64_t i = 0; i < numel; ++i) {
     out[i] = in[i] * factor;
   }
-}
-
-using Scale = void (*)(const float*, float*, int64_t, float);
-
-Scale choose_streaming_scale() {
-#ifdef COMMHOOKS_X86
-  if (__builtin_cpu_supports("x86-64-v4")) {
-    return scale_float_stream_avx512;
-  }
-  if (__builtin_cpu_supports("x86-64-v3")) {
-    return scale_float_stream_avx2;
-  }
-#endif
-  return scale_float_portable;
-}
-
-using ToHalf = void (*)(const float*, uint16_t*, int64_t, float);
-using FromHalf = void (*)(const uint16_t*, float*, int64_t, float);
-
-ToHalf choose_to_half() {
-#ifdef COMMHOOKS_X86
-  if (__builtin_cpu_supports("x86-64-v4")) {
-    return float_to_half_avx512;
-  }
-  if (__builtin_cpu_supports("x86-64-v3")) {
-    return float_to_half_avx2;
-  }
-#endif
-  return float_to_half_portable;
-}
-
-FromHalf choose_from_half() {
-#ifdef COMMHOOKS_X86
-  if (__builtin_cpu_supports("x86-64-v4")) {
-    return half_to_float_avx512;
-  }
-  if (__builtin_cpu_supports("x86-64-v3")) {
-    return half_to_float_avx2;
-  }
-#endif
-  return half_to_float_portable;
 }
 
 }  // namespace
 
-COMMHOOKS_MULTIVERSIONED
 void scale_float(const void* source, void* destination, int64_t numel, double scale) {
-  const auto* in = static_cast<const float*>(source);
-  auto* out = static_cast<float*>(destination);
-  const auto factor = static_cast<float>(scale);
-  for (int64_t i = 0; i < numel; ++i) {
-    out[i] = in[i] * factor;
-  }
+  on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+    const auto* in = static_cast<const float*>(source);
+    auto* out = static_cast<float*>(destination);
+    const auto factor = static_cast<float>(scale);
+    for (int64_t i = 0; i < numel; ++i) {
+      out[i] = in[i] * factor;
+    }
+  });
 }
 
 void scale_float_streaming(const void* source, void* destination, int64_t numel, double scale) {
-  static const Scale kernel = choose_streaming_scale();
-  kernel(
-      static_cast<const float*>(source), static_cast<float*>(destination), numel,
-      static_cast<float>(scale));
+  on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
+    scale_streaming(
+        set, static_cast<const float*>(source), static_cast<float*>(destination), numel,
+        static_cast<float>(scale));
+  });
 }
 
 void stream_bytes(const void* source, void* destination, size_t bytes) {
@@ -219,41 +182,45 @@ void stream_bytes(const void* source, void* destination, size_t bytes) {
 #endif
 }
 
-COMMHOOKS_MULTIVERSIONED
 void float_to_bfloat16(const void* source, void* destination, int64_t numel, double scale) {
-  const auto* __restrict in = static_cast<const float*>(source);
-  auto* __restrict out = static_cast<uint16_t*>(destination);
-  const auto factor = static_cast<float>(scale);
-  for (int64_t i = 0; i < numel; ++i) {
-    out[i] = bfloat16_bits(in[i] * factor);
-  }
+  on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+    const auto* __restrict in = static_cast<const float*>(source);
+    auto* __restrict out = static_cast<uint16_t*>(destination);
+    const auto factor = static_cast<float>(scale);
+    for (int64_t i = 0; i < numel; ++i) {
+      out[i] = bfloat16_bits(in[i] * factor);
+    }
+  });
 }
 
-COMMHOOKS_MULTIVERSIONED
 void bfloat16_to_float(const void* source, void* destination, int64_t numel, double scale) {
-  const auto* __restrict in = static_cast<const uint16_t*>(source);
-  auto* __restrict out = static_cast<float*>(destination);
-  const auto factor = static_cast<float>(scale);
-  for (int64_t i = 0; i < numel; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    out[i] = value * factor;
-  }
+  on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+    const auto* __restrict in = static_cast<const uint16_t*>(source);
+    auto* __restrict out = static_cast<float*>(destination);
+    const auto factor = static_cast<float>(scale);
+    for (int64_t i = 0; i < numel; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(in[i]) << 16;
+      float value;
+      std::memcpy(&value, &bits, sizeof(value));
+      out[i] = value * factor;
+    }
+  });
 }
 
 void float_to_half(const void* source, void* destination, int64_t numel, double scale) {
-  static const ToHalf kernel = choose_to_half();
-  kernel(
-      static_cast<const float*>(source), static_cast<uint16_t*>(destination), numel,
-      static_cast<float>(scale));
+  on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
+    convert_to_half(
+        set, static_cast<const float*>(source), static_cast<uint16_t*>(destination), numel,
+        static_cast<float>(scale));
+  });
 }
 
 void half_to_float(const void* source, void* destination, int64_t numel, double scale) {
-  static const FromHalf kernel = choose_from_half();
-  kernel(
-      static_cast<const uint16_t*>(source), static_cast<float*>(destination), numel,
-      static_cast<float>(scale));
+  on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE {
+    convert_from_half(
+        set, static_cast<const uint16_t*>(source), static_cast<float*>(destination), numel,
+        static_cast<float>(scale));
+  });
 }
 
 }  // namespace commhooks

@@ -1,7 +1,6 @@
 #include "codecs/levels.h"
 
-#include "cpu/block_codec.h"
-#include "cpu/block_loops.h"
+#include "cpu/codec_loops.h"
 
 #include <c10/util/Exception.h>
 
@@ -10,73 +9,22 @@
 namespace commhooks {
 namespace {
 
-using codecs::Levels;
-using codecs::Norm;
-
-// The members are the same for every width.
-struct Options {
-  int64_t bits;
-  Norm norm;
-  float levels;
-  float clip;
-  bool stochastic;
-
-  template <int bits, bool stochastic>
-  COMMHOOKS_INLINE Levels<bits, stochastic> codec() const {
-    return {norm, levels, clip};
-  }
-};
-
-template <int bits>
-COMMHOOKS_INLINE void encode_width(
-    const Options& options, const EncodeCall& call, int64_t begin, int64_t end) {
-  if (options.stochastic) {
-    encode_blocks(options.codec<bits, true>(), call, begin, end);
-  } else {
-    encode_blocks(options.codec<bits, false>(), call, begin, end);
-  }
-}
-
-COMMHOOKS_MULTIVERSIONED void encode_levels(
-    const Options& options, const EncodeCall& call, int64_t begin, int64_t end) {
-  switch (options.bits) {
+template <bool stochastic>
+std::unique_ptr<BlockLoops> loops_of_width(
+    int64_t bits, codecs::Norm norm, float levels, float clip) {
+  const auto loops = [&]<int width>() -> std::unique_ptr<BlockLoops> {
+    using Codec = codecs::Levels<width, stochastic>;
+    return std::make_unique<CodecLoops<Codec>>(Codec{norm, levels, clip});
+  };
+  switch (bits) {
     case 2:
-      return encode_width<2>(options, call, begin, end);
+      return loops.template operator()<2>();
     case 4:
-      return encode_width<4>(options, call, begin, end);
+      return loops.template operator()<4>();
     default:
-      return encode_width<8>(options, call, begin, end);
+      return loops.template operator()<8>();
   }
 }
-
-COMMHOOKS_MULTIVERSIONED void decode_levels(
-    const Options& options, const DecodeCall& call, int64_t begin, int64_t end) {
-  switch (options.bits) {
-    case 2:
-      return decode_blocks(options.codec<2, false>(), call, begin, end);
-    case 4:
-      return decode_blocks(options.codec<4, false>(), call, begin, end);
-    default:
-      return decode_blocks(options.codec<8, false>(), call, begin, end);
-  }
-}
-
-class LevelLoops final : public BlockLoops {
- public:
-  explicit LevelLoops(const Options& options) : options_(options) {}
-  int64_t bits() const override {
-    return options_.bits;
-  }
-  void encode(const EncodeCall& call, int64_t begin, int64_t end) const override {
-    encode_levels(options_, call, begin, end);
-  }
-  void decode(const DecodeCall& call, int64_t begin, int64_t end) const override {
-    decode_levels(options_, call, begin, end);
-  }
-
- private:
-  Options options_;
-};
 
 }  // namespace
 
@@ -91,11 +39,12 @@ std::unique_ptr<BlockLoops> level_loops(
   TORCH_CHECK(
       norm == "max" || norm == "l2", "Expected norm to be 'max' or 'l2', found '", norm, "'.");
   TORCH_CHECK(clip > 0, "Expected clip to be above 0, found ", clip, ".");
-  const Norm unclipped = norm == "max" ? Norm::kLargest : Norm::kEuclidean;
+  const codecs::Norm unclipped = norm == "max" ? codecs::Norm::kLargest : codecs::Norm::kEuclidean;
   const bool is_clipped = norm == "max" && std::isfinite(clip);
-  return std::make_unique<LevelLoops>(Options{
-      bits, is_clipped ? Norm::kRootMean : unclipped, static_cast<float>(levels),
-      static_cast<float>(clip), stochastic});
+  return (
+      stochastic ? loops_of_width<true>
+                 : loops_of_width<false>)(bits, is_clipped ? codecs::Norm::kRootMean : unclipped,
+                                          static_cast<float>(levels), static_cast<float>(clip));
 }
 
 }  // namespace commhooks

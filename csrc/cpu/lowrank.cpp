@@ -1,6 +1,6 @@
 #include "cpu/lowrank.h"
 
-#include "cpu/multiversion.h"
+#include "cpu/instruction_sets.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -86,38 +86,37 @@ COMMHOOKS_INLINE void for_blocks(int64_t begin, int64_t end, int64_t rank, const
   }
 }
 
-COMMHOOKS_MULTIVERSIONED void project_left_rows(
+COMMHOOKS_INLINE void project_left_rows(
     const Matrix& matrix, const float* right, float* left, int64_t begin, int64_t end) {
   const int64_t columns = matrix.columns;
   const int64_t rank = matrix.rank;
   for_blocks(
       begin, end, rank,
-      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor)
-          __attribute__((always_inline)) {
-            Lanes sums[rows][factors] = {};
-            for (int64_t column = 0; column < columns; column += kLanes) {
-              const int64_t count = columns - column;
-              Lanes m[rows];
-              for (int64_t i = 0; i < rows; ++i) {
-                m[i] = load_sum(matrix, (row + i) * columns + column, count);
-              }
-              for (int64_t f = 0; f < factors; ++f) {
-                const Lanes q = load(right + (factor + f) * columns + column, count);
-                for (int64_t i = 0; i < rows; ++i) {
-                  sums[i][f] += m[i] * q;
-                }
-              }
-            }
+      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor) COMMHOOKS_ALWAYS_INLINE {
+        Lanes sums[rows][factors] = {};
+        for (int64_t column = 0; column < columns; column += kLanes) {
+          const int64_t count = columns - column;
+          Lanes m[rows];
+          for (int64_t i = 0; i < rows; ++i) {
+            m[i] = load_sum(matrix, (row + i) * columns + column, count);
+          }
+          for (int64_t f = 0; f < factors; ++f) {
+            const Lanes q = load(right + (factor + f) * columns + column, count);
             for (int64_t i = 0; i < rows; ++i) {
-              for (int64_t f = 0; f < factors; ++f) {
-                left[(row + i) * rank + factor + f] = sum(sums[i][f]);
-              }
+              sums[i][f] += m[i] * q;
             }
-          });
+          }
+        }
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t f = 0; f < factors; ++f) {
+            left[(row + i) * rank + factor + f] = sum(sums[i][f]);
+          }
+        }
+      });
 }
 
 // Columns [begin, end) of the right factors.
-COMMHOOKS_MULTIVERSIONED void project_right_columns(
+COMMHOOKS_INLINE void project_right_columns(
     const Matrix& matrix, const float* left, float* right, int64_t begin, int64_t end) {
   const int64_t columns = matrix.columns;
   const int64_t rank = matrix.rank;
@@ -126,27 +125,26 @@ COMMHOOKS_MULTIVERSIONED void project_right_columns(
   }
   for_blocks(
       0, matrix.rows, rank,
-      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor)
-          __attribute__((always_inline)) {
-            for (int64_t column = begin; column < end; column += kLanes) {
-              const int64_t count = end - column;
-              Lanes m[rows];
-              for (int64_t i = 0; i < rows; ++i) {
-                m[i] = load_sum(matrix, (row + i) * columns + column, count);
-              }
-              for (int64_t f = 0; f < factors; ++f) {
-                float* at = right + (factor + f) * columns + column;
-                Lanes q = load(at, count);
-                for (int64_t i = 0; i < rows; ++i) {
-                  q += left[(row + i) * rank + factor + f] * m[i];
-                }
-                store(at, q, count);
-              }
+      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor) COMMHOOKS_ALWAYS_INLINE {
+        for (int64_t column = begin; column < end; column += kLanes) {
+          const int64_t count = end - column;
+          Lanes m[rows];
+          for (int64_t i = 0; i < rows; ++i) {
+            m[i] = load_sum(matrix, (row + i) * columns + column, count);
+          }
+          for (int64_t f = 0; f < factors; ++f) {
+            float* at = right + (factor + f) * columns + column;
+            Lanes q = load(at, count);
+            for (int64_t i = 0; i < rows; ++i) {
+              q += left[(row + i) * rank + factor + f] * m[i];
             }
-          });
+            store(at, q, count);
+          }
+        }
+      });
 }
 
-COMMHOOKS_MULTIVERSIONED void absorb_rows(
+COMMHOOKS_INLINE void absorb_rows(
     const Matrix& matrix,
     const float* own_left,
     const float* own_right,
@@ -158,40 +156,39 @@ COMMHOOKS_MULTIVERSIONED void absorb_rows(
   const int64_t rank = matrix.rank;
   for_blocks(
       begin, end, rank,
-      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor)
-          __attribute__((always_inline)) {
-            const bool first =
-                factor == 0;  // of the blocks of factors: the others go on where it stopped
-            for (int64_t column = 0; column < columns; column += kLanes) {
-              const int64_t count = columns - column;
-              Lanes error[rows] = {};
-              Lanes result[rows] = {};
-              for (int64_t i = 0; i < rows; ++i) {
-                const int64_t at = (row + i) * columns + column;
-                if (matrix.error != nullptr) {
-                  error[i] = first ? load_sum(matrix, at, count) : load(matrix.error + at, count);
-                }
-                if (!first) {
-                  result[i] = load(matrix.gradient + at, count);
-                }
-              }
-              for (int64_t f = 0; f < factors; ++f) {
-                const Lanes own = load(own_right + (factor + f) * columns + column, count);
-                const Lanes mean = load(mean_right + (factor + f) * columns + column, count);
-                for (int64_t i = 0; i < rows; ++i) {
-                  error[i] -= own_left[(row + i) * rank + factor + f] * own;
-                  result[i] += mean_left[(row + i) * rank + factor + f] * mean;
-                }
-              }
-              for (int64_t i = 0; i < rows; ++i) {
-                const int64_t at = (row + i) * columns + column;
-                if (matrix.error != nullptr) {
-                  store(matrix.error + at, error[i], count);
-                }
-                store(matrix.gradient + at, result[i], count);
-              }
+      [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor) COMMHOOKS_ALWAYS_INLINE {
+        const bool first =
+            factor == 0;  // of the blocks of factors: the others go on where it stopped
+        for (int64_t column = 0; column < columns; column += kLanes) {
+          const int64_t count = columns - column;
+          Lanes error[rows] = {};
+          Lanes result[rows] = {};
+          for (int64_t i = 0; i < rows; ++i) {
+            const int64_t at = (row + i) * columns + column;
+            if (matrix.error != nullptr) {
+              error[i] = first ? load_sum(matrix, at, count) : load(matrix.error + at, count);
             }
-          });
+            if (!first) {
+              result[i] = load(matrix.gradient + at, count);
+            }
+          }
+          for (int64_t f = 0; f < factors; ++f) {
+            const Lanes own = load(own_right + (factor + f) * columns + column, count);
+            const Lanes mean = load(mean_right + (factor + f) * columns + column, count);
+            for (int64_t i = 0; i < rows; ++i) {
+              error[i] -= own_left[(row + i) * rank + factor + f] * own;
+              result[i] += mean_left[(row + i) * rank + factor + f] * mean;
+            }
+          }
+          for (int64_t i = 0; i < rows; ++i) {
+            const int64_t at = (row + i) * columns + column;
+            if (matrix.error != nullptr) {
+              store(matrix.error + at, error[i], count);
+            }
+            store(matrix.gradient + at, result[i], count);
+          }
+        }
+      });
 }
 
 struct Batch {
@@ -278,9 +275,11 @@ void project_left(
   const float* const from = right.data_ptr<float>();
   float* const to = left.data_ptr<float>();
   batch.in_parallel(batch.rows, kRows, [&](int64_t index, int64_t begin, int64_t end) {
-    project_left_rows(
-        batch[index], from + index * batch.rank * batch.columns,
-        to + index * batch.rank * batch.rows, begin, end);
+    on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+      project_left_rows(
+          batch[index], from + index * batch.rank * batch.columns,
+          to + index * batch.rank * batch.rows, begin, end);
+    });
   });
 }
 
@@ -295,9 +294,11 @@ void project_right(
   const float* const from = left.data_ptr<float>();
   float* const to = right.data_ptr<float>();
   batch.in_parallel(batch.columns, kLanes, [&](int64_t index, int64_t begin, int64_t end) {
-    project_right_columns(
-        batch[index], from + index * batch.rank * batch.rows,
-        to + index * batch.rank * batch.columns, begin, end);
+    on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+      project_right_columns(
+          batch[index], from + index * batch.rank * batch.rows,
+          to + index * batch.rank * batch.columns, begin, end);
+    });
   });
 }
 
@@ -322,9 +323,11 @@ void absorb(
   const float* const mean_P = mean_left.data_ptr<float>();
   const float* const mean_Q = mean_right.data_ptr<float>();
   batch.in_parallel(batch.rows, kRows, [&](int64_t index, int64_t begin, int64_t end) {
-    absorb_rows(
-        batch[index], P + index * left_size, Q + index * right_size, mean_P + index * left_size,
-        mean_Q + index * right_size, begin, end);
+    on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+      absorb_rows(
+          batch[index], P + index * left_size, Q + index * right_size, mean_P + index * left_size,
+          mean_Q + index * right_size, begin, end);
+    });
   });
 }
 

@@ -1,7 +1,7 @@
 #include "cpu/selection.h"
 
 #include "codecs/sparse.h"
-#include "cpu/multiversion.h"
+#include "cpu/instruction_sets.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -31,7 +31,7 @@ template <typename T>
 using Key = decltype(magnitude_bits(T{}));
 
 // Eight bytes, each 0 or 1, as eight bits: the product moves byte i to bit 56 + i.
-inline uint64_t gather_bits(const uint8_t* flags) {
+COMMHOOKS_INLINE uint64_t gather_bits(const uint8_t* flags) {
   uint64_t bytes;
   std::memcpy(&bytes, flags, sizeof(bytes));
   return bytes * 0x0102040810204080ull >> 56;
@@ -73,25 +73,6 @@ COMMHOOKS_INLINE int64_t mark(
   return marked;
 }
 
-COMMHOOKS_MULTIVERSIONED int64_t
-mark_float(float* gradient, const float* error, int64_t numel, Key<float> bound, uint64_t* marks) {
-  return mark(gradient, error, numel, bound, marks);
-}
-
-COMMHOOKS_MULTIVERSIONED int64_t mark_double(
-    double* gradient, const double* error, int64_t numel, Key<double> bound, uint64_t* marks) {
-  return mark(gradient, error, numel, bound, marks);
-}
-
-template <typename T>
-int64_t mark_chunk(T* gradient, const T* error, int64_t numel, Key<T> bound, uint64_t* marks) {
-  if constexpr (std::is_same_v<T, float>) {
-    return mark_float(gradient, error, numel, bound, marks);
-  } else {
-    return mark_double(gradient, error, numel, bound, marks);
-  }
-}
-
 at::Tensor empty_indices(int64_t count) {
   return at::empty({count}, at::kInt);
 }
@@ -106,9 +87,11 @@ class Marks {
     at::parallel_for(0, std::ssize(ends_), 1, [&](int64_t first, int64_t last) {
       for (int64_t chunk = first; chunk < last; ++chunk) {
         const int64_t begin = chunk * kChunk;
-        ends_[chunk] = mark_chunk(
-            gradient + begin, error == nullptr ? nullptr : error + begin,
-            std::min(kChunk, numel - begin), bound, &words_[begin / kWord]);
+        ends_[chunk] = on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+          return mark(
+              gradient + begin, error == nullptr ? nullptr : error + begin,
+              std::min(kChunk, numel - begin), bound, &words_[begin / kWord]);
+        });
       }
     });
     std::partial_sum(ends_.begin(), ends_.end(), ends_.begin());

@@ -20,7 +20,7 @@ struct Sign {
 
   // 1 for negative numbers. Zeros have random signs: always the same one would add up over steps.
   COMMHOOKS_HD u32 code(float ratio, Random random, u32 index) const {
-    return select(magnitude_bits(ratio) == 0, random.coin(index), bits_of(ratio) >> 31);
+    return select(magnitude_bits(ratio) == 0, random.coin(index) << 31, bits_of(ratio)) >> 31;
   }
 
   COMMHOOKS_HD float value(u32 code) const {
