@@ -1,6 +1,6 @@
 #include "cpu/finite.h"
 
-#include "cpu/multiversion.h"
+#include "cpu/instruction_sets.h"
 
 #include <c10/util/Exception.h>
 
@@ -11,28 +11,17 @@ namespace {
 
 // Infinities and NaN are the numbers whose exponent has all bits set.
 template <typename Bits>
-COMMHOOKS_INLINE bool is_free_of(Bits exponent, const void* numbers, int64_t numel) {
+bool is_free_of(Bits exponent, const void* numbers, int64_t numel) {
   const auto* bytes = static_cast<const char*>(numbers);
-  Bits found = 0;
-  for (int64_t i = 0; i < numel; ++i) {
-    Bits bits;
-    std::memcpy(&bits, bytes + i * sizeof(bits), sizeof(bits));
-    found |= static_cast<Bits>((bits & exponent) == exponent);
-  }
-  return found == 0;
-}
-
-COMMHOOKS_MULTIVERSIONED bool all_doubles(const void* numbers, int64_t numel) {
-  return is_free_of<uint64_t>(0x7ff0000000000000u, numbers, numel);
-}
-COMMHOOKS_MULTIVERSIONED bool all_floats(const void* numbers, int64_t numel) {
-  return is_free_of<uint32_t>(0x7f800000u, numbers, numel);
-}
-COMMHOOKS_MULTIVERSIONED bool all_halves(const void* numbers, int64_t numel) {
-  return is_free_of<uint16_t>(0x7c00u, numbers, numel);
-}
-COMMHOOKS_MULTIVERSIONED bool all_bfloat16s(const void* numbers, int64_t numel) {
-  return is_free_of<uint16_t>(0x7f80u, numbers, numel);
+  return on_widest([=](auto) COMMHOOKS_ALWAYS_INLINE {
+    Bits found = 0;
+    for (int64_t i = 0; i < numel; ++i) {
+      Bits bits;
+      std::memcpy(&bits, bytes + i * sizeof(bits), sizeof(bits));
+      found |= static_cast<Bits>((bits & exponent) == exponent);
+    }
+    return found == 0;
+  });
 }
 
 }  // namespace
@@ -40,13 +29,13 @@ COMMHOOKS_MULTIVERSIONED bool all_bfloat16s(const void* numbers, int64_t numel) 
 bool all_finite(const void* numbers, int64_t numel, c10::ScalarType type) {
   switch (type) {
     case c10::kDouble:
-      return all_doubles(numbers, numel);
+      return is_free_of<uint64_t>(0x7ff0000000000000u, numbers, numel);
     case c10::kFloat:
-      return all_floats(numbers, numel);
+      return is_free_of<uint32_t>(0x7f800000u, numbers, numel);
     case c10::kHalf:
-      return all_halves(numbers, numel);
+      return is_free_of<uint16_t>(0x7c00u, numbers, numel);
     case c10::kBFloat16:
-      return all_bfloat16s(numbers, numel);
+      return is_free_of<uint16_t>(0x7f80u, numbers, numel);
     default:
       TORCH_CHECK(false, "Expected floating numbers, found ", type, ".");
   }
