@@ -28,6 +28,7 @@ def format_rate(bits_per_second: float) -> str:
     if not math.isfinite(bits_per_second):
         return str(bits_per_second)
     for unit in ("T", "G", "M", "k"):
-        if bits_per_second >= _UNITS[unit.lower()]:
-            return f"{bits_per_second / _UNITS[unit.lower()]:.3g} {unit}bit/s"
+        number = f"{bits_per_second / _UNITS[unit.lower()]:.3g}"
+        if float(number) >= 1:
+            return f"{number} {unit}bit/s"
     return f"{bits_per_second:.3g} bit/s"

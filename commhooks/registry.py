@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -54,7 +55,8 @@ class HookInfo:
 def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind]:
     """Class decorator, above ``@dataclass``: makes a hook available under ``name``.
 
-    Raises CommHookError if the name is taken, unless ``override``, or if the class is no hook.
+    Raises CommHookError if the name is taken, unless ``override``, or cannot be written on a
+    command line, or if the class is no hook.
     """
 
     def register(kind: Kind) -> Kind:
@@ -127,6 +129,11 @@ def _add(name: str, kind: Any, *, override: bool) -> None:
         raise CommHookError(
             f"hook {name!r}: the annotations of {kind.__qualname__} are no options yet; put "
             "@dataclass below @register_hook"
+        )
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise CommHookError(
+            f"hook {name!r}: expected a name of letters, digits, '_', '-' and '.', so that it can "
+            "be written in a spec such as powersgd:rank=4"
         )
     taken = _hooks.get(name)
     if taken is not None and not override and not _is_same(taken, kind):

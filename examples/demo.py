@@ -122,7 +122,7 @@ def draw(results: list[Result], path: Path) -> None:
 def format_bytes(count: float) -> str:
     """Return ``count`` with a decimal unit: 3337216 -> '3.34 MB'."""
     units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
+    while float(f"{count:.3g}") >= 1000 and len(units) > 1:
         count /= 1000
         units.pop(0)
     return f"{count:.3g} {units[0]}"

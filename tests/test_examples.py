@@ -282,7 +282,8 @@ def test_demo_shows_a_table_and_draws_the_plot(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (3_337_216, "3.34 MB"), (5e15, "5e+03 TB")]
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (3_337_216, "3.34 MB"), (5e15, "5e+03 TB")],
 )
 def test_format_bytes(count, text):
     assert format_bytes(count) == text

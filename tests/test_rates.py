@@ -29,5 +29,6 @@ def test_what_is_no_rate(text: str) -> None:
 def test_format() -> None:
     assert format_rate(2.5e9) == "2.5 Gbit/s"
     assert format_rate(100e6) == "100 Mbit/s"
+    assert format_rate(999.6e6) == "1 Gbit/s"
     assert format_rate(5.0) == "5 bit/s"
     assert parse_rate(format_rate(25e9)) == 25e9

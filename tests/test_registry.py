@@ -113,6 +113,12 @@ def test_config_without_name(config: dict[str, object]) -> None:
         commhooks.create(config)
 
 
+@pytest.mark.parametrize("name", ["", "my hook", "mine:2", "a,b"])
+def test_a_name_that_no_command_line_could_spell(name: str) -> None:
+    with pytest.raises(commhooks.CommHookError, match="expected a name of letters, digits"):
+        define(name)
+
+
 def test_a_taken_name_is_refused_unless_overridden() -> None:
     with pytest.raises(commhooks.CommHookError, match=r"already registered.*override=True"):
         define("allreduce")

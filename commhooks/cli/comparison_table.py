@@ -65,7 +65,7 @@ def format_bytes(count: float | None) -> str:
     if count is None:
         return "-"
     units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
+    while float(f"{count:.3g}") >= 1000 and len(units) > 1:
         count /= 1000
         units.pop(0)
     return f"{count:.3g} {units[0]}"
