@@ -55,7 +55,7 @@ def widen(rank: int, size: int) -> None:
     parameters = probe_parameters(torch.float16)
     hook = commhooks.create(
         "cast",
-        inner={"name": "powersgd", "start_step": 0, "min_compression_rate": 1},
+        inner={"name": "powersgd", "rank": 4, "start_step": 0, "min_compression_rate": 1},
         dtype="float64",
     )
     Trainer(hook, parameters).step(draw_gradients(parameters, rank, 0))
