@@ -9,19 +9,22 @@
 
 namespace commhooks {
 
-// Numbers of the blocks that are encoded at a time: what is read and made of them is to stay in the
-// first-level cache.
-constexpr int64_t kGroupNumbers = 4096;
+// Numbers of the blocks that are encoded at a time. What is read and made of them is to stay in the
+// first-level cache, which errors make tight; only scales of sums have so long chains of operations that
+// many blocks are worth it all the same.
+constexpr int64_t group_numbers(codecs::Norm norm, bool has_error) {
+  return has_error && norm == codecs::Norm::kLargest ? 1024 : 4096;
+}
 // How many elements ahead of its use memory is asked for: while codes are written, for the next blocks.
 constexpr int64_t kAhead = 4096;
 
 // Scratch memory of some blocks.
 struct Group {
-  explicit Group(int64_t block_size)
+  Group(int64_t block_size, int64_t numbers)
       : spacing(
             static_cast<int64_t>(
                 std::bit_ceil(static_cast<uint64_t>(std::max(block_size, kTile))))),
-        most(std::clamp<int64_t>(kGroupNumbers / spacing, 1, kMostBlocks)) {}
+        most(std::clamp<int64_t>(numbers / spacing, 1, kMostBlocks)) {}
 
   const int64_t spacing;  // of blocks in y
   const int64_t most;     // blocks
@@ -222,7 +225,7 @@ COMMHOOKS_INLINE void write_block(
 template <typename Set, typename T, typename Codec>
 COMMHOOKS_INLINE void encode_blocks(
     const Codec& codec, const EncodeCall& call, int64_t begin, int64_t end) {
-  Group group(call.parts.block_size);
+  Group group(call.parts.block_size, group_numbers(codec.norm, call.error != nullptr));
   for (; begin < end; begin += group.blocks) {
     group.blocks = std::min(group.most, end - begin);
     load_group<T>(call, begin, group);
