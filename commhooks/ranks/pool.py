@@ -35,7 +35,7 @@ class RankError(CommHookError):
 
 
 class RankStartError(RankError):
-    """A rank did not get as far as its first call."""
+    """A rank did not start, or died between two calls."""
 
 
 class RankPool:

@@ -13,8 +13,9 @@ namespace commhooks {
 // first-level cache, which errors make tight; only scales of sums have so long chains of operations that
 // many blocks are worth it all the same.
 constexpr int64_t group_numbers(codecs::Norm norm, bool has_error) {
-  return has_error && norm == codecs::Norm::kLargest ? 1024 : 4096;
+  return has_error && norm == codecs::Norm::kLargest ? kMaxBlockSize / 4 : kMaxBlockSize;
 }
+
 // How many elements ahead of its use memory is asked for: while codes are written, for the next blocks.
 constexpr int64_t kAhead = 4096;
 
