@@ -161,7 +161,7 @@ def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -
             time.sleep(0.05)
         assert len(processes_with(temporary)) > 1
         process.send_signal(number)
-        assert process.wait(30) != 0
+        assert process.wait(60) != 0
     while processes_with(temporary):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -62,7 +62,7 @@ def run_everything(rank: int, size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(run_ranks: Any, size: int) -> None:
-    results = run_ranks(run_everything, size, timeout=8.0)
+    results = run_ranks(run_everything, size)
     own = [torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(size)]
     parts = [torch.arange(2.0 * size).view(size, 2) + 100 * rank for rank in range(size)]
     for rank, (found, second) in enumerate(results):

@@ -226,7 +226,7 @@ def test_a_hook_that_raises_on_three_ranks(
 def _check_failures(
     run_ranks: Any, size: int, stock: bool, broken: list[int], where: tuple[int, int]
 ) -> None:
-    results = run_ranks(fail_once, size, stock, broken, where, "raise", timeout=20.0)
+    results = run_ranks(fail_once, size, stock, broken, where, "raise")
     for rank, (messages, right, recovered) in enumerate(results):
         assert right == [True] * 4
         assert recovered == 2
@@ -382,7 +382,7 @@ def break_backward(rank: int, size: int) -> tuple[str, bool]:
 
 
 def test_a_backward_that_raises(run_ranks: Any) -> None:
-    (peers, is_right), (own, is_right_too) = run_ranks(break_backward, 2, timeout=20.0)
+    (peers, is_right), (own, is_right_too) = run_ranks(break_backward, 2)
     assert "[rank 1] the backward pass ended before its last bucket" in peers
     assert "out of luck" in own
     assert is_right

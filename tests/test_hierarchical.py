@@ -170,7 +170,7 @@ def fail_once(rank: int, size: int) -> tuple[list[str], Tensor]:
 
 
 def test_a_leader_that_fails_ends_the_step_on_all_ranks(run_ranks: Any) -> None:
-    results = run_ranks(fail_once, 4, timeout=30.0)
+    results = run_ranks(fail_once, 4)
     for errors, gradients in results:
         assert [text[:2] for text in errors] == ["0 ", "2 "]
         assert all("ValueError: broken" in text for text in errors)

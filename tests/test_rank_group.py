@@ -79,14 +79,17 @@ def test_over_a_link() -> None:
 
 
 def test_nothing_has_a_name(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     script = "from commhooks.ranks import Ranks\nwith Ranks(2):\n    pass\n"
     environment = {
         **os.environ,
-        "TMPDIR": str(tmp_path),
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # torch makes it when it is imported
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
 def is_running(pid: int) -> bool:

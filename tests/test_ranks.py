@@ -115,7 +115,7 @@ def test_function_that_cannot_be_pickled(run_ranks: Any) -> None:
 
 def test_timeout_shows_where_the_rank_is(run_ranks: Any) -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2") as caught:
-        run_ranks(sleep_on_one_rank, timeout=1.0)
+        run_ranks(sleep_on_one_rank, timeout=5.0)
     assert "sleep_on_one_rank" in "\n".join(caught.value.__notes__)
     run_ranks(add_ranks, 2, 0)
 

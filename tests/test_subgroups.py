@@ -79,13 +79,13 @@ def train(rank: int, size: int, stock: bool, inline: bool) -> list[bool]:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("stock", [False, True])
 def test_levels_average_exactly_whatever_is_slow(run_ranks: Any, stock: bool, size: int) -> None:
-    assert run_ranks(train, size, stock, False, timeout=12.0) == [[True] * 4] * size
+    assert run_ranks(train, size, stock, False) == [[True] * 4] * size
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_same_in_order(run_ranks: Any, size: int) -> None:
     try:
-        assert run_ranks(train, size, False, True, timeout=12.0) == [[True] * 4] * size
+        assert run_ranks(train, size, False, True) == [[True] * 4] * size
     finally:
         commhooks.testing.close_ranks()  # the workers have a driver that was tampered with
 
@@ -114,9 +114,7 @@ def fail_once(rank: int, size: int, breaks: str, culprit: int) -> tuple[list[str
     + [(f"{which} of leaders", leader) for which in ("first", "second") for leader in (0, 2)],
 )
 def test_a_failure_among_some_ranks_reaches_all(run_ranks: Any, breaks: str, culprit: int) -> None:
-    for rank, (messages, right) in enumerate(
-        run_ranks(fail_once, 4, breaks, culprit, timeout=20.0)
-    ):
+    for rank, (messages, right) in enumerate(run_ranks(fail_once, 4, breaks, culprit)):
         assert right == [True] * 3
         kind = "CommHookError" if rank == culprit else "CommHookPeerError"
         for message in messages:

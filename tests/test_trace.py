@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 import commhooks
 
 Event = dict[str, Any]
-SLOW = 0.05  # seconds
+SLOW = 0.3  # seconds: much more than a hook takes, on a busy machine as well
 
 
 class SlowLinear(nn.Module):
@@ -26,10 +26,11 @@ class SlowLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.pause = 0.0
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.linear(inputs)
-        hidden.register_hook(lambda _: time.sleep(SLOW))
+        hidden.register_hook(lambda _: time.sleep(self.pause))
         return hidden
 
 
@@ -64,7 +65,7 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def traced(rank: int, size: int, folder: str, stock: bool, hook: str) -> Event:
+def traced(rank: int, size: int, folder: str, stock: bool, hook: str, pause: float = 0.0) -> Event:
     wrap = StockDistributedDataParallel if stock else commhooks.DistributedDataParallel
     net = nn.Sequential(*(SlowLinear() for _ in range(3)))
     model = wrap(net, bucket_cap_mb=0.0001)
@@ -72,9 +73,13 @@ def traced(rank: int, size: int, folder: str, stock: bool, hook: str) -> Event:
     inputs = torch.ones(4, 8) * (rank + 1)
     for _ in range(2):  # buckets are cut anew before the second
         model(inputs).sum().backward()
+    for layer in net:
+        layer.pause = pause
     with handle.trace(f"{folder}/step.json") as path:
         for _ in range(2):
             model(inputs).sum().backward()
+    for layer in net:
+        layer.pause = 0.0
     assert path.name == ("step.json" if rank == 0 else f"step.rank{rank}.json")
     document: Event = json.loads(path.read_text())
     model(inputs).sum().backward()
@@ -124,7 +129,7 @@ def check_format(document: Event, rank: int) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_step_on_our_engine(run_ranks: Any, tmp_path: Path, hook: str) -> None:
-    documents = run_ranks(traced, 2, str(tmp_path), False, hook)
+    documents = run_ranks(traced, 2, str(tmp_path), False, hook, SLOW)
     parameters = {f"{layer}.linear.{name}" for layer in range(3) for name in ("weight", "bias")}
     for rank, document in enumerate(documents):
         check_format(document, rank)

@@ -7,6 +7,7 @@ with its parent.
 
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -28,6 +29,8 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
+        # The first forward of a wrapped model imports it: not in the time of a call.
+        importlib.import_module("torch._dynamo")
         _prepare(calls.recv_bytes())
     except BaseException as error:  # a main module may well exit
         calls.send_bytes(Outcome.of_failure(error).pickled())

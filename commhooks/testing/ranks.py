@@ -5,9 +5,7 @@ so nothing is carried over from one call to the next.
 """
 
 import atexit
-import functools
 import gc
-import importlib
 import random
 from collections.abc import Callable
 from datetime import timedelta
@@ -79,7 +77,6 @@ def _in_a_group(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    _load_compiler()
     random.seed(_SEED)
     torch.manual_seed(_SEED)
     torch.set_num_threads(1)
@@ -95,13 +92,3 @@ def _leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@functools.cache
-def _load_compiler() -> None:
-    """What the first forward of a wrapped model imports makes every collection slow, unless frozen.
-
-    At the start, when there is nothing that would have to be collected later.
-    """
-    importlib.import_module("torch._dynamo")
-    gc.freeze()
