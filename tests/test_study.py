@@ -49,6 +49,7 @@ def test_advice_names_the_fastest_where_it_is_worth_it():
     assert study(1e8, half=rehearsals(4e6)).advice.startswith("Take half: among 16 ranks")
     assert "1.0" in study(1e11, half=rehearsals(4e6)).advice
     assert study(1e11, half=rehearsals(4e6)).advice.startswith("Stay with allreduce")
+    assert "name other hooks" in study(1e9).advice
     assert "none of these is faster" in study(1e9, slow=rehearsals(8e6, local=0.01)).advice
 
 

@@ -66,6 +66,8 @@ class Study:
         gain = baseline.step_seconds / self.predictions[best].step_seconds
         rate = format_rate(self.network.link.bits_per_second)
         where = f"among {self.network.size} ranks at {rate}"
+        if len(self.predictions) == 1:
+            return f"There is nothing to compare {BASELINE} with: name other hooks."
         if best == BASELINE:
             return f"Stay with {BASELINE}: {where} none of these is faster, and it loses nothing."
         if gain < _WORTH_IT:
