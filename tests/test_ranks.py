@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.testing import RankError
+from commhooks.testing import RankError, close_ranks
 
 
 def add_ranks(rank: int, world_size: int, offset: int, *, scale: int = 1) -> tuple[int, float, int]:
@@ -68,6 +68,25 @@ def warn(_rank: int, _: int) -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 
 
+def connect_slowly(rank: int, _: int) -> None:
+    """From the next call on."""
+    connect = dist.init_process_group
+
+    def connect_and_wait(*args: Any, **kwargs: Any) -> None:
+        connect(*args, **kwargs)
+        time.sleep(0.5)
+        dist.connected = time.monotonic()
+
+    if rank == 0:
+        dist.init_process_group = connect_and_wait
+
+
+def start(rank: int, _: int) -> float:
+    """When rank 0 has connected, and when the others start."""
+    started: float = dist.connected if rank == 0 else time.monotonic()
+    return started
+
+
 def read_seed(_rank: int, _: int) -> int:
     return torch.initial_seed()
 
@@ -86,6 +105,16 @@ def test_processes_are_used_again(run_ranks: Any) -> None:
 
 def test_seeds_are_equal_on_all_ranks(run_ranks: Any) -> None:
     assert len(set(run_ranks(read_seed) + run_ranks(read_seed))) == 1
+
+
+def test_no_rank_starts_before_all_are_connected(run_ranks: Any) -> None:
+    """With Gloo one that has left already would stop those who are not."""
+    run_ranks(connect_slowly, 3)
+    try:
+        connected, *starts = run_ranks(start, 3)
+    finally:
+        close_ranks()
+    assert connected <= min(starts)
 
 
 def test_error_keeps_its_type_and_names_the_rank(run_ranks: Any) -> None:

@@ -85,6 +85,8 @@ def _in_a_group(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+    if backend == "gloo":
+        dist.barrier()  # a rank that left before another one has connected would stop that one
     return fn(rank, world_size, *args, **kwargs)
 
 
