@@ -51,7 +51,7 @@ cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an
 	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/cuda not compiled"; \
 	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
-	  nvcc -std=c++17 -O3 -Werror all-warnings -I csrc -arch=$$arch -cubin -o /dev/null \
+	  nvcc -std=c++20 -O3 -Werror all-warnings -I csrc -arch=$$arch -cubin -o /dev/null \
 	    "$$source"; \
 	done; done; fi
 

@@ -21,9 +21,11 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 
 ROOT = Path(__file__).parent
 
+STANDARD = "-std=c++20"  # torch before 2.13 would take an older one
 # No -march: one binary serves every x86-64 (and other) CPU; hot loops choose their instructions at
 # run time (csrc/cpu).
 CXX_FLAGS = [
+    STANDARD,
     "-O3",
     "-fvisibility=hidden",
     "-Wall",
@@ -32,7 +34,7 @@ CXX_FLAGS = [
     "-Wno-psabi",
     "-DUSE_DISTRIBUTED",
 ]
-NVCC_FLAGS = ["-O3", "-Werror", "all-warnings"]
+NVCC_FLAGS = [STANDARD, "-O3", "-Werror", "all-warnings"]
 
 
 def ask_nvcc(*arguments: str) -> str:
