@@ -24,12 +24,16 @@ _WIRE_DTYPES = {
 
 
 class HookSlot:
-    """Holds the reducer's hook; without any, that is the exact average in ``wire_dtype``."""
+    """Holds the reducer's hook; without any, that is the exact average in ``wire_dtype``.
+
+    ``averages_gradients``: the hook does, over all ranks, in some way.
+    """
 
     def __init__(self, reducer: Reducer, wire_dtype: torch.dtype | None) -> None:
         self._reducer = reducer
         self._wire_dtype = wire_dtype
         self.is_taken = False
+        self.averages_gradients = True
         reducer.set_hook(self.default())
 
     def default(self) -> NativeHook:
@@ -57,6 +61,7 @@ class HookSlot:
         self._reducer.process_group = process_group
         self._reducer.set_hook(self.default())
         self.is_taken = False
+        self.averages_gradients = True
 
     def _take(self) -> None:
         if self.is_taken:

@@ -77,7 +77,8 @@ class ShadowHook(JoinHook):
     """What a rank without inputs does. See Note [Uneven inputs].
 
     ``divide_by_initial_world_size``: count ranks without inputs in the average. Join hands all
-    options to all of its objects, so there may be others.
+    options to all of its objects, so there may be others. ValueError where the hook takes no
+    average of gradients.
     """
 
     def __init__(
@@ -88,6 +89,12 @@ class ShadowHook(JoinHook):
         **_of_others: Any,
     ) -> None:
         super().__init__()
+        if not divide_by_initial_world_size and not model.hook_slot.averages_gradients:
+            raise ValueError(
+                "divide_by_initial_world_size=False lets gradients be averaged over the ranks that "
+                "have inputs, but the model's hook leaves gradients as they are and averages "
+                "parameters: leave that option out"
+            )
         model.divide_by_initial_world_size = divide_by_initial_world_size
         self._model = model
 

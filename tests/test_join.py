@@ -244,6 +244,27 @@ def test_shadows_leave_out_the_buckets_that_others_skip(hook: Any) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def divide_by_active(rank: int, world_size: int, hook: str) -> torch.Tensor:
+    model = DistributedDataParallel(Net())
+    handle = commhooks.register(model, hook)
+    with pytest.raises(ValueError, match="leaves gradients as they are"):
+        model.join(divide_by_initial_world_size=False)
+    handle.remove()
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            model.zero_grad()
+            model(inputs_of(0, 0)).sum().backward()
+    gradient = model.module.layers[0].weight.grad
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("hook", ["local_sgd", "gossip", "push_sum"])
+def test_nothing_is_divided_where_gradients_are_not_averaged(hook: str) -> None:
+    _, alone = run_ranks(divide_by_active, 2, hook)
+    assert torch.equal(alone, run_ranks(divide_by_active, 1, hook)[0])
+
+
 def disabled(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Net())
     with model.join(enable=False):
