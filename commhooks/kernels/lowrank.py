@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks.kernels.elements import ELEMENTS, TYPES, computed_in
 from commhooks.kernels.launcher import Argument, launch
-from commhooks.kernels.selection import TYPES
 from commhooks.kernels.source import Source
 
 __all__ = ["LEFT", "MAX_RANK", "RIGHT", "SOURCE", "Matrix", "MatrixKernels"]
@@ -27,15 +27,10 @@ _RANKS = {  # that kernels take, at most; above, products are torch's
     torch.float32: (8, 16),
     torch.float64: (16,),
 }
-_ELEMENTS = {  # of buckets, for each dtype to work in
-    torch.float32: {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"},
-    torch.float64: {torch.float64: "double"},
-}
 
 
 def _kernel(name: str, *arguments: str | int) -> str:
-    types = (f"commhooks::kernels::{a}" if a in ("Half", "BFloat16") else a for a in arguments)
-    return f"commhooks::kernels::{name}<{', '.join(map(str, types))}>"
+    return f"commhooks::kernels::{name}<{', '.join(map(str, arguments))}>"
 
 
 SOURCE = Source(
@@ -48,14 +43,13 @@ SOURCE = Source(
         ),
         *(
             kernel
-            for dtype, elements in _ELEMENTS.items()
-            for element in elements.values()
+            for dtype, element in ELEMENTS.items()
             for kernel in (
-                _kernel("absorb", TYPES[dtype], element),
+                _kernel("absorb", TYPES[computed_in(dtype)], element),
                 *(
-                    _kernel(name, TYPES[dtype], element, most)
+                    _kernel(name, TYPES[computed_in(dtype)], element, most)
                     for name in _PROJECT
-                    for most in _RANKS[dtype]
+                    for most in _RANKS[computed_in(dtype)]
                 ),
             )
         ),
@@ -117,7 +111,7 @@ class MatrixKernels:
         if like.is_cuda:
             table = table.pin_memory()  # or the host would wait for the copy
         self._table = table.to(like.device, non_blocking=True)
-        type_, element = TYPES[like.dtype], _ELEMENTS[like.dtype][bucket.dtype]
+        type_, element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
         self._names = {
             name: _kernel(name, type_) for name in ("orthonormalise", "send", "receive", "keep")
         }
@@ -225,7 +219,7 @@ class MatrixKernels:
     def _launch(
         self,
         name: str,
-        arguments: Sequence[Argument],
+        arguments: tuple[Argument, ...],
         grid: int | tuple[int, int, int],
         threads: int,
     ) -> None:
