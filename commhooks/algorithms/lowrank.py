@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import nan_unless
 from commhooks.algorithms.matrix_plan import Side
+from commhooks.finite import nan_unless
 from commhooks.kernels import backend_of
 from reducer import _C
 

@@ -15,12 +15,12 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import all_finite, nan_unless
 from commhooks.algorithms.lowrank import Factors, absorb, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory
 from commhooks.algorithms.matrix_plan import MatrixPlan, Side
 from commhooks.errors import CommHookError
+from commhooks.finite import all_finite, nan_unless
 from commhooks.kernels import backend_of, require
 from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
 

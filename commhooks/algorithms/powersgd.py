@@ -45,7 +45,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
-from commhooks.algorithms.finite import is_known_false
 from commhooks.algorithms.lowrank import deflate
 from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic_of
 from commhooks.algorithms.lowrank_payload import Payload
@@ -55,6 +54,7 @@ from commhooks.algorithms.matrix_shape import matrix_shape
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Lt
 from commhooks.errors import CommHookError
+from commhooks.finite import is_known_false
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes

@@ -9,7 +9,6 @@ from test_selection_kernels import KINDS, draw, same_bits
 from test_sparse_kernels import Received, choose, part_of, written
 from torch import Tensor
 
-from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.gathered_parts import gather
 from commhooks.algorithms.matrix_plan import Side
 from commhooks.algorithms.sparse import (
@@ -21,6 +20,7 @@ from commhooks.algorithms.sparse import (
     select_largest,
 )
 from commhooks.algorithms.sparse_part import SparseLayout, SparsePart
+from commhooks.finite import copy_if
 
 pytestmark = [
     pytest.mark.gpu,
