@@ -12,6 +12,7 @@ from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory
 from commhooks.algorithms.matrix_plan import MatrixBatch, MatrixPlan, Piece, Side
+from commhooks.testing.compare import same_bits
 
 # k, n, m, r: below, at and above vectors, rows that are handled together, and blocks.
 SHAPES = [
@@ -196,6 +197,34 @@ def test_absorb(sides, has_error, verdict, dtype):
 def test_absorb_beyond_the_ranks_of_kernels(verdict, dtype):
     with emulated():
         check_absorb(Bucket([(2, 258, 260, 257)], dtype), [Side.RIGHT], verdict)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_widened_and_narrowed_as_torch_does(dtype):
+    """All of them, what lies between two neighbours, and what is beyond the largest."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    halves = bits.view(dtype)
+    finite = halves[halves.isfinite()].float().sort().values
+    between = (finite[:-1] + finite[1:]) / 2
+    largest = torch.finfo(dtype).max * torch.tensor([1 + 2**-13, 1 + 2**-10, 1.002, 1.01])
+    numbers = torch.cat([
+        halves.float(), between, *(between.nextafter(torch.tensor(s)) for s in (-1e38, 1e38)),
+        largest, -largest, torch.tensor([2**-149, -(2**-149), 3e38, torch.inf, torch.nan]),
+    ])  # fmt: skip
+    plan = MatrixPlan((), ((0, numbers.numel()),))
+    buffer = numbers.to(dtype)
+    memory = MatrixMemory(plan, {}, sides=(), error_feedback=False, seed=0, like=numbers[:0])
+    mean = Payload(plan, Side.LEFT, numbers, has_exact=True)
+    with emulated():
+        arithmetic = arithmetic_of(plan, memory, buffer, numbers[:0])
+        nothing = Payload.empty(plan, Side.RIGHT, has_exact=False, like=numbers)
+        widened = arithmetic.project(buffer, nothing, has_exact=True).exact
+        assert same_bits(widened.nan_to_num(9.0), buffer.float().nan_to_num(9.0))
+        narrowed = torch.empty_like(buffer)
+        half = HalfStep(nothing, mean, mean, torch.tensor(True), is_sent=True)
+        arithmetic.absorb([half], mean, narrowed)
+    assert torch.equal(narrowed.isnan(), buffer.isnan())
+    assert same_bits(narrowed[~buffer.isnan()], buffer[~buffer.isnan()])
 
 
 # Rows, no more columns than rows.
