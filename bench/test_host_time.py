@@ -33,13 +33,15 @@ class Nothing:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_bytes: int,
-        parameters: ctypes.Array[ctypes.c_void_p],
+        parameters: int,
+        count: int,
         device_index: int,
     ) -> None:
         """See above."""
         if "::list<" in kernel:
-            count, indices = (ctypes.c_int64.from_address(parameters[i]).value for i in (5, 6))
-            ctypes.memset(indices, 0, 4 * count)
+            values = (ctypes.POINTER(ctypes.c_int64) * count).from_address(parameters)
+            length, indices = (values[i].contents.value for i in (3, 4))
+            ctypes.memset(indices, 0, 4 * length)
 
 
 @pytest.fixture(scope="module")

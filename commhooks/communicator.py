@@ -159,7 +159,7 @@ class Communicator:
         """The tensors of all ranks, by rank: ``(size, *tensor.shape)``."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
-            gathered[0] = tensor
+            gathered.copy_(tensor)
 
         def start(channel: dist.ProcessGroup) -> Work:
             if point_to_point.is_possible(channel, tensor):

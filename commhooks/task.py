@@ -19,6 +19,8 @@ from reducer import GradBucket
 
 __all__ = ["Task", "new_future"]
 
+_NO_RESULT = torch.empty(0)
+
 
 class Task:
     """The hook's coroutine for one bucket, from launch to result.
@@ -159,7 +161,8 @@ class Task:
         self._check(result)
         if self.bucket.is_last():
             await _vote()
-        return result.detach().reshape(-1)
+        result = result.detach()
+        return result if result.dim() == 1 else result.reshape(-1)
 
     def _check(self, result: Any) -> None:
         buffer = self.bucket.buffer()
@@ -194,4 +197,4 @@ def new_future(device: torch.device) -> Future[Tensor]:
 
 def _vote() -> Request:
     """See Note [All ranks or none]."""
-    return Request("vote", lambda channel: channel.barrier(), torch.empty(0), int, is_vote=True)
+    return Request("vote", lambda channel: channel.barrier(), _NO_RESULT, int, is_vote=True)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from commhooks.codecs import Codec
 from commhooks.communicator import Communicator
+from commhooks.finite import copy_if
 
 __all__ = ["Feedback", "average_encoded", "part_length", "part_of", "wire_bytes"]
 
@@ -134,7 +135,7 @@ class _Exchange:
     def encode_average(self, received: Tensor) -> Tensor:
         """(bytes,): of this rank's part. The average becomes what this leaves out, if kept."""
         self._codec.average(received, self._average, self._part_length)
-        messages = torch.empty_like(received[:1])
+        messages = received.new_empty((1, received.shape[1]))
         error = None if self._feedback is None else self._feedback.average
         self._encode(self._average, messages, error, "average")
         return messages[0]
@@ -149,7 +150,7 @@ class _Exchange:
             return
         own, average = self._feedback.own, self._feedback.average
         is_finite = self._codec.assemble(gathered, self._values, self._part_length, kept=own)
-        torch.where(is_finite, self._average, average, out=average)
+        copy_if(is_finite, self._average, average)
 
     def _encode(self, values: Tensor, messages: Tensor, error: Tensor | None, what: str) -> None:
         text = f"{self._seed}:{self._comm.step}:{self._comm.rank}:{what}"

@@ -21,7 +21,7 @@ def test_blocks_and_threads_work_together(is_backward):
     expected = values.view(3, 100).sum(1)
     with emulated(is_backward):
         kernels.launch(
-            BROKEN, "sum_by_halves", [values, 100], grid=3, block=128, shared_bytes=4 * 128
+            BROKEN, "sum_by_halves", (values, 100), grid=3, block=128, shared_bytes=4 * 128
         )
     assert torch.equal(values[::100], expected)
 
@@ -38,7 +38,7 @@ def test_blocks_and_threads_work_together(is_backward):
 def test_divergence_is_an_error_and_no_hang(kernel, message, is_backward):
     values = torch.zeros(64)
     with emulated(is_backward), pytest.raises(EmulationError, match=message):
-        kernels.launch(BROKEN, kernel, [values, 40], grid=1, block=64)
+        kernels.launch(BROKEN, kernel, (values, 40), grid=1, block=64)
 
 
 def test_a_missing_barrier_shows_when_threads_run_in_another_order():
@@ -46,7 +46,7 @@ def test_a_missing_barrier_shows_when_threads_run_in_another_order():
     for is_backward in (False, True):
         values = torch.arange(64.0)
         with emulated(is_backward):
-            kernels.launch(BROKEN, "forgets_a_barrier", [values, 64], grid=1, block=64)
+            kernels.launch(BROKEN, "forgets_a_barrier", (values, 64), grid=1, block=64)
         found.append(values)
     assert not torch.equal(*found)
 
@@ -55,7 +55,7 @@ def test_collectives_of_a_warp():
     values = torch.randperm(32, generator=torch.Generator().manual_seed(0)).int()
     room = torch.cat([values, torch.zeros(32 * 14 + 1, dtype=torch.int32)])
     with emulated():
-        kernels.launch(BROKEN, "all_collectives", [room, 14], grid=1, block=32)
+        kernels.launch(BROKEN, "all_collectives", (room, 14), grid=1, block=32)
     v = values.tolist()
     thirds = sum(1 << i for i in range(32) if v[i] % 3 == 0)
     for lane, found in enumerate(room[32:-1].view(32, 14).tolist()):
@@ -72,16 +72,16 @@ def test_collectives_of_a_warp():
 def test_wrong_arguments_are_named():
     with emulated():
         with pytest.raises(EmulationError, match="expected 2 arguments, found 1"):
-            kernels.launch(BROKEN, "sum_by_halves", [torch.zeros(3)], grid=1, block=32)
+            kernels.launch(BROKEN, "sum_by_halves", (torch.zeros(3),), grid=1, block=32)
         with pytest.raises(CommHookError, match=r"expected contiguous tensors on one device"):
-            kernels.launch(BROKEN, "sum_by_halves", [torch.zeros(4, 4).T, 1], grid=1, block=32)
+            kernels.launch(BROKEN, "sum_by_halves", (torch.zeros(4, 4).T, 1), grid=1, block=32)
     with pytest.raises(CommHookError, match=r"expected tensors on a GPU, found cpu"):
-        kernels.launch(BROKEN, "sum_by_halves", [torch.zeros(3), 3], grid=1, block=32)
+        kernels.launch(BROKEN, "sum_by_halves", (torch.zeros(3), 3), grid=1, block=32)
 
 
 def read_behind_the_end() -> None:
     values = torch.zeros(64)
-    kernels.launch(BROKEN, "reads_behind_the_end", [values, 33], grid=1, block=32)
+    kernels.launch(BROKEN, "reads_behind_the_end", (values, 33), grid=1, block=32)
 
 
 def encode_and_decode() -> None:

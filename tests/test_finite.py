@@ -10,7 +10,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Schedule
-from commhooks.algorithms.finite import all_finite
+from commhooks.finite import all_finite
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

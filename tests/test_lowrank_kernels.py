@@ -12,6 +12,7 @@ from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory
 from commhooks.algorithms.matrix_plan import MatrixBatch, MatrixPlan, Piece, Side
+from commhooks.testing.compare import same_bits
 
 # k, n, m, r: below, at and above vectors, rows that are handled together, and blocks.
 SHAPES = [
@@ -22,7 +23,14 @@ SHAPES = [
     (2, 130, 68, 3),
     (1, 700, 1030, 9),
 ]
+# By the highest rank; with sums over one span and over several.
+RANKS = {
+    8: [(1, 1, 1, 1), (2, 5, 7, 2), (3, 4, 16, 4), (1, 70, 33, 7), (1, 6, 1030, 8)],
+    16: [(2, 5, 7, 2), (1, 130, 18, 9), (1, 33, 50, 16)],
+    17: [(2, 40, 35, 17), (1, 5, 9, 3)],
+}
 DTYPES = [torch.float32, torch.float64]
+HALVES = [torch.float16, torch.bfloat16]
 
 
 def matrices(k: int, n: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -57,7 +65,10 @@ def test_project(shape, has_error, side, dtype):
 
 
 class Bucket:
-    """Matrices of several shapes, some numbers apart, with errors and what works on them."""
+    """Matrices of several shapes, some numbers apart, with errors and what works on them.
+
+    Some of the numbers between them are sent as they are.
+    """
 
     def __init__(
         self,
@@ -67,13 +78,17 @@ class Bucket:
         has_error: bool = True,
         device: str = "cpu",
     ) -> None:
-        batches, offset = [], 0
+        batches, exact, offset = [], [], 0
         for b, (k, n, m, r) in enumerate(shapes):
             keys = tuple(f"{b}.{i}" for i in range(k))
             pieces = [Piece(key, i * n * m, (i + 1) * n * m, (n, m)) for i, key in enumerate(keys)]
             batches.append(MatrixBatch(offset, n * m + 3, n, m, r, keys, tuple(pieces)))
             offset += k * (n * m + 3)
-        self.plan = MatrixPlan(tuple(batches), ())
+            exact.append((offset - 2, offset))
+        if shapes:
+            offset += 1500
+            exact.append((offset - 1499, offset))
+        self.plan = MatrixPlan(tuple(batches), tuple(exact))
         generator = torch.Generator().manual_seed(offset)
         self.buffer = torch.randn(offset, generator=generator).to(device, dtype)
         self.like = self.buffer.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
@@ -86,22 +101,58 @@ class Bucket:
     def arithmetic(self) -> Arithmetic:
         return arithmetic_of(self.plan, self.memory, self.buffer, self.like)
 
-    def factors(self, side: Side) -> Payload:
-        found = Payload.empty(self.plan, side, has_exact=False, like=self.like)
+    def factors(self, side: Side, *, has_exact: bool = False) -> Payload:
+        found = Payload.empty(self.plan, side, has_exact=has_exact, like=self.like)
         found.flat.normal_()
         return found
 
     def half_step(self, side: Side, verdict: bool = True) -> HalfStep:
-        own, mean = self.factors(side), self.factors(side)
+        own, mean = (self.factors(side, has_exact=True) for _ in range(2))
         told = torch.tensor(verdict, device=self.buffer.device)
         return HalfStep(self.factors(side.other), own, mean, told, is_sent=True)
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(("has_error", "has_exact"), [(False, True), (True, False)])
+@pytest.mark.parametrize("side", Side)
+def test_all_products_of_a_bucket(side, has_error, has_exact, rank, dtype):
+    with emulated():
+        check_products(Bucket(RANKS[rank], dtype, has_error=has_error), side, has_exact=has_exact)
+
+
+@pytest.mark.parametrize(
+    ("side", "shape"), [(Side.LEFT, (1, 1, 131200, 1)), (Side.RIGHT, (1, 8300, 3, 1))]
+)
+def test_products_over_the_most_spans(side, shape):
+    with emulated():
+        check_products(Bucket([shape], torch.float32), side, has_exact=True)
+
+
+def check_products(bucket: Bucket, side: Side, *, has_exact: bool) -> None:
+    bucket.buffer[: bucket.buffer.numel() // 2] /= 2**14  # many of which are subnormal in float16
+    basis = bucket.factors(side.other)
+    arithmetic = bucket.arithmetic
+    own = arithmetic.project(bucket.buffer, basis, has_exact=has_exact)
+    total, _ = arithmetic.send(own, None)
+    assert total.numel() == own.sent_elements
+    assert torch.equal(total, own.flat[: total.numel()])
+    matrices = zip(bucket.memory.errors, bucket.plan.views(bucket.buffer), strict=True)
+    for (E, G), F, found in zip(matrices, basis.factors, own.factors, strict=True):
+        M, B = G.double() + (0 if E is None else E.double()), F.double().mT
+        close(found, M @ B if side is Side.LEFT else B @ M, 2 * max(M.shape))
+    if has_exact:
+        expected = torch.cat(bucket.plan.exact_parts(bucket.buffer)).to(total.dtype)
+        assert torch.equal(own.exact, expected)
+
+
 def check_absorb(bucket: Bucket, sides: list[Side], verdict: bool) -> None:
     halves = [bucket.half_step(side, verdict) for side in sides]
-    gaps = bucket.buffer.clone()
-    for G in bucket.plan.views(gaps):
+    expected = bucket.buffer.clone()  # but for the matrices
+    for G in bucket.plan.views(expected):
         G.zero_()
+    exact = halves[0].mean.exact
+    halves[0].mean.store_exact(exact if verdict else exact * torch.nan, expected)
     sent, average = (
         [sum(P.double() @ Q.double() for P, Q in pairs) for pairs in zip(*of_halves, strict=True)]
         for of_halves in ([h.own_pairs for h in halves], [h.mean_pairs for h in halves])
@@ -115,7 +166,7 @@ def check_absorb(bucket: Bucket, sides: list[Side], verdict: bool) -> None:
             bucket.memory.errors, bucket.plan.views(bucket.buffer), sent, strict=True
         )
     ]
-    bucket.arithmetic.absorb(halves, bucket.memory, bucket.buffer)
+    bucket.arithmetic.absorb(halves, halves[0].mean, bucket.buffer)
     views = bucket.plan.views(bucket.buffer)
     for batch, E, error, G, mean in zip(
         bucket.plan.batches, bucket.memory.errors, errors, views, average, strict=True
@@ -130,16 +181,51 @@ def check_absorb(bucket: Bucket, sides: list[Side], verdict: bool) -> None:
         else:
             torch.testing.assert_close(G.double(), mean, rtol=2**-7, atol=1e-2)
         G.zero_()
-    assert torch.equal(bucket.buffer, gaps)
+    torch.testing.assert_close(bucket.buffer, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
 @pytest.mark.parametrize("sides", [[Side.LEFT], [Side.RIGHT], [Side.RIGHT, Side.LEFT]])
 @pytest.mark.parametrize("has_error", [False, True])
 @pytest.mark.parametrize("verdict", [False, True])
 def test_absorb(sides, has_error, verdict, dtype):
     with emulated():
         check_absorb(Bucket(SHAPES, dtype, has_error=has_error), sides, verdict)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("verdict", [False, True])
+def test_absorb_beyond_the_ranks_of_kernels(verdict, dtype):
+    with emulated():
+        check_absorb(Bucket([(2, 258, 260, 257)], dtype), [Side.RIGHT], verdict)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves_are_widened_and_narrowed_as_torch_does(dtype):
+    """All of them, what lies between two neighbours, and what is beyond the largest."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    halves = bits.view(dtype)
+    finite = halves[halves.isfinite()].float().sort().values
+    between = (finite[:-1] + finite[1:]) / 2
+    largest = torch.finfo(dtype).max * torch.tensor([1 + 2**-13, 1 + 2**-10, 1.002, 1.01])
+    numbers = torch.cat([
+        halves.float(), between, *(between.nextafter(torch.tensor(s)) for s in (-1e38, 1e38)),
+        largest, -largest, torch.tensor([2**-149, -(2**-149), 3e38, torch.inf, torch.nan]),
+    ])  # fmt: skip
+    plan = MatrixPlan((), ((0, numbers.numel()),))
+    buffer = numbers.to(dtype)
+    memory = MatrixMemory(plan, {}, sides=(), error_feedback=False, seed=0, like=numbers[:0])
+    mean = Payload(plan, Side.LEFT, numbers, has_exact=True)
+    with emulated():
+        arithmetic = arithmetic_of(plan, memory, buffer, numbers[:0])
+        nothing = Payload.empty(plan, Side.RIGHT, has_exact=False, like=numbers)
+        widened = arithmetic.project(buffer, nothing, has_exact=True).exact
+        assert same_bits(widened.nan_to_num(9.0), buffer.float().nan_to_num(9.0))
+        narrowed = torch.empty_like(buffer)
+        half = HalfStep(nothing, mean, mean, torch.tensor(True), is_sent=True)
+        arithmetic.absorb([half], mean, narrowed)
+    assert torch.equal(narrowed.isnan(), buffer.isnan())
+    assert same_bits(narrowed[~buffer.isnan()], buffer[~buffer.isnan()])
 
 
 # Rows, no more columns than rows.
@@ -194,27 +280,28 @@ def test_bases_of_what_is_not_finite_are_not_finite():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 3, 4096, 4099])
 def test_what_is_sent_and_received(numel, dtype, is_emulated):
-    own = torch.randn(numel, dtype=dtype)
+    numbers = torch.randn(numel, dtype=dtype)
+    own = Payload(MatrixPlan((), ((0, numel),)), Side.LEFT, numbers, has_exact=True)
     largest = torch.finfo(dtype).max / 2**16
     with emulated() if is_emulated else nullcontext():
         arithmetic = Bucket([], dtype).arithmetic
         total, verdict = arithmetic.send(own, None)
-        assert torch.equal(total, own)
-        assert total.data_ptr() != own.data_ptr() or numel == 0
+        assert torch.equal(total, numbers)
+        assert total.data_ptr() != numbers.data_ptr() or numel == 0
         verdict = arithmetic.receive(total.mul_(3), 3, verdict)
-        torch.testing.assert_close(total, own)
+        torch.testing.assert_close(total, numbers)
         assert verdict
         for number in (torch.inf, -torch.inf, torch.nan, -2 * largest) if numel else ():
-            own[-1] = number
+            numbers[-1] = number
             total, verdict = arithmetic.send(own, torch.tensor(True))
-            assert total.isnan().tolist() == own.isnan().tolist() == [False] * (numel - 1) + [True]
+            expected = [False] * (numel - 1) + [True]
+            assert total.isnan().tolist() == numbers.isnan().tolist() == expected
             verdict = arithmetic.receive(total, 3, verdict)
             assert not verdict
-            total, verdict = arithmetic.send(torch.ones(3, dtype=dtype), verdict)
-            assert not arithmetic.receive(total, 3, verdict)
-        own.fill_(-largest)
+            assert not arithmetic.receive(torch.ones(3, dtype=dtype), 3, verdict)
+        numbers.fill_(-largest)
         total, verdict = arithmetic.send(own, None)
-        assert torch.equal(total, own)
+        assert torch.equal(total, numbers)
 
 
 @pytest.mark.parametrize("is_emulated", [False, True])
@@ -235,20 +322,21 @@ def test_vectors_of_zeros_are_not_kept(side, is_emulated):
         assert torch.equal(found, new)
 
 
-@pytest.mark.parametrize(("dtype", "launches"), [(torch.float32, 5), (torch.bfloat16, 4)])
-def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, dtype, launches):
-    """But for the end of a step, with gradients in half precision."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, dtype):
     launched = []
     monkeypatch.setattr("commhooks.kernels.lowrank.launch", lambda *a, **_: launched.append(a[1]))
     with emulated():
         bucket = Bucket(SHAPES, dtype)
+        arithmetic = bucket.arithmetic
         half = bucket.half_step(Side.RIGHT)
-        bucket.arithmetic.orthonormalise(half.own)
-        total, verdict = bucket.arithmetic.send(half.own.flat, None)
-        bucket.arithmetic.receive(total, 2, verdict)
-        bucket.arithmetic.absorb([half], bucket.memory, bucket.buffer)
-        bucket.arithmetic.keep(half.mean, half.own, half.verdict)
-    assert len(launched) == launches
+        basis = arithmetic.orthonormalise(half.own)
+        own = arithmetic.project(bucket.buffer, basis, has_exact=True)
+        total, verdict = arithmetic.send(own, None)
+        arithmetic.receive(total, 2, verdict)
+        arithmetic.absorb([half], half.mean, bucket.buffer)
+        arithmetic.keep(half.mean, half.own, half.verdict)
+    assert len(set(launched)) == len(launched) == 6
 
 
 def every_kernel() -> None:
@@ -257,8 +345,9 @@ def every_kernel() -> None:
     arithmetic = bucket.arithmetic
     half = bucket.half_step(Side.RIGHT)
     for side in Side:
-        arithmetic.orthonormalise(bucket.factors(side))
-    total, verdict = arithmetic.send(half.own.flat, None)
-    arithmetic.receive(total, 2, verdict)
-    arithmetic.absorb([half], bucket.memory, bucket.buffer)
+        basis = arithmetic.orthonormalise(bucket.factors(side))
+        own = arithmetic.project(bucket.buffer, basis, has_exact=side is Side.LEFT)
+        total, verdict = arithmetic.send(own, None)
+        arithmetic.receive(total, 2, verdict)
+    arithmetic.absorb([half], half.mean, bucket.buffer)
     arithmetic.keep(half.mean, bucket.memory.factors[Side.RIGHT], half.verdict)

@@ -10,8 +10,7 @@ from lockstep import LockstepCommunicator
 from test_lowrank_kernels import every_kernel as every_lowrank_kernel
 from torch import Tensor
 
-from commhooks.algorithms.finite import copy_if
-from commhooks.algorithms.gathered_parts import gather
+from commhooks.algorithms.gathered_parts import GatheredParts, gather
 from commhooks.algorithms.index_code import IndexCode
 from commhooks.algorithms.sparse import (
     correct_momentum,
@@ -21,6 +20,7 @@ from commhooks.algorithms.sparse import (
     select_largest,
 )
 from commhooks.algorithms.sparse_part import SparseLayout, SparsePart
+from commhooks.finite import copy_if
 
 SEGMENT = 4096
 # Numbers of elements, and of those sent: none, one, all; plain bitmaps, and up to 20 low bits.
@@ -65,20 +65,26 @@ def test_messages_have_the_same_bytes(numel, count, is_backward):
 class Received(LockstepCommunicator):
     """Gathers what it is given instead of what is sent."""
 
-    def __init__(self, messages: Tensor) -> None:
-        super().__init__(0, len(messages), 0)
+    def __init__(self, messages: Tensor, rank: int = 0) -> None:
+        super().__init__(rank, len(messages), 0)
         self.messages = messages
 
     async def all_gather(self, tensor: Tensor) -> Tensor:
         return self.messages.clone()
 
 
-def receive(messages: Tensor, parts: list[SparsePart], numel: int) -> tuple[bool, Tensor]:
-    """The verdict and the mean, (numel,), of what has arrived."""
-    coroutine = gather(parts[0], [part.count for part in parts], numel, Received(messages))
+def received(messages: Tensor, parts: list[SparsePart], numel: int, rank: int) -> GatheredParts:
+    """What has arrived, on one of the ranks."""
+    comm = Received(messages, rank)
+    coroutine = gather(parts[rank], [part.count for part in parts], numel, comm)
     with pytest.raises(StopIteration) as stop:
         coroutine.send(None)
-    gathered = stop.value.value
+    return stop.value.value
+
+
+def receive(messages: Tensor, parts: list[SparsePart], numel: int) -> tuple[bool, Tensor]:
+    """The verdict and the mean, (numel,), of what has arrived."""
+    gathered = received(messages, parts, numel, 0)
     buffer = torch.full((numel,), 7, dtype=parts[0].values.dtype)
     return bool(gathered.verdict), gathered.store_mean(buffer)
 
@@ -103,6 +109,30 @@ def test_means_have_the_same_bits(numel, count, ranks, dtype):
             found = receive(messages, parts, numel)
         assert found[0] is expected[0] is True
         assert torch.equal(found[1].view(torch.uint8), expected[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("verdict", [False, True])
+@pytest.mark.parametrize(("numel", "count"), [s for s in SIZES if s[1] and s[0] < 10**6])
+def test_what_is_left_has_the_same_bits(numel, count, verdict, rank, dtype):
+    """With the mean in the memory of the sum, where they are of one dtype."""
+    parts = [part_of(numel, max(0, count - r), dtype, r) for r in range(3)]
+    wide = torch.promote_types(dtype, torch.float32)
+    total, error = (torch.randn(numel, dtype=wide) for _ in range(2))
+    expected = error.clone()
+    if verdict:
+        parts[rank].leave(total.clone(), expected, torch.tensor(True))
+    else:
+        parts[0].values[-1] = math.nan
+    messages = written(parts, numel)
+    buffer = total if total.dtype == dtype else total.to(dtype)
+    with emulated():
+        gathered = received(messages, parts, numel, rank)
+        mean = gathered.end(parts[rank], total, error, buffer)
+    assert torch.equal(error, expected)
+    found, others = mean, receive(messages, parts, numel)[1]
+    assert found.isnan().all() if not verdict else torch.equal(found, others)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

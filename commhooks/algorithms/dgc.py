@@ -25,7 +25,6 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.density import Density
-from commhooks.algorithms.finite import copy_if, is_known_false
 from commhooks.algorithms.gathered_parts import gather
 from commhooks.algorithms.sparse import correct_momentum, require_kernels, select_largest
 from commhooks.algorithms.sparse_part import (
@@ -36,6 +35,7 @@ from commhooks.algorithms.sparse_part import (
 )
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Gt, Le, Lt
+from commhooks.finite import copy_if, is_known_false
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from reducer import GradBucket
@@ -105,8 +105,7 @@ class DGC(CommHook):
         if self.masking:
             u.index_fill_(0, own.indices.long(), 0)
         copy_if(parts.verdict, u, velocity)
-        own.leave(v, error, parts.verdict)
-        return parts.store_mean(buffer)
+        return parts.end(own, v, error, buffer)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return gather_bytes(bucket, self._density.at(bucket.step), size)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.finite import all_finite
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.finite import all_finite
 from commhooks.hook import CommHook, TensorState, tree
 from commhooks.registry import register_hook
 from reducer import GradBucket

@@ -32,6 +32,14 @@ class GatheredParts(ABC):
     def store_mean(self, buffer: Tensor) -> Tensor:
         """``buffer``, overwritten with the mean of the parts, summed in the order of ranks."""
 
+    def end(self, own: SparsePart, total: Tensor, error: Tensor, buffer: Tensor) -> Tensor:
+        """As :meth:`store_mean`; ``error`` becomes what ``own`` leaves of ``total``.
+
+        That, only if the verdict is true. ``total`` may be ``buffer``, and is used up.
+        """
+        own.leave(total, error, self.verdict)
+        return self.store_mean(buffer)
+
 
 async def gather(
     own: SparsePart, counts: Sequence[int], numel: int, comm: Communicator
@@ -46,7 +54,7 @@ async def gather(
     messages = await comm.all_gather(layout.write(own))
     if backend_of(messages) is None:
         return _ReadParts(messages, layout, counts)
-    return _PartsOnDevice(messages, layout)
+    return _PartsOnDevice(messages, layout, comm.rank)
 
 
 class _NoParts(GatheredParts):
@@ -71,17 +79,19 @@ class _ReadParts(GatheredParts):
 
 
 class _PartsOnDevice(GatheredParts):
-    def __init__(self, messages: Tensor, layout: SparseLayout) -> None:
-        code = layout.code
-        values = to_memory_dtype(layout.values(messages)).contiguous()
+    def __init__(self, messages: Tensor, layout: SparseLayout, rank: int) -> None:
+        self._rank = rank
         self._received = kernels.receive(
-            messages, values, layout.numel, code.high_bits, code.low_bits, code.adds_rank
+            messages, layout.code.for_kernels, layout.capacity, layout.dtype, layout.numel
         )
         self.verdict = self._received.verdict
 
     def store_mean(self, buffer: Tensor) -> Tensor:
         """NaN where the verdict is false."""
-        dtype = self._received.values.dtype
-        mean = buffer if buffer.dtype == dtype else torch.empty_like(buffer, dtype=dtype)
-        kernels.store_mean(self._received, mean)
-        return buffer.copy_(mean)
+        kernels.store_mean(self._received, buffer)
+        return buffer
+
+    def end(self, own: SparsePart, total: Tensor, error: Tensor, buffer: Tensor) -> Tensor:  # noqa: ARG002
+        """One pass for both. What this rank has sent has come back, with the parts of all."""
+        kernels.store_mean(self._received, buffer, own_rank=self._rank, total=total, error=error)
+        return buffer

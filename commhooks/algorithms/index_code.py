@@ -57,6 +57,10 @@ class IndexCode:
     def nbytes(self) -> int:
         return self._nbytes_of(self.count)
 
+    @cached_property
+    def for_kernels(self) -> kernels.Code:
+        return kernels.Code(self.high_bits, self.low_bits, self.adds_rank, self.nbytes)
+
     def pack(self, indices: Tensor, out: Tensor) -> None:
         """Writes at most ``count`` int32 indices into (nbytes,) uint8, which are zeros.
 
@@ -66,7 +70,7 @@ class IndexCode:
             used = self._nbytes_of(indices.numel())
             _C.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out[:used])
         else:
-            kernels.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out)
+            kernels.pack(indices, None, self.for_kernels, out)
 
     def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
         """The indices on the CPU, (count,) int32; ``count``: how many were packed, if not all.

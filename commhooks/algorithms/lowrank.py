@@ -11,8 +11,8 @@ or synchronises a device; outputs may not overlap inputs.
 
 Float32 on the CPU goes through compiled kernels, each of which is one pass over the memory; all
 else goes through torch's products, tile by tile. On a GPU M is not made at all: torch takes the
-products of E and of G and adds them up. What is done there for all matrices of a bucket at once is
-in lowrank_bucket.py.
+products of E and of G and adds them up; with few vectors, kernels do all matrices of a bucket at
+once, see lowrank_bucket.py.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import nan_unless
 from commhooks.algorithms.matrix_plan import Side
+from commhooks.finite import nan_unless
 from commhooks.kernels import backend_of
 from reducer import _C
 

@@ -1,9 +1,9 @@
 """What low-rank compression does to all matrices of a bucket at once. Letters as in lowrank.py.
 
-Beside products, which are of one shape at a time: bases, what is sent and received, and the end of
-a step. On a GPU each of these is one launch, however many shapes there are; elsewhere, and where
-CuPy is missing, it goes shape by shape. So does the end of a step where gradients are in half
-precision.
+And to what is sent as it is: bases, products, what is sent and received, and the end of a step. On
+a GPU each of these is one launch, however many shapes there are; elsewhere, and where CuPy is
+missing, it goes shape by shape. So do products with many vectors, for which torch's are the faster
+ones.
 """
 
 import warnings
@@ -15,12 +15,12 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import all_finite
-from commhooks.algorithms.lowrank import Factors, absorb, orthonormalise
+from commhooks.algorithms.lowrank import Factors, absorb, orthonormalise, project
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory
 from commhooks.algorithms.matrix_plan import MatrixPlan, Side
 from commhooks.errors import CommHookError
+from commhooks.finite import all_finite, nan_unless
 from commhooks.kernels import backend_of, require
 from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
 
@@ -53,8 +53,8 @@ class HalfStep:
         return list(self._pairs(self.mean))
 
     def flat_pair(self, found: Payload) -> Factors:
-        """P and Q of all batches, flat; ``found``: ``own`` or ``mean``."""
-        pair = found.all_factors, self.basis.all_factors
+        """P and Q of all batches, at the beginning of these; ``found``: ``own`` or ``mean``."""
+        pair = found.flat, self.basis.flat
         return pair if found.side is Side.LEFT else (pair[1], pair[0])
 
     def _pairs(self, found: Payload) -> Iterator[Factors]:
@@ -70,7 +70,14 @@ class Arithmetic(ABC):
         """Orthonormal bases of the columns of P, or of the rows of Q."""
 
     @abstractmethod
-    def send(self, own: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def project(self, buffer: Tensor, basis: Payload, *, has_exact: bool) -> Payload:
+        """The factors of M on the other side; with what is sent as it is, if ``has_exact``.
+
+        To be completed by :meth:`send`. Until then factors on that side may be added to them.
+        """
+
+    @abstractmethod
+    def send(self, own: Payload, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """A copy to be summed over ranks, and the verdict so far; ``earlier``: before that.
 
         Becomes NaN, here and there: what is so large that products with it could overflow on one
@@ -82,8 +89,11 @@ class Arithmetic(ABC):
         """Makes the sum into the mean; the verdict, with what there is to say of this."""
 
     @abstractmethod
-    def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
-        """Ends a step. See :func:`lowrank.absorb`. ``halves``: whose products are sent."""
+    def absorb(self, halves: Sequence[HalfStep], exact: Payload, buffer: Tensor) -> None:
+        """Ends a step. See :func:`lowrank.absorb`.
+
+        ``halves``: whose products are sent. ``exact``: with the mean of what was sent as it was.
+        """
 
     @abstractmethod
     def keep(self, fresh: Payload, kept: Payload, verdict: Tensor) -> None:
@@ -105,11 +115,13 @@ def arithmetic_of(
         or max(ranks, default=0) > MAX_RANK
         or not _runs_kernels(buffer.device)
     ):
-        return _ShapeByShape(plan)
-    return _OneLaunch(plan, MatrixKernels(list(_matrices(plan, memory)), like))
+        return _ShapeByShape(plan, memory)
+    kernels = MatrixKernels(list(_matrices(plan, memory)), buffer, like)
+    return _OneLaunch(plan, memory, kernels)
 
 
 def _matrices(plan: MatrixPlan, memory: MatrixMemory) -> Iterator[Matrix]:
+    """Of all batches, and then what is sent as it is."""
     left = right = 0
     for batch, error in zip(plan.batches, memory.error_starts, strict=False):
         n, m, r = batch.rows, batch.columns, batch.rank
@@ -118,13 +130,18 @@ def _matrices(plan: MatrixPlan, memory: MatrixMemory) -> Iterator[Matrix]:
             yield Matrix(gradient, error + i * n * m, left, right, n, m, r)
             left += n * r
             right += r * m
+    for start, stop in plan.exact:
+        yield Matrix(start, 0, left, right, 1, stop - start, 0)
+        left += stop - start
+        right += stop - start
 
 
 class _ShapeByShape(Arithmetic):
     """By the functions of lowrank.py."""
 
-    def __init__(self, plan: MatrixPlan) -> None:
+    def __init__(self, plan: MatrixPlan, memory: MatrixMemory) -> None:
         self._plan = plan
+        self._memory = memory
 
     def orthonormalise(self, factors: Payload) -> Payload:
         side = factors.side
@@ -133,20 +150,33 @@ class _ShapeByShape(Arithmetic):
             out.copy_(orthonormalise(side, F))
         return basis
 
-    def send(self, own: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        largest = torch.finfo(own.dtype).max / 2**16
-        own.masked_fill_(own.abs() > largest, torch.nan)
-        return own.clone(), earlier
+    def project(self, buffer: Tensor, basis: Payload, *, has_exact: bool) -> Payload:
+        side = basis.side.other
+        own = Payload.empty(self._plan, side, has_exact=has_exact, like=basis.flat)
+        matrices = zip(self._memory.errors, self._plan.views(buffer), basis.factors, strict=True)
+        for (E, G, F), out in zip(matrices, own.factors, strict=True):
+            project(side, E, G, F, out=out)
+        if has_exact:
+            own.load_exact(buffer)
+        return own
+
+    def send(self, own: Payload, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        largest = torch.finfo(own.flat.dtype).max / 2**16
+        own.flat.masked_fill_(own.flat.abs() > largest, torch.nan)
+        return own.flat.clone(), earlier
 
     def receive(self, total: Tensor, ranks: int, verdict: Tensor | None) -> Tensor:
         finite = all_finite(total.div_(ranks))
         return finite if verdict is None else finite & verdict
 
-    def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
-        for i, (E, G) in enumerate(zip(memory.errors, self._plan.views(buffer), strict=True)):
+    def absorb(self, halves: Sequence[HalfStep], exact: Payload, buffer: Tensor) -> None:
+        verdict = halves[-1].verdict
+        for i, (E, G) in enumerate(zip(self._memory.errors, self._plan.views(buffer), strict=True)):
             own = _sum([half.own_pairs[i] for half in halves])
             mean = _sum([half.mean_pairs[i] for half in halves])
-            absorb(E, G, own, mean, halves[-1].verdict)
+            absorb(E, G, own, mean, verdict)
+        if self._plan.exact:
+            exact.store_exact(nan_unless(verdict, exact.exact), buffer)
 
     def keep(self, fresh: Payload, kept: Payload, verdict: Tensor) -> None:
         dim = -2 if fresh.side is Side.LEFT else -1
@@ -158,37 +188,57 @@ class _ShapeByShape(Arithmetic):
 class _OneLaunch(_ShapeByShape):
     """By kernels. There is one verdict, which they change."""
 
-    def __init__(self, plan: MatrixPlan, kernels: MatrixKernels) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: MatrixPlan, memory: MatrixMemory, kernels: MatrixKernels) -> None:
+        super().__init__(plan, memory)
         self._kernels = kernels
 
     def orthonormalise(self, factors: Payload) -> Payload:
-        is_left = factors.side is Side.LEFT
-        flat = self._kernels.orthonormalise(factors.all_factors, is_left=is_left)
-        return Payload(factors.plan, factors.side, flat)
+        side = factors.side
+        basis = self._kernels.orthonormalise(side.value, factors.flat)
+        return Payload(self._plan, side, basis, has_exact=False)
 
-    def send(self, own: Tensor, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if earlier is not None:
-            return self._kernels.send(own, None), earlier
-        verdict = own.new_empty((), dtype=torch.bool)
-        return self._kernels.send(own, verdict), verdict
+    def project(self, buffer: Tensor, basis: Payload, *, has_exact: bool) -> Payload:
+        if not self._kernels.multiplies:
+            return super().project(buffer, basis, has_exact=has_exact)
+        side = basis.side.other
+        spare = self._kernels.spare[side.value]
+        own = Payload.empty(self._plan, side, has_exact=has_exact, like=basis.flat, spare=spare)
+        self._kernels.project(
+            side.value, self._memory.error, buffer, basis.flat, own.sent_elements, own.flat
+        )
+        return own
+
+    def send(self, own: Payload, earlier: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        fresh = own.flat.new_empty((), dtype=torch.bool) if earlier is None else None
+        total = self._kernels.send(own.side.value, own.flat, own.sent_elements, fresh)
+        return total, fresh if earlier is None else earlier
 
     def receive(self, total: Tensor, ranks: int, verdict: Tensor | None) -> Tensor:
         assert verdict is not None
         self._kernels.receive(total, ranks, verdict)
         return verdict
 
-    def absorb(self, halves: Sequence[HalfStep], memory: MatrixMemory, buffer: Tensor) -> None:
-        if buffer.dtype != halves[0].own.flat.dtype:
-            super().absorb(halves, memory, buffer)
-            return
-        own = _stack([half.flat_pair(half.own) for half in halves])
-        mean = _stack([half.flat_pair(half.mean) for half in halves])
-        self._kernels.absorb(halves[-1].verdict, memory.error, buffer, own, mean, len(halves))
+    def absorb(self, halves: Sequence[HalfStep], exact: Payload, buffer: Tensor) -> None:
+        self._kernels.absorb(
+            halves[-1].verdict,
+            self._memory.error,
+            buffer,
+            self._stack([half.flat_pair(half.own) for half in halves]),
+            self._stack([half.flat_pair(half.mean) for half in halves]),
+            len(halves),
+            (exact.flat, exact.side.value),
+        )
 
     def keep(self, fresh: Payload, kept: Payload, verdict: Tensor) -> None:
-        is_left = fresh.side is Side.LEFT
-        self._kernels.keep(fresh.all_factors, kept.flat, verdict, is_left=is_left)
+        self._kernels.keep(fresh.side.value, fresh.flat, kept.flat, verdict)
+
+    def _stack(self, pairs: Sequence[Factors]) -> Factors:
+        """Those of all half steps, one after the other."""
+        if len(pairs) == 1:
+            return pairs[0]
+        lefts, rights = zip(*pairs, strict=True)
+        left, right = (self._plan.factor_elements(side) for side in Side)
+        return torch.cat([P[:left] for P in lefts]), torch.cat([Q[:right] for Q in rights])
 
 
 def _sum(pairs: Sequence[Factors]) -> Factors:
@@ -197,14 +247,6 @@ def _sum(pairs: Sequence[Factors]) -> Factors:
         return pairs[0]
     lefts, rights = zip(*pairs, strict=True)
     return torch.cat(lefts, dim=2), torch.cat(rights, dim=1)
-
-
-def _stack(pairs: Sequence[Factors]) -> Factors:
-    """Those of all half steps, one after the other."""
-    if len(pairs) == 1:
-        return pairs[0]
-    lefts, rights = zip(*pairs, strict=True)
-    return torch.cat(lefts), torch.cat(rights)
 
 
 @cache

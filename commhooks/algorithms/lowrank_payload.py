@@ -15,19 +15,28 @@ class Payload:
 
     ::
 
-        flat      | factors of batch 0 | factors of batch 1 | ... | range 0 | range 1 | ...
+        flat      | factors of batch 0 | factors of batch 1 | ... | range 0 | range 1 | ... | spare
                     (k, n, r) or (k, r, m), see `Side`              only if ``has_exact``
+
+    ``spare``: elements that are not sent.
     """
 
-    def __init__(self, plan: MatrixPlan, side: Side, flat: Tensor) -> None:
+    def __init__(self, plan: MatrixPlan, side: Side, flat: Tensor, *, has_exact: bool) -> None:
         self.plan = plan
         self.side = side
         self.flat = flat
+        self.has_exact = has_exact
 
     @classmethod
-    def empty(cls, plan: MatrixPlan, side: Side, *, has_exact: bool, like: Tensor) -> "Payload":
-        elements = plan.factor_elements(side) + (plan.exact_elements if has_exact else 0)
-        return cls(plan, side, like.new_empty(elements))
+    def empty(
+        cls, plan: MatrixPlan, side: Side, *, has_exact: bool, like: Tensor, spare: int = 0
+    ) -> "Payload":
+        elements = plan.sent_elements(side, has_exact=has_exact) + spare
+        return cls(plan, side, like.new_empty(elements), has_exact=has_exact)
+
+    @property
+    def sent_elements(self) -> int:
+        return self.plan.sent_elements(self.side, has_exact=self.has_exact)
 
     @cached_property
     def factors(self) -> list[Tensor]:
@@ -38,16 +47,12 @@ class Payload:
     @property
     def all_factors(self) -> Tensor:
         """Those of all batches, flat."""
-        return self.flat[: self.plan.factor_elements(self.side)] if self._has_exact else self.flat
-
-    @property
-    def _has_exact(self) -> bool:
-        return self.flat.numel() > self.plan.factor_elements(self.side)
+        return self.flat[: self.plan.factor_elements(self.side)]
 
     @property
     def exact(self) -> Tensor:
         """The ranges, one after the other."""
-        return self.flat[self.plan.factor_elements(self.side) :]
+        return self.flat[self.plan.factor_elements(self.side) : self.sent_elements]
 
     def load_exact(self, buffer: Tensor) -> None:
         """Copies the exact ranges in from the bucket's buffer."""

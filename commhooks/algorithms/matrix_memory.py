@@ -81,7 +81,7 @@ def draw_factors(
     flat = drawn.flat
     if like.is_cuda:
         flat = flat.pin_memory()  # or the host would wait for the copy
-    return Payload(plan, side, flat.to(like, non_blocking=True))
+    return Payload(plan, side, flat.to(like, non_blocking=True), has_exact=False)
 
 
 def check_state(state: Mapping[str, Mapping[str, Tensor]]) -> None:

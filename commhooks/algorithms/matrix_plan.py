@@ -170,6 +170,10 @@ class MatrixPlan:
     def factor_elements(self, side: Side) -> int:
         return self._factor_elements[side]
 
+    def sent_elements(self, side: Side, *, has_exact: bool) -> int:
+        """Of all factors, and of the exact ranges if they travel with them."""
+        return self._factor_elements[side] + (self.exact_elements if has_exact else 0)
+
     @cached_property
     def _factor_elements(self) -> dict[Side, int]:
         return {side: sum(map(math.prod, self.factor_shapes[side])) for side in Side}

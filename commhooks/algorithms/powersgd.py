@@ -45,8 +45,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
-from commhooks.algorithms.finite import is_known_false, nan_unless
-from commhooks.algorithms.lowrank import deflate, project
+from commhooks.algorithms.lowrank import deflate
 from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic_of
 from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
@@ -55,6 +54,7 @@ from commhooks.algorithms.matrix_shape import matrix_shape
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Lt
 from commhooks.errors import CommHookError
+from commhooks.finite import is_known_false
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
@@ -172,21 +172,16 @@ class PowerSGD(CommHook):
         """
         has_exact = not earlier
         basis = cut.arithmetic.orthonormalise(factors)
-        own = Payload.empty(cut.plan, side, has_exact=has_exact, like=cut.like)
-        matrices = zip(cut.memory.errors, cut.plan.views(buffer), basis.factors, strict=True)
-        for (E, G, F), out in zip(matrices, own.factors, strict=True):
-            project(side, E, G, F, out=out)
+        own = cut.arithmetic.project(buffer, basis, has_exact=has_exact)
         for half in earlier:
             if half.is_sent:
                 for (P, Q), F, out in zip(half.own_pairs, basis.factors, own.factors, strict=True):
                     deflate(side, P, Q, F, out=out)
-        if has_exact:
-            own.load_exact(buffer)
-        total, verdict = cut.arithmetic.send(own.flat, earlier[-1].verdict if earlier else None)
+        total, verdict = cut.arithmetic.send(own, earlier[-1].verdict if earlier else None)
         if total.numel() > 0:
             total = await comm.all_reduce(total)
         verdict = cut.arithmetic.receive(total, comm.size, verdict)
-        mean = Payload(cut.plan, side, total)
+        mean = Payload(cut.plan, side, total, has_exact=has_exact)
         return HalfStep(basis, own, mean, verdict, not self.two_sided or side is Side.RIGHT)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,16 +247,12 @@ class _Cut:
 
 def _commit(halves: Sequence[HalfStep], cut: _Cut, buffer: Tensor) -> None:
     """Updates errors, warm-start factors and the bucket. See Note [One commit]."""
-    verdict = halves[-1].verdict
     sent = [half for half in halves if half.is_sent]
-    if cut.plan.batches:
-        cut.arithmetic.absorb(sent, cut.memory, buffer)
+    cut.arithmetic.absorb(sent, halves[0].mean, buffer)
     for half in sent:
         if half.mean.side in cut.memory.factors:
-            cut.arithmetic.keep(half.mean, cut.memory.factors[half.mean.side], verdict)
-    if cut.plan.exact:
-        exact = halves[0].mean
-        exact.store_exact(nan_unless(verdict, exact.exact), buffer)
+            kept = cut.memory.factors[half.mean.side]
+            cut.arithmetic.keep(half.mean, kept, halves[-1].verdict)
 
 
 def _largest(matrices: Mapping[str, tuple[int, int]]) -> str:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.finite import copy_if, is_known_false, nan_unless
 from commhooks.algorithms.sparse import (
     add_and_check,
     draw_indices,
@@ -25,6 +24,7 @@ from commhooks.algorithms.sparse import (
 from commhooks.algorithms.sparse_part import fit, kept_elements, to_memory_dtype
 from commhooks.communicator import Communicator
 from commhooks.constraints import Gt, Le
+from commhooks.finite import copy_if, is_known_false, nan_unless
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import all_finite, is_known_false, nan_unless, zero_unless
 from commhooks.communicator import Communicator
+from commhooks.finite import all_finite, is_known_false, nan_unless, zero_unless
 from commhooks.hook import CommHook
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
@@ -88,7 +88,8 @@ class SkipNonfinite(CommHook):
         verdict = (await comm.all_reduce(vote, op="min")).view(()) != 0
         if is_known_false(verdict):
             return self._drop(bucket, verdict)
-        buffer[:1] = nan_unless(verdict, buffer[:1])  # for the inner hook, see above
+        head = buffer[:1]
+        head.copy_(nan_unless(verdict, head))  # for the inner hook, see above
         average = await self.inner.reduce(bucket, comm.within(self.inner))
         verdict = all_finite(average) & verdict
         if is_known_false(verdict):

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.finite import is_known_false
 from commhooks.algorithms.gathered_parts import gather
 from commhooks.algorithms.sparse import require_kernels
 from commhooks.algorithms.sparse_part import SparsePart, to_memory_dtype
 from commhooks.communicator import Communicator
+from commhooks.finite import is_known_false
 from commhooks.hook import CommHook
 from reducer import GradBucket
 
@@ -74,6 +74,6 @@ class SparseHook(CommHook):
         parts = await gather(own, counts, buffer.numel(), comm)
         if is_known_false(parts.verdict):
             return buffer.fill_(torch.nan)
-        if error is not None:
-            own.leave(total, error, parts.verdict)
-        return parts.store_mean(buffer)
+        if error is None:
+            return parts.store_mean(buffer)
+        return parts.end(own, total, error, buffer)

@@ -11,9 +11,11 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.index_code import IndexCode
 from commhooks.algorithms.sparse import scatter_add
+from commhooks.finite import copy_if
+from commhooks.kernels import backend_of
+from commhooks.kernels import sparse as kernels
 from commhooks.wire import all_gather_bytes
 from reducer import GradBucket
 
@@ -105,6 +107,9 @@ class SparseLayout:
     def write(self, part: SparsePart) -> Tensor:
         """(nbytes,) uint8."""
         message = part.indices.new_zeros(self.nbytes, dtype=torch.uint8)
+        if backend_of(message) is not None:
+            kernels.pack(part.indices, part.values, self.code.for_kernels, message)
+            return message
         index_bytes = self.code.nbytes
         self.code.pack(part.indices, out=message[:index_bytes])
         values = part.values.view(torch.uint8)

@@ -150,21 +150,21 @@ class BlockKernels:
                 f"expected flat values of float32 or float64, found shape {tuple(values.shape)} "
                 f"of {values.dtype}"
             )
-        if companion is not None and (companion.shape, companion.dtype) != (
-            values.shape,
-            values.dtype,
+        if companion is not None and (
+            companion.dtype != values.dtype or companion.shape != values.shape
         ):
             raise CommHookError(
                 f"expected as many of the same dtype as values, {tuple(values.shape)} of "
                 f"{values.dtype}, found {tuple(companion.shape)} of {companion.dtype}"
             )
         message_bytes = 4 * (-(-part_length // self.block_size) + -(-part_length * self.bits // 32))
+        shape = messages.shape
         if (
             messages.dtype != torch.uint8
-            or messages.dim() != 2
-            or messages.shape[1] != message_bytes
+            or len(shape) != 2
+            or shape[1] != message_bytes
             or messages.data_ptr() % 4 != 0
-            or values.numel() > messages.shape[0] * part_length
+            or values.numel() > shape[0] * part_length
         ):
             raise CommHookError(
                 f"expected messages of uint8, in rows of {message_bytes} bytes for {part_length} "

@@ -1,8 +1,5 @@
 """Launches kernels on torch's tensors and torch's current stream."""
 
-import ctypes
-import threading
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,8 +11,6 @@ from commhooks.kernels.source import Source
 from reducer import _C
 
 __all__ = ["BACKENDS", "Argument", "Backend", "backend_of", "launch", "require"]
-
-_MOST_ARGUMENTS = 32
 
 Argument = Tensor | int | float | None
 """Of a kernel: a pointer to the tensor's memory, ``long long``, ``double``, a null pointer."""
@@ -34,10 +29,14 @@ class Backend(Protocol):
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_bytes: int,
-        parameters: "ctypes.Array[ctypes.c_void_p]",
+        parameters: int,
+        count: int,
         device_index: int,
     ) -> None:
-        """Runs one of the source's kernels. ``parameters``: where the value of each is."""
+        """Runs one of the source's kernels.
+
+        ``parameters``: the address of an array with that of each of ``count`` values.
+        """
 
 
 BACKENDS: dict[str, Backend] = {"cuda": CudaBackend()}
@@ -59,7 +58,7 @@ def require(device: torch.device) -> None:
 def launch(
     source: Source,
     kernel: str,
-    arguments: Sequence[Argument],
+    arguments: tuple[Argument, ...],
     *,
     grid: int | tuple[int, int, int],
     block: int,
@@ -73,37 +72,16 @@ def launch(
 
     Raises CommHookError if they are not, or if the launch is refused.
     """
-    room, parameters = _room.of(len(arguments))
     try:
-        device = _C.write_arguments(tuple(arguments), room)
+        device, index, parameters = _C.write_arguments(arguments)
     except ValueError as error:
         raise CommHookError(f"{kernel}: {error}") from None
-    backend = BACKENDS.get(device.type)
+    backend = BACKENDS.get(device)
     if backend is None:
         raise CommHookError(f"{kernel}: expected tensors on a GPU, found {device}")
     blocks = (grid, 1, 1) if isinstance(grid, int) else grid
     if 0 not in blocks:
         threads = (block, 1, 1)
-        index = device.index or 0
-        backend.launch(source, kernel, blocks, threads, shared_bytes, parameters, index)
-
-
-class _Room(threading.local):
-    """Memory for parameters, one per thread; the driver copies them in a launch."""
-
-    def __init__(self) -> None:
-        self._values = (ctypes.c_int64 * _MOST_ARGUMENTS)()
-        self._room = ctypes.addressof(self._values)
-        self._addresses: dict[int, ctypes.Array[ctypes.c_void_p]] = {}
-
-    def of(self, count: int) -> "tuple[int, ctypes.Array[ctypes.c_void_p]]":
-        """Where there is room for so many values of 8 bytes, and the address of each."""
-        addresses = self._addresses.get(count)
-        if addresses is None:
-            assert count <= _MOST_ARGUMENTS
-            ends = range(self._room, self._room + 8 * count, 8)
-            addresses = self._addresses[count] = (ctypes.c_void_p * count)(*ends)
-        return self._room, addresses
-
-
-_room = _Room()
+        backend.launch(
+            source, kernel, blocks, threads, shared_bytes, parameters, len(arguments), index
+        )

@@ -1,7 +1,6 @@
 """Loads kernels on a GPU, with CuPy, and passes them to the driver."""
 
 import atexit
-import ctypes
 import hashlib
 import json
 import os
@@ -41,19 +40,19 @@ class CudaBackend:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_bytes: int,
-        parameters: "ctypes.Array[ctypes.c_void_p]",
+        parameters: int,
+        count: int,  # noqa: ARG002
         device_index: int,
     ) -> None:
         """On torch's current stream. See Note [Contexts]."""
         _check_cupy()
         cuda = _cuda()
         stream = torch._C._cuda_getCurrentRawStream(device_index)  # noqa: SLF001
-        address = ctypes.addressof(parameters)
         before = cuda.runtime.getDevice()
         cuda.runtime.setDevice(device_index)
         try:
             function = _function(source, kernel, device_index)
-            cuda.driver.launchKernel(function, *grid, *block, shared_bytes, stream, address, 0)
+            cuda.driver.launchKernel(function, *grid, *block, shared_bytes, stream, parameters, 0)
         finally:
             if before != device_index:
                 cuda.runtime.setDevice(before)

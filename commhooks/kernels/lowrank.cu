@@ -1,5 +1,16 @@
-// What low-rank compression needs beside products: orthonormal bases, what is sent and received, and
-// the end of a step. One launch for all matrices of a bucket, of whatever shapes.
+// Low-rank compression: orthonormal bases, products with them, what is sent and received, and the end
+// of a step. One launch for all matrices of a bucket, of whatever shapes, and for what is sent as it is.
+//
+// Note [Tall and thin]
+// ~~~~~~~~~~~~~~~~~~~~
+// Products of a matrix with a few vectors take no longer than reading the matrix, so M = E + G is read
+// once, in vectors, and its rows or columns are cut into spans, such that there are threads enough:
+//
+//   project_left    P = M·Qᵀ    a warp: a few rows, a span of columns; its lanes add up at the end
+//   project_right   Q = Pᵀ·M    a thread: a vector of columns, a span of rows
+//
+// Sums over the first spans go where factors belong, those over further ones behind all that is sent,
+// and `send` adds them up, span by span: no atomics, always the same order.
 
 #include "codecs/portable.h"
 #include "grid.h"
@@ -14,17 +25,42 @@ constexpr int kMaxRank = 256;
 constexpr int kThreads = 256;
 constexpr int kRows = 4;  // that a thread handles together: it loads right factors once for them
 
-// One matrix of a bucket: its shape, and where its numbers are, in elements. As lowrank.py writes it.
+constexpr int kWarps = kThreads / 32;
+
+// Which of the factors of a matrix.
+constexpr int kLeft = 0;
+constexpr int kRight = 1;
+
+struct Factor {
+  i64 start;        // where it is among those of its side
+  i64 first_block;  // of those of `project_left` or `project_right` that are its
+  i64 span;         // columns, of a left one, or rows that one sum is over
+  i64 further;      // where the sums over further spans are, behind what is sent
+};
+
+// One matrix of a bucket: its shape, and where its numbers are, in elements. Or numbers that are sent as
+// they are: one row, of rank 0, with its place beside factors. As lowrank.py writes it.
 struct Matrix {
   i64 first_block;  // of those of `absorb` that are its
   i64 gradient;     // (rows, columns) in the bucket
   i64 error;        // and in the errors
-  i64 left;         // (rows, rank) among left factors
-  i64 right;        // (rank, columns) among right factors
   i64 rows;
   i64 columns;
   i64 rank;
+  Factor factors[2];  // (rows, rank) and (rank, columns)
 };
+
+// The last of `count` matrices for which `begins(matrix) <= place`. They are in this order.
+template <typename Begins>
+__device__ inline const Matrix& find_matrix(
+    const Matrix* matrices, i64 count, i64 place, const Begins& begins) {
+  i64 low = 0;
+  for (i64 high = count; high - low > 1;) {
+    const i64 middle = (low + high) / 2;
+    (begins(matrices[middle]) <= place ? low : high) = middle;
+  }
+  return matrices[low];
+}
 
 // One column of a matrix in memory.
 template <typename T>
@@ -60,15 +96,16 @@ __device__ void reflect(Column<T> v, double tau, Column<T> column, i64 pivot, i6
 // on each other the basis is completed with other directions.
 template <typename T>
 __global__ void __launch_bounds__(kBasisThreads)
-    orthonormalise(const Matrix* matrices, i64 is_left, const T* factors, T* basis) {
+    orthonormalise(const Matrix* matrices, i64 side, const T* factors, T* basis) {
   __shared__ double taus[kMaxRank];
   const Matrix& matrix = matrices[blockIdx.x];
   const i64 rank = matrix.rank;
+  const bool is_left = side == kLeft;
   const i64 rows = is_left ? matrix.rows : matrix.columns;
   const i64 row_stride = is_left ? rank : 1;
   const i64 column_stride = is_left ? 1 : rows;
-  factors += is_left ? matrix.left : matrix.right;
-  basis += is_left ? matrix.left : matrix.right;
+  factors += matrix.factors[side].start;
+  basis += matrix.factors[side].start;
   const auto column = [&](i64 index) {
     return Column<T>{basis + index * column_stride, row_stride};
   };
@@ -115,24 +152,222 @@ __global__ void __launch_bounds__(kBasisThreads)
   }
 }
 
-// A copy to send; numbers of more than `largest` in size become NaN, here and there, as products with
-// them could overflow on one rank only. `verdict`: null, or what becomes true.
+// A vector of M = E + G. `error` may be null.
+template <typename T, typename G>
+__device__ Vector<T> load_sum(const T* error, const G* gradient, i64 at, i64 columns) {
+  Vector<T> sum = load_as<T>(gradient, at, columns);
+  if (error != nullptr) {
+    const Vector<T> old = load(error, at, columns);
+    for (int j = 0; j < Vector<T>::size; ++j) {
+      sum.items[j] += old.items[j];
+    }
+  }
+  return sum;
+}
+
+// Numbers that are sent as they are: a vector for each thread.
+template <typename T, typename G>
+__device__ void copy_exact(const Matrix& matrix, int side, const G* bucket, T* own) {
+  const Factor& place = matrix.factors[side];
+  const i64 thread = (blockIdx.x - place.first_block) * kThreads + threadIdx.x;
+  const i64 at = thread * Vector<T>::size;
+  if (at < matrix.columns) {
+    const Vector<T> numbers = load_as<T>(bucket + matrix.gradient, at, matrix.columns);
+    store(own + place.start, at, matrix.columns, numbers);
+  }
+}
+
+// Where the sums over a span go. `sent`: how many numbers are sent.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    send(T* own, i64 numel, double largest, T* total, u8* verdict) {
+__device__ T* place_of_sums(const Matrix& matrix, int side, i64 span, i64 sent, T* own) {
+  const Factor& factor = matrix.factors[side];
+  const i64 length = matrix.rank * (side == kLeft ? matrix.rows : matrix.columns);
+  return own + (span == 0 ? factor.start : sent + factor.further + (span - 1) * length);
+}
+
+// The sums over a warp of 32 numbers that each lane has: lane i gets that of the i-th ones.
+template <typename T>
+__device__ T sum_by_lane(T (&numbers)[32]) {
+#pragma unroll
+  for (int half = 16; half > 0; half /= 2) {
+    const bool is_upper = threadIdx.x & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const T sent = is_upper ? numbers[i] : numbers[i + half];
+      const T kept = is_upper ? numbers[i + half] : numbers[i];
+      numbers[i] = kept + __shfl_xor_sync(~0u, sent, half);
+    }
+  }
+  return numbers[0];
+}
+
+// P = M·Qᵀ, given Q, of rank `most` or less; and what is sent as it is. See Note [Tall and thin].
+template <typename T, typename G, int most>
+__global__ void __launch_bounds__(kThreads, 2) project_left(
+    const Matrix* matrices,
+    i64 count,
+    const T* errors,
+    const G* bucket,
+    const T* basis,
+    i64 sent,
+    T* own) {
+  constexpr int size = Vector<T>::size;
+  constexpr int together = 32 / most;  // rows; so each lane ends with one sum
+  const auto begins = [](const Matrix& matrix) { return matrix.factors[kLeft].first_block; };
+  const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
+  if (matrix.rank == 0) {
+    copy_exact(matrix, kLeft, bucket, own);
+    return;
+  }
+  const Factor& factor = matrix.factors[kLeft];
+  const i64 rows = matrix.rows;
+  const i64 columns = matrix.columns;
+  const i64 groups = (rows + together - 1) / together;
+  const i64 warp = (blockIdx.x - factor.first_block) * kWarps + threadIdx.x / 32;
+  const i64 span = warp / groups;
+  const i64 first = warp % groups * together;
+  const i64 begin = span * factor.span;
+  if (begin >= columns) {
+    return;
+  }
+  const i64 end = begin + factor.span < columns ? begin + factor.span : columns;
+  const int lane = threadIdx.x % 32;
+  const G* const gradient = bucket + matrix.gradient;
+  const T* const right = basis + matrix.factors[kRight].start;
+  T sums[32] = {};
+  for (i64 at = begin + lane * size; at < end; at += 32 * size) {
+    Vector<T> numbers[together];
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      const i64 start = (first + i < rows ? first + i : first) * columns;
+      const T* const error = errors == nullptr ? nullptr : errors + matrix.error + start;
+      numbers[i] = load_sum(error, gradient + start, at, columns);
+    }
+#pragma unroll
+    for (int f = 0; f < most; ++f) {
+      if (f < matrix.rank) {
+        const Vector<T> vector = load(right + f * columns, at, columns);
+#pragma unroll
+        for (int i = 0; i < together; ++i) {
+          for (int j = 0; j < size; ++j) {
+            T& sum = sums[i * most + f];
+            sum = fma(numbers[i].items[j], vector.items[j], sum);
+          }
+        }
+      }
+    }
+  }
+  const T sum = sum_by_lane(sums);
+  const i64 row = first + lane / most;
+  const int f = lane % most;
+  if (row < rows && f < matrix.rank) {
+    place_of_sums(matrix, kLeft, span, sent, own)[row * matrix.rank + f] = sum;
+  }
+}
+
+// Q = Pᵀ·M, given P. As `project_left`.
+template <typename T, typename G, int most>
+__global__ void __launch_bounds__(kThreads, 2) project_right(
+    const Matrix* matrices,
+    i64 count,
+    const T* errors,
+    const G* bucket,
+    const T* basis,
+    i64 sent,
+    T* own) {
+  constexpr int size = Vector<T>::size;
+  constexpr int ahead = 32 / most;  // rows that a thread loads before it multiplies one
+  const auto begins = [](const Matrix& matrix) { return matrix.factors[kRight].first_block; };
+  const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
+  if (matrix.rank == 0) {
+    copy_exact(matrix, kRight, bucket, own);
+    return;
+  }
+  const Factor& factor = matrix.factors[kRight];
+  const i64 rows = matrix.rows;
+  const i64 columns = matrix.columns;
+  const i64 vectors = (columns + size - 1) / size;
+  const i64 thread = (blockIdx.x - factor.first_block) * kThreads + threadIdx.x;
+  const i64 span = thread / vectors;
+  const i64 at = thread % vectors * size;
+  const i64 begin = span * factor.span;
+  if (begin >= rows) {
+    return;
+  }
+  const i64 end = begin + factor.span < rows ? begin + factor.span : rows;
+  const G* const gradient = bucket + matrix.gradient;
+  const T* const left = basis + matrix.factors[kLeft].start;
+  Vector<T> sums[most] = {};
+  for (i64 first = begin; first < end; first += ahead) {
+    Vector<T> numbers[ahead];
+#pragma unroll
+    for (int a = 0; a < ahead; ++a) {
+      const i64 start = (first + a < end ? first + a : first) * columns;
+      const T* const error = errors == nullptr ? nullptr : errors + matrix.error + start;
+      numbers[a] = load_sum(error, gradient + start, at, columns);
+    }
+#pragma unroll
+    for (int a = 0; a < ahead; ++a) {
+      if (first + a >= end) {
+        break;
+      }
+#pragma unroll
+      for (int f = 0; f < most; ++f) {
+        if (f < matrix.rank) {
+          const T of_row = left[(first + a) * matrix.rank + f];
+          for (int j = 0; j < size; ++j) {
+            sums[f].items[j] = fma(of_row, numbers[a].items[j], sums[f].items[j]);
+          }
+        }
+      }
+    }
+  }
+  T* const to = place_of_sums(matrix, kRight, span, sent, own);
+#pragma unroll
+  for (int f = 0; f < most; ++f) {
+    if (f < matrix.rank) {
+      store(to + f * columns, at, columns, sums[f]);
+    }
+  }
+}
+
+// Adds up the sums over spans, of the first `factors` numbers, and makes a copy to send. Numbers of more
+// than `largest` in size become NaN, here and there, as products with them could overflow on one rank
+// only. `verdict`: null, or what becomes true.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) send(
+    const Matrix* matrices,
+    i64 count,
+    i64 side,
+    i64 factors,
+    T* own,
+    i64 sent,
+    double largest,
+    T* total,
+    u8* verdict) {
   if (verdict != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
     *verdict = 1;
   }
-  for_each_vector<T>(numel, [&](i64 at) {
-    Vector<T> numbers = load(own, at, numel);
-    for (int j = 0; j < Vector<T>::size; ++j) {
-      if (fabs((double)numbers.items[j]) > largest) {
-        numbers.items[j] = (T)codecs::float_of(0x7fc00000u);
+  const i64 stride = (i64)gridDim.x * kThreads;
+  for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < sent; i += stride) {
+    T number = own[i];
+    if (i < factors) {
+      const auto begins = [&](const Matrix& matrix) { return matrix.factors[side].start; };
+      const Matrix& matrix = find_matrix(matrices, count, i, begins);
+      const Factor& factor = matrix.factors[side];
+      const i64 summed = side == kLeft ? matrix.columns : matrix.rows;
+      const i64 spans = (summed + factor.span - 1) / factor.span;
+#pragma unroll 4
+      for (i64 span = 1; span < spans; ++span) {
+        number += place_of_sums(matrix, side, span, sent, own)[i - factor.start];
       }
     }
-    store(own, at, numel, numbers);
-    store(total, at, numel, numbers);
-  });
+    if (fabs((double)number) > largest) {
+      number = (T)codecs::float_of(0x7fc00000u);
+    }
+    own[i] = number;
+    total[i] = number;
+  }
 }
 
 // Makes a sum over `ranks` into their mean; the verdict becomes false if something is not finite.
@@ -156,14 +391,14 @@ __global__ void __launch_bounds__(kThreads) receive(T* total, i64 numel, i64 ran
 // per matrix and vector: a column of a left factor, a row of a right one.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    keep(const u8* verdict, const Matrix* matrices, i64 is_left, const T* fresh, T* kept) {
+    keep(const u8* verdict, const Matrix* matrices, i64 side, const T* fresh, T* kept) {
   const Matrix& matrix = matrices[blockIdx.x];
   if (blockIdx.y >= matrix.rank) {
     return;
   }
-  const i64 length = is_left ? matrix.rows : matrix.columns;
-  const i64 stride = is_left ? matrix.rank : 1;
-  const i64 start = is_left ? matrix.left + blockIdx.y : matrix.right + blockIdx.y * length;
+  const i64 length = side == kLeft ? matrix.rows : matrix.columns;
+  const i64 stride = side == kLeft ? matrix.rank : 1;
+  const i64 start = matrix.factors[side].start + blockIdx.y * (side == kLeft ? 1 : length);
   bool is_alive = false;
   for (i64 i = threadIdx.x; i < length; i += kThreads) {
     is_alive |= fresh[start + i * stride] != 0;
@@ -176,36 +411,30 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The last of `count` matrices whose blocks begin at `block` or before.
-__device__ inline const Matrix& find_matrix(const Matrix* matrices, i64 count, i64 block) {
-  i64 low = 0;
-  for (i64 high = count; high - low > 1;) {
-    const i64 middle = (low + high) / 2;
-    (matrices[middle].first_block <= block ? low : high) = middle;
-  }
-  return matrices[low];
-}
-
 // With the sums over `halves` half steps, whose factors lie `lefts` and `rights` elements apart:
-// error = error + gradient - own_left·own_right; gradient = mean_left·mean_right. Where the verdict
-// is false, errors stay as they are and gradients become NaN. `errors` may be null. A thread handles a
-// vector of columns in kRows rows.
-template <typename T>
+// error = error + gradient - own_left·own_right; gradient = mean_left·mean_right; and what was sent as it
+// was comes from `exact`, where it lies beside factors of `exact_side`. Where the verdict is false,
+// errors stay as they are and gradients become NaN. `errors` may be null. A thread handles a vector of
+// columns in kRows rows.
+template <typename T, typename G>
 __global__ void __launch_bounds__(kThreads) absorb(
     const u8* verdict,
     const Matrix* matrices,
     i64 count,
     T* errors,
-    T* bucket,
+    G* bucket,
     i64 halves,
     i64 lefts,
     i64 rights,
     const T* own_left,
     const T* own_right,
     const T* mean_left,
-    const T* mean_right) {
+    const T* mean_right,
+    const T* exact,
+    i64 exact_side) {
   constexpr int size = Vector<T>::size;
-  const Matrix matrix = find_matrix(matrices, count, blockIdx.x);
+  const auto begins = [](const Matrix& matrix) { return matrix.first_block; };
+  const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
   const i64 rows = matrix.rows;
   const i64 columns = matrix.columns;
   const i64 rank = matrix.rank;
@@ -216,29 +445,28 @@ __global__ void __launch_bounds__(kThreads) absorb(
   if (first >= rows) {
     return;
   }
-  T* const gradient = bucket + matrix.gradient;
+  G* const gradient = bucket + matrix.gradient;
   const bool is_sound = *verdict;
-  const bool has_error = errors != nullptr && is_sound;
+  const bool has_error = errors != nullptr && is_sound && rank > 0;
   T* const error = has_error ? errors + matrix.error : nullptr;
   Vector<T> rest[kRows];
   Vector<T> mean[kRows];
   for (int i = 0; i < kRows; ++i) {
-    const i64 row = first + i;
+    const i64 start = (first + i) * columns;
     rest[i] = {};
-    if (has_error && row < rows) {
-      rest[i] = load(error + row * columns, at, columns);
-      const Vector<T> own = load(gradient + row * columns, at, columns);
-      for (int j = 0; j < size; ++j) {
-        rest[i].items[j] += own.items[j];
-      }
+    if (has_error && first + i < rows) {
+      rest[i] = load_sum(error + start, gradient + start, at, columns);
     }
     for (int j = 0; j < size; ++j) {
       mean[i].items[j] = is_sound ? (T)0 : (T)codecs::float_of(0x7fc00000u);
     }
   }
+  if (rank == 0 && is_sound) {
+    mean[0] = load(exact + matrix.factors[exact_side].start, at, columns);
+  }
   for (i64 half = 0; half < halves; ++half) {
-    const i64 left = half * lefts + matrix.left;
-    const i64 right = half * rights + matrix.right;
+    const i64 left = half * lefts + matrix.factors[kLeft].start;
+    const i64 right = half * rights + matrix.factors[kRight].start;
     for (i64 f = 0; f < rank; ++f) {
       const Vector<T> own = load(own_right + right + f * columns, at, columns);
       const Vector<T> of_all = load(mean_right + right + f * columns, at, columns);
@@ -254,12 +482,12 @@ __global__ void __launch_bounds__(kThreads) absorb(
     }
   }
   for (int i = 0; i < kRows; ++i) {
-    const i64 row = first + i;
-    if (row < rows) {
+    const i64 start = (first + i) * columns;
+    if (first + i < rows) {
       if (has_error) {
-        store(error + row * columns, at, columns, rest[i]);
+        store(error + start, at, columns, rest[i]);
       }
-      store(gradient + row * columns, at, columns, mean[i]);
+      store_as(gradient + start, at, columns, mean[i]);
     }
   }
 }

@@ -34,7 +34,8 @@ constexpr int kDigits = 1 << kDigitBits;
 template <typename T>
 using Key = decltype(magnitude_bits(T{}));
 
-// What the kernels of one selection hand on, in global memory.
+// What the kernels of one selection hand on, in global memory: this, a word of marks for each kWord
+// elements, up to the end of the last chunk, and for each chunk how many are larger and equal before it.
 struct Selection {
   u64 bound;        // elements with keys of this or more are marked
   u64 marked;       // how many these are
@@ -47,7 +48,16 @@ struct Selection {
   u32 histogram[kDigits];  // of the present digit
 };
 
-static_assert(sizeof(Selection) <= 8256, "selection.py allocates as much");
+static_assert(sizeof(Selection) == 8248, "selection.py allocates as much");
+
+__device__ inline u32* marks_of(Selection* selection) {
+  return (u32*)(selection + 1);
+}
+
+__device__ inline u64* offsets_of(Selection* selection, i64 numel) {
+  const i64 chunks = (numel + kChunk - 1) / kChunk;
+  return (u64*)(marks_of(selection) + chunks * (kChunk / kWord));
+}
 
 // Finds the digit of the element of rank *rank, from the top, where histogram[d] elements have digit
 // d. *rank becomes its rank among these. For all threads of a block; all get the same.
@@ -162,7 +172,7 @@ __device__ void choose_candidates(u64 count, Selection* selection) {
 // A warp takes 32 vectors, kAhead times; for each time its first lanes write the words of marks.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
-    mark(T* gradient, const T* error, i64 numel, u64 count, u32* marks, Selection* selection) {
+    mark(T* gradient, const T* error, i64 numel, u64 count, Selection* selection) {
   constexpr int size = Vector<T>::size;
   __shared__ u32 marked_in_block;
   if (threadIdx.x == 0) {
@@ -206,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
       const i64 place = group + a * step + lane * kWord;
       if (lane < size && place < numel) {
-        marks[place / kWord] = word;
+        marks_of(selection)[place / kWord] = word;
         marked += __popc(word);
       }
     }
@@ -222,12 +232,12 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 // The candidates among the elements of a word of marks, as bits.
-__device__ u32 candidates(const u32* marks, i64 word, i64 numel, const Selection* selection) {
+__device__ u32 candidates(i64 word, i64 numel, Selection* selection) {
   if (word * kWord >= numel) {
     return 0;
   }
   if (selection->only_marked) {
-    return marks[word];
+    return marks_of(selection)[word];
   }
   const i64 left = numel - word * kWord;
   return left >= kWord ? ~0u : (1u << left) - 1;
@@ -244,8 +254,8 @@ __device__ void for_each_candidate(const T* gradient, i64 word, u32 bits, const 
 
 // Finds the digit of `width` bits at `shift`.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) refine(
-    const T* gradient, i64 numel, const u32* marks, i64 shift, i64 width, Selection* selection) {
+__global__ void __launch_bounds__(kThreads)
+    refine(const T* gradient, i64 numel, i64 shift, i64 width, Selection* selection) {
   if (selection->is_refined) {
     return;
   }
@@ -257,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) refine(
   const u64 digits = shared_digits<T>((Key<T>)selection->key, shift, width);
   const i64 stride = (i64)gridDim.x * kThreads;
   for (i64 word = (i64)blockIdx.x * kThreads + threadIdx.x; word * kWord < numel; word += stride) {
-    const u32 bits = candidates(marks, word, numel, selection);
+    const u32 bits = candidates(word, numel, selection);
     for_each_candidate(gradient, word, bits, [&](i64, Key<T> key) {
       if (shared_digits<T>(key, shift, width) == digits) {
         atomicAdd(&histogram[key >> shift & ((1u << width) - 1)], 1u);
@@ -297,12 +307,13 @@ __device__ u64 larger_and_equal(const T* gradient, i64 word, u32 bits, const Sel
   return both;
 }
 
-// One block per chunk. `offsets`: for each chunk, how many are larger and equal before it.
+// One block per chunk.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    count(const T* gradient, i64 numel, const u32* marks, u64* offsets, Selection* selection) {
+    count(const T* gradient, i64 numel, Selection* selection) {
+  u64* const offsets = offsets_of(selection, numel);
   const i64 word = (i64)blockIdx.x * kThreads + threadIdx.x;
-  const u32 bits = candidates(marks, word, numel, selection);
+  const u32 bits = candidates(word, numel, selection);
   u64 total;
   sum_before<kThreads>(larger_and_equal(gradient, word, bits, selection), &total);
   if (threadIdx.x == 0) {
@@ -319,18 +330,12 @@ __global__ void __launch_bounds__(kThreads)
 
 // One block per chunk. Writes at most `limit` indices.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) list(
-    const T* gradient,
-    i64 numel,
-    const u32* marks,
-    const u64* offsets,
-    const Selection* selection,
-    i64 limit,
-    int* indices) {
+__global__ void __launch_bounds__(kThreads)
+    list(const T* gradient, i64 numel, Selection* selection, i64 limit, int* indices) {
   const i64 word = (i64)blockIdx.x * kThreads + threadIdx.x;
-  const u32 bits = candidates(marks, word, numel, selection);
+  const u32 bits = candidates(word, numel, selection);
   u64 total;
-  const u64 before = offsets[blockIdx.x] +
+  const u64 before = offsets_of(selection, numel)[blockIdx.x] +
       sum_before<kThreads>(larger_and_equal(gradient, word, bits, selection), &total);
   const auto kth = (Key<T>)selection->key;
   const i64 equal_wanted = selection->rank;

@@ -5,27 +5,25 @@ Gradients and errors are flat, float32 or float64, with fewer than 2^31 elements
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from commhooks.errors import CommHookError
+from commhooks.kernels.elements import TYPES
 from commhooks.kernels.launcher import Argument, launch
 from commhooks.kernels.source import Source
 
-__all__ = ["SOURCE", "TYPES", "add_and_check", "check_gradient", "select_above", "select_largest"]
+__all__ = ["SOURCE", "add_and_check", "check_gradient", "select_above", "select_largest"]
 
-TYPES = {torch.float32: "float", torch.float64: "double"}
-"""In which kernels compute, by their names in C++."""
-SOURCE = Source(
-    "selection.cu",
-    tuple(
-        f"commhooks::kernels::{kernel}<{type_}>"
+_NAMES = {
+    dtype: {
+        kernel: f"commhooks::kernels::{kernel}<{type_}>"
         for kernel in ("begin", "mark", "refine", "count", "list", "add_and_check")
-        for type_ in TYPES.values()
-    ),
-)
+    }
+    for dtype, type_ in TYPES.items()
+}
+SOURCE = Source("selection.cu", tuple(name for names in _NAMES.values() for name in names.values()))
 
 _THREADS = 256
 _WORD = 32  # elements that a word of marks stands for
@@ -33,7 +31,7 @@ _CHUNK = _THREADS * _WORD
 _SAMPLING_THREADS = 1024
 _SAMPLE_BYTES = 64 * _SAMPLING_THREADS
 _DIGIT_BITS = 11
-_STATE_BYTES = 4 * (1 << _DIGIT_BITS) + 64
+_STATE_BYTES = 4 * (1 << _DIGIT_BITS) + 56
 _SELECTED = 4  # where in the state, in words of 64 bits
 _REFINING_BLOCKS = 1024
 _STREAMING_BLOCKS = 2048
@@ -85,7 +83,7 @@ def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     flag = gradient.new_zeros(1)
     numel = gradient.numel()
     blocks = min(_STREAMING_BLOCKS, -(-numel // (4 * _THREADS)))
-    kernel = f"commhooks::kernels::add_and_check<{TYPES[gradient.dtype]}>"
+    kernel = _NAMES[gradient.dtype]["add_and_check"]
     launch(SOURCE, kernel, (gradient, error, numel, flag), grid=blocks, block=_THREADS)
     return flag
 
@@ -98,55 +96,45 @@ class _Selection:
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
-        self._chunks = -(-gradient.numel() // _CHUNK)
-        self._state, self._marks, self._offsets = (
-            torch.empty(words, dtype=torch.int64, device=gradient.device)
-            for words in (_STATE_BYTES // 8, self._chunks * _CHUNK // 64, self._chunks)
-        )
+        self._numel = gradient.numel()
+        self._names = _NAMES[gradient.dtype]
+        self._chunks = -(-self._numel // _CHUNK)
+        words = _STATE_BYTES // 8 + self._chunks * (_CHUNK // 64 + 1)
+        self._state = gradient.new_empty(words, dtype=torch.int64)
 
     def mark(self, error: Tensor | None, count: int, *, sample_rank: int, bound: int) -> None:
         """Adds the error. The bound has that rank in a sample, or is given where that is 0."""
-        gradient, numel, state = self._gradient, self._gradient.numel(), self._state
+        gradient, numel, state = self._gradient, self._numel, self._state
         arguments = (gradient, error, numel, sample_rank, bound, state)
-        self._launch("begin", arguments, blocks=1, threads=_SAMPLING_THREADS)
-        self._launch("mark", (gradient, error, numel, count, self._marks, state))
+        self._launch("begin", arguments, min(1, self._chunks), _SAMPLING_THREADS)
+        self._launch("mark", (gradient, error, numel, count, state), self._chunks)
 
     def refine(self) -> None:
         """Finds the k-th largest key, from its highest digit to its lowest."""
         shift = 8 * self._gradient.itemsize
+        blocks = min(self._chunks, _REFINING_BLOCKS)
         while shift > 0:
             width = min(shift, _DIGIT_BITS)
             shift -= width
-            arguments = (self._gradient, self._gradient.numel(), self._marks, shift, width)
-            blocks = min(self._chunks, _REFINING_BLOCKS)
-            self._launch("refine", (*arguments, self._state), blocks=blocks)
+            arguments = (self._gradient, self._numel, shift, width, self._state)
+            self._launch("refine", arguments, blocks)
 
     def count(self) -> None:
         """Finds out how many indices come before each chunk's."""
-        gradient, numel = self._gradient, self._gradient.numel()
-        self._launch("count", (gradient, numel, self._marks, self._offsets, self._state))
+        self._launch("count", (self._gradient, self._numel, self._state), self._chunks)
 
     def selected(self) -> int:
         """By a threshold. Waits for the device."""
         return int(self._state[_SELECTED].item()) if self._chunks > 0 else 0
 
     def list(self, indices: Tensor) -> None:
-        gradient, numel = self._gradient, self._gradient.numel()
-        arguments = (gradient, numel, self._marks, self._offsets, self._state)
-        self._launch("list", (*arguments, indices.numel(), indices))
+        arguments = (self._gradient, self._numel, self._state, indices.numel(), indices)
+        self._launch("list", arguments, self._chunks)
 
     def _launch(
-        self,
-        name: str,
-        arguments: Sequence[Argument],
-        *,
-        blocks: int | None = None,
-        threads: int = _THREADS,
+        self, name: str, arguments: tuple[Argument, ...], blocks: int, threads: int = _THREADS
     ) -> None:
-        """One block for each chunk, unless stated otherwise."""
-        kernel = f"commhooks::kernels::{name}<{TYPES[self._gradient.dtype]}>"
-        grid = self._chunks if blocks is None else blocks
-        launch(SOURCE, kernel, arguments, grid=grid if self._chunks > 0 else 0, block=threads)
+        launch(SOURCE, self._names[name], arguments, grid=blocks, block=threads)
 
 
 def _sample_rank(gradient: Tensor, count: int) -> int:

@@ -1,7 +1,8 @@
 // What sparse hooks send and keep: indices written and read, values put in their places.
 //
 // `messages` are those of all ranks, one after the other, `pitch` bytes each: the indices as in Note
-// [Index code] in commhooks/algorithms/index_code.py, then the values, at any alignment.
+// [Index code] in commhooks/algorithms/index_code.py, then the values, `values_at` bytes from the start.
+// Values may be in half precision, W; they are added in T.
 
 #include "codecs/sparse.h"
 #include "grid.h"
@@ -22,20 +23,26 @@ __device__ i64 thread_index() {
 
 // ------------------------------------------------------------------------------------- writing
 
-// `packed`: zeros before. A thread for each index and for each word of low bits.
+// A whole message, zeros before. A thread for each index and its value, and for each word of low bits.
+template <typename W>
 __global__ void __launch_bounds__(kThreads) pack(
     const int* indices,
+    const W* values,
     i64 count,
     i64 low_bits,
     i64 adds_rank,
     i64 high_words,
     i64 low_words,
+    i64 values_at,
     u64* packed) {
   const IndexCode code{(int)low_bits, adds_rank != 0};
   const i64 thread = thread_index();
   if (thread < count) {
     const u64 position = code.position(indices[thread], thread);
     atomicOr(&packed[position / kWordBits], 1ull << position % kWordBits);
+    if (values != nullptr) {
+      ((W*)((u8*)packed + values_at))[thread] = values[thread];
+    }
   }
   if (thread < low_words) {
     const i64 begin = thread * kWordBits;
@@ -82,23 +89,25 @@ __device__ u64 bitmap_word(const u8* messages, i64 pitch, i64 high_words) {
   return word < high_words ? load_word(messages + blockIdx.y * pitch, word) : 0;
 }
 
-// Into `offsets`, (ranks, gridDim.x): how many indices there are before each block's words. Into
-// `counts`, (ranks): how many there are, and into `verdict` whether none has more than `capacity`.
+// What the kernels of one reading hand on, `words`, zeros at first:
+//
+//   | before each block's words of each rank, how many indices | of each rank, how many | ticket |
+//     (ranks, tiles)                                             (ranks)
+__device__ i64* counts_in(u64* words, i64 tiles) {
+  return (i64*)(words + gridDim.y * tiles);
+}
+
+// Into `verdict`: whether no rank has more indices than `capacity`.
 __global__ void __launch_bounds__(kThreads) count_indices(
-    const u8* messages,
-    i64 pitch,
-    i64 high_words,
-    i64 capacity,
-    u64* offsets,
-    i64* counts,
-    u32* ticket,
-    u8* verdict) {
+    const u8* messages, i64 pitch, i64 high_words, i64 capacity, u64* words, u8* verdict) {
+  u64* const offsets = words;
+  i64* const counts = counts_in(words, gridDim.x);
   u64 total;
   sum_before<kThreads>(__popcll(bitmap_word(messages, pitch, high_words)), &total);
   if (threadIdx.x == 0) {
     offsets[blockIdx.y * gridDim.x + blockIdx.x] = total;
   }
-  if (!is_last_block(ticket)) {
+  if (!is_last_block((u32*)(counts + gridDim.y))) {
     return;
   }
   bool fits = true;
@@ -137,21 +146,29 @@ __global__ void __launch_bounds__(kThreads) unpack(
   }
 }
 
+template <typename W>
+__device__ const W* values_of(const u8* messages, i64 pitch, i64 values_at, i64 rank) {
+  return (const W*)(messages + rank * pitch + values_at);
+}
+
 // A thread for each value of each rank. `verdict` becomes false where indices do not ascend or are
 // not below `numel`, or values are not finite. Into `starts`, (ranks, segments + 1): for each
 // segment of the result, the first index that is not before it.
-template <typename T>
+template <typename W>
 __global__ void __launch_bounds__(kThreads) check(
-    const T* values,
+    const u8* messages,
+    i64 pitch,
+    i64 values_at,
     const int* indices,
     i64 capacity,
-    const i64* counts,
+    u64* words,
+    i64 tiles,
     i64 numel,
     i64 segments,
     u32* starts,
     u8* verdict) {
   const i64 rank = thread_index();
-  const i64 count = counts[blockIdx.y];
+  const i64 count = counts_in(words, tiles)[blockIdx.y];
   starts += blockIdx.y * (segments + 1);
   if (rank == 0 && count == 0) {
     for (i64 segment = 0; segment <= segments; ++segment) {
@@ -164,7 +181,7 @@ __global__ void __launch_bounds__(kThreads) check(
   indices += blockIdx.y * capacity;
   const i64 index = indices[rank];
   const i64 previous = rank == 0 ? -1 : indices[rank - 1];
-  const T value = values[blockIdx.y * capacity + rank];
+  const auto value = widen(values_of<W>(messages, pitch, values_at, blockIdx.y)[rank]);
   if (index <= previous || index >= numel || !(value - value == 0)) {
     *verdict = false;
   }
@@ -181,37 +198,80 @@ __global__ void __launch_bounds__(kThreads) check(
 
 // ------------------------------------------------------------------------------------- results
 
-// One block per segment, which no other writes: the mean over ranks, summed in their order; NaN
-// where the verdict is false.
+// The numbers of a segment of the result.
 template <typename T>
+struct Segment {
+  T* numbers;
+  i64 begin;
+
+  // All become `number`. For all threads of a block.
+  __device__ void fill(T number) const {
+    for (int i = threadIdx.x; i < kSegment; i += kThreads) {
+      numbers[i] = number;
+    }
+    __syncthreads();
+  }
+
+  // Adds the values of one rank, divided by `ranks`. For all threads of a block.
+  template <typename W>
+  __device__ void add(const W* values, const int* indices, const u32* start, T ranks) const {
+    for (i64 i = start[0] + threadIdx.x; i < start[1]; i += kThreads) {
+      numbers[indices[i] - begin] += widen(values[i]) / ranks;
+    }
+    __syncthreads();
+  }
+};
+
+// One block per segment, which no other writes. Into `mean`: that over ranks, summed in their order; NaN
+// where the verdict is false. Into `error`, unless it is null or the verdict is false: `total`, which may
+// be in the memory of the mean, less what `own_rank` has sent.
+template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads) store_mean(
-    const T* values,
+    const u8* messages,
+    i64 pitch,
+    i64 values_at,
     const int* indices,
     i64 capacity,
     const u32* starts,
     i64 ranks,
     i64 numel,
     const u8* verdict,
-    T* mean) {
-  __shared__ Vector<T> sums[kSegment / Vector<T>::size];
-  T* const sum = sums[0].items;
+    i64 own_rank,
+    const T* total,
+    T* error,
+    W* mean) {
+  constexpr int size = Vector<T>::size;
+  __shared__ Vector<T> numbers[kSegment / size];
+  const Segment<T> segment{numbers[0].items, (i64)blockIdx.x * kSegment};
   const bool is_sound = *verdict;
-  for (int i = threadIdx.x; i < kSegment; i += kThreads) {
-    sum[i] = is_sound ? (T)0 : (T)codecs::float_of(0x7fc00000u);
-  }
-  __syncthreads();
-  const i64 begin = (i64)blockIdx.x * kSegment;
-  for (i64 rank = 0; is_sound && rank < ranks; ++rank) {
+  const auto add = [&](i64 rank, T divisor) {
+    const W* const values = values_of<W>(messages, pitch, values_at, rank);
     const u32* const start = starts + rank * (gridDim.x + 1ll) + blockIdx.x;
-    for (i64 i = start[0] + threadIdx.x; i < start[1]; i += kThreads) {
-      sum[indices[rank * capacity + i] - begin] += values[rank * capacity + i] / (T)ranks;
+    segment.add(values, indices + rank * capacity, start, divisor);
+  };
+  if (error != nullptr && is_sound) {
+    segment.fill(0);
+    add(own_rank, 1);
+    for (int i = threadIdx.x; i < kSegment / size; i += kThreads) {
+      const i64 at = segment.begin + i * size;
+      if (at < numel) {
+        Vector<T> left = load(total, at, numel);
+        for (int j = 0; j < size; ++j) {
+          left.items[j] -= numbers[i].items[j];
+        }
+        store(error, at, numel, left);
+      }
     }
     __syncthreads();
   }
-  for (int i = threadIdx.x; i < kSegment / Vector<T>::size; i += kThreads) {
-    const i64 at = begin + i * Vector<T>::size;
+  segment.fill(is_sound ? (T)0 : (T)codecs::float_of(0x7fc00000u));
+  for (i64 rank = 0; is_sound && rank < ranks; ++rank) {
+    add(rank, (T)ranks);
+  }
+  for (int i = threadIdx.x; i < kSegment / size; i += kThreads) {
+    const i64 at = segment.begin + i * size;
     if (at < numel) {
-      store(mean, at, numel, sums[i]);
+      store_as(mean, at, numel, numbers[i]);
     }
   }
 }

@@ -8,30 +8,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks.kernels.elements import ELEMENTS, TYPES, computed_in
 from commhooks.kernels.launcher import Argument, launch
-from commhooks.kernels.selection import TYPES, check_gradient
+from commhooks.kernels.selection import check_gradient
 from commhooks.kernels.source import Source
 
 __all__ = [
     "SOURCE",
+    "Code",
     "Received",
     "correct_momentum",
     "draw_indices",
-    "pack_indices",
+    "pack",
     "receive",
     "scatter_add",
     "store_mean",
 ]
 
+_COMMON = {name: f"commhooks::kernels::{name}" for name in ("count_indices", "unpack", "draw")}
+_OF_NUMBERS = {
+    dtype: {
+        name: f"commhooks::kernels::{name}<{type_}>" for name in ("scatter_add", "correct_momentum")
+    }
+    for dtype, type_ in TYPES.items()
+}
+_OF_VALUES = {
+    dtype: {
+        "pack": f"commhooks::kernels::pack<{element}>",
+        "check": f"commhooks::kernels::check<{element}>",
+        "store_mean": f"commhooks::kernels::store_mean<{TYPES[computed_in(dtype)]}, {element}>",
+    }
+    for dtype, element in ELEMENTS.items()
+}
 SOURCE = Source(
     "sparse.cu",
-    (
-        *(f"commhooks::kernels::{name}" for name in ("pack", "count_indices", "unpack", "draw")),
-        *(
-            f"commhooks::kernels::{name}<{type_}>"
-            for name in ("check", "store_mean", "scatter_add", "correct_momentum")
-            for type_ in TYPES.values()
-        ),
+    tuple(
+        name
+        for names in (_COMMON, *_OF_NUMBERS.values(), *_OF_VALUES.values())
+        for name in names.values()
     ),
 )
 
@@ -40,90 +54,121 @@ _SEGMENT = 4096
 _STREAMING_BLOCKS = 2048
 
 
-def pack_indices(
-    indices: Tensor, high_bits: int, low_bits: int, adds_rank: bool, out: Tensor
-) -> None:
-    """Writes indices into ``out``: uint8, zeros, aligned to 8 bytes. See Note [Index code]."""
+@dataclass(frozen=True)
+class Code:
+    """How indices are written, see Note [Index code]; ``nbytes``: in how many bytes."""
+
+    high_bits: int
+    low_bits: int
+    adds_rank: bool
+    nbytes: int
+
+
+def pack(indices: Tensor, values: Tensor | None, code: Code, out: Tensor) -> None:
+    """Writes indices, and behind them values, into ``out``: uint8, zeros, aligned to 8 bytes."""
     count = indices.numel()
-    high_words, low_words = _words(high_bits), _words(count * low_bits)
-    arguments = (indices, count, low_bits, adds_rank, high_words, low_words, out)
-    _launch("pack", arguments, max(count, low_words))
+    high_words, low_words = _words(code.high_bits), _words(count * code.low_bits)
+    arguments = (
+        indices,
+        values,
+        count,
+        code.low_bits,
+        code.adds_rank,
+        high_words,
+        low_words,
+        code.nbytes,
+        out,
+    )
+    kernel = _OF_VALUES[torch.float32 if values is None else values.dtype]["pack"]
+    _launch(kernel, arguments, max(count, low_words))
 
 
 @dataclass(frozen=True)
 class Received:
-    """The parts of all ranks. ``values``, ``indices``: (ranks, capacity), filled as far as they go.
+    """The parts of all ranks. ``indices``: (ranks, capacity), filled as far as they go.
 
     ``starts``: for each rank and segment of the result, its first index there. ``verdict``: ()
     bool, whether all are sound: indices ascend, and values are finite.
     """
 
-    values: Tensor
+    messages: Tensor
+    values_at: int
     indices: Tensor
     starts: Tensor
     verdict: Tensor
 
 
 def receive(
-    messages: Tensor,
-    values: Tensor,
-    numel: int,
-    high_bits: int,
-    low_bits: int,
-    adds_rank: bool,
+    messages: Tensor, code: Code, capacity: int, dtype: torch.dtype, numel: int
 ) -> Received:
-    """Reads the indices of ``messages``, (ranks, bytes) uint8, each of which begins with them.
+    """Reads the indices of ``messages``, (ranks, bytes) uint8; values of ``dtype`` follow them.
 
-    ``values``: (ranks, capacity), those that belong to them, zeros behind.
+    ``capacity``: of each, with zeros behind.
     """
-    ranks, capacity = values.shape
-    high_words = _words(high_bits)
+    ranks, pitch = messages.shape
+    high_words = _words(code.high_bits)
     tiles = _blocks(high_words)
     segments = _blocks(numel, _SEGMENT)
     words = messages.new_zeros(ranks * tiles + ranks + 1, dtype=torch.int64)
-    offsets, counts, ticket = torch.split(words, [ranks * tiles, ranks, 1])
     indices = messages.new_empty((ranks, capacity), dtype=torch.int32)
     starts = messages.new_empty((ranks, segments + 1), dtype=torch.int32)
     verdict = messages.new_empty((), dtype=torch.bool)
-    bitmap = (messages, messages.stride(0))
+    bitmap = (messages, pitch)
     grid = (tiles, ranks, 1)
-    arguments: tuple[Argument, ...] = (high_words, capacity, offsets, counts, ticket, verdict)
-    launch(SOURCE, _name("count_indices"), (*bitmap, *arguments), grid=grid, block=_THREADS)
-    arguments = (low_bits, adds_rank, high_words, offsets, capacity, indices)
-    launch(SOURCE, _name("unpack"), (*bitmap, *arguments), grid=grid, block=_THREADS)
-    arguments = (values, indices, capacity, counts, numel, segments, starts, verdict)
+    arguments: tuple[Argument, ...] = (*bitmap, high_words, capacity, words, verdict)
+    launch(SOURCE, _COMMON["count_indices"], arguments, grid=grid, block=_THREADS)
+    arguments = (*bitmap, code.low_bits, code.adds_rank, high_words, words, capacity, indices)
+    launch(SOURCE, _COMMON["unpack"], arguments, grid=grid, block=_THREADS)
+    arguments = (*bitmap, code.nbytes, indices, capacity, words, tiles)
     grid = (_blocks(capacity), ranks, 1)
-    launch(SOURCE, _name("check", values), arguments, grid=grid, block=_THREADS)
-    return Received(values, indices, starts, verdict)
+    arguments = (*arguments, numel, segments, starts, verdict)
+    launch(SOURCE, _OF_VALUES[dtype]["check"], arguments, grid=grid, block=_THREADS)
+    return Received(messages, code.nbytes, indices, starts, verdict)
 
 
-def store_mean(received: Received, mean: Tensor) -> None:
-    """``mean`` becomes that of the parts, added by rank; NaN if they are not sound."""
-    ranks, capacity = received.values.shape
+def store_mean(
+    received: Received,
+    mean: Tensor,
+    *,
+    own_rank: int = 0,
+    total: Tensor | None = None,
+    error: Tensor | None = None,
+) -> None:
+    """``mean`` becomes that of the parts, added by rank; NaN if they are not sound.
+
+    If they are, ``error`` becomes ``total``, which may be the mean's memory, less the own part.
+    """
+    ranks, capacity = received.indices.shape
     arguments = (
-        received.values,
+        received.messages,
+        received.messages.stride(0),
+        received.values_at,
         received.indices,
         capacity,
         received.starts,
         ranks,
         mean.numel(),
         received.verdict,
+        own_rank,
+        total,
+        error,
         mean,
     )
     blocks = _blocks(mean.numel(), _SEGMENT)
-    launch(SOURCE, _name("store_mean", mean), arguments, grid=blocks, block=_THREADS)
+    launch(SOURCE, _OF_VALUES[mean.dtype]["store_mean"], arguments, grid=blocks, block=_THREADS)
 
 
 def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
     """``out[indices] += values``, for different indices. Those out of range are left out."""
     count = indices.numel()
     arguments = (values, indices, count, out.numel(), out)
-    launch(SOURCE, _name("scatter_add", out), arguments, grid=_blocks(count), block=_THREADS)
+    kernel = _OF_NUMBERS[out.dtype]["scatter_add"]
+    launch(SOURCE, kernel, arguments, grid=_blocks(count), block=_THREADS)
 
 
 def draw_indices(seed: int, rotation: int, numel: int, out: Tensor) -> None:
     """Fills ``out`` with different indices below ``numel``, the same as on a CPU."""
-    _launch("draw", (seed, rotation, numel, out.numel(), out), out.numel())
+    _launch(_COMMON["draw"], (seed, rotation, numel, out.numel(), out), out.numel())
 
 
 def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:
@@ -133,17 +178,13 @@ def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum
     numel = gradient.numel()
     blocks = min(_STREAMING_BLOCKS, _blocks(numel, 4 * _THREADS))
     arguments = (gradient, velocity, error, float(momentum), numel, total)
-    launch(SOURCE, _name("correct_momentum", gradient), arguments, grid=blocks, block=_THREADS)
+    kernel = _OF_NUMBERS[gradient.dtype]["correct_momentum"]
+    launch(SOURCE, kernel, arguments, grid=blocks, block=_THREADS)
     return total
 
 
-def _launch(name: str, arguments: tuple[Argument, ...], threads: int) -> None:
-    launch(SOURCE, _name(name), arguments, grid=_blocks(threads), block=_THREADS)
-
-
-def _name(kernel: str, values: Tensor | None = None) -> str:
-    type_ = "" if values is None else f"<{TYPES[values.dtype]}>"
-    return f"commhooks::kernels::{kernel}{type_}"
+def _launch(kernel: str, arguments: tuple[Argument, ...], threads: int) -> None:
+    launch(SOURCE, kernel, arguments, grid=_blocks(threads), block=_THREADS)
 
 
 def _blocks(threads: int, of: int = _THREADS) -> int:

@@ -60,15 +60,16 @@ class Emulation:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         shared_bytes: int,
-        parameters: "ctypes.Array[ctypes.c_void_p]",
+        parameters: int,
+        count: int,
         device_index: int,
     ) -> None:
         library = ctypes.CDLL(str(compiled(source, self.flags)))
         run = library[f"launch_{source.kernels.index(kernel)}"]
         dimensions = ctypes.c_uint * 3
         error = ctypes.create_string_buffer(1000)
-        if run(len(parameters), dimensions(*grid), dimensions(*block),
-               ctypes.c_size_t(shared_bytes), int(self.is_backward), parameters, error,
+        if run(count, dimensions(*grid), dimensions(*block), ctypes.c_size_t(shared_bytes),
+               int(self.is_backward), ctypes.c_void_p(parameters), error,
                ctypes.c_size_t(len(error))):  # fmt: skip
             raise EmulationError(f"{source.file}, {kernel}: {error.value.decode()}")
 

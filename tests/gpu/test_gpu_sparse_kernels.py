@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from test_lowrank_kernels import Bucket, check_absorb
+from test_lowrank_kernels import Bucket, check_absorb, check_products
 from test_selection_kernels import KINDS, draw, same_bits
 from test_sparse_kernels import Received, choose, part_of, written
 from torch import Tensor
 
-from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.gathered_parts import gather
 from commhooks.algorithms.matrix_plan import Side
 from commhooks.algorithms.sparse import (
@@ -21,6 +20,7 @@ from commhooks.algorithms.sparse import (
     select_largest,
 )
 from commhooks.algorithms.sparse_part import SparseLayout, SparsePart
+from commhooks.finite import copy_if
 
 pytestmark = [
     pytest.mark.gpu,
@@ -132,7 +132,15 @@ def test_bases_are_orthonormal(side, dtype):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [4, 16, 20])
+@pytest.mark.parametrize("side", Side)
+def test_products(side, rank, dtype):
+    shapes = [(1, 1, 1, 1), (3, 70, 131, rank), (2, 768, 2304, rank)]
+    check_products(Bucket(shapes, dtype, device="cuda"), side, has_exact=True)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("verdict", [False, True])
 @pytest.mark.parametrize("sides", [[Side.RIGHT], [Side.RIGHT, Side.LEFT]])
 def test_end_of_a_step(sides, verdict, dtype):
@@ -148,7 +156,7 @@ def test_what_low_rank_compression_sends_and_keeps(dtype):
         fresh, kept = bucket.factors(Side.RIGHT), bucket.factors(Side.RIGHT)
         fresh.flat[-1] = number
         before = kept.flat.clone()
-        total, verdict = arithmetic.send(fresh.flat, None)
+        total, verdict = arithmetic.send(fresh, None)
         verdict = arithmetic.receive(total.mul_(2), 2, verdict)
         assert verdict == (number == 0.5)
         arithmetic.keep(fresh, kept, verdict)

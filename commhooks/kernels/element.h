@@ -1,0 +1,68 @@
+// Numbers in half precision, by their bits: compilers need no header of CUDA's for them.
+#pragma once
+
+#include "codecs/portable.h"
+
+namespace commhooks::kernels {
+
+using codecs::u32;
+
+struct Half {
+  unsigned short bits;
+};
+
+struct BFloat16 {
+  unsigned short bits;
+};
+
+__device__ inline double widen(double value) {
+  return value;
+}
+
+__device__ inline float widen(float value) {
+  return value;
+}
+
+__device__ inline float widen(Half value) {
+  const u32 scaled = codecs::bits_of(codecs::float_of((value.bits & 0x7fffu) << 13) * 0x1p112f);
+  const u32 exponent = value.bits & 0x7c00u;
+  const u32 sign = (value.bits & 0x8000u) << 16;
+  return codecs::float_of(sign | scaled | (exponent == 0x7c00u ? 0x7f800000u : 0u));
+}
+
+__device__ inline float widen(BFloat16 value) {
+  return codecs::float_of((u32)value.bits << 16);
+}
+
+__device__ inline void narrow(double value, double* to) {
+  *to = value;
+}
+
+__device__ inline void narrow(float value, float* to) {
+  *to = value;
+}
+
+// To the nearest, ties to even, as all casts here.
+__device__ inline void narrow(float value, Half* to) {
+  const u32 sign = codecs::bits_of(value) >> 16 & 0x8000u;
+  const u32 magnitude = codecs::magnitude_bits(value);
+  u32 bits;
+  if (magnitude > 0x7f800000u) {
+    bits = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {  // rounded, that is beyond the largest
+    bits = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // subnormal: in 0.5 + value the last bits are cut off
+    bits = codecs::bits_of(codecs::float_of(magnitude) + 0.5f) - 0x3f000000u;
+  } else {
+    bits = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  }
+  to->bits = (unsigned short)(sign | bits);
+}
+
+__device__ inline void narrow(float value, BFloat16* to) {
+  const u32 bits = codecs::bits_of(value);
+  const bool is_nan = codecs::magnitude_bits(value) > 0x7f800000u;
+  to->bits = (unsigned short)(is_nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+}  // namespace commhooks::kernels
