@@ -3,9 +3,10 @@
 A hook decides how the gradients of one bucket travel. The contract:
 
 *When.* Once per bucket and synchronised backward, as soon as the bucket's gradients are there, in
-the same order of buckets on every rank. While the hook of one bucket waits for a collective,
-backward goes on, and so do the hooks of other buckets. They never run at the same time as each
-other (on CPU they have one thread of their own), so state needs no lock.
+the same order of buckets on every rank. A hook's buckets are numbered from 0 in each step, without
+gaps. While the hook of one bucket waits for a collective, backward goes on, and so do the hooks of
+other buckets. They never run at the same time as each other (on CPU they have one thread of their
+own), so state needs no lock.
 
 *What.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps; the hook may
 overwrite it. It is the hook's until the result has been taken. A hook may change the bucket's
