@@ -160,10 +160,11 @@ class CommHook:
         return None
 
     def recover(self) -> None:
-        """Called on every rank after a failed step, before the next.
+        """Called on every rank after a failed step, before the next, and at the end of ``join``.
 
         A bucket may have been finished on some ranks and not on others, so state that has to be the
-        same on all ranks must be forgotten here, or made the same. Nested hooks recover as well.
+        same on all ranks must be forgotten here, or made the same. ``join`` ends with the model of
+        the last rank on all of them: so must what belongs to another. Nested hooks recover as well.
         """
         for hook in self.nested().values():
             hook.recover()

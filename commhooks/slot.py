@@ -96,7 +96,7 @@ class OwnSlot(Slot):
         self._names = list(model.parameter_names.values())
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.group_keys.are_given
-        self._default_hook = model.hook_slot.default
+        self._place = model.hook_slot
         self._driver: AnyDriver | None = None
         self._is_native = False
 
@@ -117,6 +117,7 @@ class OwnSlot(Slot):
         driver = make_driver(hook, self.group, self.device, token) if native is None else None
         self.regroup(hook.bucket_key)
         self._set(native if driver is None else driver, driver, is_native=native is not None)
+        self._place.on_overwrite = hook.recover
 
     def install_function(self, hook: TorchHook) -> None:
         self.regroup(_no_key)
@@ -124,7 +125,7 @@ class OwnSlot(Slot):
 
     def clear(self) -> None:
         self.regroup(_no_key)
-        self._set(self._default_hook(), None, is_native=True)
+        self._set(self._place.default(), None, is_native=True)
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:
         """Cuts the buckets so that only parameters of equal keys, by their names, share one.
@@ -172,6 +173,7 @@ class OwnSlot(Slot):
     def _set(self, target: Any, driver: AnyDriver | None, *, is_native: bool) -> None:
         self._reducer.set_hook(target)  # raises while a backward is under way
         self._reducer.reset_stats()
+        self._place.on_overwrite = None
         if self._driver is not None:
             self._driver.close()
         if driver is not None:

@@ -30,6 +30,8 @@ class HookSlot:
         self._reducer = reducer
         self._wire_dtype = wire_dtype
         self.is_taken = False
+        self.on_overwrite: Callable[[], None] | None = None
+        """Called between two steps when the parameters of all ranks have been overwritten."""
         reducer.set_hook(self.default())
 
     def default(self) -> NativeHook:
@@ -57,6 +59,7 @@ class HookSlot:
         self._reducer.process_group = process_group
         self._reducer.set_hook(self.default())
         self.is_taken = False
+        self.on_overwrite = None
 
     def _take(self) -> None:
         if self.is_taken:
