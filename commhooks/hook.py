@@ -51,7 +51,7 @@ from commhooks.options import option_names, validate
 from reducer import GradBucket
 from reducer._C import NativeHook
 
-__all__ = ["CommHook", "TensorState", "tree"]
+__all__ = ["CommHook", "TensorState", "has_consensus", "tree"]
 
 TensorState = dict[str, dict[str, Tensor]]
 
@@ -229,6 +229,11 @@ def tree(hook: CommHook) -> Iterator[CommHook]:
     yield hook
     for nested in hook.nested().values():
         yield from tree(nested)
+
+
+def has_consensus(hook: CommHook) -> bool:
+    """Whether results are the same on all ranks, and with them the models."""
+    return all(each.consensus for each in tree(hook))
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

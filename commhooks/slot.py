@@ -74,6 +74,15 @@ class Slot(ABC):
     def stop_recording(self) -> Recording:
         """What has happened since :meth:`start_recording`."""
 
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Makes the models of all ranks one, between two steps. Collective."""
+        for parameter in self.parameters.values():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            mean = parameter.reshape(-1).to(dtype) / self.group.size()
+            dist.all_reduce(mean, group=self.group)
+            parameter.copy_(mean.view(parameter.shape))
+
     def listen(self, ledger: Ledger) -> None:
         """Lets the recording, if there is one, know of the runs that come to ``ledger``."""
         ledger.listener = None if self.recording is None else self.recording.add_run
