@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as StockDistributedDataPar
 
 from commhooks.agreement import check_agreement
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
-from commhooks.hook import CommHook, tree
+from commhooks.hook import CommHook, has_consensus, tree
 from commhooks.nesting import check_nesting
 from commhooks.registry import create
 from commhooks.saved_state import check_saved_state, saved_state
@@ -85,6 +85,10 @@ class HookHandle:
         """Uses another hook from the next step on; arguments and errors as of :func:`register`.
 
         After an error the former hook stays in use. State is not carried over. Collective.
+
+        Where the former hook let models differ (``consensus = False``), such as ``local_sgd``, the
+        parameters of all ranks are averaged first. What optimizers remember still differs: make new
+        ones, or models part again, a little and for good.
         """
         slot = self._in_use()
         failure: CommHookError | None = None
@@ -107,11 +111,17 @@ class HookHandle:
             slot.install(new, token)
         else:
             slot.install_function(_bind(new, options))
+        self._reunite(slot)
         self._hook = new
 
     def remove(self) -> None:
-        """Goes back to the plain average; a hook can be registered again."""
-        self._in_use().clear()
+        """Goes back to the plain average; a hook can be registered again.
+
+        Models that differ become one as in :meth:`replace`, collectively.
+        """
+        slot = self._in_use()
+        slot.clear()
+        self._reunite(slot)
         self._slot = None
         self._on_remove()
 
@@ -166,6 +176,11 @@ class HookHandle:
                 f"hook {hook!r} cannot use the saved state: {error}"
             ) from error
         slot.steps = state["step"]
+
+    def _reunite(self, slot: Slot) -> None:
+        """The next hook averages gradients, perhaps, which would leave models as far apart."""
+        if isinstance(self._hook, CommHook) and not has_consensus(self._hook):
+            slot.average_parameters()
 
     def _check(self, hook: CommHook, slot: Slot) -> None:
         """Whatever can be known to be wrong before the first step."""

@@ -3,9 +3,10 @@
 A hook decides how the gradients of one bucket travel. The contract:
 
 *When.* Once per bucket and synchronised backward, as soon as the bucket's gradients are there, in
-the same order of buckets on every rank. While the hook of one bucket waits for a collective,
-backward goes on, and so do the hooks of other buckets. They never run at the same time as each
-other (on CPU they have one thread of their own), so state needs no lock.
+the same order of buckets on every rank. A hook's buckets are numbered from 0 in each step, without
+gaps. While the hook of one bucket waits for a collective, backward goes on, and so do the hooks of
+other buckets. They never run at the same time as each other (on CPU they have one thread of their
+own), so state needs no lock.
 
 *What.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps; the hook may
 overwrite it. It is the hook's until the result has been taken. A hook may change the bucket's
@@ -50,7 +51,7 @@ from commhooks.options import option_names, validate
 from reducer import GradBucket
 from reducer._C import NativeHook
 
-__all__ = ["CommHook", "TensorState", "tree"]
+__all__ = ["CommHook", "TensorState", "has_consensus", "tree"]
 
 TensorState = dict[str, dict[str, Tensor]]
 
@@ -159,10 +160,11 @@ class CommHook:
         return None
 
     def recover(self) -> None:
-        """Called on every rank after a failed step, before the next.
+        """Called on every rank after a failed step, before the next, and at the end of ``join``.
 
         A bucket may have been finished on some ranks and not on others, so state that has to be the
-        same on all ranks must be forgotten here, or made the same. Nested hooks recover as well.
+        same on all ranks must be forgotten here, or made the same. ``join`` ends with the model of
+        the last rank on all of them: so must what belongs to another. Nested hooks recover as well.
         """
         for hook in self.nested().values():
             hook.recover()
@@ -227,6 +229,11 @@ def tree(hook: CommHook) -> Iterator[CommHook]:
     yield hook
     for nested in hook.nested().values():
         yield from tree(nested)
+
+
+def has_consensus(hook: CommHook) -> bool:
+    """Whether results are the same on all ranks, and with them the models."""
+    return all(each.consensus for each in tree(hook))
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:

@@ -74,6 +74,15 @@ class Slot(ABC):
     def stop_recording(self) -> Recording:
         """What has happened since :meth:`start_recording`."""
 
+    @torch.no_grad()
+    def average_parameters(self) -> None:
+        """Makes the models of all ranks one, between two steps. Collective."""
+        for parameter in self.parameters.values():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            mean = parameter.reshape(-1).to(dtype) / self.group.size()
+            dist.all_reduce(mean, group=self.group)
+            parameter.copy_(mean.view(parameter.shape))
+
     def listen(self, ledger: Ledger) -> None:
         """Lets the recording, if there is one, know of the runs that come to ``ledger``."""
         ledger.listener = None if self.recording is None else self.recording.add_run
@@ -118,6 +127,7 @@ class OwnSlot(Slot):
         self.regroup(hook.bucket_key)
         self._set(native if driver is None else driver, driver, is_native=native is not None)
         self._place.averages_gradients = not hook.changes_parameters
+        self._place.on_overwrite = hook.recover
 
     def install_function(self, hook: TorchHook) -> None:
         self.regroup(_no_key)
@@ -173,6 +183,7 @@ class OwnSlot(Slot):
     def _set(self, target: Any, driver: AnyDriver | None, *, is_native: bool) -> None:
         self._reducer.set_hook(target)  # raises while a backward is under way
         self._reducer.reset_stats()
+        self._place.on_overwrite = None
         if self._driver is not None:
             self._driver.close()
         if driver is not None:

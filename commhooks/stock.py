@@ -32,14 +32,19 @@ class StockSlot(Slot):
     Torch's reducer does not survive a hook that fails. So it is always given a tensor with which to
     finish the step, and the error is raised at the end of backward, when torch is done:
 
-        hook of bucket 0 -> queue A          autograd calls at the end of backward: A, finalize, B
+        hook of a bucket -> queue A          autograd calls at the end of backward: A, finalize, B
         hook of the last bucket
         torch queues its `finalize`
         A queues B, which raises
+
+    Any bucket may be the first, as torch may leave out others; and backwards within backward, of
+    reentrant checkpoints, end before it is over. So all buckets queue, and B does nothing until
+    torch has finalized.
     """
 
     def __init__(self, model: StockDistributedDataParallel) -> None:
         self._group: dist.ProcessGroup = model.process_group
+        self._reducer = model.reducer
         self.parameters = {
             name: parameter
             for name, parameter in model.module.named_parameters()
@@ -48,6 +53,7 @@ class StockSlot(Slot):
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._steps = 0
+        self._launched = 0  # buckets, in this step
         self._ledger = Ledger()
         self._driver: AnyDriver | None = None
         self._function: TorchHook = self._average
@@ -107,24 +113,23 @@ class StockSlot(Slot):
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Torch's reducer calls this for each bucket."""
-        if bucket.index() == 0:
-            self._error = None
-            self._runs.clear()
-            _queue_callback(lambda: _queue_callback(self._end_step))
+        _queue_callback(lambda: _queue_callback(self._end_step))
+        own = self._with_names(bucket)
+        self._launched += 1
         start_ns = time.monotonic_ns()
         try:
-            future = self._launch(bucket)
+            future = self._launch(bucket, own)
         except Exception as error:
             self._error = self._error or error
             return _completed(bucket.buffer())
         # Weakly: the thread of Gloo's that completes the future drops the callback some time later;
         # a process group whose last reference went with it would wait for that very thread to end.
         slot = weakref.ref(self)
-        return future.then(lambda future: _settle(slot, future, bucket, start_ns))
+        return future.then(lambda future: _settle(slot, future, own, start_ns))
 
-    def _launch(self, bucket: TorchBucket) -> Future[Tensor]:
+    def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._driver is not None:
-            return self._driver(self._with_names(bucket))
+            return self._driver(own)
         future = self._function(bucket)
         if not isinstance(future, AnyFuture):
             raise CommHookResultError(
@@ -133,9 +138,9 @@ class StockSlot(Slot):
             )
         return future
 
-    def settle(self, future: Future[Tensor], bucket: TorchBucket, start_ns: int) -> Tensor:
+    def settle(self, future: Future[Tensor], bucket: GradBucket, start_ns: int) -> Tensor:
         """Called on a thread of the backend's, or of the driver's."""
-        run = Run(self._with_names(bucket), None, start_ns, time.monotonic_ns())
+        run = Run(bucket, None, start_ns, time.monotonic_ns())
         if self._driver is None:
             self._runs.append(run)
         if self.recording is not None:
@@ -148,14 +153,25 @@ class StockSlot(Slot):
             return bucket.buffer()
 
     def _end_step(self) -> None:
+        if self._launched == 0 or not self._is_finalized():
+            return
+        self._launched = 0
         error, self._error = self._error, None
+        runs, self._runs = self._runs, []
         if error is not None:
             raise error
-        for run in self._runs:
+        for run in runs:
             self._ledger.record(run)
         if self.recording is not None:
             self.recording.spans.append(self._backward(self.recording))
         self._steps += 1
+
+    def _is_finalized(self) -> bool:
+        try:
+            self._reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError:
+            return False
+        return True
 
     def _arrive(self, index: int, _: Tensor) -> None:
         if self.recording is not None:
@@ -183,8 +199,9 @@ class StockSlot(Slot):
         self.listen(self._ledger)
 
     def _with_names(self, bucket: TorchBucket) -> GradBucket:
+        """Numbered without gaps, as our reducer does, also where torch leaves buckets out."""
         parameters = bucket.parameters()
-        index = bucket.index()
+        index = self._launched
         return GradBucket(
             bucket.buffer(),
             parameters,
@@ -203,7 +220,7 @@ def _run(slot: StockSlot, bucket: dist.GradBucket) -> Future[Tensor]:  # type: i
 
 
 def _settle(
-    slot: weakref.ref[StockSlot], future: Future[Tensor], bucket: TorchBucket, start_ns: int
+    slot: weakref.ref[StockSlot], future: Future[Tensor], bucket: GradBucket, start_ns: int
 ) -> Tensor:
     alive = slot()
     return bucket.buffer() if alive is None else alive.settle(future, bucket, start_ns)

@@ -465,6 +465,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module_buffers.collect()
         buffers = self.modules_buffers if self.forward_sync_buffers else []
         broadcast(self.process_group, [p for _, p in self._named_parameters()] + buffers, root)
+        if self.hook_slot.on_overwrite is not None:
+            self.hook_slot.on_overwrite()
 
     # --------------------------------------------------------------------------------- hooks
 

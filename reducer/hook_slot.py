@@ -26,7 +26,8 @@ _WIRE_DTYPES = {
 class HookSlot:
     """Holds the reducer's hook; without any, that is the exact average in ``wire_dtype``.
 
-    ``averages_gradients``: the hook does, over all ranks, in some way.
+    ``averages_gradients``: the hook does, over all ranks, in some way. ``on_overwrite``: called
+    between two steps when the parameters of all ranks have been overwritten.
     """
 
     def __init__(self, reducer: Reducer, wire_dtype: torch.dtype | None) -> None:
@@ -34,6 +35,7 @@ class HookSlot:
         self._wire_dtype = wire_dtype
         self.is_taken = False
         self.averages_gradients = True
+        self.on_overwrite: Callable[[], None] | None = None
         reducer.set_hook(self.default())
 
     def default(self) -> NativeHook:
@@ -62,6 +64,7 @@ class HookSlot:
         self._reducer.set_hook(self.default())
         self.is_taken = False
         self.averages_gradients = True
+        self.on_overwrite = None
 
     def _take(self) -> None:
         if self.is_taken:

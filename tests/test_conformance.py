@@ -51,7 +51,11 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"stages": [[0, "allreduce"], [1, POWERSGD]]},
         {"stages": [[0, POWERSGD], [1, "bf16"]], "cycle": 5, "keep_state": False},
     ],
-    "skip_nonfinite": [{"inner": "allreduce"}, {"inner": POWERSGD, "whole_steps": True}],
+    "skip_nonfinite": [
+        {"inner": "allreduce"},
+        {"inner": POWERSGD, "whole_steps": True},
+        {"inner": {"name": "route", "rules": [["m*", POWERSGD]], "default": "bf16"}},
+    ],
     "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
     "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": True}],
     "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],

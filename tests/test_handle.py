@@ -110,6 +110,40 @@ def test_replace_and_remove(run_ranks: Any, size: int, stock: bool) -> None:
         run_ranks(replace_and_remove, 2, stock)
 
 
+def leave(rank: int, size: int, stock: bool) -> None:
+    """Models that differed are their mean, and stay one."""
+    model = make_model(stock)
+    handle = commhooks.register(model, "allreduce")
+    for config in ({"name": "schedule", "stages": [[0, "local_sgd"]]}, "push_sum", "noop"):
+        for removes in (False, True):
+            handle.replace(config)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for _ in range(3):
+                backward(model, rank)
+                optimizer.step()
+            own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            models = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(models, own)
+            assert not torch.equal(models[0], models[1])
+            if removes:
+                handle.remove()
+            else:
+                handle.replace("allreduce")
+            found = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            torch.testing.assert_close(found, torch.stack(models).mean(0))
+            backward(model, rank)
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+            own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            dist.all_gather(models, own)
+            assert all(torch.equal(other, own) for other in models)
+        handle = commhooks.register(model, "allreduce")
+
+
+@both_wrappers
+def test_models_are_one_after_a_hook_under_which_they_differ(run_ranks: Any, stock: bool) -> None:
+    run_ranks(leave, 3, stock)
+
+
 def replace_alone(rank: int, size: int, stock: bool) -> None:
     model = make_model(stock)
     expected = average(rank, size)

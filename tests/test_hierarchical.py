@@ -124,6 +124,46 @@ def test_hooks_that_change_parameters_are_refused(inner: Any) -> None:
         commhooks.create("hierarchical", inner=inner)
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"name": "skip_nonfinite", "inner": "bf16"},
+        {
+            "name": "schedule",
+            "stages": [[0, "bf16"], [5, {"name": "skip_nonfinite", "inner": "bf16"}]],
+        },
+    ],
+)
+def test_what_all_ranks_have_to_know_of_is_refused(inner: Any) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match=r"skips.*Put skip_nonfinite around"):
+        commhooks.create("hierarchical", inner=inner)
+
+
+def skip_around(rank: int, size: int) -> Tensor:
+    """The training loop of the docs; a gradient of one who is no leader is not finite."""
+    inner = Hierarchical(commhooks.create("bf16"), ranks_per_node=2)
+    net = nn.Linear(3, 1)
+    model = commhooks.DistributedDataParallel(net)
+    handle = commhooks.register(model, "skip_nonfinite", inner=inner)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        inputs = draw(rank, step)[1].float()
+        if (rank, step) == (3, 2):
+            inputs[0, 0] = torch.inf
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        was_skipped = handle.hook.last_step_was_skipped  # type: ignore[union-attr]
+        assert was_skipped == (step == 2)
+        if not was_skipped:
+            optimizer.step()
+    return rows([list(net.parameters())])
+
+
+def test_all_ranks_know_of_drops_around_it(run_ranks: Any) -> None:
+    models = run_ranks(skip_around, 4)
+    assert all(torch.equal(model, models[0]) for model in models)
+
+
 def refuse(rank: int, size: int) -> None:
     model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(commhooks.CommHookError, match="found 3 ranks, 2 per node"):

@@ -12,6 +12,7 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms.push_sum import PushSum
 from commhooks.topologies import round_at
+from reducer import GradBucket
 
 TOPOLOGIES = ["uniform", "ring", "exponential", "hypercube", "dissemination", "random"]
 CASES = [
@@ -43,7 +44,7 @@ def test_models_tend_to_the_mean_and_weights_keep_their_sum(topology: str, size:
         A = mixing_matrix(round_at(topology, size, step)) @ A
         weights = A.sum(1, keepdim=True)
         torch.testing.assert_close(rows(parameters), A @ x / weights)
-        assert sent == [(mean.numel() + 1) * 8 if size > 1 else 0] * size
+        assert sent == [(mean.numel() + 4) * 8 if size > 1 else 0] * size
         if size > 1:
             found = torch.stack([hook.state["0"]["weight"] for hook in hooks])
             torch.testing.assert_close(found, weights[:, 0])
@@ -131,6 +132,60 @@ def test_begins_anew_after_a_failed_step() -> None:
     for step in range(5, 120):
         push(hooks, parameters, step)
     torch.testing.assert_close(rows(parameters), mean.expand(4, -1))
+
+
+def test_weights_differ_where_a_bucket_was_left_out() -> None:
+    """And buckets are cut anew afterwards: no sum over ranks changes."""
+    size = 5
+    hooks = [PushSum("uniform") for _ in range(size)]
+    parameters = [draw(rank, 99) for rank in range(size)]
+    mean = rows(parameters).mean(0)
+
+    def push_some(first: int, last: int, step: int) -> None:
+        buckets = [
+            GradBucket(
+                torch.zeros(sum(p.numel() for p in of_rank[first:last]), dtype=torch.float64),
+                of_rank[first:last],
+                [str(i) for i in range(first, last)],
+                step=step,
+            )
+            for of_rank in parameters
+        ]
+        simulate(hooks, buckets)
+
+    for step in range(3):
+        push_some(0, 2, step)
+        if step != 1:
+            push_some(2, 4, step)
+    assert hooks[0].state["0"]["weight"] != hooks[0].state["3"]["weight"]
+    for step in range(3, 120):
+        push_some(1, 3, step)
+        push_some(0, 1, step)
+        push_some(3, 4, step)
+    torch.testing.assert_close(rows(parameters), mean.expand(size, -1))
+
+
+def join(rank: int, size: int) -> Tensor:
+    net = make_net()
+    model = commhooks.DistributedDataParallel(net)
+    handle: Any = commhooks.register(model, "push_sum", topology="uniform")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1 * (rank + 1))
+    with model.join():
+        for _ in range((5, 8, 6)[rank]):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6)).square().mean().backward()
+            optimizer.step()
+    assert handle.hook.state == {}
+    model(torch.ones(2, 6)).square().mean().backward()
+    weights = torch.stack([entry["weight"] for entry in handle.hook.state.values()])
+    return torch.cat([weights, *rows([list(net.parameters())]).detach()])
+
+
+def test_begins_anew_when_join_has_given_all_ranks_one_model(run_ranks: Any) -> None:
+    found = torch.stack(run_ranks(join, 3))
+    count = len(list(make_net().parameters()))
+    assert not torch.equal(found[0, :count], found[1, :count])
+    torch.testing.assert_close(found[:, count:], found[:1, count:].expand(3, -1))
 
 
 def test_the_state_of_another_model_is_refused() -> None:

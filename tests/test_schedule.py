@@ -47,6 +47,8 @@ def test_hook_of_a_step() -> None:
         ({"stages": [[-1, "fp16"]]}, "it is not >= 0"),
         ({"stages": [[0, "fp16"], [5, "bf16"]], "cycle": 5}, "more steps than 5.*found 5"),
         ({"stages": [[0, "fp16", 3]]}, "option 'stages'"),
+        ({"stages": [[0, "local_sgd"], [5, "bf16"]]}, r"differ under Local.*handle\.replace"),
+        ({"stages": [[0, "bf16"], [5, "gossip"]], "cycle": 9}, "differ under Gossip.*apart"),
         ({"stages": "fp16"}, "option 'stages'"),
         ({"stages": [["0", "fp16"]]}, "option 'stages'"),
     ],
@@ -54,6 +56,11 @@ def test_hook_of_a_step() -> None:
 def test_bad_stages(options: Any, message: str) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match=message):
         commhooks.create("schedule", **options)
+
+
+def test_stages_after_which_models_differ() -> None:
+    commhooks.create("schedule", stages=[[0, "bf16"], [5, "gossip"], [7, "local_sgd"]])
+    commhooks.create("schedule", stages=[[0, "local_sgd"], [5, "gossip"]], cycle=9)
 
 
 def train(trainer: Trainer, rank: int, steps: range) -> list[Any]:

@@ -7,7 +7,7 @@ import torch
 from inner_hooks import Recorder
 
 import commhooks
-from commhooks.algorithms import ErrorFeedback, SkipNonfinite
+from commhooks.algorithms import ErrorFeedback, Route, SkipNonfinite
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -145,6 +145,44 @@ def fail(rank: int, size: int) -> None:
 
 def test_a_failure_is_recovered_from(run_ranks: Any) -> None:
     run_ranks(fail, 2)
+
+
+def drop_within_route(rank: int, size: int, stock: bool) -> None:
+    """NaN in each bucket in turn, in the first step and later."""
+    names = ("a0", "b0", "a1", "b1", "a2")
+    ones = {name: torch.ones(3) for name in names}
+    options: Any = {} if stock else {"stable_buckets": True}
+    for bad in names:
+        recorders = {"a": Recorder(tag="a"), "b": Recorder(tag="b")}
+        innermost = SkipNonfinite(recorders["b"])
+        hook = SkipNonfinite(Route([("a*", recorders["a"])], default=innermost))
+        trainer = Trainer(hook, ones, stock=stock, bucket_cap_mb=1e-6, **options)
+        last: dict[str, str] = {}
+        for step in range(4):
+            gradients = {name: tensor.clone() for name, tensor in ones.items()}
+            if step in (0, 2) and rank == 0:
+                gradients[bad][0] = torch.nan
+            found = trainer.step(gradients)
+            assert hook.last_step_was_skipped == (step in (0, 2))
+            assert not innermost.last_step_was_skipped
+            kept = {name for name, gradient in found.items() if gradient.eq(1).all()}
+            assert step == 0 or set(names) - kept == ({bad} if step == 2 else set())
+            for letter, recorder in recorders.items():
+                calls = [call for call in recorder.calls if call.step == step]
+                seen = [name for call in calls for name in call.names]
+                assert set(seen) == {name for name in kept if name.startswith(letter)}
+                assert [call.index for call in calls] == list(range(len(calls)))
+                if step == 1:
+                    last[letter] = seen[-1]
+                if step > 0:
+                    marked = [name for name, call in zip(seen, calls, strict=True) if call.is_last]
+                    assert marked == [last[letter]][: last[letter] in kept]
+        assert hook.metrics()["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_hooks_of_a_route_count_without_what_is_dropped(run_ranks: Any, stock: bool) -> None:
+    run_ranks(drop_within_route, 2, stock)
 
 
 def count_bytes(rank: int, size: int) -> None:

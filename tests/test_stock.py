@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from commhooks.stock import StockSlot
+from commhooks.testing.probe import Trainer
 
 
 @dataclass
@@ -96,6 +97,87 @@ def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
         assert [is_last for *_, is_last, _ in last].count(True) >= 1
 
 
+def leave_out(rank: int, size: int) -> None:
+    """Torch leaves out the bucket that it numbers 0."""
+    names = ("first", "second", "third")
+    ones = {name: torch.ones(3) for name in names}
+    inner = Recording()
+    hook = commhooks.create("skip_nonfinite", inner=inner)
+    trainer = Trainer(
+        hook,
+        ones,
+        stock=True,
+        bucket_cap_mb=1e-6,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    for _ in range(2):
+        trainer.step(ones)
+    left_out = next(record[3][0] for record in inner.seen if record[:2] == (1, 0))
+    used = {name: tensor for name, tensor in ones.items() if name != left_out}
+    bad = {name: tensor / (rank if name == left_out else 1) for name, tensor in ones.items()}
+    trainer.step(bad)
+    assert trainer.handle.stats().metrics["last_step_was_skipped"] == 1
+    trainer.step(used)
+    metrics = trainer.handle.stats().metrics
+    assert (metrics["skipped_steps"], metrics["last_step_was_skipped"]) == (1, 0)
+    inner.broken = rank == 0
+    with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+        trainer.step(used)
+    inner.broken = False
+    trainer.step(used)
+    assert [record[:3] for record in inner.seen if record[0] > 2] == [
+        (3, 0, False),
+        (3, 1, True),
+        *([] if rank == 0 else [(4, 0, False), (4, 1, True)]),  # the step that failed
+        (4, 0, False),
+        (4, 1, True),
+    ]
+    assert trainer.handle.state_dict()["step"] == 5
+
+
+def test_the_first_bucket_may_be_left_out(run_ranks: Any) -> None:
+    """Steps were not counted then, and errors not raised."""
+    run_ranks(leave_out, 2)
+
+
+class Reentrant(nn.Module):
+    """Each layer's gradients come in a backward of its own, within the whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        return hidden
+
+
+def recompute(rank: int, size: int) -> None:
+    model = StockDistributedDataParallel(Reentrant(), bucket_cap_mb=0.0001)
+    hook = Recording()
+    commhooks.register(model, hook)
+    inputs = torch.ones(2, 6, requires_grad=True)
+    for step in range(3):
+        hook.broken = step == 2
+        if hook.broken:
+            with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+                model(inputs).sum().backward()
+        else:
+            model(inputs).sum().backward()
+    assert [record[:3] for record in hook.seen] == [
+        (0, 0, True),
+        (1, 0, False),
+        (1, 1, False),
+        (1, 2, True),
+    ]
+
+
+def test_backwards_within_backward_are_one_step(run_ranks: Any) -> None:
+    run_ranks(recompute, 2)
+
+
 def accumulate(rank: int, size: int) -> None:
     torch.manual_seed(0)
     net = Net(twice=False)
@@ -113,14 +195,22 @@ def test_no_sync(run_ranks: Any) -> None:
     run_ranks(accumulate, 2)
 
 
+def run_in_backward(slot: StockSlot, bucket: Any) -> torch.futures.Future[Tensor]:
+    answers: list[torch.futures.Future[Tensor]] = []
+    start = torch.zeros((), requires_grad=True)
+    start.register_hook(lambda _: answers.append(slot.run(bucket)))
+    start.clone().backward()
+    return answers[0]
+
+
 def drop_while_a_thread_goes_on(rank: int, size: int) -> None:
     model = StockDistributedDataParallel(nn.Linear(2, 1, bias=False))
     slot = StockSlot(model)
     pending: torch.futures.Future[Tensor] = torch.futures.Future()
     slot.install_function(lambda bucket: pending)
     parameters = list(model.module.parameters())
-    bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"], index=1, count=2)
-    answer = slot.run(bucket)
+    bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"])
+    answer = run_in_backward(slot, bucket)
     completed, dropped = threading.Event(), threading.Event()
     answer.add_done_callback(lambda _: (completed.set(), dropped.wait(30)))  # type: ignore[arg-type]
     backend = threading.Thread(target=pending.set_result, args=(torch.ones(2),))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["Part", "bucket_with"]
+__all__ = ["Part", "bucket_with", "bucket_without"]
 
 
 def bucket_with(bucket: GradBucket, buffer: Tensor) -> GradBucket:
@@ -24,6 +24,19 @@ def bucket_with(bucket: GradBucket, buffer: Tensor) -> GradBucket:
     )
 
 
+def bucket_without(bucket: GradBucket, withheld: Sequence[str], index: int) -> GradBucket:
+    """The same bucket for a hook that does not get others, with these parameters, of the step."""
+    return GradBucket(
+        bucket.buffer(),
+        bucket.parameters(),
+        bucket.names,
+        index=index,
+        count=_count(index, is_last=bucket.is_last()),
+        step=bucket.step,
+        left_out=[*bucket.left_out, *withheld],
+    )
+
+
 @dataclass(frozen=True)
 class Part:
     """Some of the parameters of a bucket, by their positions in it."""
@@ -31,14 +44,20 @@ class Part:
     whole: GradBucket
     members: Sequence[int]
 
+    @property
+    def names(self) -> list[str]:
+        """Of these parameters."""
+        names = self.whole.names
+        return [names[member] for member in self.members]
+
     def bucket(self, index: int, *, is_last: bool) -> GradBucket:
         """A bucket of these parameters; of a true part the gradients are copied."""
-        parameters, names = self.whole.parameters(), self.whole.names
+        parameters = self.whole.parameters()
         flat = self.whole.buffer()
         return GradBucket(
             flat if self._is_whole else torch.cat(self._views(flat)),
             [parameters[member] for member in self.members],
-            [names[member] for member in self.members],
+            self.names,
             index=index,
             count=_count(index, is_last=is_last),
             step=self.whole.step,

@@ -16,10 +16,11 @@ from typing import Annotated, cast
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.algorithms.skip_nonfinite import SkipNonfinite
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge
 from commhooks.errors import CommHookOptionError
-from commhooks.hook import CommHook
+from commhooks.hook import CommHook, tree
 from commhooks.nodes import check_nodes, ranks_of_node
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes, broadcast_bytes
@@ -42,7 +43,8 @@ class Hierarchical(CommHook):
 
     Raises:
         CommHookOptionError: the inner hook changes parameters, which it would on the first ranks
-            only; ``local_sgd`` has an option ``ranks_per_node``.
+            only; ``local_sgd`` has an option ``ranks_per_node``. Or it is or has a
+            ``skip_nonfinite``, of whose drops the first ranks only would know; put that around.
     """
 
     inner: CommHook
@@ -65,6 +67,12 @@ class Hierarchical(CommHook):
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
                 f"{self.inner!r} also changes parameters, which it would do on one rank of each "
                 "node only. For local_sgd, give its option ranks_per_node instead"
+            )
+        if any(isinstance(hook, SkipNonfinite) for hook in tree(self.inner)):
+            raise CommHookOptionError(
+                f"option 'inner' of hook {self.name!r}: only one rank of each node would know of "
+                f"the steps that {self.inner!r} skips, and models would part. Put skip_nonfinite "
+                "around hierarchical instead"
             )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

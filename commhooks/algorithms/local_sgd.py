@@ -67,7 +67,8 @@ class LocalSGD(WithoutConsensus):
     step. Memory, with an outer optimizer: two numbers per parameter element, in the same dtype.
 
     Where an average is not finite, no rank changes its parameters or state, and the gradients of
-    the bucket become NaN on all ranks. After a step that failed the outer optimizer begins anew.
+    the bucket become NaN on all ranks. After a step that failed, and at the end of ``join``, the
+    outer optimizer begins anew.
     """
 
     period: Annotated[int, Ge(1)] = 8

@@ -50,10 +50,11 @@ class PushSum(WithoutConsensus):
     Every rank gets another result, so save and load each rank's own model. Gradients are not sent.
     Nothing is averaged exactly, but the ranks' models tend to their common, weighted mean.
 
-    Wire, per bucket and step: its parameters and one weight, in float32 (float64 for float64
+    Wire, per bucket and step: its parameters and a weight of each, in float32 (float64 for float64
     parameters), to one rank. Memory: one number per parameter element, in the same dtype. A
     parameter that is not finite reaches whom it is sent to. With one rank nothing changes. After a
-    step that failed all ranks begin anew, with their models as they are.
+    step that failed, and at the end of ``join``, all ranks begin anew, with their models as they
+    are.
     """
 
     topology: Push = "exponential"
@@ -61,7 +62,7 @@ class PushSum(WithoutConsensus):
     seed: int = 0
     """Of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
 
-    wire = "the parameters and a weight once, in float32, to one rank"
+    wire = "the parameters and their weights once, in float32, to one rank"
     paper = "https://arxiv.org/abs/1811.10792"
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
@@ -77,7 +78,7 @@ class PushSum(WithoutConsensus):
                 half, send_to=round_.targets[comm.rank], receive_from=round_.sources(comm.rank)
             )
             if len(received) > 0:
-                difference = _debiased(received[0]) - _debiased(half)
+                difference = _debiased(received[0], bucket) - _debiased(half, bucket)
                 self._distance.add(bucket.step, difference, partner_of=comm.size)
             self._keep(bucket, half.add_(received.sum(0)))
         return bucket.buffer()
@@ -88,38 +89,53 @@ class PushSum(WithoutConsensus):
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         parameters = parameters_of(bucket)
-        elements = sum(parameter.numel() for parameter in parameters) + 1
+        elements = sum(parameter.numel() + 1 for parameter in parameters)
         return elements * at_least_float32(parameters[0].dtype).itemsize if size > 1 else 0
 
     def recover(self) -> None:
-        """What was sent may not have arrived, so the sums over ranks are others."""
+        """What was sent may not have arrived, or parameters are not what the last step made."""
         self.state = {}
 
     def _pushed(self, bucket: GradBucket) -> Tensor:
-        """(numel + 1,): x - u and w."""
+        """(numel + parameters,): x - u, and w of each parameter.
+
+        These are equal, unless some buckets were left out of a step; who is in one bucket changes.
+        """
         parameters = pack(parameters_of(bucket))
         dtype = at_least_float32(parameters.dtype)
         if any(name not in self.state for name in bucket.names):
-            return torch.cat([parameters.to(dtype), parameters.new_ones(1, dtype=dtype)])
-        biased = pack([self.state[name]["biased"] for name in bucket.names])
+            weights = parameters.new_ones(len(bucket.names), dtype=dtype)
+            return torch.cat([parameters.to(dtype), weights])
+        kept = [[self.state[name][part] for name in bucket.names] for part in ("biased", "weight")]
+        pushed = pack([*kept[0], *kept[1]])
+        biased = pushed[: -len(bucket.names)]
         if biased.shape != parameters.shape:
             raise CommHookStateError(
                 f"state of {bucket.names}: expected {parameters.numel()} numbers as 'biased', "
                 f"found {biased.numel()}: it was saved for another model"
             )
-        weight = self.state[bucket.names[0]]["weight"]
-        step = parameters - (biased / weight).to(parameters.dtype)
-        return torch.cat([biased.add_(step), weight.reshape(1)])
+        biased += parameters - _debiased(pushed, bucket).to(parameters.dtype)
+        return pushed
 
     def _keep(self, bucket: GradBucket, pushed: Tensor) -> None:
         parameters = parameters_of(bucket)
-        parts = torch.split(pushed[:-1], [parameter.numel() for parameter in parameters])
-        for name, parameter, part in zip(bucket.names, parameters, parts, strict=True):
-            # One weight for all, as each step moves all parameters.
-            self.state[name] = {"biased": part.view(parameter.shape), "weight": pushed[-1]}
-        store(_debiased(pushed), parameters)
+        parts, weights = _split(pushed, bucket)
+        for name, parameter, part, weight in zip(
+            bucket.names, parameters, parts, weights, strict=True
+        ):
+            self.state[name] = {"biased": part.view(parameter.shape), "weight": weight}
+        store(_debiased(pushed, bucket), parameters)
 
 
-def _debiased(pushed: Tensor) -> Tensor:
+def _split(pushed: Tensor, bucket: GradBucket) -> tuple[list[Tensor], list[Tensor]]:
+    """X of each parameter, flat, and w."""
+    sizes = [parameter.numel() for parameter in parameters_of(bucket)]
+    *parts, weights = torch.split(pushed, [*sizes, len(sizes)])
+    return parts, list(weights.unbind())
+
+
+def _debiased(pushed: Tensor, bucket: GradBucket) -> Tensor:
     """Z = x/w"""
-    return pushed[:-1] / pushed[-1]
+    debiased = pushed.clone()
+    torch._foreach_div_(*_split(debiased, bucket))
+    return debiased[: -len(bucket.names)]

@@ -7,7 +7,7 @@ copied, unless the model has a ``group_key`` of its own.
 """
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, cast
@@ -41,8 +41,9 @@ class Route(CommHook):
     "module:function".
 
     Each hook gets buckets of its own parameters only, numbered from 0 in each step, the last one
-    marked as such. (On torch's own wrapper under ``skip_all_reduce_unused_params``, which does not
-    tell what it leaves out, only the hook of the last bucket of all can be sure of that mark.)
+    marked as such. (Only the hook of the last bucket of all can be sure of that mark on torch's own
+    wrapper under ``skip_all_reduce_unused_params``, which does not tell what it leaves out; and
+    inside ``skip_nonfinite`` there is none where the last bucket is dropped.)
 
     Wire: that of each hook for its parameters. Memory: a copy of each bucket in which routes are
     mixed, while it is under way.
@@ -89,7 +90,14 @@ class Route(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         contribution = _empty_contribution(buffer) if comm.wants_contribution else None
-        for hook, part, own in list(self._split(bucket)):
+        if bucket.index() == 0:
+            self._begin_step()
+        for i, members in self._members(bucket):
+            hook, part = self._hooks[i], Part(bucket, members)
+            # Counted only now: while other hooks awaited, this one may have got a later bucket.
+            index, is_last = self._progress[i].advance(part.names, bucket.left_out)
+            # On torch's own wrapper others of the route may have been left out.
+            own = part.bucket(index, is_last=is_last or bucket.is_last())
             nested = comm.within(hook, key=own.key, wants_contribution=comm.wants_contribution)
             part.store(await hook.reduce(own, nested), buffer)
             if contribution is not None and nested.contribution is not None:
@@ -111,20 +119,11 @@ class Route(CommHook):
     def _patterns(self) -> list[Pattern]:
         return [Pattern.of(str(rule), f"rules.{i}.0") for i, (rule, _) in enumerate(self.rules)]
 
-    def _split(self, bucket: GradBucket) -> Iterator[tuple[CommHook, Part, GradBucket]]:
-        """The parts of the bucket by hook, in the order of the rules, the same on all ranks."""
-        if bucket.index() == 0:
-            counts = [0] * len(self._hooks)
-            left_out = set(bucket.left_out)
-            for name, i in self._routes.items():
-                counts[i] += name not in left_out
-            self._progress = [_Progress(count) for count in counts]
-        for i, members in self._members(bucket):
-            progress, part = self._progress[i], Part(bucket, members)
-            index, is_last = progress.advance(len(members))
-            # On torch's own wrapper others of the route may have been left out.
-            is_last = is_last or bucket.is_last()
-            yield self._hooks[i], part, part.bucket(index, is_last=is_last)
+    def _begin_step(self) -> None:
+        of_hooks: list[set[str]] = [set() for _ in self._hooks]
+        for name, i in self._routes.items():
+            of_hooks[i].add(name)
+        self._progress = [_Progress(names) for names in of_hooks]
 
     def _members(self, bucket: GradBucket) -> list[tuple[int, list[int]]]:
         members: dict[int, list[int]] = {}
@@ -137,15 +136,15 @@ class Route(CommHook):
 class _Progress:
     """Of one route through a step: the parameters that are yet to come, and its buckets so far."""
 
-    left: int
+    left: set[str]
     buckets: int = 0
 
-    def advance(self, parameters: int) -> tuple[int, bool]:
-        """The index of the next bucket, with so many parameters, and whether it is the last."""
+    def advance(self, names: Sequence[str], left_out: Sequence[str]) -> tuple[int, bool]:
+        """The index of the next bucket, with these parameters, and whether it is the last."""
         index = self.buckets
         self.buckets += 1
-        self.left -= parameters
-        return index, self.left == 0
+        self.left.difference_update(names, left_out)
+        return index, not self.left
 
 
 def _empty_contribution(buffer: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, MinLen
 from commhooks.errors import CommHookOptionError
-from commhooks.hook import CommHook
+from commhooks.hook import CommHook, has_consensus
 from commhooks.registry import register_hook
 from reducer import GradBucket
 
@@ -34,7 +34,9 @@ class Schedule(CommHook):
     Wire: that of the hook of the step.
 
     Raises:
-        CommHookOptionError: steps do not ascend from 0, or the last stage is beyond the ``cycle``.
+        CommHookOptionError: steps do not ascend from 0, or the last stage is beyond the ``cycle``;
+            or a hook that lets models differ comes before one that averages gradients, under which
+            they would never be one again. For that use ``handle.replace``, which averages them.
     """
 
     stages: Annotated[list[tuple[Annotated[int, Ge(0)], CommHook]], MinLen(1)]
@@ -63,6 +65,15 @@ class Schedule(CommHook):
                 f"option 'cycle' of hook {self.name!r}: expected more steps than {steps[-1]}, "
                 f"where the last stage begins, found {self.cycle}"
             )
+        hooks = [hook for _, hook in self.stages]
+        for before, after in pairwise(hooks if self.cycle is None else [*hooks, hooks[0]]):
+            if has_consensus(after) and not has_consensus(before):
+                raise CommHookOptionError(
+                    f"option 'stages' of hook {self.name!r}: models differ under {before!r}, and "
+                    f"{after!r} after it averages gradients only, so they would stay apart. Call "
+                    "handle.replace() at that step instead, which averages the parameters of all "
+                    "ranks, and make a new optimizer"
+                )
 
     @property
     def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options

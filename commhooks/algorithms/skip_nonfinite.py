@@ -6,7 +6,7 @@ Whether a step is sound is known when its last bucket is, but by then the others
 that is what overlap means. So a bucket is judged by itself, before its inner hook runs,
 
     vote:    are all ranks' gradients in this bucket finite?         one all-reduce (min) of 4 bytes
-    no:      zeros on all ranks; the inner hook never sees the bucket
+    no:      zeros on all ranks; the inner hook never sees the bucket, and counts others without it
     yes:     the inner hook
 
 Whether a rank's own are, packing finds out on the way. On a GPU nobody waits for the vote: after a
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.derived_bucket import bucket_without
 from commhooks.communicator import Communicator
 from commhooks.finite import all_finite, is_known_false, nan_unless, zero_unless
 from commhooks.hook import CommHook
@@ -74,6 +75,10 @@ class SkipNonfinite(CommHook):
     _skips: "_Skips" = field(
         default_factory=lambda: _Skips(), init=False, repr=False, compare=False
     )
+    _handed_on: int = field(default=0, init=False, repr=False, compare=False)
+    """Buckets of this step that the inner hook got."""
+    _withheld: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Parameters of those that it did not."""
     _before: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     lossless = True
@@ -87,10 +92,11 @@ class SkipNonfinite(CommHook):
         vote = bucket.all_finite().float().view(1)
         verdict = (await comm.all_reduce(vote, op="min")).view(()) != 0
         if is_known_false(verdict):
+            self._withheld += bucket.names
             return self._drop(bucket, verdict)
         head = buffer[:1]
         head.copy_(nan_unless(verdict, head))  # for the inner hook, see above
-        average = await self.inner.reduce(bucket, comm.within(self.inner))
+        average = await self.inner.reduce(self._numbered(bucket), comm.within(self.inner))
         verdict = all_finite(average) & verdict
         if is_known_false(verdict):
             return self._drop(bucket, verdict)
@@ -133,8 +139,16 @@ class SkipNonfinite(CommHook):
     def _begin_step(self) -> None:
         self._undo()
         self._skips.begin_step()
+        self._handed_on = 0
+        self._withheld = []
         if self.whole_steps:
             self._before = self.inner.state_dict()
+
+    def _numbered(self, bucket: GradBucket) -> GradBucket:
+        """As if those that the inner hook does not get were no part of the step."""
+        index = self._handed_on
+        self._handed_on += 1
+        return bucket_without(bucket, self._withheld, index) if self._withheld else bucket
 
     def _drop(self, bucket: GradBucket, verdict: Tensor) -> Tensor:
         self._skips.verdicts.append(verdict)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.hook import CommHook, tree
+from commhooks.hook import CommHook, has_consensus, tree
 from commhooks.testing.compare import differences, disagreement, mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -77,11 +77,6 @@ Rule = Callable[[Site], None]
 def is_lossless(hook: CommHook) -> bool:
     """With the hooks in it."""
     return all(each.lossless for each in tree(hook))
-
-
-def has_consensus(hook: CommHook) -> bool:
-    """With the hooks in it."""
-    return all(each.consensus for each in tree(hook))
 
 
 def as_coroutine(hook: CommHook) -> Any:

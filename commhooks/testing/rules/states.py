@@ -16,9 +16,9 @@ __all__ = ["keys", "non_finite", "resume"]
 def non_finite(site: Site) -> None:
     """Where a gradient of any rank is not finite, results show it and no rank's state changes.
 
-    Results are not finite, so that a gradient scaler notices, or zeros. Within a bucket: others are
-    reduced before the number is seen, or know nothing of it. With consensus = False other ranks may
-    know nothing of it either, and go on; but no state may take it in.
+    Results are not finite, so that a gradient scaler notices, or zeros for that gradient. Within a
+    bucket: others are reduced before the number is seen, or know nothing of it. With consensus =
+    False other ranks may know nothing of it either, and go on; but no state may take it in.
     """
     parameters = site.parameters()
     hook = site.make_hook()
@@ -41,7 +41,7 @@ def non_finite(site: Site) -> None:
                 f"expected state_dict() as it was before a gradient of {number} on rank {culprit}, "
                 "found it changed"
             )
-        is_zero = all(not gradient.any() for gradient in bad.values())
+        is_zero = not bad["matrix"].any()
         if has_consensus(hook) and not is_zero and not not_finite(bad):
             problems.append(
                 f"expected a result that is not finite, or zeros, after a gradient of {number} on "
