@@ -34,7 +34,9 @@ class ErrorFeedback(CommHook):
     """Add what the inner hook did not send to the next gradient.
 
     The inner hook has to say what it sends (``tells_contribution``); one that does not is refused
-    when this hook is made. Those with a memory of their own do not: errors would count twice.
+    when this hook is made. Those with a memory of their own do not: errors would count twice. Nor
+    do those that may leave out more than they are given, as ``terngrad`` and ``randomk``: errors
+    would grow, see Note [Errors that do not grow] in quantised.py.
 
     Wire: that of the inner hook. Memory: the errors, as large as the gradients in float32 (float64
     for float64 gradients), and as much again to work in.
@@ -69,7 +71,9 @@ class ErrorFeedback(CommHook):
                 raise CommHookOptionError(
                     f"option 'inner' of hook {self.name!r}: expected a hook that says what of each "
                     f"gradient it sends; {hook!r} does not, because it keeps an error of its own, "
-                    "or because that has no meaning for it. Use it without error_feedback"
+                    "because it may leave out more than it is given, so that errors would grow in "
+                    "each step, or because that has no meaning for it. Use it without "
+                    "error_feedback"
                 )
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:

@@ -1,4 +1,19 @@
-"""What hooks that send codes of a few bits have in common."""
+"""What hooks that send codes of a few bits have in common.
+
+Note [Errors that do not grow]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Error feedback adds to a gradient g what was left out of the last one. If of whatever it is given a
+hook leaves out no more than a share q < 1, in some norm, these errors stay bounded:
+
+    |e| <= q·|g + old e|    hence    |e| <= q / (1 - q) · |g|
+
+and else they may grow in each step, though the hook be unbiased. Codecs that round to nearest are
+far from that. Those that round at random may leave out more than all: one number of size 1 among
+many of size 1/100 makes of each of these a 0 or, now and then, a 1. As numbers are rounded twice, a
+rank's own and their average, with a share c left out of each time what counts is
+
+    q = c + c·(1 + c) = (1 + c)² - 1    below 1 for c below √2 - 1
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,7 +62,10 @@ class Quantised(CommHook):
 
     @property
     def tells_contribution(self) -> bool:  # type: ignore[override]
-        """Not with errors of its own: another error feedback would count them twice."""
+        """Not with errors of its own: another error feedback would count them twice.
+
+        Nor should hooks whose errors grow if fed back: see Note [Errors that do not grow].
+        """
         return not self.feeds_back
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

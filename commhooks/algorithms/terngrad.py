@@ -40,5 +40,10 @@ class TernGrad(Quantised):
     wire = "1/4 byte per element and 4 per block, in an all-to-all and an all-gather"
     paper = "https://arxiv.org/abs/1705.07878"
 
+    @property
+    def tells_contribution(self) -> bool:  # type: ignore[override]
+        """Never: see Note [Errors that do not grow] in quantised.py."""
+        return False
+
     def codec(self) -> Codec:
         return Levels(2, clip=self.clip or math.inf, stochastic=True, block_size=self.block_size)
