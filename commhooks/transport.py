@@ -73,6 +73,7 @@ async def average_encoded(
     values: Tensor,
     comm: Communicator,
     codec: Codec,
+    average_codec: Codec | None = None,
     *,
     seed: str = "",
     feedback: Feedback | None = None,
@@ -82,7 +83,8 @@ async def average_encoded(
 
     Values are flat, float32 or float64. If those of any rank are not finite, the result is NaN on
     all ranks and ``feedback`` stays as it was; else it takes over the errors of this step. The
-    codec's random numbers depend on ``seed``, the rank, the step and the message.
+    codec's random numbers depend on ``seed``, the rank, the step and the message. Averages are
+    encoded by ``average_codec``, where it is another one, whose messages are as long.
 
     With ``tells_contribution``, ``comm.contribution`` is set: what of these values is in the
     average, where the error of the average of this rank's part counts as this rank's. It has no
@@ -93,7 +95,7 @@ async def average_encoded(
     """
     if tells_contribution:
         comm.contribution = values.clone()
-    exchange = _Exchange(values, comm, codec, seed, feedback)
+    exchange = _Exchange(values, comm, codec, average_codec or codec, seed, feedback)
     if values.numel() > 0:
         received = await comm.all_to_all(exchange.encode_parts())
         gathered = await comm.all_gather(exchange.encode_average(received))
@@ -109,12 +111,14 @@ class _Exchange:
         values: Tensor,
         comm: Communicator,
         codec: Codec,
+        average_codec: Codec,
         seed: str,
         feedback: Feedback | None,
     ) -> None:
         self._values = values
         self._comm = comm
         self._codec = codec
+        self._average_codec = average_codec
         self._seed = seed
         self._feedback = feedback
         self._part_length = part_length(values.numel(), comm.size)
@@ -128,7 +132,7 @@ class _Exchange:
         shape = (self._comm.size, self._codec.encoded_bytes(self._part_length))
         messages = self._values.new_empty(shape, dtype=torch.uint8)
         error = None if self._feedback is None else self._feedback.own
-        self._encode(self._values, messages, error, "own")
+        self._encode(self._codec, self._values, messages, error, "own")
         return messages
 
     def encode_average(self, received: Tensor) -> Tensor:
@@ -136,7 +140,7 @@ class _Exchange:
         self._codec.average(received, self._average, self._part_length)
         messages = torch.empty_like(received[:1])
         error = None if self._feedback is None else self._feedback.average
-        self._encode(self._average, messages, error, "average")
+        self._encode(self._average_codec, self._average, messages, error, "average")
         return messages[0]
 
     def finish(self, gathered: Tensor) -> None:
@@ -145,16 +149,20 @@ class _Exchange:
             self._comm.contribution -= self._values
             self._comm.contribution[self._own] -= self._comm.size * self._average
         if self._feedback is None:
-            self._codec.assemble(gathered, self._values, self._part_length)
+            self._average_codec.assemble(gathered, self._values, self._part_length)
             return
         own, average = self._feedback.own, self._feedback.average
-        is_finite = self._codec.assemble(gathered, self._values, self._part_length, kept=own)
+        is_finite = self._average_codec.assemble(
+            gathered, self._values, self._part_length, kept=own
+        )
         torch.where(is_finite, self._average, average, out=average)
 
-    def _encode(self, values: Tensor, messages: Tensor, error: Tensor | None, what: str) -> None:
+    def _encode(
+        self, codec: Codec, values: Tensor, messages: Tensor, error: Tensor | None, what: str
+    ) -> None:
         text = f"{self._seed}:{self._comm.step}:{self._comm.rank}:{what}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        self._codec.encode(
+        codec.encode(
             values,
             messages,
             self._part_length,

@@ -144,6 +144,17 @@ def test_one_step_is_as_close_as_two_roundings(name, relative, size):
     assert (result - expected).abs().max() <= 1.1 * relative * largest
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_terngrad_clips_once(size):
+    """A number among zeros is cut to 2.5 root mean squares, and averages no further."""
+    hooks = make_hooks("terngrad", {}, size)
+    gradient = torch.zeros(512 * size)
+    gradient[::512] = 1.0
+    steps = [take_step(hooks, [{"g": gradient.clone()} for _ in hooks], s)[0] for s in range(4)]
+    for result in steps:
+        assert torch.allclose(result, gradient * 2.5 * 512**-0.5)
+
+
 def test_majority_vote():
     hooks = make_hooks("signsgd", {"error_feedback": False, "block_size": 32}, 3)
     gradients = [gradients_of(rank, 0) for rank in range(3)]

@@ -45,15 +45,21 @@ class Quantised(CommHook):
     """Of random numbers, which also depend on rank, step and bucket."""
 
     _codec: Codec = field(init=False, repr=False, compare=False)
+    _average_codec: Codec = field(init=False, repr=False, compare=False)
     _errors: ErrorMemory = field(default_factory=ErrorMemory, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._codec = self.codec()
+        self._average_codec = self.average_codec()
 
     def codec(self) -> Codec:
         """What turns numbers into codes, as the options say."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `codec`")
+
+    def average_codec(self) -> Codec:
+        """What turns averages into codes, in messages as long as those of :meth:`codec`."""
+        return self._codec
 
     @property
     def feeds_back(self) -> bool:
@@ -86,6 +92,7 @@ class Quantised(CommHook):
             values,
             comm,
             self._codec,
+            self._average_codec,
             seed=f"{self.seed}:{bucket.key}",
             feedback=feedback,
             tells_contribution=comm.wants_contribution and self.tells_contribution,

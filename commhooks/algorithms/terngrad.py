@@ -6,8 +6,9 @@ Deep Learning, NeurIPS 2017, https://arxiv.org/abs/1705.07878.
     scale = max |x|    code = sign(x) with probability |x| / scale, else 0    decoded = code · scale
 
 with x the numbers of one block, first clipped to ``clip`` of their root mean squares (section 3.1,
-and equation 14). Where the paper's server sends sums of codes on, of 2·N + 1 levels, averages are
-made ternary once more here, so that the way back costs no more than the way there.
+and equation 14). The paper's workers share one scale per layer, so that its server can send sums of
+codes on, of 2·N + 1 levels. Here each rank and block has a scale of its own, and averages are made
+ternary once more, unclipped, so that the way back costs no more than the way there.
 """
 
 import math
@@ -33,7 +34,8 @@ class TernGrad(Quantised):
     """
 
     clip: Annotated[float, Ge(0)] = 2.5
-    """Cut numbers off beyond so many root mean squares of their block; 0: none, and no bias."""
+    """Cut a rank's numbers off beyond so many root mean squares of their block; 0: none, and no
+    bias."""
     block_size: BlockSize = 512
     """Numbers that share a scale; the paper's is a layer. Smaller: less variance, more bytes."""
 
@@ -47,3 +49,7 @@ class TernGrad(Quantised):
 
     def codec(self) -> Codec:
         return Levels(2, clip=self.clip or math.inf, stochastic=True, block_size=self.block_size)
+
+    def average_codec(self) -> Codec:
+        """Does not clip: what ranks have clipped would be clipped again, to much less if sparse."""
+        return Levels(2, stochastic=True, block_size=self.block_size)
