@@ -62,6 +62,33 @@ def test_half_precision_on_the_wire_is_kept(run_ranks: Any) -> None:
     run_ranks(conserve, 1, torch.float64, {"name": "cast", "inner": TOPMOST}, 1e-13)
 
 
+def outgrow_float16(rank: int, size: int, dtype: torch.dtype, inner: Any) -> None:
+    """Where one number in 50 is sent, 50 steps' gradients add up to more than it can hold."""
+    hook = ErrorFeedback(commhooks.create(inner))
+    trainer = Trainer(hook, {"w": torch.zeros(500, dtype=dtype)})
+    gradient = torch.full((500,), 3000.0, dtype=dtype)
+    applied = torch.zeros(500)
+    for _ in range(100):
+        average = trainer.step({"w": gradient})["w"]
+        assert average.isfinite().all()
+        applied += average
+    assert hook.state["w"]["error"].max() > 2**16
+    assert torch.equal(applied + hook.state["w"]["error"], torch.full((500,), 300_000.0))
+
+
+ONE_IN_FIFTY = {"name": "topk", "density": 0.02, "error_feedback": False, "warmup_steps": 0}
+
+
+def test_errors_may_outgrow_float16(run_ranks: Any) -> None:
+    run_ranks(outgrow_float16, 2, torch.float16, ONE_IN_FIFTY)
+    run_ranks(
+        outgrow_float16,
+        2,
+        torch.float32,
+        {"name": "cast", "dtype": "float16", "inner": ONE_IN_FIFTY},
+    )
+
+
 @pytest.mark.parametrize(
     ("inner", "culprit"),
     [

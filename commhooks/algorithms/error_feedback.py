@@ -9,7 +9,8 @@ Letters, on each rank:  g: gradient  e: error  p = g + e  s: what of p is in the
                     inner hook: average = mean of all s
                     e = p - s, so  s + e == g + old e:  nothing is lost
 
-Also what is lost before the inner hook, where gradients are in half precision and p is not.
+Also what is lost before the inner hook, where gradients are in half precision and p is not: what
+is rounded off, and what is beyond the range.
 """
 
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.finite import all_finite
+from commhooks.algorithms.precision import fit
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook import CommHook, TensorState, tree
@@ -79,7 +81,7 @@ class ErrorFeedback(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         error = self._memory.of(bucket, self.state)
         p = torch.add(error, bucket.buffer(), out=self._sums.of(bucket, self._unsaved))
-        bucket.buffer().copy_(p)
+        bucket.buffer().copy_(fit(p, bucket.buffer().dtype, share=2))  # half, for rounding up
         nested = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, nested)
         if nested.contribution is None:

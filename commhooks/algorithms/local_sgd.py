@@ -38,8 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
+from commhooks.algorithms.precision import at_least_float32
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Gt, Lt
 from commhooks.errors import CommHookError

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
+from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.finite import is_known_false, nan_unless
 from commhooks.algorithms.lowrank import deflate, project
 from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic_of
@@ -52,6 +52,7 @@ from commhooks.algorithms.lowrank_payload import Payload
 from commhooks.algorithms.matrix_memory import MatrixMemory, check_state, draw_factors
 from commhooks.algorithms.matrix_plan import CompressionRule, MatrixPlan, Side
 from commhooks.algorithms.matrix_shape import matrix_shape
+from commhooks.algorithms.precision import at_least_float32
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Lt
 from commhooks.errors import CommHookError

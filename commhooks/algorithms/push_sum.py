@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
+from commhooks.algorithms.precision import at_least_float32
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookStateError
 from commhooks.registry import register_hook

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.finite import copy_if, is_known_false, nan_unless
+from commhooks.algorithms.precision import fit
 from commhooks.algorithms.sparse import (
     add_and_check,
     draw_indices,
     require_kernels,
     scatter_add,
 )
-from commhooks.algorithms.sparse_part import fit, kept_elements, to_memory_dtype
+from commhooks.algorithms.sparse_part import kept_elements, to_memory_dtype
 from commhooks.communicator import Communicator
 from commhooks.constraints import Gt, Le
 from commhooks.hook import CommHook
