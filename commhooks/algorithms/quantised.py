@@ -58,7 +58,7 @@ class Quantised(CommHook):
         raise NotImplementedError(f"{type(self).__qualname__} has no `codec`")
 
     def average_codec(self) -> Codec:
-        """What turns averages into codes, in messages as long as those of :meth:`codec`."""
+        """What turns averages into codes."""
         return self._codec
 
     @property
@@ -82,7 +82,7 @@ class Quantised(CommHook):
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         """What each of ``size`` ranks sends for ``bucket``."""
-        return wire_bytes(bucket.buffer().numel(), size, self._codec)
+        return wire_bytes(bucket.buffer().numel(), size, self._codec, self._average_codec)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
