@@ -122,10 +122,12 @@ class LocalSGD(WithoutConsensus):
     def changes_parameters(self) -> bool:
         return True
 
-    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         gradient_bytes = bucket.buffer().nbytes
         if bucket.step < self.start_step:
             return all_reduce_bytes(gradient_bytes, size)
+        if self.ranks_per_node == 0:
+            return None  # the launcher has not been asked yet
         averaged_bytes = sum(
             parameter.numel() * at_least_float32(parameter.dtype).itemsize
             for parameter in self._due(bucket).values()
