@@ -112,12 +112,14 @@ class PowerSGD(CommHook):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raises CommHookError if the rank is so high that no matrix of the model would shrink.
 
-        Except for the default rank, with which small models are averaged exactly.
+        Also where none would at any rank, if it is above min(n, m) of all. Except for the default
+        rank, with which small models are averaged exactly.
         """
         super().prepare(parameters, group)
         rule = self._rule()
         found = self._matrices(parameters)
         highest = max((rule.highest_rank(*shape) for shape in found.values()), default=0)
+        highest = highest or max(map(min, found.values()), default=0)
         if 0 < highest < self.rank != type(self).rank:
             raise CommHookError(
                 f"hook {self.name!r}: expected a rank of at most {highest}, found {self.rank}, at "
