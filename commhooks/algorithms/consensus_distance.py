@@ -15,8 +15,9 @@ class ConsensusDistance:
     """The norm of what a rank's parameters differ by from the mean over all ranks, ‖x_i - mean‖₂.
 
     Of the last step in which parameters were sent. Where all ranks' mean was there it is exact;
-    where one partner's parameters were, it is estimated: the square is right in expectation over
-    all other ranks as partners, and always with two ranks.
+    where one partner's parameters were, it is estimated: right is the mean of the squares over all
+    ranks, in expectation over all other ranks as partners, and always with two ranks. A single
+    rank's may be off whoever its partner is.
     """
 
     _step: int = -1

@@ -9,6 +9,9 @@ Letters, on each rank:  g: gradient  e: error  p = g + e  s: what of p is in the
                     inner hook: average = mean of all s
                     e = p - s, so  s + e == g + old e:  nothing is lost
 
+In the paper p = γ·g + e, with γ the learning rate, which a hook does not know. Here errors are in
+the unit of the gradients, and keep their numbers when the learning rate or a loss scale changes.
+
 Also what is lost before the inner hook, where gradients are in half precision and p is not: what
 is rounded off, and what is beyond the range.
 """
