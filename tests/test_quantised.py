@@ -359,6 +359,21 @@ def test_errors_survive_a_change_of_the_number_of_ranks():
     )
 
 
+def test_errors_survive_when_hooks_go_on_with_other_ranks():
+    """As when they are registered again. Fewer ranks keep errors of larger parts of averages."""
+    hooks = make_hooks("int4", {}, 3)
+    take_step(hooks, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
+    hooks = hooks[:2]
+    expected = flat(unsent(hooks, SHAPES))
+    zeros = [
+        {k: torch.zeros_like(g).double() for k, g in gradients_of(0, 0).items()} for _ in hooks
+    ]
+    result = take_step(hooks, zeros, 1)[0]
+    torch.testing.assert_close(
+        result + flat(unsent(hooks, SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
+    )
+
+
 @pytest.mark.parametrize("start", [None, -2, 23])
 def test_damaged_state_is_refused(start):
     entry = {"error": torch.zeros(23), "average_error": torch.ones(3)}

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.derived_bucket import bucket_with
-from commhooks.algorithms.precision import fit
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook import CommHook
+from commhooks.precision import fit
 from commhooks.registry import register_hook
 from reducer import GradBucket
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from commhooks.hook import CommHook
+from commhooks.precision import at_least_float32
 
 __all__ = ["ConsensusDistance", "WithoutConsensus"]
 
@@ -25,7 +26,7 @@ class ConsensusDistance:
 
     def add(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
         """One bucket's difference, from the mean or, of ``partner_of`` ranks, from the partner."""
-        dtype = torch.promote_types(difference.dtype, torch.float32)
+        dtype = at_least_float32(difference.dtype)
         square = torch.linalg.vector_norm(difference, dtype=dtype).square().double()
         if partner_of:
             # Mean over pairs of ‖x_i - x_j‖² = 2·N/(N-1) · mean over ranks of ‖x_i - mean‖².

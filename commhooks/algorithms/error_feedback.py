@@ -23,10 +23,10 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.finite import all_finite
-from commhooks.algorithms.precision import fit
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook import CommHook, TensorState, tree
+from commhooks.precision import fit
 from commhooks.registry import register_hook
 from reducer import GradBucket
 

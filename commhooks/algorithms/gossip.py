@@ -23,9 +23,9 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
-from commhooks.algorithms.precision import at_least_float32
 from commhooks.communicator import Communicator, Request
 from commhooks.constraints import Ge
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from commhooks.topologies import Permutation, check_topology, round_at
 from commhooks.wire import all_reduce_bytes

@@ -40,11 +40,11 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
-from commhooks.algorithms.precision import at_least_float32
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Gt, Lt
 from commhooks.errors import CommHookError
 from commhooks.nodes import check_nodes, ranks_of_node
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket

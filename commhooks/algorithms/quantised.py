@@ -18,7 +18,6 @@ rank's own and their average, with a share c left out of each time what counts i
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from commhooks.algorithms.error_memory import ErrorMemory
 from commhooks.codecs import Codec
 from commhooks.communicator import Communicator
 from commhooks.hook import CommHook
+from commhooks.precision import at_least_float32
 from commhooks.transport import average_encoded, wire_bytes
 from reducer import GradBucket
 
@@ -86,7 +86,7 @@ class Quantised(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        values = buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+        values = buffer.to(at_least_float32(buffer.dtype))
         feedback = self._errors.of(bucket, comm, self.state) if self.feeds_back else None
         await average_encoded(
             values,

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.finite import copy_if, is_known_false, nan_unless
-from commhooks.algorithms.precision import fit
 from commhooks.algorithms.sparse import (
     add_and_check,
     draw_indices,
@@ -27,6 +26,7 @@ from commhooks.algorithms.sparse_part import kept_elements, to_memory_dtype
 from commhooks.communicator import Communicator
 from commhooks.constraints import Gt, Le
 from commhooks.hook import CommHook
+from commhooks.precision import fit
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket

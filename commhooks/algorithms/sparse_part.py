@@ -13,8 +13,8 @@ from torch import Tensor
 
 from commhooks.algorithms.finite import copy_if
 from commhooks.algorithms.index_code import IndexCode
-from commhooks.algorithms.precision import at_least_float32, fit
 from commhooks.algorithms.sparse import scatter_add
+from commhooks.precision import at_least_float32, fit
 from commhooks.wire import all_gather_bytes
 from reducer import GradBucket
 
