@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import (
 
 from commhooks import point_to_point, wire
 from commhooks.errors import CommHookError
+from commhooks.precision import at_least_float32
 
 __all__ = ["Communicator", "Request"]
 
@@ -132,7 +133,7 @@ class Communicator:
         Sets :attr:`contribution` to ``size`` times ``share``, of which nothing is kept.
         """
         if self.wants_contribution:
-            exact = torch.promote_types(share.dtype, torch.float32)
+            exact = at_least_float32(share.dtype)
             self.contribution = share.to(exact, copy=True).mul_(self.size)
 
     @cached_property

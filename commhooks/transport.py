@@ -51,9 +51,11 @@ class Feedback:
     average: Tensor
 
 
-def wire_bytes(numel: int, size: int, codec: Codec) -> int:
+def wire_bytes(numel: int, size: int, codec: Codec, average_codec: Codec) -> int:
     """What each of ``size`` ranks sends to average ``numel`` values."""
-    return 2 * (size - 1) * codec.encoded_bytes(part_length(numel, size)) if numel else 0
+    length = part_length(numel, size)
+    message_bytes = codec.encoded_bytes(length) + average_codec.encoded_bytes(length)
+    return (size - 1) * message_bytes if numel else 0
 
 
 def part_length(numel: int, size: int) -> int:
@@ -74,6 +76,7 @@ async def average_encoded(
     values: Tensor,
     comm: Communicator,
     codec: Codec,
+    average_codec: Codec,
     *,
     seed: str = "",
     feedback: Feedback | None = None,
@@ -83,18 +86,20 @@ async def average_encoded(
 
     Values are flat, float32 or float64. If those of any rank are not finite, the result is NaN on
     all ranks and ``feedback`` stays as it was; else it takes over the errors of this step. The
-    codec's random numbers depend on ``seed``, the rank, the step and the message.
+    codec's random numbers depend on ``seed``, the rank, the step and the message. Averages are
+    encoded by ``average_codec``.
 
     With ``tells_contribution``, ``comm.contribution`` is set: what of these values is in the
     average, where the error of the average of this rank's part counts as this rank's. It has no
     meaning with ``feedback``, nor for codecs that vote.
 
-    Wire: 2·(N-1) messages of numel / N values, see :func:`part_length`; nothing if there are no
-    values. On a GPU everything is queued on torch's current stream, and nothing synchronises.
+    Wire: (N-1) messages of each codec, of numel / N values, see :func:`part_length`; nothing if
+    there are no values. On a GPU everything is queued on torch's current stream, and nothing
+    synchronises.
     """
     if tells_contribution:
         comm.contribution = values.clone()
-    exchange = _Exchange(values, comm, codec, seed, feedback)
+    exchange = _Exchange(values, comm, codec, average_codec, seed, feedback)
     if values.numel() > 0:
         received = await comm.all_to_all(exchange.encode_parts())
         gathered = await comm.all_gather(exchange.encode_average(received))
@@ -110,12 +115,14 @@ class _Exchange:
         values: Tensor,
         comm: Communicator,
         codec: Codec,
+        average_codec: Codec,
         seed: str,
         feedback: Feedback | None,
     ) -> None:
         self._values = values
         self._comm = comm
         self._codec = codec
+        self._average_codec = average_codec
         self._seed = seed
         self._feedback = feedback
         self._part_length = part_length(values.numel(), comm.size)
@@ -129,15 +136,16 @@ class _Exchange:
         shape = (self._comm.size, self._codec.encoded_bytes(self._part_length))
         messages = self._values.new_empty(shape, dtype=torch.uint8)
         error = None if self._feedback is None else self._feedback.own
-        self._encode(self._values, messages, error, "own")
+        self._encode(self._codec, self._values, messages, error, "own")
         return messages
 
     def encode_average(self, received: Tensor) -> Tensor:
         """(bytes,): of this rank's part. The average becomes what this leaves out, if kept."""
         self._codec.average(received, self._average, self._part_length)
-        messages = received.new_empty((1, received.shape[1]))
+        message_bytes = self._average_codec.encoded_bytes(self._part_length)
+        messages = received.new_empty((1, message_bytes))
         error = None if self._feedback is None else self._feedback.average
-        self._encode(self._average, messages, error, "average")
+        self._encode(self._average_codec, self._average, messages, error, "average")
         return messages[0]
 
     def finish(self, gathered: Tensor) -> None:
@@ -146,16 +154,20 @@ class _Exchange:
             self._comm.contribution -= self._values
             self._comm.contribution[self._own] -= self._comm.size * self._average
         if self._feedback is None:
-            self._codec.assemble(gathered, self._values, self._part_length)
+            self._average_codec.assemble(gathered, self._values, self._part_length)
             return
         own, average = self._feedback.own, self._feedback.average
-        is_finite = self._codec.assemble(gathered, self._values, self._part_length, kept=own)
+        is_finite = self._average_codec.assemble(
+            gathered, self._values, self._part_length, kept=own
+        )
         copy_if(is_finite, self._average, average)
 
-    def _encode(self, values: Tensor, messages: Tensor, error: Tensor | None, what: str) -> None:
+    def _encode(
+        self, codec: Codec, values: Tensor, messages: Tensor, error: Tensor | None, what: str
+    ) -> None:
         text = f"{self._seed}:{self._comm.step}:{self._comm.rank}:{what}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        self._codec.encode(
+        codec.encode(
             values,
             messages,
             self._part_length,

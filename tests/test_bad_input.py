@@ -84,6 +84,11 @@ def refuse_ranks(rank: int, size: int) -> None:
         commhooks.register(model, hook, rank=highest).remove()
     with pytest.raises(commhooks.CommHookError, match="rank of at most 48, found 49"):
         commhooks.register(model, "powersgd", rank=49, min_compression_rate=0.0)
+    tiny = commhooks.DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    with pytest.raises(commhooks.CommHookError, match="rank of at most 3, found 4"):
+        commhooks.register(tiny, "powersgd", rank=4)
+    no_matrices = [["*.bias", {"name": "powersgd", "rank": 1000}]]
+    commhooks.register(tiny, "route", rules=no_matrices, default="allreduce").remove()
 
 
 def test_a_rank_above_the_size_of_every_matrix_is_refused(run_ranks: Any) -> None:
@@ -105,7 +110,7 @@ def test_a_rank_above_the_size_of_one_matrix_is_cut_to_it(run_ranks: Any) -> Non
 
 
 def train_tiny(rank: int, size: int) -> None:
-    cases: list[tuple[int, dict[str, Any]]] = [(2, {"rank": 9}), (8, {})]
+    cases: list[tuple[int, dict[str, Any]]] = [(2, {"rank": 2}), (8, {})]
     for width, options in cases:
         model = commhooks.DistributedDataParallel(nn.Linear(width, 3))
         commhooks.register(model, "powersgd", start_step=0, **options)

@@ -23,7 +23,10 @@ def run(hooks: list[DGC], step: int) -> list[Tensor]:
 
 
 class Reference:
-    """Algorithms 1 and 4 of the paper, and its warm-up, for one rank of N."""
+    """Algorithms 1 and 4 of the paper, and its warm-up, for one rank of N.
+
+    As there, gradients are divided by N to begin with, and what ranks send is summed.
+    """
 
     def __init__(self, *, size: int, momentum: float, clip: float | None, masking: bool) -> None:
         self.size, self.momentum, self.clip, self.masking = size, momentum, clip, masking
@@ -31,6 +34,7 @@ class Reference:
         self.v = torch.zeros(NUMEL, dtype=torch.float64)
 
     def send(self, gradient: Tensor, count: int) -> Tensor:
+        gradient = gradient / self.size
         if self.clip is not None:
             threshold = self.clip * self.size**-0.5
             norm = gradient.square().sum().sqrt()
@@ -60,12 +64,20 @@ def test_follows_the_paper(masking, clip, size):
             reference.send(gradient_of(rank, step), round(density * NUMEL))
             for rank, reference in enumerate(ranks)
         ]
-        expected = torch.stack(sent).mean(0)
+        expected = torch.stack(sent).sum(0)
         torch.testing.assert_close(results[0], expected, rtol=1e-12, atol=1e-12)
         for hook, reference in zip(hooks, ranks, strict=True):
             state = hook.state["p"]
-            torch.testing.assert_close(state["velocity"], reference.u, rtol=1e-12, atol=1e-12)
-            torch.testing.assert_close(state["error"], reference.v, rtol=1e-12, atol=1e-12)
+            for found, expected in ("velocity", reference.u), ("error", reference.v):
+                torch.testing.assert_close(state[found], size * expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_average_of_that_norm_is_not_clipped():
+    """Of gradients at right angles, each of √N times its norm."""
+    hooks = [DGC(density=1.0, warmup_steps=0, momentum=0.0, clip=1.001) for _ in range(4)]
+    gradients = 2 * torch.eye(4, dtype=torch.float64)
+    results, _ = lockstep(hooks, [make_bucket({"p": gradient}) for gradient in gradients])
+    torch.testing.assert_close(results[0], gradients.mean(0))
 
 
 def test_without_momentum_is_topk():

@@ -10,7 +10,9 @@ from inner_hooks import Recorder
 from torch import Tensor
 
 import commhooks
+from commhooks import registry
 from commhooks.algorithms import ErrorFeedback
+from commhooks.options import option_names
 from commhooks.testing.compare import mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -60,6 +62,33 @@ def test_half_precision_on_the_wire_is_kept(run_ranks: Any) -> None:
     run_ranks(conserve, 1, torch.float64, {"name": "cast", "inner": TOPMOST}, 1e-13)
 
 
+def outgrow_float16(rank: int, size: int, dtype: torch.dtype, inner: Any) -> None:
+    """Where one number in 50 is sent, 50 steps' gradients add up to more than it can hold."""
+    hook = ErrorFeedback(commhooks.create(inner))
+    trainer = Trainer(hook, {"w": torch.zeros(500, dtype=dtype)})
+    gradient = torch.full((500,), 3000.0, dtype=dtype)
+    applied = torch.zeros(500)
+    for _ in range(100):
+        average = trainer.step({"w": gradient})["w"]
+        assert average.isfinite().all()
+        applied += average
+    assert hook.state["w"]["error"].max() > 2**16
+    assert torch.equal(applied + hook.state["w"]["error"], torch.full((500,), 300_000.0))
+
+
+ONE_IN_FIFTY = {"name": "topk", "density": 0.02, "error_feedback": False, "warmup_steps": 0}
+
+
+def test_errors_may_outgrow_float16(run_ranks: Any) -> None:
+    run_ranks(outgrow_float16, 2, torch.float16, ONE_IN_FIFTY)
+    run_ranks(
+        outgrow_float16,
+        2,
+        torch.float32,
+        {"name": "cast", "dtype": "float16", "inner": ONE_IN_FIFTY},
+    )
+
+
 @pytest.mark.parametrize(
     ("inner", "culprit"),
     [
@@ -72,6 +101,77 @@ def test_half_precision_on_the_wire_is_kept(run_ranks: Any) -> None:
 )
 def test_hooks_that_do_not_say_what_they_send_are_refused(inner: Any, culprit: str) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match=rf"says what of .*; {culprit}\("):
+        commhooks.create("error_feedback", inner=inner)
+
+
+FEEDABLE: list[dict[str, Any]] = [
+    {"name": "allreduce"},
+    {"name": "fp16"},
+    {"name": "bf16"},
+    {"name": "natural"},
+    {"name": "qsgd"},
+    {"name": "qsgd", "levels": 3, "block_size": 4096},
+    {"name": "qsgd", "levels": 9, "norm": "l2"},
+    {"name": "int8", "error_feedback": False},
+    {"name": "int4", "error_feedback": False, "stochastic": True},
+    {"name": "fp8", "error_feedback": False, "format": "e5m2"},
+    {"name": "topk", "error_feedback": False, "density": 0.1, "warmup_steps": 0},
+    {"name": "threshold", "error_feedback": False, "value": 1.0},
+    {"name": "cast", "inner": "qsgd", "dtype": "float64"},
+    {"name": "schedule", "stages": [[0, "natural"], [50, "qsgd"]]},
+    {"name": "route", "rules": [["w", "qsgd"]]},
+]
+
+
+def grow(rank: int, size: int, inner: dict[str, Any]) -> float:
+    """The largest mean error of 100 steps, as a share of the largest gradient."""
+    hook = ErrorFeedback(commhooks.create(inner))
+    trainer = Trainer(hook, {"w": torch.zeros(1024)})
+    largest_error = largest_gradient = 0.0
+    for step in range(100):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        gradient = torch.randn(1024, generator=generator) ** 5  # a few are large
+        trainer.step({"w": gradient})
+        error = hook.state["w"]["error"].clone()
+        dist.all_reduce(error.div_(size))
+        largest_error = max(largest_error, error.norm().item())
+        largest_gradient = max(largest_gradient, gradient.norm().item())
+    return largest_error / largest_gradient
+
+
+@pytest.mark.parametrize("inner", FEEDABLE, ids=str)
+def test_errors_do_not_grow(run_ranks: Any, inner: dict[str, Any]) -> None:
+    """Those of hooks that round at random and may leave out too much reach 40 and more."""
+    assert max(run_ranks(grow, 2, inner)) < 4
+
+
+def can_be_fed_back(kind: type[commhooks.CommHook]) -> bool:
+    if isinstance(kind.tells_contribution, bool):
+        return kind.tells_contribution
+    has_memory = "error_feedback" in option_names(kind)
+    hook = commhooks.create(kind.name, **({"error_feedback": False} if has_memory else {}))
+    return hook.tells_contribution
+
+
+def test_every_hook_that_can_be_fed_back_is_among_them() -> None:
+    own = (k for k in registry._hooks.values() if k.__module__.startswith("commhooks."))
+    assert {kind.name for kind in own if can_be_fed_back(kind)} == {i["name"] for i in FEEDABLE}
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"name": "terngrad"},
+        {"name": "terngrad", "clip": 0.0},
+        {"name": "qsgd", "levels": 2},
+        {"name": "qsgd", "levels": 8, "norm": "l2"},
+        {"name": "randomk"},
+        {"name": "route", "rules": [["*", {"name": "qsgd", "levels": 1}]]},
+    ],
+    ids=str,
+)
+def test_hooks_whose_errors_would_grow_are_refused(inner: dict[str, Any]) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match="so that errors would grow"):
         commhooks.create("error_feedback", inner=inner)
 
 

@@ -127,6 +127,19 @@ def test_all_ranks_average_their_parameters_now_and_then(what: str) -> None:
         assert hook.metrics() == {"consensus_distance": pytest.approx(distance.item())}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_average_of_parameters_in_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+    size = 3
+    parameters = [draw(rank, 99, dtype) for rank in range(size)]
+    mean = rows(parameters).float().mean(0).to(dtype)
+    _, sent = take_step([Gossip(average_every=1) for _ in range(size)], parameters, 1)
+    torch.testing.assert_close(
+        rows(parameters), mean.expand(size, -1), rtol=torch.finfo(dtype).eps, atol=1e-6
+    )
+    assert (rows(parameters) == mean).float().mean() > 0.99  # sums in float32 are rounded, too
+    assert sent == [2 * (size - 1) * math.ceil(4 * mean.numel() / size)] * size
+
+
 def test_large_half_precision_gradients_do_not_overflow() -> None:
     parameters = [[torch.zeros(4, dtype=torch.float16)] for _ in range(2)]
     buckets = [make_bucket([torch.full((4,), 6e4).half()], p, 0) for p in parameters]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks.algorithms.local_sgd import LocalSGD, _cut
 from commhooks.wire import all_reduce_bytes
+from reducer import GradBucket
 
 DILOCO = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
@@ -199,6 +200,12 @@ def test_fragments_are_runs_of_about_equal_size() -> None:
     assert _cut([5, 0, 0], 2) == [1, 1, 1]
     assert _cut([0, 0], 2) == [0, 0]
     assert _cut([3, 4, 5], 1) == [0, 0, 0]
+
+
+def test_bytes_are_not_known_before_the_launcher_has_been_asked() -> None:
+    bucket = GradBucket(torch.zeros(10), [torch.zeros(10)], ["w"], step=0)
+    assert LocalSGD(ranks_per_node=0).wire_bytes(bucket, 4) is None
+    assert LocalSGD(ranks_per_node=0, start_step=1).wire_bytes(bucket, 4) == 2 * 3 * 10
 
 
 def refuse(rank: int, size: int) -> None:

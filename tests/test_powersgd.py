@@ -195,6 +195,24 @@ def test_nothing_is_lost_in_the_mean(two_sided):
         torch.testing.assert_close(got[name] + error, given[name])
 
 
+def test_what_outgrows_float16_is_sent_later():
+    """Errors are in float32, and one vector of 64 at a time makes them, and products, large."""
+    hook = powersgd(rank=1)
+    gradient = 4000 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    given, got = torch.zeros(2, 64 * 64, dtype=torch.float64)
+    is_cut = False
+    for step in range(60):
+        given += gradient.half().double().flatten()
+        (result,) = take_step([hook], [{"w": gradient.half()}], step)
+        assert result.isfinite().all()
+        is_cut |= bool((result.abs() == torch.finfo(torch.float16).max).any())
+        got += result
+    assert is_cut
+    missing = hook.state["w"]["error"].double().flatten()
+    rounding = 60 * 16  # of results up to 65504, at most 16 in each step
+    assert (got + missing - given).abs().max() <= rounding
+
+
 def test_own_error_is_never_longer_than_what_was_to_be_sent():
     hooks = [powersgd() for _ in range(2)]
     old = [{name: torch.zeros(()) for name in MATRICES} for _ in hooks]

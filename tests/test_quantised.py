@@ -39,6 +39,8 @@ MEMORYLESS: dict[str, tuple[dict[str, Any], int]] = {
     "natural": ({"block_size": 32}, 8),
     "signsgd": ({"block_size": 32, "error_feedback": False}, 1),
 }
+AVERAGE_BITS = {"terngrad": 4}
+"""Per code of an average, where there are more."""
 ALL = [(name, *rest) for named in (FED_BACK, MEMORYLESS) for name, rest in named.items()]
 UNBIASED = [
     ("int8", {"stochastic": True, "error_feedback": False}),
@@ -144,6 +146,17 @@ def test_one_step_is_as_close_as_two_roundings(name, relative, size):
     assert (result - expected).abs().max() <= 1.1 * relative * largest
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_terngrad_clips_once(size):
+    """A number among zeros is cut to 2.5 root mean squares, and averages no further."""
+    hooks = make_hooks("terngrad", {}, size)
+    gradient = torch.zeros(512 * size)
+    gradient[::512] = 1.0
+    steps = [take_step(hooks, [{"g": gradient.clone()} for _ in hooks], s)[0] for s in range(4)]
+    for result in steps:
+        assert torch.allclose(result, gradient * 2.5 * 512**-0.5)
+
+
 def test_majority_vote():
     hooks = make_hooks("signsgd", {"error_feedback": False, "block_size": 32}, 3)
     gradients = [gradients_of(rank, 0) for rank in range(3)]
@@ -199,10 +212,12 @@ def test_messages_are_as_long_as_the_formula_says(name, options, bits, size):
     hooks = make_hooks(name, options, size)
     bucket = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
     _, comms = lockstep(hooks, bucket)
-    message = encoded_bytes(part_length(NUMEL, size), bits, options["block_size"])
+    length, block = part_length(NUMEL, size), options["block_size"]
+    own = encoded_bytes(length, bits, block)
+    average = encoded_bytes(length, AVERAGE_BITS.get(name, bits), block)
     for comm in comms:
-        assert [sent.numel() for sent in comm.sent] == [size * message, message]
-    assert hooks[0].wire_bytes(bucket[0], size) == 2 * (size - 1) * message
+        assert [sent.numel() for sent in comm.sent] == [size * own, average]
+    assert hooks[0].wire_bytes(bucket[0], size) == (size - 1) * (own + average)
 
 
 def bytes_of_training(rank: int, size: int, name: str) -> tuple[int, int]:
@@ -219,14 +234,15 @@ def bytes_of_training(rank: int, size: int, name: str) -> tuple[int, int]:
 )
 def test_bytes_that_are_counted(run_ranks, name, bits, block, size):
     for counted, numel in run_ranks(bytes_of_training, size, name):
-        message = encoded_bytes(part_length(numel, size), bits, block)
-        assert counted == 2 * (size - 1) * message  # per step
+        own = encoded_bytes(part_length(numel, size), bits, block)
+        average = encoded_bytes(part_length(numel, size), AVERAGE_BITS.get(name, bits), block)
+        assert counted == (size - 1) * (own + average)  # per step
 
 
 @pytest.mark.parametrize(
     ("name", "ratio"),
     [("int8", 3.9), ("fp8", 3.9), ("natural", 3.9), ("int4", 7.5), ("qsgd", 7.5),
-     ("terngrad", 15), ("onebit", 25), ("signsgd", 25)],
+     ("terngrad", 10.4), ("onebit", 25), ("signsgd", 25)],
 )  # fmt: skip
 def test_default_compression(name, ratio):
     bucket = make_bucket({"g": torch.zeros(1 << 20)})
@@ -343,6 +359,21 @@ def test_errors_survive_a_change_of_the_number_of_ranks():
     )
 
 
+def test_errors_survive_when_hooks_go_on_with_other_ranks():
+    """As when they are registered again. Fewer ranks keep errors of larger parts of averages."""
+    hooks = make_hooks("int4", {}, 3)
+    take_step(hooks, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
+    hooks = hooks[:2]
+    expected = flat(unsent(hooks, SHAPES))
+    zeros = [
+        {k: torch.zeros_like(g).double() for k, g in gradients_of(0, 0).items()} for _ in hooks
+    ]
+    result = take_step(hooks, zeros, 1)[0]
+    torch.testing.assert_close(
+        result + flat(unsent(hooks, SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
+    )
+
+
 @pytest.mark.parametrize("start", [None, -2, 23])
 def test_damaged_state_is_refused(start):
     entry = {"error": torch.zeros(23), "average_error": torch.ones(3)}
@@ -390,7 +421,7 @@ def test_random_numbers_depend_on_seed_step_rank_and_bucket(name):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", [name for name in MEMORYLESS if name != "signsgd"])
+@pytest.mark.parametrize("name", sorted(MEMORYLESS.keys() - {"signsgd", "terngrad"}))
 def test_contributions_average_to_the_result(name, size):
     hooks = make_hooks(name, MEMORYLESS[name][0], size)
     buckets = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
@@ -414,9 +445,15 @@ def contribution_of(comm: LockstepCommunicator) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("int8", {}), ("signsgd", {"error_feedback": False})]
+    ("name", "options"),
+    [
+        ("int8", {}),
+        ("signsgd", {"error_feedback": False}),
+        ("terngrad", {}),
+        ("qsgd", {"levels": 2}),
+    ],
 )
-def test_who_keeps_errors_or_votes_does_not_tell_a_contribution(name, options):
+def test_who_keeps_errors_votes_or_leaves_out_too_much_does_not_tell_a_contribution(name, options):
     hook = commhooks.create(name, **options)
     assert not hook.tells_contribution
     comm = lockstep([hook], [make_bucket(gradients_of(0, 0))], wants_contribution=True)[1][0]

@@ -1,13 +1,13 @@
 """What a hook remembers of every gradient element from step to step, by parameter name."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.cuts import Cuts
 from commhooks.algorithms.derived_bucket import bucket_with
 from commhooks.errors import CommHookStateError
 from commhooks.hook import TensorState
+from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["BucketMemory"]
@@ -25,25 +25,19 @@ class BucketMemory:
     def __init__(self, field: str) -> None:
         self._field = field
         self._state: TensorState | None = None
-        self._cuts: dict[str, _Cut] = {}
+        self._cuts: Cuts[Tensor] = Cuts()
 
     def of(self, bucket: GradBucket, state: TensorState) -> Tensor:
         """(numel,), zeros at first; float32, or float64 for float64 gradients."""
         if state is not self._state:
             self._state = state
             self._cuts.clear()
-        cut = self._cuts.get(bucket.key)
-        if cut is None:
-            cut = self._take_over(bucket, state)
-            for key, other in list(self._cuts.items()):
-                if not cut.names.isdisjoint(other.names):
-                    del self._cuts[key]
-            self._cuts[bucket.key] = cut
-        return cut.flat
+        flat = self._cuts.get(bucket)
+        return self._cuts.put(bucket, self._take_over(bucket, state)) if flat is None else flat
 
-    def _take_over(self, bucket: GradBucket, state: TensorState) -> "_Cut":
+    def _take_over(self, bucket: GradBucket, state: TensorState) -> Tensor:
         buffer = bucket.buffer()
-        dtype = torch.promote_types(buffer.dtype, torch.float32)
+        dtype = at_least_float32(buffer.dtype)
         flat = torch.zeros(buffer.numel(), dtype=dtype, device=buffer.device)
         views = bucket_with(bucket, flat).gradients()
         for name, view in zip(bucket.names, views, strict=True):
@@ -52,15 +46,7 @@ class BucketMemory:
                 _check_shape(name, self._field, entry[self._field], view)
                 view.copy_(entry[self._field])
             entry[self._field] = view
-        return _Cut(frozenset(bucket.names), flat)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The numbers of one bucket, as it is cut at present."""
-
-    names: frozenset[str]
-    flat: Tensor
+        return flat
 
 
 def _check_shape(name: str, field: str, found: Tensor, expected: Tensor) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["at_least_float32", "pack", "parameters_of", "real_view", "store"]
+__all__ = ["pack", "parameters_of", "real_view", "store"]
 
 
 def parameters_of(bucket: GradBucket) -> list[Tensor]:
@@ -51,8 +51,3 @@ def store(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     torch._foreach_copy_(list(tensors), views)
-
-
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers are kept that are added up over ranks and steps."""
-    return torch.promote_types(dtype, torch.float32)

@@ -9,6 +9,7 @@ from commhooks.algorithms.derived_bucket import bucket_with
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook import CommHook
+from commhooks.precision import fit
 from commhooks.registry import register_hook
 from reducer import GradBucket
 
@@ -23,7 +24,8 @@ class Cast(CommHook):
     """Hand the gradients to the inner hook in another dtype, and its average back in their own.
 
     To a narrower one, so that it sends less; to a wider one, so that it computes more exactly. What
-    the dtype cannot hold becomes infinite, and stays so on all ranks.
+    the dtype cannot hold becomes infinite, and stays so on all ranks; inside ``error_feedback`` it
+    is cut to half of the range, and the rest is sent later.
 
     Wire: that of the inner hook for gradients of ``dtype``. Memory: a copy of the bucket in
     ``dtype`` while it is under way.
@@ -49,12 +51,16 @@ class Cast(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         nested = comm.within(self.inner, wants_contribution=comm.wants_contribution)
-        average = await self.inner.reduce(self._cast(bucket), nested)
+        cast = self._cast(bucket, is_fed_back=comm.wants_contribution)
+        average = await self.inner.reduce(cast, nested)
         comm.contribution = nested.contribution
         return bucket.buffer().copy_(average.view(-1))
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         return self.inner.wire_bytes(self._cast(bucket), size)
 
-    def _cast(self, bucket: GradBucket) -> GradBucket:
-        return bucket_with(bucket, bucket.buffer().to(self.dtype))
+    def _cast(self, bucket: GradBucket, *, is_fed_back: bool = False) -> GradBucket:
+        buffer = bucket.buffer()
+        # Half of the range, for what is rounded up.
+        cast = fit(buffer, self.dtype, share=2) if is_fed_back else buffer.to(self.dtype)
+        return bucket_with(bucket, cast)

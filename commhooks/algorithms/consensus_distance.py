@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from commhooks.hook import CommHook
+from commhooks.precision import at_least_float32
 
 __all__ = ["ConsensusDistance", "WithoutConsensus"]
 
@@ -15,8 +16,9 @@ class ConsensusDistance:
     """The norm of what a rank's parameters differ by from the mean over all ranks, ‖x_i - mean‖₂.
 
     Of the last step in which parameters were sent. Where all ranks' mean was there it is exact;
-    where one partner's parameters were, it is estimated: the square is right in expectation over
-    all other ranks as partners, and always with two ranks.
+    where one partner's parameters were, it is estimated: right is the mean of the squares over all
+    ranks, in expectation over all other ranks as partners, and always with two ranks. A single
+    rank's may be off whoever its partner is.
     """
 
     _step: int = -1
@@ -24,7 +26,7 @@ class ConsensusDistance:
 
     def add(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
         """One bucket's difference, from the mean or, of ``partner_of`` ranks, from the partner."""
-        dtype = torch.promote_types(difference.dtype, torch.float32)
+        dtype = at_least_float32(difference.dtype)
         square = torch.linalg.vector_norm(difference, dtype=dtype).square().double()
         if partner_of:
             # Mean over pairs of ‖x_i - x_j‖² = 2·N/(N-1) · mean over ranks of ‖x_i - mean‖².

@@ -6,12 +6,15 @@ sections and letters as there:
     u    velocity of this rank            v    what this rank has yet to send
     g    gradient of this rank            m    momentum
 
-    g = g · min(1, clip / (√N · |g|))     3.2  local gradient clipping, N ranks
+    g = g · min(1, clip · √N / |g|)       3.2  local gradient clipping, N ranks
     u = m·u + g;  v = v + u               3.1  momentum correction
     send the k largest of v; of these     3.1  as topk does
         v = 0
         u = 0                             3.3  momentum factor masking
     k shrinks step by step                3.3  warm-up training
+
+The paper's gradients are divided by N before they are clipped, to clip / √N; these are divided when
+they are averaged.
 """
 
 import math
@@ -52,6 +55,9 @@ class DGC(CommHook):
     without momentum**, or it is applied twice. So the result stands for the average *velocity*, not
     the average gradient; with ``momentum=0`` it is that of ``topk``.
 
+    Weight decay that an optimizer adds to gradients, as ``torch.optim.SGD`` does, goes through its
+    momentum. Without, it is 1 / (1 - m) times too weak: multiply it with that, 10 for 0.9.
+
     In a short training, of which the warm-up is a large part, velocities are reset too often to
     build up; without ``masking`` less is lost there, see docs/hooks/sparse.md.
 
@@ -68,7 +74,8 @@ class DGC(CommHook):
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """m, instead of the optimizer's."""
     clip: Annotated[float, Gt(0)] | None = None
-    """The largest norm of the average gradient of a bucket: each rank's is cut to this over √N."""
+    """The largest norm of the average gradient of a bucket, where ranks' gradients are independent:
+    each rank's, √N times as long then, is cut to this times √N."""
     masking: bool = True
     """Forget the velocity of what has been sent, so that no stale gradient carries it on."""
     warmup_steps: Annotated[int, Ge(0)] = 200
@@ -119,5 +126,5 @@ class DGC(CommHook):
         if self.clip is None:
             return gradient
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
-        scale = (self.clip / math.sqrt(size) / norm).clamp(max=1)
+        scale = (self.clip * math.sqrt(size) / norm).clamp(max=1)
         return gradient.mul_(scale.to(gradient.dtype))

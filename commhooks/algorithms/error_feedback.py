@@ -9,7 +9,11 @@ Letters, on each rank:  g: gradient  e: error  p = g + e  s: what of p is in the
                     inner hook: average = mean of all s
                     e = p - s, so  s + e == g + old e:  nothing is lost
 
-Also what is lost before the inner hook, where gradients are in half precision and p is not.
+In the paper p = γ·g + e, with γ the learning rate, which a hook does not know. Here errors are in
+the unit of the gradients, and keep their numbers when the learning rate or a loss scale changes.
+
+Also what is lost before the inner hook, where gradients are in half precision and p is not: what
+is rounded off, and what is beyond the range.
 """
 
 from dataclasses import dataclass, field
@@ -22,6 +26,7 @@ from commhooks.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.finite import all_finite
 from commhooks.hook import CommHook, TensorState, tree
+from commhooks.precision import fit
 from commhooks.registry import register_hook
 from reducer import GradBucket
 
@@ -34,7 +39,9 @@ class ErrorFeedback(CommHook):
     """Add what the inner hook did not send to the next gradient.
 
     The inner hook has to say what it sends (``tells_contribution``); one that does not is refused
-    when this hook is made. Those with a memory of their own do not: errors would count twice.
+    when this hook is made. Those with a memory of their own do not: errors would count twice. Nor
+    do those that may leave out more than they are given, as ``terngrad`` and ``randomk``: errors
+    would grow, see Note [Errors that do not grow] in quantised.py.
 
     Wire: that of the inner hook. Memory: the errors, as large as the gradients in float32 (float64
     for float64 gradients), and as much again to work in.
@@ -69,13 +76,15 @@ class ErrorFeedback(CommHook):
                 raise CommHookOptionError(
                     f"option 'inner' of hook {self.name!r}: expected a hook that says what of each "
                     f"gradient it sends; {hook!r} does not, because it keeps an error of its own, "
-                    "or because that has no meaning for it. Use it without error_feedback"
+                    "because it may leave out more than it is given, so that errors would grow in "
+                    "each step, or because that has no meaning for it. Use it without "
+                    "error_feedback"
                 )
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         error = self._memory.of(bucket, self.state)
         p = torch.add(error, bucket.buffer(), out=self._sums.of(bucket, self._unsaved))
-        bucket.buffer().copy_(p)
+        bucket.buffer().copy_(fit(p, bucket.buffer().dtype, share=2))  # half, for rounding up
         nested = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, nested)
         if nested.contribution is None:

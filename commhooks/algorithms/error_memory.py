@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.cuts import Cuts
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookStateError
 from commhooks.hook import TensorState
@@ -29,27 +30,17 @@ class ErrorMemory:
 
     def __init__(self) -> None:
         self._own = BucketMemory("error")
-        self._cuts: dict[str, _Cut] = {}
+        self._cuts: Cuts[tuple[slice, Feedback]] = Cuts()
 
     def of(self, bucket: GradBucket, comm: Communicator, state: TensorState) -> Feedback:
         """The errors of a bucket, zeros at first."""
         own = self._own.of(bucket, state)
-        cut = self._cuts.get(bucket.key)
-        if cut is None or cut.feedback.own is not own:
-            cut = _Cut(frozenset(bucket.names), _take_over(bucket, comm, state, own))
-            for key, other in list(self._cuts.items()):
-                if not cut.names.isdisjoint(other.names):
-                    del self._cuts[key]
-            self._cuts[bucket.key] = cut
-        return cut.feedback
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """One bucket, as it is cut at present."""
-
-    names: frozenset[str]
-    feedback: Feedback
+        part = part_of(own.numel(), comm.size, comm.rank)
+        before, feedback = self._cuts.get(bucket) or (None, None)
+        if feedback is None or feedback.own is not own or before != part:
+            feedback = _take_over(bucket, comm, part, state, own)
+            self._cuts.put(bucket, (part, feedback))
+        return feedback
 
 
 @dataclass(frozen=True)
@@ -63,8 +54,9 @@ class _Piece:
     stop: int
 
 
-def _take_over(bucket: GradBucket, comm: Communicator, state: TensorState, own: Tensor) -> Feedback:
-    part = part_of(own.numel(), comm.size, comm.rank)
+def _take_over(
+    bucket: GradBucket, comm: Communicator, part: slice, state: TensorState, own: Tensor
+) -> Feedback:
     average = own.new_zeros(part.stop - part.start, dtype=torch.float32)
     for piece in _pieces(bucket, part):
         entry = state[piece.name]

@@ -25,6 +25,7 @@ from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator, Request
 from commhooks.constraints import Ge
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from commhooks.topologies import Permutation, check_topology, round_at
 from commhooks.wire import all_reduce_bytes
@@ -43,9 +44,9 @@ class Gossip(WithoutConsensus):
     the gradients of its own rank's data; what that costs is in docs/hooks/gossip.md.
 
     Wire, per bucket and step: its gradients or parameters once, in their dtype, to one rank. In
-    every ``average_every``-th step one all-reduce of the parameters: besides the gradients, or
-    instead of the exchange of parameters. A number that is not finite reaches the partner. The hook
-    has no state; with one rank it changes nothing.
+    every ``average_every``-th step one all-reduce of the parameters, in float32 (float64 for
+    float64 parameters): besides the gradients, or instead of the exchange of parameters. A number
+    that is not finite reaches the partner. The hook has no state; with one rank it changes nothing.
     """
 
     what: Literal["gradients", "parameters"] = "parameters"
@@ -87,11 +88,12 @@ class Gossip(WithoutConsensus):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         if size == 1:
             return 0
-        parameter_bytes = sum(parameter.nbytes for parameter in parameters_of(bucket))
+        parameters = parameters_of(bucket)
         sent = bucket.buffer().nbytes if self.what == "gradients" else 0
         if self._averages_in(bucket.step):
-            return sent + all_reduce_bytes(parameter_bytes, size)
-        return sent or parameter_bytes
+            exact = sum(p.numel() * at_least_float32(p.dtype).itemsize for p in parameters)
+            return sent + all_reduce_bytes(exact, size)
+        return sent or sum(parameter.nbytes for parameter in parameters)
 
     def _averages_in(self, step: int) -> bool:
         return self.average_every > 0 and step > 0 and step % self.average_every == 0
@@ -104,8 +106,9 @@ class Gossip(WithoutConsensus):
 
     async def _average_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
         own = pack(parameters_of(bucket))
+        own = own.to(at_least_float32(own.dtype))
         mean = await comm.all_reduce(own / comm.size)
-        self._distance.add(bucket.step, own - mean)
+        self._distance.add(bucket.step, own.sub_(mean))
         store(mean, parameters_of(bucket))
 
     def _from_partner(self, tensor: Tensor, bucket: GradBucket, comm: Communicator) -> Request:

@@ -38,12 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator
 from commhooks.constraints import Ge, Gt, Lt
 from commhooks.errors import CommHookError
 from commhooks.nodes import check_nodes, ranks_of_node
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
@@ -122,10 +123,12 @@ class LocalSGD(WithoutConsensus):
     def changes_parameters(self) -> bool:
         return True
 
-    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         gradient_bytes = bucket.buffer().nbytes
         if bucket.step < self.start_step:
             return all_reduce_bytes(gradient_bytes, size)
+        if self.ranks_per_node == 0:
+            return None  # the launcher has not been asked yet
         averaged_bytes = sum(
             parameter.numel() * at_least_float32(parameter.dtype).itemsize
             for parameter in self._due(bucket).values()

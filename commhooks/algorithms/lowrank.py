@@ -78,7 +78,8 @@ def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors, verdict: Te
     """Ends a step: E becomes M less what this rank sent, and G becomes what all sent on average.
 
     ``own`` and ``mean`` are P and Q of these, with any number of vectors. If the verdict, () bool,
-    is false, which is not for the CPU, E stays as it is and G becomes NaN.
+    is false, which is not for the CPU, E stays as it is and G becomes NaN. What G's dtype has no
+    range for is cut off, and goes to E, on every rank the same.
     """
     P, Q = own
     mean_P, mean_Q = mean
@@ -90,15 +91,18 @@ def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors, verdict: Te
         mean_Q = nan_unless(verdict, mean_Q)
         if E is not None:
             E.add_(torch.where(verdict, G, 0)).baddbmm_(P, Q, alpha=-1)
-            E = None
     for matrices, rows in _tiles(G):
         tile = G[matrices, rows]
-        if E is not None:
+        if E is not None and backend_of(G) is None:
             E[matrices, rows].add_(tile).baddbmm_(P[matrices, rows], Q[matrices], alpha=-1)
         if tile.dtype == mean_Q.dtype:
             torch.bmm(mean_P[matrices, rows], mean_Q[matrices], out=tile)
-        else:
-            tile.copy_(torch.bmm(mean_P[matrices, rows], mean_Q[matrices]))
+            continue
+        product = torch.bmm(mean_P[matrices, rows], mean_Q[matrices])
+        largest = torch.finfo(tile.dtype).max
+        tile.copy_(product.clamp(-largest, largest))
+        if E is not None:
+            E[matrices, rows].add_(torch.where(product.abs() > largest, product - tile, 0))
 
 
 def orthonormalise(side: Side, factor: Tensor) -> Tensor:

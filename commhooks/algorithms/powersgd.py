@@ -44,7 +44,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, real_view
+from commhooks.algorithms.bucket_parameters import real_view
+from commhooks.algorithms.cuts import Cuts
 from commhooks.algorithms.lowrank import deflate
 from commhooks.algorithms.lowrank_bucket import Arithmetic, HalfStep, arithmetic_of
 from commhooks.algorithms.lowrank_payload import Payload
@@ -56,6 +57,7 @@ from commhooks.constraints import Ge, Lt
 from commhooks.errors import CommHookError
 from commhooks.finite import is_known_false
 from commhooks.hook import CommHook
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket
@@ -102,7 +104,7 @@ class PowerSGD(CommHook):
     seed: int = 0
     """Of the random factors, which also depend on the parameter's name. All ranks need the same."""
 
-    _cuts: dict[str, "_Cut"] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cuts: Cuts["_Cut"] = field(default_factory=Cuts, init=False, repr=False, compare=False)
 
     lossless = False
     wire = "r·(n + m) elements per matrix in 2 all-reduces; one-sided: half of that, in 1"
@@ -111,12 +113,14 @@ class PowerSGD(CommHook):
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raises CommHookError if the rank is so high that no matrix of the model would shrink.
 
-        Except for the default rank, with which small models are averaged exactly.
+        Also where none would at any rank, if it is above min(n, m) of all. Except for the default
+        rank, with which small models are averaged exactly.
         """
         super().prepare(parameters, group)
         rule = self._rule()
         found = self._matrices(parameters)
         highest = max((rule.highest_rank(*shape) for shape in found.values()), default=0)
+        highest = highest or max(map(min, found.values()), default=0)
         if 0 < highest < self.rank != type(self).rank:
             raise CommHookError(
                 f"hook {self.name!r}: expected a rank of at most {highest}, found {self.rank}, at "
@@ -197,13 +201,9 @@ class PowerSGD(CommHook):
 
     def _cut(self, bucket: GradBucket) -> "_Cut":
         """The bucket's plan and memories, made anew when its composition has changed."""
-        cut = self._cuts.get(bucket.key)
+        cut = self._cuts.get(bucket)
         if cut is not None:
             return cut
-        names = frozenset(bucket.names)
-        for key, other in list(self._cuts.items()):
-            if not names.isdisjoint(other.names):
-                del self._cuts[key]  # its memory is freed as soon as the new ones have taken over
         plan = self._plan(bucket)
         buffer = bucket.buffer()
         like = buffer.new_empty(0, dtype=at_least_float32(buffer.dtype))
@@ -217,8 +217,7 @@ class PowerSGD(CommHook):
             like=like,
         )
         arithmetic = arithmetic_of(plan, memory, buffer, like)
-        cut = self._cuts[bucket.key] = _Cut(names, plan, memory, arithmetic, like)
-        return cut
+        return self._cuts.put(bucket, _Cut(plan, memory, arithmetic, like))
 
     def _matrices(self, parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
         """(n, m) of what can be compressed, by what it is made of."""
@@ -238,7 +237,6 @@ class PowerSGD(CommHook):
 class _Cut:
     """How one bucket is compressed. ``like``: an empty tensor, of the device and dtype to use."""
 
-    names: frozenset[str]
     plan: MatrixPlan
     memory: MatrixMemory
     arithmetic: Arithmetic

@@ -31,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import at_least_float32, pack, parameters_of, store
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.algorithms.consensus_distance import WithoutConsensus
 from commhooks.communicator import Communicator
 from commhooks.errors import CommHookStateError
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from commhooks.topologies import Push, check_topology, round_at
 from reducer import GradBucket

@@ -25,7 +25,11 @@ __all__ = ["QSGD"]
 @register_hook("qsgd")
 @dataclass
 class QSGD(Quantised):
-    """Average in a few levels that are rounded at random. Unbiased, and without a memory."""
+    """Average in a few levels that are rounded at random. Unbiased, and without a memory.
+
+    With few levels it leaves out too much for ``error_feedback``, which refuses it: fewer than 3,
+    or, with the norm "l2", about 0.8·√block_size.
+    """
 
     levels: Annotated[int, Ge(1), Le(127)] = 7
     """s, above zero; as many below. 1 takes 2 bits per number, 2 to 7 take 4, more take 8."""
@@ -38,6 +42,16 @@ class QSGD(Quantised):
 
     wire = "2, 4 or 8 bits per element and 4 bytes per block, in an all-to-all and an all-gather"
     paper = "https://arxiv.org/abs/1610.02132"
+
+    @property
+    def tells_contribution(self) -> bool:  # type: ignore[override]
+        """With enough levels: see Note [Errors that do not grow] in quantised.py.
+
+        Rounding changes no number by more than scale = max |x| / s, and the expected square of
+        what it changes one by is scale² / 4 at most: summed over B numbers, ‖x‖²·B / (4·s²).
+        """
+        share = 1 / self.levels if self.norm == "max" else self.block_size / (4 * self.levels**2)
+        return (1 + share) ** 2 < 2
 
     def codec(self) -> Codec:
         bits = next(bits for bits in (2, 4, 8) if self.levels < 2 ** (bits - 1))

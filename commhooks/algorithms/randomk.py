@@ -21,11 +21,12 @@ from commhooks.algorithms.sparse import (
     require_kernels,
     scatter_add,
 )
-from commhooks.algorithms.sparse_part import fit, kept_elements, to_memory_dtype
+from commhooks.algorithms.sparse_part import kept_elements, to_memory_dtype
 from commhooks.communicator import Communicator
 from commhooks.constraints import Gt, Le
 from commhooks.finite import copy_if, is_known_false, nan_unless
 from commhooks.hook import CommHook
+from commhooks.precision import fit
 from commhooks.registry import register_hook
 from commhooks.wire import all_reduce_bytes
 from reducer import GradBucket

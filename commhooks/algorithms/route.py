@@ -21,6 +21,7 @@ from commhooks.algorithms.route_rules import Pattern, Rule, choose
 from commhooks.communicator import Communicator
 from commhooks.constraints import MinLen
 from commhooks.hook import CommHook
+from commhooks.precision import at_least_float32
 from commhooks.registry import register_hook
 from reducer import GradBucket
 
@@ -148,4 +149,4 @@ class _Progress:
 
 
 def _empty_contribution(buffer: Tensor) -> Tensor:
-    return torch.zeros_like(buffer, dtype=torch.promote_types(buffer.dtype, torch.float32))
+    return torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))

@@ -16,13 +16,13 @@ from commhooks.algorithms.sparse import scatter_add
 from commhooks.finite import copy_if
 from commhooks.kernels import backend_of
 from commhooks.kernels import sparse as kernels
+from commhooks.precision import at_least_float32, fit
 from commhooks.wire import all_gather_bytes
 from reducer import GradBucket
 
 __all__ = [
     "SparseLayout",
     "SparsePart",
-    "fit",
     "gather_bytes",
     "kept_elements",
     "to_memory_dtype",
@@ -31,24 +31,12 @@ __all__ = [
 
 def to_memory_dtype(buffer: Tensor) -> Tensor:
     """The same tensor in float32 or float64; a copy where it is in half precision."""
-    return buffer.to(torch.promote_types(buffer.dtype, torch.float32))
+    return buffer.to(at_least_float32(buffer.dtype))
 
 
 def kept_elements(density: float, numel: int) -> int:
     """How many of a bucket's elements are sent: the nearest integer, but one if there is any."""
     return min(numel, max(1, round(density * numel)))
-
-
-def fit(values: Tensor, dtype: torch.dtype, share: int = 1) -> Tensor:
-    """Rounded to ``dtype``; finite numbers beyond its range, or that share of it, are cut.
-
-    With error feedback, what is rounded or cut off remains to be sent. Infinity there would be the
-    end: the error would stay as it is, and be too large again in the next step.
-    """
-    if dtype != values.dtype:
-        largest = torch.finfo(dtype).max / share
-        values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
-    return values.to(dtype)
 
 
 @dataclass(frozen=True)

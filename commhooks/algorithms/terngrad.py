@@ -6,8 +6,9 @@ Deep Learning, NeurIPS 2017, https://arxiv.org/abs/1705.07878.
     scale = max |x|    code = sign(x) with probability |x| / scale, else 0    decoded = code · scale
 
 with x the numbers of one block, first clipped to ``clip`` of their root mean squares (section 3.1,
-and equation 14). Where the paper's server sends sums of codes on, of 2·N + 1 levels, averages are
-made ternary once more here, so that the way back costs no more than the way there.
+and equation 14). The paper's workers share one scale per layer, so that its server can send sums of
+codes on, of 2·N + 1 levels. Here each rank and block has a scale of its own, and averages are
+rounded once more, to 15 levels, unclipped: with three, or clipped, most is lost on the way back.
 """
 
 import math
@@ -26,19 +27,29 @@ __all__ = ["TernGrad"]
 @register_hook("terngrad")
 @dataclass
 class TernGrad(Quantised):
-    """Average in three levels, 2 bits per number: 1/15 of the bytes of float32.
+    """Average in three levels, 2 bits per number, and 4 on the way back: 1/10 of float32's bytes.
 
     Unbiased but for what is clipped, and without a memory. Varies much: the smaller a number is
     beside the largest of its block, the more; see docs/hooks/quantised.md.
     """
 
     clip: Annotated[float, Ge(0)] = 2.5
-    """Cut numbers off beyond so many root mean squares of their block; 0: none, and no bias."""
+    """Cut a rank's numbers off beyond so many root mean squares of their block; 0: none, and no
+    bias."""
     block_size: BlockSize = 512
     """Numbers that share a scale; the paper's is a layer. Smaller: less variance, more bytes."""
 
-    wire = "1/4 byte per element and 4 per block, in an all-to-all and an all-gather"
+    wire = "1/4 byte per element in an all-to-all, 1/2 in an all-gather, and 4 per block in each"
     paper = "https://arxiv.org/abs/1705.07878"
+
+    @property
+    def tells_contribution(self) -> bool:  # type: ignore[override]
+        """Never: see Note [Errors that do not grow] in quantised.py."""
+        return False
 
     def codec(self) -> Codec:
         return Levels(2, clip=self.clip or math.inf, stochastic=True, block_size=self.block_size)
+
+    def average_codec(self) -> Codec:
+        """Does not clip: what ranks have clipped would be clipped again, to much less if sparse."""
+        return Levels(4, stochastic=True, block_size=self.block_size)
