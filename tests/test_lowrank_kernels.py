@@ -193,6 +193,32 @@ def test_absorb(sides, has_error, verdict, dtype):
         check_absorb(Bucket(SHAPES, dtype, has_error=has_error), sides, verdict)
 
 
+@pytest.mark.parametrize("has_error", [False, True])
+def test_what_half_precision_has_no_range_for_goes_to_errors(has_error):
+    """On the CPU and, by kernels, on a GPU."""
+    found = []
+    for context in (nullcontext(), emulated()):
+        torch.manual_seed(0)
+        bucket = Bucket(SHAPES, torch.float16, has_error=has_error)
+        half = bucket.half_step(Side.RIGHT)
+        for pair in half.mean_pairs:
+            pair[1].mul_(1e5)
+        with context:
+            bucket.arithmetic.absorb([half], half.mean, bucket.buffer)
+        found.append((bucket.buffer, bucket.memory.error))
+        for G, E, (P, Q) in zip(
+            bucket.plan.views(bucket.buffer), bucket.memory.errors, half.mean_pairs, strict=True
+        ):
+            assert G.isfinite().all()
+            if E is not None:
+                beyond = (P @ Q).abs() > 1.1 * torch.finfo(torch.float16).max
+                assert beyond.any() or G.numel() < 9
+                assert (E.abs()[beyond] > 1e3).all()
+    (buffer, error), (of_kernels, error_of_kernels) = found
+    torch.testing.assert_close(of_kernels, buffer)
+    torch.testing.assert_close(error_of_kernels, error, rtol=1e-4, atol=1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("verdict", [False, True])
 def test_absorb_beyond_the_ranks_of_kernels(verdict, dtype):

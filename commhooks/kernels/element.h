@@ -65,4 +65,22 @@ __device__ inline void narrow(float value, BFloat16* to) {
   to->bits = (unsigned short)(is_nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
+// What is finite in that precision and nearest to the value; not a number stays so.
+template <typename T>
+__device__ inline T cut(T value, const T*) {
+  return value;
+}
+
+__device__ inline float cut(float value, float largest) {
+  return value > largest ? largest : value < -largest ? -largest : value;
+}
+
+__device__ inline float cut(float value, const Half*) {
+  return cut(value, 65504.0f);
+}
+
+__device__ inline float cut(float value, const BFloat16*) {
+  return cut(value, 0x1.fep127f);
+}
+
 }  // namespace commhooks::kernels

@@ -414,8 +414,8 @@ __global__ void __launch_bounds__(kThreads)
 // With the sums over `halves` half steps, whose factors lie `lefts` and `rights` elements apart:
 // error = error + gradient - own_left·own_right; gradient = mean_left·mean_right; and what was sent as it
 // was comes from `exact`, where it lies beside factors of `exact_side`. Where the verdict is false,
-// errors stay as they are and gradients become NaN. `errors` may be null. A thread handles a vector of
-// columns in kRows rows.
+// errors stay as they are and gradients become NaN. What gradients have no range for is cut off, and goes
+// to errors. `errors` may be null. A thread handles a vector of columns in kRows rows.
 template <typename T, typename G>
 __global__ void __launch_bounds__(kThreads) absorb(
     const u8* verdict,
@@ -484,6 +484,12 @@ __global__ void __launch_bounds__(kThreads) absorb(
   for (int i = 0; i < kRows; ++i) {
     const i64 start = (first + i) * columns;
     if (first + i < rows) {
+      for (int j = 0; j < size && rank > 0; ++j) {
+        const T whole = mean[i].items[j];
+        const T kept = cut(whole, gradient);
+        mean[i].items[j] = kept;
+        rest[i].items[j] += fabs(whole) > fabs(kept) ? whole - kept : (T)0;
+      }
       if (has_error) {
         store(error + start, at, columns, rest[i]);
       }
