@@ -125,14 +125,11 @@ def leave_out(rank: int, size: int) -> None:
     with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
         trainer.step(used)
     inner.broken = False
+    sound = [record[:3] for record in inner.seen if record[0] == 3]
+    inner.seen.clear()  # of the step that failed as many buckets as had begun
     trainer.step(used)
-    assert [record[:3] for record in inner.seen if record[0] > 2] == [
-        (3, 0, False),
-        (3, 1, True),
-        *([] if rank == 0 else [(4, 0, False), (4, 1, True)]),  # the step that failed
-        (4, 0, False),
-        (4, 1, True),
-    ]
+    sound += [record[:3] for record in inner.seen]
+    assert sound == [(3, 0, False), (3, 1, True), (4, 0, False), (4, 1, True)]
     assert trainer.handle.state_dict()["step"] == 5
 
 
