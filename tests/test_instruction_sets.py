@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commhooks.codecs import Sign
 from commhooks.testing.compare import same_bits
 from reducer import _C
 
@@ -61,6 +62,24 @@ def test_codecs(name, block, blocks, more, kind, dtype, with_error, parts, offse
     for wider in WIDER:
         for index, (one, other) in enumerate(zip(on(wider), expected, strict=True)):
             assert same_numbers(one, other), f"tensor {index} on {wider}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zeros", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_signs_with_and_without_a_zero(dtype, zeros, kind):
+    """A zero has a random sign; blocks without any are packed in another way."""
+    codec = Sign("mean", block_size=128)
+    values = numbers(1024, kind, dtype)
+    values[values == 0] = 2.0**-80
+    values[200 : 200 + zeros] = 0
+    found = []
+    for name in _C.instruction_sets():
+        _C.use_instruction_set(name)
+        found.append(list(run(codec, values, values / 8, 1, 0, "cpu")))
+    for tensors in found[1:]:
+        for one, other in zip(tensors, found[0], strict=True):
+            assert same_numbers(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
