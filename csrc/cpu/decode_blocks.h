@@ -185,8 +185,12 @@ COMMHOOKS_INLINE void decode_blocks(
       Tile tile = is_whole ? sum_tile<Set>(codec, shares, offset)
                            : sum_part_of_tile<Set>(codec, shares, offset, count);
       if constexpr (several == Several::kMajority) {
+        // In two loops: in one, compilers multiply the bounds, and branch on which of them it is.
         for (float& number : tile.numbers) {
-          number = codecs::clamp(number, 1.0f) * mean_scale;
+          number = codecs::clamp(number, 1.0f);
+        }
+        for (float& number : tile.numbers) {
+          number *= mean_scale;
         }
       }
       const int64_t first = place.first + i;
