@@ -23,11 +23,12 @@ ROOT = Path(__file__).parent
 
 STANDARD = "-std=c++20"  # torch before 2.13 would take an older one
 # No -march: one binary serves every x86-64 (and other) CPU; hot loops choose their instructions at
-# run time (csrc/cpu).
+# run time (csrc/cpu). Nobody reads errno, for the sake of which roots would be calls.
 CXX_FLAGS = [
     STANDARD,
     "-O3",
     "-fvisibility=hidden",
+    "-fno-math-errno",
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-maybe-uninitialized",

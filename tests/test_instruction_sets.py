@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commhooks.codecs import Fp8, Sign
 from commhooks.testing.compare import same_bits
 from reducer import _C
 
@@ -61,6 +62,45 @@ def test_codecs(name, block, blocks, more, kind, dtype, with_error, parts, offse
     for wider in WIDER:
         for index, (one, other) in enumerate(zip(on(wider), expected, strict=True)):
             assert same_numbers(one, other), f"tensor {index} on {wider}"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
+)
+def test_every_code_of_fp8(name, dtype):
+    """Those of infinity and NaN too: nobody sends them, and the next numbers come out."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    scale = torch.tensor([3.0]).view(torch.uint8)
+    message = torch.cat([scale, scale, codes, codes.flip(0)])[None]
+    found = []
+    for instruction_set in _C.instruction_sets():
+        _C.use_instruction_set(instruction_set)
+        found.append(torch.full((512,), 7.0))
+        Fp8(name, block_size=256).average(message, found[-1], 512)
+    for values in found[1:]:
+        assert same_bits(values, found[0])
+    expected = 3 * message[0, 8:].view(dtype).float()
+    is_number = expected.isfinite()
+    assert torch.equal(found[0][is_number], expected[is_number])
+    assert (found[0][~is_number].abs() > expected[is_number].max()).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zeros", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_signs_with_and_without_a_zero(dtype, zeros, kind):
+    """A zero has a random sign; blocks without any are packed in another way."""
+    codec = Sign("mean", block_size=128)
+    values = numbers(1024, kind, dtype)
+    values[values == 0] = 2.0**-80
+    values[200 : 200 + zeros] = 0
+    found = []
+    for name in _C.instruction_sets():
+        _C.use_instruction_set(name)
+        found.append(list(run(codec, values, values / 8, 1, 0, "cpu")))
+    for tensors in found[1:]:
+        for one, other in zip(tensors, found[0], strict=True):
+            assert same_numbers(one, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -36,22 +36,43 @@ COMMHOOKS_INLINE auto sum_each(typename Vectors<Set>::Floats* vectors) {
   }
 }
 
-// The terms of a chunk of y, halved until they are a vector.
-template <typename Set, bool squares>
-COMMHOOKS_INLINE auto sum_to_vector(const float* y, int64_t width, float inverse) {
-  using Floats = typename Vectors<Set>::Floats;
-  alignas(64) float sums[codecs::kChunk / 2];
-  int64_t half = width / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    sums[i] =
-        codecs::sum_term<squares>(y[i], inverse) + codecs::sum_term<squares>(y[half + i], inverse);
-  }
-  for (half /= 2; half >= Set::kFloats; half /= 2) {
-    for (int64_t i = 0; i < half; i += Set::kFloats) {
-      store(sums + i, load<Floats>(sums + i) + load<Floats>(sums + half + i));
+// What the halves of a chunk are added up to until it is a vector, in registers: numbers `step` apart
+// meet after those that are twice as far apart.
+template <typename Set, bool squares, int width, int step = Set::kFloats>
+COMMHOOKS_INLINE auto sum_to_vector(const float* y, float inverse) {
+  if constexpr (step < width) {
+    return sum_to_vector<Set, squares, width, 2 * step>(y, inverse) +
+        sum_to_vector<Set, squares, width, 2 * step>(y + step, inverse);
+  } else {
+    using Words = typename Vectors<Set>::Words;
+    using Floats = typename Vectors<Set>::Floats;
+    const Floats ratios = load<Floats>(y) * inverse;
+    if constexpr (squares) {
+      return ratios * ratios;
+    } else {
+      return reinterpret_cast<Floats>(reinterpret_cast<Words>(ratios) & 0x7fffffffu);
     }
   }
-  return load<Floats>(sums);
+}
+
+// That of each chunk of all blocks. Their width is a power of two from kTile on, found among constants.
+template <typename Set, bool squares, int constant = codecs::kChunk>
+COMMHOOKS_INLINE void sum_chunks(
+    const float* y,
+    int64_t width,
+    int64_t chunks,
+    int64_t blocks,
+    const float* inverses,
+    typename Vectors<Set>::Floats* vectors) {
+  if (width == constant) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      for (int64_t i = block * chunks; i < (block + 1) * chunks; ++i) {
+        vectors[i] = sum_to_vector<Set, squares, constant>(y + i * constant, inverses[block]);
+      }
+    }
+  } else if constexpr (constant > kTile) {
+    sum_chunks<Set, squares, constant / 2>(y, width, chunks, blocks, inverses, vectors);
+  }
 }
 
 // See Note [Order of sums]. sums[i] = the sum over block i of |y| * inverses[i], or of its square.
@@ -62,11 +83,7 @@ COMMHOOKS_INLINE void sum_blocks(
   const int64_t width = std::min<int64_t>(block_size, codecs::kChunk);
   const int64_t chunks = block_size / width;
   Floats vectors[kMostBlocks] = {};
-  for (int64_t block = 0; block < blocks; ++block) {
-    for (int64_t i = block * chunks; i < (block + 1) * chunks; ++i) {
-      vectors[i] = sum_to_vector<Set, squares>(y + i * width, width, inverses[block]);
-    }
-  }
+  sum_chunks<Set, squares>(y, width, chunks, blocks, inverses, vectors);
   alignas(64) float of_chunks[kMostBlocks];
   for (int64_t i = 0; i < kMostBlocks; i += Set::kFloats) {
     store(of_chunks + i, sum_each<Set>(vectors + i));

@@ -11,10 +11,10 @@
 #include <utility>
 
 // A multiplication and an addition are rounded one by one, also where one instruction could do both: not
-// all machines have it, and all are to give the same bits. And roots are instructions, which tell errno
-// nothing. This holds for what is written below it, so also for the functions that loops are inlined into.
+// all machines have it, and all are to give the same bits. This holds for what is written below it, so
+// also for the functions that loops are inlined into.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off", "no-math-errno")
+#pragma GCC optimize("fp-contract=off")
 #else
 #pragma STDC FP_CONTRACT OFF
 #endif

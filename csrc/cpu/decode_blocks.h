@@ -2,7 +2,9 @@
 #pragma once
 
 #include "cpu/blocks.h"
+#include "cpu/half_codes.h"
 
+#include <type_traits>
 #include <vector>
 
 namespace commhooks {
@@ -34,6 +36,12 @@ class TileSum {
   COMMHOOKS_INLINE void add(const uint8_t* packed, float weight) {
     if constexpr (kLooksUp) {
       look_up(packed, weight);
+    } else if constexpr (kWidens) {
+      if (are_halves(codec_, packed)) {
+        widen(packed, weight);
+      } else {
+        compute(packed, weight);
+      }
     } else {
       compute(packed, weight);
     }
@@ -51,6 +59,9 @@ class TileSum {
   // instruction does so for a whole vector. The table repeats where codes have fewer bits.
   static constexpr bool kLooksUp = kBits <= 4 && kLanes >= 8;
   static constexpr int kTables = 16 / kLanes;
+  // Codes of fp8, where halves are converted by an instruction.
+  static constexpr bool kWidens =
+      kLanes >= 8 && (std::is_same_v<Codec, codecs::E4M3> || std::is_same_v<Codec, codecs::E5M2>);
 
   using Floats = typename Vectors<Set>::Floats;
   using Words = typename Vectors<Set>::Words;
@@ -80,6 +91,12 @@ class TileSum {
     const auto shifts =
         for_lanes<Words>([](int lane) { return static_cast<uint32_t>(lane % per_word * kBits); });
     return words >> (shifts + static_cast<uint32_t>(i * kLanes % per_word * kBits));
+  }
+
+  COMMHOOKS_INLINE void widen(const uint8_t* packed, float weight) {
+    for (int64_t i = 0; i < kTile / kLanes; ++i) {
+      sums_[i] += widened(Set(), codec_, packed + i * kLanes) * weight;
+    }
   }
 
   COMMHOOKS_INLINE void compute(const uint8_t* packed, float weight) {
@@ -185,8 +202,12 @@ COMMHOOKS_INLINE void decode_blocks(
       Tile tile = is_whole ? sum_tile<Set>(codec, shares, offset)
                            : sum_part_of_tile<Set>(codec, shares, offset, count);
       if constexpr (several == Several::kMajority) {
+        // In two loops: in one, compilers multiply the bounds, and branch on which of them it is.
         for (float& number : tile.numbers) {
-          number = codecs::clamp(number, 1.0f) * mean_scale;
+          number = codecs::clamp(number, 1.0f);
+        }
+        for (float& number : tile.numbers) {
+          number *= mean_scale;
         }
       }
       const int64_t first = place.first + i;

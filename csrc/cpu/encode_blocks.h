@@ -4,8 +4,12 @@
 // for the one before. Those of several blocks are vectors, and overlap.
 #pragma once
 
+#include "codecs/sign.h"
 #include "cpu/block_sums.h"
 #include "cpu/blocks.h"
+#include "cpu/sign_bits.h"
+
+#include <type_traits>
 
 namespace commhooks {
 
@@ -175,7 +179,7 @@ COMMHOOKS_INLINE void find_codes(
 }
 
 // What block i of the group is in the message of its part, and what stays behind.
-template <typename Codec, typename T>
+template <typename Set, typename Codec, typename T>
 COMMHOOKS_INLINE void write_block(
     const Codec& codec, const EncodeCall& call, const Group& group, int64_t i) {
   const auto& [part, block, first, count] = group.places[i];
@@ -199,13 +203,17 @@ COMMHOOKS_INLINE void write_block(
   const bool has_scale = codecs::has_scale(group.largest[i]);
   const float scale = has_scale ? group.scales[i] : codecs::scale_without(group.largest[i]);
   store(message + 4 * block, scale);
+  const float* __restrict const y = group.y + i * group.spacing;
+  const float inverse = group.inverses[i];
+  // Whether codes are but the signs of y, in which case they are packed by then.
+  const bool are_signs = std::is_same_v<Codec, codecs::Sign> && has_scale &&
+      count % Set::kFloats == 0 && pack_signs(Set(), y, inverse, count, packed);
   alignas(64) uint8_t codes[kMaxBlockSize];
-  if (has_scale) {
-    find_codes(
-        codec, group.y + i * group.spacing, group.inverses[i], call.seed, group.places[i], codes);
-    pack<Codec::kBits>(codes, packed, count);
-  } else {
+  if (!has_scale) {
     std::memset(packed, 0, static_cast<size_t>(packed_bytes));
+  } else if (!are_signs) {
+    find_codes(codec, y, inverse, call.seed, group.places[i], codes);
+    pack<Codec::kBits>(codes, packed, count);
   }
 
   if (!call.keep_residual) {
@@ -216,7 +224,11 @@ COMMHOOKS_INLINE void write_block(
       values[k] += error[k];
     }
   }
-  if (has_scale) {
+  if (are_signs) {
+    for (int64_t k = 0; k < count; ++k) {
+      values[k] -= static_cast<T>(codec.value(codecs::bits_of(y[k]) >> 31) * scale);
+    }
+  } else if (has_scale) {
     for (int64_t k = 0; k < count; ++k) {
       values[k] -= static_cast<T>(codec.value(codes[k]) * scale);
     }
@@ -232,7 +244,7 @@ COMMHOOKS_INLINE void encode_blocks(
     load_group<T>(call, begin, group);
     find_scales<Set>(codec, group);
     for (int64_t i = 0; i < group.blocks; ++i) {
-      write_block<Codec, T>(codec, call, group, i);
+      write_block<Set, Codec, T>(codec, call, group, i);
     }
   }
 }
