@@ -469,7 +469,7 @@ def test_processes_end_cleanly(tmp_path: Path, mode: str) -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=60) for process in processes]
+        outputs = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()

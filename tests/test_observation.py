@@ -158,7 +158,7 @@ def test_debug_level_detail(tmp_path: Path) -> None:
     ]
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=240)
             assert process.returncode == 0, errors
     finally:
         for process in processes:

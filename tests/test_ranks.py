@@ -189,7 +189,7 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 1
