@@ -13,6 +13,7 @@ from commhooks.driver import Driver
 from commhooks.errors import CommHookError
 from commhooks.hook import CommHook
 from commhooks.inline import InlineDriver
+from commhooks.precision import at_least_float32
 from commhooks.recording import HookRun, Recording, Span, Stage
 from commhooks.stats import HookStats, Ledger, bucket_stats
 from commhooks.wire import all_gather_bytes, all_reduce_bytes
@@ -78,7 +79,7 @@ class Slot(ABC):
     def average_parameters(self) -> None:
         """Makes the models of all ranks one, between two steps. Collective."""
         for parameter in self.parameters.values():
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            dtype = at_least_float32(parameter.dtype)
             mean = parameter.reshape(-1).to(dtype) / self.group.size()
             dist.all_reduce(mean, group=self.group)
             parameter.copy_(mean.view(parameter.shape))

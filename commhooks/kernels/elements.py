@@ -1,8 +1,8 @@
-"""What torch's dtypes are called in kernels."""
+"""What torch's dtypes are called in kernels; what is computed in is `at_least_float32`."""
 
 import torch
 
-__all__ = ["ELEMENTS", "TYPES", "computed_in"]
+__all__ = ["ELEMENTS", "TYPES"]
 
 TYPES = {torch.float32: "float", torch.float64: "double"}
 """In which kernels compute."""
@@ -12,8 +12,3 @@ ELEMENTS = TYPES | {
     torch.bfloat16: "commhooks::kernels::BFloat16",
 }
 """Of gradients, and on the wire; see element.h."""
-
-
-def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Which of TYPES an element is widened to."""
-    return torch.promote_types(dtype, torch.float32)

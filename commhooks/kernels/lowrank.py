@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.kernels.elements import ELEMENTS, TYPES, computed_in
+from commhooks.kernels.elements import ELEMENTS, TYPES
 from commhooks.kernels.launcher import Argument, launch
 from commhooks.kernels.source import Source
+from commhooks.precision import at_least_float32
 
 __all__ = ["LEFT", "MAX_RANK", "RIGHT", "SOURCE", "Matrix", "MatrixKernels"]
 
@@ -45,11 +46,11 @@ SOURCE = Source(
             kernel
             for dtype, element in ELEMENTS.items()
             for kernel in (
-                _kernel("absorb", TYPES[computed_in(dtype)], element),
+                _kernel("absorb", TYPES[at_least_float32(dtype)], element),
                 *(
-                    _kernel(name, TYPES[computed_in(dtype)], element, most)
+                    _kernel(name, TYPES[at_least_float32(dtype)], element, most)
                     for name in _PROJECT
-                    for most in _RANKS[computed_in(dtype)]
+                    for most in _RANKS[at_least_float32(dtype)]
                 ),
             )
         ),

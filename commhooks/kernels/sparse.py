@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.kernels.elements import ELEMENTS, TYPES, computed_in
+from commhooks.kernels.elements import ELEMENTS, TYPES
 from commhooks.kernels.launcher import Argument, launch
 from commhooks.kernels.selection import check_gradient
 from commhooks.kernels.source import Source
+from commhooks.precision import at_least_float32
 
 __all__ = [
     "SOURCE",
@@ -36,9 +37,10 @@ _OF_VALUES = {
     dtype: {
         "pack": f"commhooks::kernels::pack<{element}>",
         "check": f"commhooks::kernels::check<{element}>",
-        "store_mean": f"commhooks::kernels::store_mean<{TYPES[computed_in(dtype)]}, {element}>",
+        "store_mean": f"commhooks::kernels::store_mean<{computes_in}, {element}>",
     }
     for dtype, element in ELEMENTS.items()
+    for computes_in in [TYPES[at_least_float32(dtype)]]
 }
 SOURCE = Source(
     "sparse.cu",

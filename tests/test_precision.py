@@ -1,0 +1,29 @@
+"""Numbers on their way from what is computed in to half precision."""
+
+import pytest
+import torch
+
+from commhooks.precision import at_least_float32, fit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("share", [1, 2])
+def test_finite_numbers_are_cut_and_others_stay(dtype, share):
+    largest = torch.finfo(dtype).max / share
+    beyond = torch.finfo(torch.float32).max
+    values = torch.tensor([0.5, beyond, -beyond, torch.inf, -torch.inf, torch.nan])
+    expected = torch.tensor([0.5, largest, -largest, torch.inf, -torch.inf, torch.nan])
+    found = fit(values, dtype, share)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_is_cut_that_has_room(dtype):
+    values = torch.tensor([torch.finfo(torch.float32).max, 1.0])
+    assert torch.equal(fit(values, dtype, share=2), values.to(dtype))
+
+
+def test_what_sums_are_kept_in():
+    wide = [at_least_float32(d) for d in (torch.float16, torch.bfloat16, torch.float64)]
+    assert wide == [torch.float32, torch.float32, torch.float64]
