@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from commhooks.ranks import Ranks
+from commhooks.cluster import Ranks
 
 RanksOf = Callable[[int], Ranks]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.inline import InlineDriver
+from commhooks.runtime.stream_runner import StreamRunner
 from reducer import GradBucket
 
 ROUNDS = 300
@@ -47,18 +47,18 @@ SUBJECTS: dict[str, tuple[Callable[[], commhooks.CommHook], list[tuple[int, ...]
 }
 
 
-def driver_and_bucket(
+def runner_and_bucket(
     hook: commhooks.CommHook,
     shapes: list[tuple[int, ...]],
     buffer: Tensor,
     group: dist.ProcessGroup,
-) -> tuple[InlineDriver, GradBucket]:
+) -> tuple[StreamRunner, GradBucket]:
     """``buffer``: the gradients, flat."""
     parameters = [nn.Parameter(buffer.new_zeros(shape)) for shape in shapes]
     names = [f"parameter{i}" for i in range(len(parameters))]
     hook.prepare(dict(zip(names, parameters, strict=True)), group)
     bucket = GradBucket(buffer, parameters, names, index=0, count=1, step=1)
-    return InlineDriver(hook, group, buffer.device, token=0), bucket
+    return StreamRunner(hook, group, buffer.device, token=0), bucket
 
 
 def measure(
@@ -67,13 +67,13 @@ def measure(
     """From handing over a bucket until its future is there. ``settle``: before each round."""
     make, shapes = SUBJECTS[name]
     numel = sum(torch.Size(shape).numel() for shape in shapes)
-    driver, bucket = driver_and_bucket(make(), shapes, torch.randn(numel, device=device), group)
-    driver(bucket).wait()
+    runner, bucket = runner_and_bucket(make(), shapes, torch.randn(numel, device=device), group)
+    runner(bucket).wait()
     seconds: list[float] = []
 
     def run() -> None:
         start = time.perf_counter()
-        driver(bucket)
+        runner(bucket)
         seconds.append(time.perf_counter() - start)
 
     gc.collect()

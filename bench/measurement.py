@@ -9,8 +9,8 @@ from typing import Any
 from bench import steps
 from bench.conftest import median_of
 from bench.subjects import Subject
-from commhooks.ranks import Ranks
-from commhooks.wire import all_reduce_bytes
+from commhooks.cluster import Ranks
+from commhooks.comm.wire import all_reduce_bytes
 
 __all__ = ["Place", "measure"]
 

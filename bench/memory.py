@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench import steps
 from commhooks import CommHook
-from commhooks.hook import tree
+from commhooks.hook.base import tree
 
 __all__ = ["Usage", "expected_state_bytes", "usage"]
 

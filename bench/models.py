@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from commhooks.models import Transformer
+from commhooks.lab.models import Transformer
 
 
 class ManySmall(nn.Module):

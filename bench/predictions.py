@@ -1,4 +1,4 @@
-"""Predictions of `commhooks.simulation` beside what was measured over shaped links.
+"""Predictions of `commhooks.lab.simulation` beside what was measured over shaped links.
 
 ::
 
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import steps
-from commhooks.hook_spec import parse_hook_spec
-from commhooks.links import burst_bytes, shaped_link
-from commhooks.ranks import Ranks
-from commhooks.simulation import (
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import burst_bytes, shaped_link
+from commhooks.hook.spec import parse_hook_spec
+from commhooks.lab.simulation import (
     BASELINE,
     Link,
     Measurements,

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.models import MODELS
-from commhooks.channels import Channels
-from commhooks.hook_spec import parse_hook_spec
-from commhooks.wire import all_reduce_bytes
+from commhooks.comm.stage_groups import StageGroups
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.hook.spec import parse_hook_spec
 from reducer import DistributedDataParallel, GradBucket
 
 _models: dict[str, nn.Module] = {}
@@ -233,6 +233,6 @@ _channels: list[dist.ProcessGroup] = []
 
 
 @functools.cache
-def _maker() -> Channels:
+def _maker() -> StageGroups:
     assert dist.group.WORLD is not None
-    return Channels(dist.group.WORLD, token=0)
+    return StageGroups(dist.group.WORLD, token=0)

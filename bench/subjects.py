@@ -53,7 +53,7 @@ TORCH = [
     Subject("torch", EXACT),
     Subject("torch fp16", HALF),
 ]
-"""Torch's own hooks that run over Gloo on CPUs: its bf16 hook is refused there, its quantising ones
+"""Torch's own hooks that run over Gloo on CPUs: its bf16 hook is refused there, its quantizing ones
 raise an IndexError, and its PowerSGD needs all gradients in one bucket."""
 
 TORCH_POWERSGD = Subject("torch powersgd", SPARSE, first_step=2)

@@ -12,8 +12,8 @@ from bench import steps
 from bench.conftest import RanksOf, median_of
 from bench.measurement import Place, measure
 from bench.subjects import SUBJECTS, TORCH, TORCH_POWERSGD, Subject
-from commhooks.links import Link, shaped_link, unavailable
-from commhooks.ranks import Ranks
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import Link, shaped_link, unavailable
 
 LARGE = "transformer-151MB"
 SMALL = "transformer-25MB"

@@ -10,10 +10,10 @@ import pytest
 from bench.measurement import Place, measure
 from bench.predictions import BUCKET_MB, HOOKS, MODEL, Cell, rates_of_this_machine
 from bench.subjects import SPARSE, Subject
-from commhooks.links import shaped_link, unavailable
-from commhooks.ranks import Ranks
-from commhooks.rates import format_rate
-from commhooks.simulation import Measurements
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import shaped_link, unavailable
+from commhooks.lab.simulation import Measurements
+from commhooks.lab.units import format_rate
 
 # Ranks, and bits per second. `python -m bench.predictions` measures all combinations.
 PLACES = [(2, 100e6), (2, 1e9), (4, 1e9), (2, 10e9)]

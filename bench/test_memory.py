@@ -11,7 +11,7 @@ import pytest
 
 from bench.memory import Usage, expected_state_bytes, usage
 from bench.subjects import SUBJECTS, TORCH, Subject
-from commhooks.ranks import Ranks
+from commhooks.cluster import Ranks
 
 MODEL = "transformer-50MB"
 NOISE = 0.05  # of the gradients: what else a process allocates

@@ -12,7 +12,7 @@ import pytest
 
 from bench import steps
 from bench.conftest import median_of
-from commhooks.ranks import Ranks
+from commhooks.cluster import Ranks
 
 ROUNDS = 9
 WARM_UP = 3

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.index_code import IndexCode
-from commhooks.algorithms.sparse import scatter_add, select_above, select_largest
-from commhooks.algorithms.sparse_part import SparsePart
+from commhooks.algorithms.sparse.index_code import IndexCode
+from commhooks.algorithms.sparse.part import SparsePart
+from commhooks.algorithms.sparse.selection import scatter_add, select_above, select_largest
 
 NUMEL = 38_000_000
 COUNT = NUMEL // 100

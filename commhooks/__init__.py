@@ -10,7 +10,9 @@
 
 try:
     from commhooks import algorithms
-    from commhooks.communicator import Communicator
+    from commhooks.adapters.handle import HookHandle, handle_of, register
+    from commhooks.adapters.trace import merge_traces
+    from commhooks.comm.communicator import Communicator
     from commhooks.errors import (
         CommHookError,
         CommHookMismatchError,
@@ -20,11 +22,9 @@ try:
         CommHookStateError,
         UnknownHookError,
     )
-    from commhooks.handle import HookHandle, handle_of, register
-    from commhooks.hook import CommHook
-    from commhooks.registry import HookInfo, available, create, describe, register_hook
-    from commhooks.stats import BucketStats, HookStats
-    from commhooks.trace import merge_traces
+    from commhooks.hook.base import CommHook
+    from commhooks.hook.registry import HookInfo, available, create, describe, register_hook
+    from commhooks.runtime.stats import BucketStats, HookStats
     from reducer import (
         DistributedDataParallel,
         GradBucket,
@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     if error.name != "reducer._C":
         raise
-    from commhooks.refusal import refusal
+    from commhooks.unavailable import refusal
 
     # `commhooks doctor` goes on from here. Not a plain `def`, or type checkers would think that
     # the package has any attribute.

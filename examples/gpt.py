@@ -88,7 +88,7 @@ class GPT(nn.Module):
         blocks = [Block(config) for _ in range(config.layers)]
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
-        self.apply(_initialise)
+        self.apply(_initialize)
         # Each block adds twice to the residual stream; scaled so, its variance stays near one.
         for block in blocks:
             for last in (block.attention.project, block.contract):
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _initialise(module: nn.Module) -> None:
+def _initialize(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):

@@ -31,7 +31,7 @@ from reducer.arguments import (
 from reducer.buffers import BufferHook, ModuleBuffers, broadcast, refuse_sync_batch_norm
 from reducer.compilation import cut_at_buckets, not_compiled, outside_graphs
 from reducer.group_keys import GroupKeys
-from reducer.hook_slot import HookSlot, TorchHook
+from reducer.hook_registration import HookRegistration, TorchHook
 from reducer.join import Plans, ShadowHook
 from reducer.logging_data import StepSampler, bucket_table, logging_data
 from reducer.mixed_precision import casts_of
@@ -52,7 +52,7 @@ _OF_THIS_PROCESS = (
     "process_group",
     "parameter_names",
     "reducer",
-    "hook_slot",
+    "hook_registration",
     "gradient_observers",
     "step_sampler",
     "_casts",
@@ -216,7 +216,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._casts = casts_of(self.module, self.mixed_precision, self.parameters_to_ignore)
         self.parameter_names = {p: name for name, p in self._named_parameters() if p.requires_grad}
         self.reducer = self._make_reducer()
-        self.hook_slot = HookSlot(self.reducer, self._casts.wire_dtype)
+        self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
         self.gradient_observers = GradientObservers(self.reducer, list(self.parameter_names))
         self.step_sampler = StepSampler()
         self._has_run_forward = False
@@ -262,23 +262,23 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @outside_graphs
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; the next backward synchronises unless inside :meth:`no_sync`."""
+        """Run the module; the next backward synchronizes unless inside :meth:`no_sync`."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
-            plans = self._before_forward(synchronises)
+            synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
+            plans = self._before_forward(synchronizes)
             inputs, kwargs = self._move_inputs(inputs, kwargs)
             start = time.perf_counter()
             with self._casts.casting() as keep_casts, cut_at_buckets(self.bucket_bytes_cap):
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
-            return self._after_forward(output, plans, synchronises, time.perf_counter() - start)
+            return self._after_forward(output, plans, synchronizes, time.perf_counter() - start)
 
     @not_compiled
-    def _before_forward(self, synchronises: bool) -> Plans | None:
+    def _before_forward(self, synchronizes: bool) -> Plans | None:
         if not self._has_run_forward:
             take_over_in_backward_optimizers(self)
             self._has_run_forward = True
-        if synchronises:
+        if synchronizes:
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
         if work := Join.notify_join_context(self):
@@ -289,10 +289,10 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self.process_group,
                 self.device,
                 is_active=True,
-                synchronises=synchronises,
+                synchronizes=synchronizes,
                 syncs_buffers=self.will_sync_module_buffers(),
             )
-        if synchronises:
+        if synchronizes:
             self.reducer.rebuild_buckets()
         if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
             self.sync_buffers(0 if plans is None else plans.root)
@@ -300,12 +300,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @not_compiled
     def _after_forward(
-        self, output: Any, plans: Plans | None, synchronises: bool, seconds: float
+        self, output: Any, plans: Plans | None, synchronizes: bool, seconds: float
     ) -> Any:
         if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
             self.sync_buffers(0 if plans is None else plans.root)
-        self.require_forward_param_sync = synchronises
-        if synchronises:
+        self.require_forward_param_sync = synchronizes
+        if synchronizes:
             self.step_sampler.forward_seconds = seconds
             watched: list[Tensor] = []
             if self.reducer.needs_outputs:
@@ -335,7 +335,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Within this context, forwards prepare backwards that accumulate gradients locally.
 
-        The first synchronised backward afterwards averages what was accumulated as well.
+        The first synchronized backward afterwards averages what was accumulated as well.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -358,7 +358,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.finalize_backward()
         if self.reducer.steps == before:
             raise RuntimeError(
-                "Expected a synchronised backward that waits to be finalized: call "
+                "Expected a synchronized backward that waits to be finalized: call "
                 "finalize_backward() once after each, with require_manual_backward_finalization "
                 f"set before its forward (it is {self.require_manual_backward_finalization})."
             )
@@ -391,11 +391,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Those that are synchronised."""
+        """Those that are synchronized."""
         return list(self.module_buffers.by_name.values())
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward synchronises buffers: the first after one that synchronised."""
+        """Whether the next forward synchronizes buffers: the first after one that synchronized."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
@@ -417,7 +417,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         hook: Callable[..., Any],
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let ``hook(state, buffers by name)`` synchronise buffers, before or after forward.
+        """Let ``hook(state, buffers by name)`` synchronize buffers, before or after forward.
 
         It may return a list of futures, which are waited for at the end of backward.
         """
@@ -465,8 +465,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.module_buffers.collect()
         buffers = self.modules_buffers if self.forward_sync_buffers else []
         broadcast(self.process_group, [p for _, p in self._named_parameters()] + buffers, root)
-        if self.hook_slot.on_overwrite is not None:
-            self.hook_slot.on_overwrite()
+        if self.hook_registration.on_overwrite is not None:
+            self.hook_registration.on_overwrite()
 
     # --------------------------------------------------------------------------------- hooks
 
@@ -476,13 +476,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names
         of arguments do not matter, and any callable will do. `commhooks.register` offers more.
         """
-        self.hook_slot.register(state, hook)
+        self.hook_registration.register(state, hook)
 
     _register_comm_hook = register_comm_hook
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Torch's built-in hooks, which are ours as well: ALLREDUCE and FP16_COMPRESS."""
-        self.hook_slot.register_builtin(comm_hook_type)
+        self.hook_registration.register_builtin(comm_hook_type)
 
     @property
     def comm_hook_name(self) -> str:
@@ -550,7 +550,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return
         self.process_group = new_process_group
-        self.hook_slot.move(new_process_group)
+        self.hook_registration.move(new_process_group)
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_autograd_hooks()

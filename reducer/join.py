@@ -3,7 +3,7 @@
 Note [Uneven inputs]
 ~~~~~~~~~~~~~~~~~~~~
 At the start of each forward, ranks tell each other what they are about to do (:class:`Plans`). A
-rank without inputs *shadows* it: it rebuilds buckets, synchronises buffers and calls the hook for
+rank without inputs *shadows* it: it rebuilds buckets, synchronizes buffers and calls the hook for
 every bucket, with gradients of zero, in the same order. So hooks, whatever they send and remember,
 need not know. Which buckets ``skip_all_reduce_unused_params`` leaves out only a forward can tell;
 after theirs, ranks with inputs do. The root of broadcasts is the highest rank that still has
@@ -30,7 +30,7 @@ class Plans:
     """What the ranks are about to do. ``active``: the ranks that have inputs."""
 
     active: list[int]
-    synchronises: bool
+    synchronizes: bool
     syncs_buffers: bool
 
     @classmethod
@@ -40,11 +40,11 @@ class Plans:
         device: torch.device,
         *,
         is_active: bool,
-        synchronises: bool = False,
+        synchronizes: bool = False,
         syncs_buffers: bool = False,
     ) -> Plans:
         """Collective: one all-gather of three bytes."""
-        own = torch.tensor([is_active, synchronises, syncs_buffers], dtype=torch.uint8).to(device)
+        own = torch.tensor([is_active, synchronizes, syncs_buffers], dtype=torch.uint8).to(device)
         rows = [torch.empty_like(own) for _ in range(group.size())]
         dist.all_gather(rows, own, group=group)
         of_ranks = torch.stack(rows).tolist()
@@ -89,7 +89,7 @@ class ShadowHook(JoinHook):
         **_of_others: Any,
     ) -> None:
         super().__init__()
-        if not divide_by_initial_world_size and not model.hook_slot.averages_gradients:
+        if not divide_by_initial_world_size and not model.hook_registration.averages_gradients:
             raise ValueError(
                 "divide_by_initial_world_size=False lets gradients be averaged over the ranks that "
                 "have inputs, but the model's hook leaves gradients as they are and averages "
@@ -102,11 +102,11 @@ class ShadowHook(JoinHook):
         """Once per forward of the others: takes part in it, and in its backward."""
         model = self._model
         plans = Plans.exchange(model.process_group, model.device, is_active=False)
-        if plans.synchronises:
+        if plans.synchronizes:
             model.reducer.rebuild_buckets()
         if plans.syncs_buffers:
             model.sync_buffers(plans.root)
-        if plans.synchronises:
+        if plans.synchronizes:
             model.reducer.shadow_backward(plans.share_skipped(model))
 
     def post_hook(self, is_last_joiner: bool) -> None:

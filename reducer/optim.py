@@ -74,7 +74,7 @@ def overlap_optimizer(
     """Steps each parameter in backward, as soon as the average of its gradient is there.
 
     Works with any communication hook and optimizer. Under ``no_sync()`` gradients accumulate, and
-    the step follows in the first synchronised backward. May be called several times, for disjoint
+    the step follows in the first synchronized backward. May be called several times, for disjoint
     sets of parameters. What needs all gradients before the first step does not fit: clipping by the
     global norm, ``GradScaler``. If a backward fails, parameters whose buckets were done have been
     updated.

@@ -15,7 +15,7 @@ from bench.fidelity.tasks import TASKS
 
 __all__ = ["DOCS", "PACKAGED", "figures", "publish", "with_tables"]
 
-PACKAGED = Path(commhooks.__file__).parent / "fidelity.json"
+PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
 DOCS = Path(__file__).parents[2] / "docs" / "hooks"
 Figures: TypeAlias = dict[str, dict[str, float | int]]
 

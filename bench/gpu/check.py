@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".",
           "--confcutdir", ".", "-p", "no:cacheprovider")  # fmt: skip
 CONFORMANCE = "tests/gpu/test_gpu_conformance.py"  # which takes long
-TESTS = ("tests/gpu", "tests/test_block_kernels.py", "tests/test_gpu_hooks.py",
+TESTS = ("tests/gpu", "tests/kernels/test_block_kernels.py", "tests/kernels/test_gpu_hooks.py",
          f"--ignore={CONFORMANCE}")  # fmt: skip
 # Of kernels alone, for compute-sanitizer: one of each kind and small, as it slows them down a lot;
 # without graphs, whose memory it cannot tell apart.
@@ -35,7 +35,8 @@ FEW = ("same_bytes_for_all and float32", "aligned", "more_tensors", "normal and 
        "messages and float32", "drawn", "momentum and float32", "bases and float32",
        "end_of and float32", "compression_sends and float32", "finite and float32-")  # fmt: skip
 SANITIZED = ("tests/gpu/test_gpu_copies.py", "tests/gpu/test_gpu_sparse_kernels.py",
-             "tests/test_block_kernels.py", "-m", "gpu", "-k", " or ".join(FEW))  # fmt: skip
+             "tests/kernels/test_block_kernels.py", "-m", "gpu",
+             "-k", " or ".join(FEW))  # fmt: skip
 
 
 def stages(folder: Path) -> Iterator[Stage]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.gpu.device_time import against_copy, against_other
 from bench.models import parameter_shapes
-from commhooks.models import GPT2Small
+from commhooks.lab.models import GPT2Small
 from reducer import _C
 
 AIM = "share_of_copy at least 0.85"

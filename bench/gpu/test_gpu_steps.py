@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from bench.gpu.device_time import against_copy, against_other
-from bench.host_time import SUBJECTS, driver_and_bucket, measure
+from bench.host_time import SUBJECTS, measure, runner_and_bucket
 from bench.models import parameter_shapes
-from commhooks.algorithms.sparse import select_largest
-from commhooks.models import GPT2Small
+from commhooks.algorithms.sparse.selection import select_largest
+from commhooks.lab.models import GPT2Small
 from reducer import DistributedDataParallel
 
 
@@ -106,11 +106,11 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
     """The whole hook: it also replaces the gradients and, with feedback, keeps what is left."""
     buffer = torch.randn(1 << 26, device="cuda")
     hook = commhooks.create("topk", density=0.01, warmup_steps=0, error_feedback=feedback)
-    driver, bucket = driver_and_bucket(hook, [(buffer.numel(),)], buffer, group)
+    runner, bucket = runner_and_bucket(hook, [(buffer.numel(),)], buffer, group)
     values = buffer.clone()
 
     def run() -> None:
-        driver(bucket).wait()
+        runner(bucket).wait()
 
     run()
     assert buffer.count_nonzero() <= 0.0101 * buffer.numel()

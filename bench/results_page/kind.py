@@ -34,10 +34,10 @@ class Section:
 
 @dataclass(frozen=True)
 class Kind:
-    """``recognises``: by what is in the JSON. ``render``: its file's stem, and what is in it."""
+    """``recognizes``: by what is in the JSON. ``render``: its file's stem, and what is in it."""
 
     name: str
-    recognises: Callable[[Document], bool]
+    recognizes: Callable[[Document], bool]
     render: Callable[[str, Document], Section]
 
 

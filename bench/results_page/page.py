@@ -34,7 +34,7 @@ columns mean stands in `bench/README.md`; what was aimed at, and what was not re
 
 
 class UnknownResultError(ValueError):
-    """A file of results that no kind recognises."""
+    """A file of results that no kind recognizes."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def section_of(path: Path) -> Section:
     """Of one file of results; errors as of :func:`make_page`."""
     document = json.loads(path.read_text())
     for kind in KINDS:
-        if isinstance(document, dict) and kind.recognises(document):
+        if isinstance(document, dict) and kind.recognizes(document):
             return kind.render(path.stem, document)
     keys = sorted(document) if isinstance(document, dict) else type(document).__name__
     raise UnknownResultError(

@@ -6,7 +6,7 @@ import statistics
 
 from bench.results_page.kind import Document, Kind, Section, table
 from bench.results_page.plots import bars
-from commhooks.rates import format_rate
+from commhooks.lab.units import format_rate
 
 __all__ = ["PREDICTIONS"]
 

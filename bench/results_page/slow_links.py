@@ -9,8 +9,8 @@ from bench.results_page.kind import Document, Kind, Section, number, table
 from bench.results_page.plots import bars, curves
 from bench.slow_link.hooks import PLAIN
 from bench.slow_link.record import Course, courses_of
-from commhooks.comparison import TrainingPoint
-from commhooks.rates import format_rate
+from commhooks.lab.comparison import TrainingPoint
+from commhooks.lab.units import format_rate
 
 __all__ = ["SLOW_LINKS"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from bench.slow_link.hooks import HOOKS, PLAIN
 from bench.slow_link.race import BITS_PER_SECOND, MODEL, RANKS, Limits, race
 from bench.slow_link.record import Record
-from commhooks.comparison import TrainingPoint
-from commhooks.models import load_model
+from commhooks.lab.comparison import TrainingPoint
+from commhooks.lab.models import load_model
 
 STEPS = 150
 """About nine minutes of plain averaging."""

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.slow_link.record import Course
-from commhooks.comparison import TrainingPoint, ring
-from commhooks.comparison.contender import BARE, Contender
-from commhooks.hook_spec import parse_hook_spec
-from commhooks.links import shaped_link
-from commhooks.models import Subject
-from commhooks.ranks import Ranks
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import shaped_link
+from commhooks.hook.spec import parse_hook_spec
+from commhooks.lab.comparison import TrainingPoint, ring
+from commhooks.lab.comparison.entry import BARE, Contender
+from commhooks.lab.models import Subject
 
 __all__ = ["BITS_PER_SECOND", "MODEL", "RANKS", "Limits", "race"]
 
@@ -44,7 +44,9 @@ class Limits:
 
 
 def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> Course:
-    """From the first step, in processes of its own. Needs root, see :mod:`commhooks.links`."""
+    """From the first step, in processes of its own. Needs root, see
+    :mod:`commhooks.cluster.links`.
+    """
     spec = parse_hook_spec(hook)
     with shaped_link(RANKS, BITS_PER_SECOND) as link, Ranks(RANKS, link) as ranks:
         ranks(ring.open_ring, Subject(MODEL))

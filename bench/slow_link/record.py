@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.comparison import TrainingPoint
-from commhooks.machine import describe_machine
+from commhooks.lab.comparison import TrainingPoint
+from commhooks.lab.machine import describe_machine
 
 __all__ = ["Course", "Record", "courses_of"]
 
 
 @dataclass(frozen=True)
 class Course:
-    """The training with one hook. ``hook``: as :func:`commhooks.hook_spec.parse_hook_spec` reads.
+    """The training with one hook. ``hook``: as :func:`commhooks.hook.spec.parse_hook_spec` reads.
 
     ``bare_step_seconds``: of a training step on each rank alone, just before and just after, which
     shows whether the machine was as fast as for the others; ``load``: its load average, likewise.

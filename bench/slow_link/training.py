@@ -1,4 +1,4 @@
-"""What is trained: the demo's GPT, enlarged. Made for :mod:`commhooks.comparison.training`, so
+"""What is trained: the demo's GPT, enlarged. Made for :mod:`commhooks.lab.comparison.training`, so
 
     commhooks compare --model bench.slow_link.training:make_gpt \\
         --train bench.slow_link.training:train --link 100mbit --hooks ...

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.cuts import Cuts
-from commhooks.algorithms.derived_bucket import bucket_with
+from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.errors import CommHookStateError
-from commhooks.hook import TensorState
+from commhooks.hook.base import TensorState
+from commhooks.hook.derived_bucket import bucket_with
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -25,7 +25,7 @@ class BucketMemory:
     def __init__(self, field: str) -> None:
         self._field = field
         self._state: TensorState | None = None
-        self._cuts: Cuts[Tensor] = Cuts()
+        self._cuts: PerBucketCache[Tensor] = PerBucketCache()
 
     def of(self, bucket: GradBucket, state: TensorState) -> Tensor:
         """(numel,), zeros at first; float32, or float64 for float64 gradients."""

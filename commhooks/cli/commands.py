@@ -13,9 +13,9 @@ __all__ = ["commands"]
 
 _COMMANDS = {
     "compare": "commhooks.cli.compare:compare",
-    "describe": "commhooks.cli.catalogue:describe",
+    "describe": "commhooks.cli.catalog:describe",
     "doctor": "commhooks.cli.doctor:doctor",
-    "list": "commhooks.cli.catalogue:list_hooks",
+    "list": "commhooks.cli.catalog:list_hooks",
     "simulate": "commhooks.cli.simulate:simulate",
 }
 

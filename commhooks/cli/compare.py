@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from commhooks.cli.comparison_table import costs_table, times_table
 from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
-from commhooks.comparison import Comparison
-from commhooks.comparison import compare as compare_hooks
-from commhooks.comparison.place import Progress as Report
-from commhooks.hook_spec import HookSpec
-from commhooks.models import built_in_models
+from commhooks.hook.spec import HookSpec
+from commhooks.lab.comparison import Comparison
+from commhooks.lab.comparison import compare as compare_hooks
+from commhooks.lab.comparison.setting import Progress as Report
+from commhooks.lab.models import built_in_models
 
 __all__ = ["compare"]
 

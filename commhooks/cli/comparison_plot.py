@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from commhooks.comparison import Comparison, Row, TrainingPoint
+from commhooks.lab.comparison import Comparison, Row, TrainingPoint
 
 __all__ = ["draw_comparison"]
 

@@ -7,8 +7,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from commhooks.comparison import Comparison, Row
-from commhooks.rates import format_rate
+from commhooks.lab.comparison import Comparison, Row
+from commhooks.lab.units import format_rate
 
 __all__ = ["costs_table", "format_bytes", "format_seconds", "times_table"]
 

@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from commhooks.diagnosis import Health, diagnose
+from commhooks.lab.doctor import Health, diagnose
 
 __all__ = ["doctor"]
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import click
 
 from commhooks.errors import CommHookError
-from commhooks.hook_spec import parse_hook_specs
-from commhooks.rates import parse_rate
+from commhooks.hook.spec import parse_hook_specs
+from commhooks.lab.units import parse_rate
 
 __all__ = ["FILE", "IMAGE", "RATE", "hooks_option"]
 

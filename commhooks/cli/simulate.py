@@ -11,13 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
-from commhooks.durations import format_duration, parse_duration
 from commhooks.errors import CommHookOptionError
-from commhooks.hook_spec import HookSpec, parse_hook_spec
-from commhooks.machine import cores as cores_here
-from commhooks.models import built_in_models
-from commhooks.rates import format_rate
-from commhooks.simulation import (
+from commhooks.hook.spec import HookSpec, parse_hook_spec
+from commhooks.lab.machine import cores as cores_here
+from commhooks.lab.models import built_in_models
+from commhooks.lab.simulation import (
     BASELINE,
     NCCL,
     Link,
@@ -28,6 +26,7 @@ from commhooks.simulation import (
     measure,
     rehearsed_sizes,
 )
+from commhooks.lab.units import format_duration, format_rate, parse_duration
 
 __all__ = ["simulate"]
 
@@ -192,7 +191,7 @@ def _table(study: Study, model: str) -> Table:
 
 
 def _plot(study: Study, path: Path, model: str) -> None:
-    from commhooks.simulation.plot import plot_curves  # takes a second to import
+    from commhooks.lab.simulation.plot import plot_curves  # takes a second to import
 
     sizes = study.curve_sizes()
     try:

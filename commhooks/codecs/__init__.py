@@ -1,4 +1,4 @@
-"""How numbers become bytes and back; what quantising hooks send."""
+"""How numbers become bytes and back; what quantizing hooks send."""
 
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.codec import Codec

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks import kernels
 from commhooks.codecs.codec import Codec
-from commhooks.constraints import Ge, Le, MultipleOf
+from commhooks.hook.options.constraints import Ge, Le, MultipleOf
 from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 

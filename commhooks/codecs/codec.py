@@ -20,7 +20,7 @@ class Codec(ABC):
     that are not all finite, or so large that sums of them might not be, is not finite.
 
     All tensors are on one device. Work on a GPU is queued on torch's current stream; nothing
-    synchronises.
+    synchronizes.
     """
 
     def require(self, device: torch.device) -> None:  # noqa: B027

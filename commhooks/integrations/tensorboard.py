@@ -20,8 +20,8 @@ except ImportError as error:
         "pip install 'commhooks[tensorboard]'"
     ) from error
 
-from commhooks.handle import HookHandle
-from commhooks.stats import BucketStats
+from commhooks.adapters.handle import HookHandle
+from commhooks.runtime.stats import BucketStats
 
 __all__ = ["log_stats"]
 

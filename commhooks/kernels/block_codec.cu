@@ -3,7 +3,7 @@
 //
 // Note [Teams]
 // A team of threads holds a block in registers, so that all of it is read once: 16 numbers per thread,
-// as four quads of 16 bytes. Neighbours hold neighbouring quads, so that a warp's accesses are of
+// as four quads of 16 bytes. Neighbors hold neighboring quads, so that a warp's accesses are of
 // whole sectors:
 //
 //     block size     team                  a thread block has

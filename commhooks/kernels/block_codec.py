@@ -46,7 +46,7 @@ class BlockKernels:
     ``encoder``, ``decoder``: the C++ types in codecs/. ``levels``, ``clip``: of ``Levels``.
     ``is_vote``: several messages vote, and are not averaged.
 
-    Everything is queued on torch's current stream, and nothing synchronises.
+    Everything is queued on torch's current stream, and nothing synchronizes.
     """
 
     encoder: str

@@ -64,7 +64,7 @@ def launch(
     block: int,
     shared_bytes: int = 0,
 ) -> None:
-    """Queues a kernel on torch's current stream of the tensors' device. Does not synchronise.
+    """Queues a kernel on torch's current stream of the tensors' device. Does not synchronize.
 
     ``kernel``: one of ``source.kernels``. ``grid``: thread blocks; with none nothing is launched.
     ``block``: threads in each. ``shared_bytes``: of dynamic shared memory. Tensors must be on one

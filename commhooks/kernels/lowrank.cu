@@ -39,7 +39,7 @@ struct Factor {
 };
 
 // One matrix of a bucket: its shape, and where its numbers are, in elements. Or numbers that are sent as
-// they are: one row, of rank 0, with its place beside factors. As lowrank.py writes it.
+// they are: one row, of rank 0, with its place beside factors. As algorithms/lowrank/products.py writes it.
 struct Matrix {
   i64 first_block;  // of those of `absorb` that are its
   i64 gradient;     // (rows, columns) in the bucket
@@ -96,7 +96,7 @@ __device__ void reflect(Column<T> v, double tau, Column<T> column, i64 pivot, i6
 // on each other the basis is completed with other directions.
 template <typename T>
 __global__ void __launch_bounds__(kBasisThreads)
-    orthonormalise(const Matrix* matrices, i64 side, const T* factors, T* basis) {
+    orthonormalize(const Matrix* matrices, i64 side, const T* factors, T* basis) {
   __shared__ double taus[kMaxRank];
   const Matrix& matrix = matrices[blockIdx.x];
   const i64 rank = matrix.rank;

@@ -1,6 +1,7 @@
-"""Launches of lowrank.cu: low-rank compression of all matrices of a bucket. Nothing synchronises.
+"""Launches of lowrank.cu: low-rank compression of all matrices of a bucket. Nothing synchronizes.
 
-Letters as in algorithms/lowrank.py. Tensors of numbers are float32 or float64, of one dtype, but
+Letters as in algorithms/lowrank/products.py. Tensors of numbers are float32 or float64, of one
+dtype, but
 for the bucket, which may also be in half precision.
 """
 
@@ -21,7 +22,7 @@ LEFT, RIGHT = 0, 1
 """Which of the factors of a matrix."""
 
 MAX_RANK = 256
-"""The most columns of a matrix that :meth:`MatrixKernels.orthonormalise` takes."""
+"""The most columns of a matrix that :meth:`MatrixKernels.orthonormalize` takes."""
 
 _PROJECT = ("project_left", "project_right")
 _RANKS = {  # that kernels take, at most; above, products are torch's
@@ -39,7 +40,7 @@ SOURCE = Source(
     (
         *(
             _kernel(name, type_)
-            for name in ("orthonormalise", "send", "receive", "keep")
+            for name in ("orthonormalize", "send", "receive", "keep")
             for type_ in TYPES.values()
         ),
         *(
@@ -114,7 +115,7 @@ class MatrixKernels:
         self._table = table.to(like.device, non_blocking=True)
         type_, element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
         self._names = {
-            name: _kernel(name, type_) for name in ("orthonormalise", "send", "receive", "keep")
+            name: _kernel(name, type_) for name in ("orthonormalize", "send", "receive", "keep")
         }
         self._names["absorb"] = _kernel("absorb", type_, element)
         self._project = [_kernel(name, type_, element, most or 0) for name in _PROJECT]
@@ -143,14 +144,14 @@ class MatrixKernels:
     def _vectors(self, matrix: Matrix) -> int:
         return -(-matrix.columns // self._vector)
 
-    def orthonormalise(self, side: int, factors: Tensor) -> Tensor:
+    def orthonormalize(self, side: int, factors: Tensor) -> Tensor:
         """Orthonormal bases of the columns of left factors, or of the rows of right ones.
 
         No more than :data:`MAX_RANK` of each.
         """
         basis = factors.new_empty(self._factors[side])
         arguments = (self._table, side, factors, basis)
-        self._launch("orthonormalise", arguments, self._count, _BASIS_THREADS)
+        self._launch("orthonormalize", arguments, self._count, _BASIS_THREADS)
         return basis
 
     def project(

@@ -40,7 +40,7 @@ _STREAMING_BLOCKS = 2048
 def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor:
     """Adds ``error`` to ``gradient``; the indices of the ``count`` largest magnitudes.
 
-    (count,) int32, ascending; of equal numbers the first. Does not synchronise.
+    (count,) int32, ascending; of equal numbers the first. Does not synchronize.
     """
     check_gradient(gradient, error)
     numel = gradient.numel()
@@ -77,7 +77,7 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     """Adds ``error`` to ``gradient``; (1,), NaN if some number is not finite then, else 0.
 
-    Does not synchronise.
+    Does not synchronize.
     """
     check_gradient(gradient, error)
     flag = gradient.new_zeros(1)

@@ -1,6 +1,6 @@
 """Launches of sparse.cu: what sparse hooks send and keep.
 
-Indices are int32 and ascending; values are float32 or float64. Nothing here synchronises.
+Indices are int32 and ascending; values are float32 or float64. Nothing here synchronizes.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,8 @@ import pickle
 
 import torch
 
-from commhooks.hook import CommHook
-from commhooks.ranks import RankStartError
+from commhooks.cluster import RankStartError
+from commhooks.hook.base import CommHook
 from commhooks.testing.ranks import run_ranks
 from commhooks.testing.rules import (
     RULES,

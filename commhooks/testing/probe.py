@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as StockDistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
-from commhooks.hook import CommHook
+from commhooks.hook.base import CommHook
 
 __all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
 
@@ -81,7 +81,7 @@ class Trainer:
         **options: Any,
     ) -> None:
         probe = GradientProbe(probe_parameters() if parameters is None else parameters)
-        wrapper: Any = StockDistributedDataParallel if stock else commhooks.DistributedDataParallel
+        wrapper: Any = TorchDistributedDataParallel if stock else commhooks.DistributedDataParallel
         self.model = wrapper(probe, **{"bucket_cap_mb": _BUCKET_MB} | options)
         self.parameters = dict(probe.named_parameters())
         self.handle = commhooks.register(self.model, hook)
@@ -89,7 +89,7 @@ class Trainer:
     def step(
         self, gradients: Mapping[str, Tensor], *, before: Iterable[Mapping[str, Tensor]] = ()
     ) -> dict[str, Tensor]:
-        """One backward, after those of ``before`` without synchronising; what became of them."""
+        """One backward, after those of ``before`` without synchronizing; what became of them."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for accumulated in before:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from commhooks.ranks.call import Call
-from commhooks.ranks.pool import RankError, RankPool
+from commhooks.cluster.call import Call
+from commhooks.cluster.pool import RankError, RankPool
 
 __all__ = ["RankError", "close_ranks", "run_ranks"]
 

@@ -84,7 +84,7 @@ torch does not count.)")
           "key", [](const GradBucket& self) { return self.layout().key; },
           "Digest of `names`: the same across processes and restarts.")
       .def_property_readonly(
-          "step", &GradBucket::step, "Number of synchronised backward passes before this one.")
+          "step", &GradBucket::step, "Number of synchronized backward passes before this one.")
       .def_property_readonly(
           "left_out", &GradBucket::left_out,
           "Names of the parameters whose buckets are left out of this step, as no rank uses them.");

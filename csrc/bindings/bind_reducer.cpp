@@ -152,7 +152,7 @@ bucket order, and writes the averages back into `.grad`. See Note [How a gradien
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
           py::arg("scale") = 1.0, release_gil(),
           R"(
-Announce that the next backward synchronises. `outputs`: the tensors that forward returned where
+Announce that the next backward synchronizes. `outputs`: the tensors that forward returned where
 `needs_outputs`, else empty. `scale`: what gradients are multiplied by before they are averaged. Raises
 RuntimeError, naming the parameters, if the previous backward left some without a gradient; the reducer
 is usable afterwards.)")
@@ -165,7 +165,7 @@ For each bucket, whether the step that is expected leaves it out, as `skip_unuse
           "needs_outputs", &Reducer::needs_outputs,
           "Whether `prepare_for_backward` looks at the outputs of forward.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
-After the first synchronised step: cut buckets anew in the order in which rank 0 saw gradients arrive;
+After the first synchronized step: cut buckets anew in the order in which rank 0 saw gradients arrive;
 with `find_unused_parameters` once it has seen the same order twice. Collective; a no-op, on all ranks
 alike, when there is nothing to do. Returns whether it did.)")
       .def_property_readonly(
@@ -187,7 +187,7 @@ As the argument `static_graph`; before the first forward.)")
           R"(
 The ranks that gradients are averaged over. Setting it goes back to the plain average.)")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
-Detach from autograd: later backwards do not synchronise.)")
+Detach from autograd: later backwards do not synchronize.)")
       .def("set_observer", &set_observer, py::arg("observer"), R"(
 Call `observer(indices)` on the thread that runs backward, as soon as the gradients of the parameters
 with these indices have been averaged and written back; None: no longer.)")
@@ -227,7 +227,7 @@ hook which was set), is_sparse, ranks (that it is averaged over), and since the 
 thread running backward spent in the hook or waiting for it).)")
       .def("reset_stats", &Reducer::reset_stats, release_gil(), "Start `bucket_stats` from zero.")
       .def_property("steps", &Reducer::steps, &Reducer::set_steps, R"(
-Synchronised backward passes so far, the `step` of the next GradBucket. Set it when training resumes.)");
+Synchronized backward passes so far, the `step` of the next GradBucket. Set it when training resumes.)");
 }
 
 }  // namespace commhooks

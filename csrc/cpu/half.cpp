@@ -38,7 +38,7 @@ void convert_from_half(Plain, const uint16_t* in, float* out, int64_t numel, flo
 }
 
 #ifdef COMMHOOKS_X86
-// Compilers do not vectorise the conversion from and to half by themselves.
+// Compilers do not vectorize the conversion from and to half by themselves.
 __attribute__((target("arch=x86-64-v4"))) void convert_to_half(
     Avx512, const float* in, uint16_t* out, int64_t numel, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);

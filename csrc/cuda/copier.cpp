@@ -46,7 +46,7 @@ std::optional<StridedPiece> strided_piece(const at::Tensor& source, const at::Te
   }
   std::vector<int64_t> dims(destination.dim());
   std::iota(dims.begin(), dims.end(), 0);
-  // In the order of the destination's memory, so that neighbouring threads write side by side.
+  // In the order of the destination's memory, so that neighboring threads write side by side.
   std::stable_sort(dims.begin(), dims.end(), [&](int64_t left, int64_t right) {
     return destination.stride(left) > destination.stride(right);
   });

@@ -76,9 +76,9 @@ const at::Tensor& Bucket::flat() {
     if (grads_are_views_) {
       views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
-        const at::Tensor travelling = view(flat_, i);
+        const at::Tensor traveling = view(flat_, i);
         views_.push_back(
-            parameters_[i].is_complex() ? at::view_as_complex(travelling) : travelling);
+            parameters_[i].is_complex() ? at::view_as_complex(traveling) : traveling);
       }
     }
   }

@@ -34,7 +34,7 @@ class GradBucket : public c10d::GradBucket {
   const BucketLayout& layout() const {
     return *layout_;
   }
-  // Number of synchronised backward passes that came before this one.
+  // Number of synchronized backward passes that came before this one.
   int64_t step() const {
     return step_;
   }

@@ -16,7 +16,7 @@ namespace {
   TORCH_CHECK(
       false,
       "commhooks.DistributedDataParallel does not work with compiled autograd, which would leave "
-      "gradients unsynchronised. Switch it off (torch._dynamo.config.compiled_autograd = False); "
+      "gradients unsynchronized. Switch it off (torch._dynamo.config.compiled_autograd = False); "
       "torch.compile of the module or of the wrapper works.");
 }
 

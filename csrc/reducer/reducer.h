@@ -81,7 +81,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // --- between steps ---
 
-  // Announces that the next backward synchronises. `outputs`: those of the forward, needed to find
+  // Announces that the next backward synchronizes. `outputs`: those of the forward, needed to find
   // unused parameters (`needs_outputs()`), else may be empty. `scale`: what gradients are multiplied
   // by before they are averaged. Throws if the previous backward left parameters without gradients.
   void prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale);
@@ -96,7 +96,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // For each bucket, whether this step leaves it out; see `skip_unused_buckets`.
   std::vector<bool> skipped_buckets() const;
 
-  // After the first synchronised step: cuts the buckets anew, in the order in which rank 0 saw its
+  // After the first synchronized step: cuts the buckets anew, in the order in which rank 0 saw its
   // gradients arrive. Where parameters may be unused, as soon as rank 0 has seen the same order twice.
   // A collective call, to be made before forward. Returns whether it did.
   bool rebuild_buckets();
@@ -118,7 +118,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     return process_group_;
   }
 
-  // Detaches from autograd: no later backward synchronises.
+  // Detaches from autograd: no later backward synchronizes.
   void remove_autograd_hooks();
 
   // Called with the indices of parameters whose gradients have been averaged and written back, bucket
@@ -163,7 +163,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     return recorder_.stop();
   }
 
-  // Synchronised backward passes so far; `GradBucket::step` of the next one. Set when training resumes.
+  // Synchronized backward passes so far; `GradBucket::step` of the next one. Set when training resumes.
   int64_t steps() const;
   void set_steps(int64_t steps);
 
@@ -248,7 +248,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool back_to_front_ = false;       // whether they were cut from their end
   bool rebuilt_ = false;
   int64_t next_rebuild_ = 1;  // how many steps have to be completed before the next attempt
-  int64_t completed_ = 0;     // synchronised backward passes since the last change of group
+  int64_t completed_ = 0;     // synchronized backward passes since the last change of group
   int64_t first_step_ = 0;    // and those that came before it
   Observer observer_;
   bool manual_finalization_ = false;

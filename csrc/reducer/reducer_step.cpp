@@ -191,7 +191,7 @@ void Reducer::on_gradient(size_t index) {
     if (state_.collecting()) {
       queue_backward_end_locked();
     }
-    // Also in `no_sync`: what was used there counts at the next synchronisation.
+    // Also in `no_sync`: what was used there counts at the next synchronization.
     if (tracks_use_locked() && store_->get(parameters_[index]).defined()) {
       unused_.add_use(index);
     }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from no_waiting import waiting_is_an_error
+from support.no_waiting import waiting_is_an_error
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -122,7 +122,7 @@ def backward_waits_for_the_hook(rank: int, size: int, view: bool) -> None:
         for _ in range(3):
             model.zero_grad()
             model(torch.ones(2, 64, device="cuda")).sum().backward()
-            # Read on the stream that called backward, which has not been synchronised.
+            # Read on the stream that called backward, which has not been synchronized.
             copies = [p.grad.clone() for p in model.parameters()]
     stream.synchronize()
     assert all(torch.all(copy == 3.0) for copy in copies)
@@ -232,7 +232,7 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
 LOOKS_AT_GRADIENTS = {"threshold", "dgc"}
 
 
-def steps_without_synchronising(rank: int, size: int, name: str, options: dict[str, Any]) -> None:
+def steps_without_synchronizing(rank: int, size: int, name: str, options: dict[str, Any]) -> None:
     model = DistributedDataParallel(Mixed().cuda(), bucket_cap_mb=0.001)
     commhooks.register(model, name, **options)
     x = torch.randn(4, 3, 8, 8, device="cuda")
@@ -244,12 +244,12 @@ def steps_without_synchronising(rank: int, size: int, name: str, options: dict[s
 
 
 @pytest.mark.parametrize("name", sorted(set(commhooks.available()) - LOOKS_AT_GRADIENTS))
-def test_steps_without_synchronising(name: str) -> None:
+def test_steps_without_synchronizing(name: str) -> None:
     options = WITH_OPTIONS.get(name, {})
-    run_ranks(steps_without_synchronising, 1, name, options, backend="nccl", timeout=60)
+    run_ranks(steps_without_synchronizing, 1, name, options, backend="nccl", timeout=60)
 
 
-def all_used_without_synchronising(rank: int, size: int) -> None:
+def all_used_without_synchronizing(rank: int, size: int) -> None:
     model = DistributedDataParallel(Mixed().cuda(), find_unused_parameters=True)
     x = torch.randn(4, 3, 8, 8, device="cuda")
     for _ in range(4):
@@ -258,9 +258,9 @@ def all_used_without_synchronising(rank: int, size: int) -> None:
         model(x).sum().backward()
 
 
-def test_all_used_without_synchronising() -> None:
+def test_all_used_without_synchronizing() -> None:
     """Only a rank that did not use a parameter has to hear of the others."""
-    run_ranks(all_used_without_synchronising, 1, backend="nccl", timeout=60)
+    run_ranks(all_used_without_synchronizing, 1, backend="nccl", timeout=60)
 
 
 # -------------------------------------------------------------------------------------- graphs

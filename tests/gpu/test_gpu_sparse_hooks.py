@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hook_runs import DTYPES, HOOKS, SYNC_FREE, assert_like_the_cpu, run
-from lockstep import LockstepCommunicator, lockstep, make_bucket
-from no_waiting import waiting_is_an_error
+from support.hook_runs import DTYPES, HOOKS, SYNC_FREE, assert_like_the_cpu, run
+from support.lockstep import LockstepCommunicator, lockstep, make_bucket
+from support.no_waiting import waiting_is_an_error
 from torch import Tensor
 
 from commhooks.algorithms import RandomK, SkipNonfinite, TopK

@@ -9,9 +9,10 @@ from test_selection_kernels import KINDS, draw, same_bits
 from test_sparse_kernels import Received, choose, part_of, written
 from torch import Tensor
 
-from commhooks.algorithms.gathered_parts import gather
-from commhooks.algorithms.matrix_plan import Side
-from commhooks.algorithms.sparse import (
+from commhooks.algorithms.lowrank.matrix_plan import Side
+from commhooks.algorithms.sparse.gathered_parts import gather
+from commhooks.algorithms.sparse.part import SparseLayout, SparsePart
+from commhooks.algorithms.sparse.selection import (
     add_and_check,
     correct_momentum,
     draw_indices,
@@ -19,8 +20,7 @@ from commhooks.algorithms.sparse import (
     select_above,
     select_largest,
 )
-from commhooks.algorithms.sparse_part import SparseLayout, SparsePart
-from commhooks.finite import copy_if
+from commhooks.codecs.finite import copy_if
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,7 +122,7 @@ def test_bases_are_orthonormal(side, dtype):
     for F in factors.factors[1:]:
         F.select(vectors, -1).copy_(F.select(vectors, 0))
     tolerance = 1000 * torch.finfo(dtype).eps
-    bases = bucket.arithmetic.orthonormalise(factors).factors
+    bases = bucket.arithmetic.orthonormalize(factors).factors
     for basis, F in zip(bases, factors.factors, strict=True):
         Q, columns = (T.double() if side is Side.LEFT else T.double().mT for T in (basis, F))
         identity = torch.eye(Q.shape[2], device="cuda").double().expand(Q.shape[0], -1, -1)

@@ -1,6 +1,6 @@
 // Evenly spaced levels: integers from -levels to levels, times the scale.
 //
-// With the largest number as norm this is block-wise integer quantisation, with the Euclidean norm
+// With the largest number as norm this is block-wise integer quantization, with the Euclidean norm
 // and stochastic rounding QSGD (Alistarh et al. 2017, section 3.1), with one level TernGrad (Wen et
 // al. 2017, section 3.1).
 #pragma once

@@ -50,7 +50,7 @@ COMMHOOKS_HD double square_root(double value) {
 #endif
 }
 
-// condition ? yes : no, without a branch, which would keep compilers from vectorising the loop.
+// condition ? yes : no, without a branch, which would keep compilers from vectorizing the loop.
 COMMHOOKS_HD u32 select(bool condition, u32 yes, u32 no) {
   return no ^ ((yes ^ no) & (0u - (u32)condition));
 }

@@ -7,7 +7,7 @@
 namespace commhooks::codecs {
 
 // 32 random bits for each index below 2^32. A multiply-xorshift hash with the constants of
-// MurmurHash3's finaliser, keyed twice so that the streams of two seeds are not shifted copies.
+// MurmurHash3's finalizer, keyed twice so that the streams of two seeds are not shifted copies.
 struct Random {
   u32 low;
   u32 high;
@@ -24,7 +24,7 @@ struct Random {
     return hash ^ (hash >> 16);
   }
 
-  // 0 or 1. Cheaper: over seeds it is fair for every index, but neighbours are not independent.
+  // 0 or 1. Cheaper: over seeds it is fair for every index, but neighbors are not independent.
   COMMHOOKS_HD u32 coin(u32 index) const {
     return (index * 0x9e3779b1u + low) >> 31;
   }

@@ -7,6 +7,14 @@ no rank is left waiting for one that has already found out.
 from collections.abc import Mapping
 
 from commhooks.testing.rules.composition import contribution, nested
+from commhooks.testing.rules.context import (
+    BrokenRuleError,
+    Factory,
+    Rule,
+    Site,
+    has_consensus,
+    is_lossless,
+)
 from commhooks.testing.rules.descriptions import config, registered, representation
 from commhooks.testing.rules.engine import cost, failure, stock, unused, wire
 from commhooks.testing.rules.results import (
@@ -17,14 +25,6 @@ from commhooks.testing.rules.results import (
     result,
     sizes,
     zeros,
-)
-from commhooks.testing.rules.site import (
-    BrokenRuleError,
-    Factory,
-    Rule,
-    Site,
-    has_consensus,
-    is_lossless,
 )
 from commhooks.testing.rules.states import keys, non_finite, resume
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks.communicator import Communicator
-from commhooks.hook import CommHook, tree
+from commhooks.comm.communicator import Communicator
+from commhooks.hook.base import CommHook, tree
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients
-from commhooks.testing.rules.site import Site, as_coroutine, has_consensus, require
+from commhooks.testing.rules.context import Site, as_coroutine, has_consensus, require
 from reducer import GradBucket
 
 __all__ = ["contribution", "nested"]

@@ -5,8 +5,8 @@ import json
 import torch
 
 import commhooks
-from commhooks.hook import tree
-from commhooks.testing.rules.site import BrokenRuleError, Site, require
+from commhooks.hook.base import tree
+from commhooks.testing.rules.context import BrokenRuleError, Site, require
 
 __all__ = ["config", "registered", "representation"]
 

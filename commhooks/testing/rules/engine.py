@@ -5,10 +5,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.communicator import Communicator
+from commhooks.comm.communicator import Communicator
 from commhooks.testing.compare import differences, disagreement, mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients
-from commhooks.testing.rules.site import (
+from commhooks.testing.rules.context import (
     Site,
     as_coroutine,
     has_consensus,

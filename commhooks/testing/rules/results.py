@@ -4,7 +4,7 @@ import torch
 
 from commhooks.testing.compare import differences, disagreement, layout_of, same_bits
 from commhooks.testing.probe import Trainer, draw_gradients
-from commhooks.testing.rules.site import (
+from commhooks.testing.rules.context import (
     DTYPES,
     Site,
     is_lossless,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
-from commhooks.testing.rules.site import Site, has_consensus, not_finite, require
+from commhooks.testing.rules.context import Site, has_consensus, not_finite, require
 
 __all__ = ["keys", "non_finite", "resume"]
 

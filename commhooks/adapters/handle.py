@@ -1,0 +1,310 @@
+"""Registers hooks on wrapped models, and holds them afterwards."""
+
+import functools
+import inspect
+import json
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from commhooks.adapters.adapter import Adapter, DDPAdapter, TorchHook
+from commhooks.adapters.saved_state import check_saved_state, saved_state
+from commhooks.adapters.torch_ddp import TorchDDPAdapter
+from commhooks.adapters.trace import trace
+from commhooks.comm.agreement import check_agreement
+from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
+from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.nesting import check_nesting
+from commhooks.hook.registry import create
+from commhooks.runtime.stats import HookStats
+from reducer import DistributedDataParallel
+
+__all__ = ["HookHandle", "handle_of", "register"]
+
+Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
+AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
+
+_adapters: "weakref.WeakKeyDictionary[nn.Module, Adapter]" = weakref.WeakKeyDictionary()
+_handles: "weakref.WeakKeyDictionary[nn.Module, HookHandle]" = weakref.WeakKeyDictionary()
+
+
+def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle":
+    """Lets ``hook`` average the gradients of ``model`` from the next step on. Collective.
+
+    ``model`` is wrapped in ``commhooks.DistributedDataParallel`` or torch's own. ``hook``: a name
+    and its ``options``, a config, a :class:`CommHook`, or a torch-style function ``fn(state,
+    bucket)`` that returns a future of the average, with ``state=`` as its only option.
+
+    Raises:
+        CommHookError: ``model`` is not wrapped, or has a hook already.
+        CommHookMismatchError: ranks registered different hooks or options; on every rank.
+        UnknownHookError, CommHookOptionError: see :func:`create`. The other ranks raise as well.
+    """
+    adapter = _adapter_of(model)
+    if model in _handles:
+        raise CommHookError(
+            f"the model has a hook already, {_handles[model].hook!r}; use replace() of its handle, "
+            "commhooks.handle_of(model), or remove() it first"
+        )
+    handle = HookHandle(adapter, functools.partial(_forget, weakref.ref(model)))
+    handle.replace(hook, **options)
+    _handles[model] = handle
+    return handle
+
+
+def handle_of(model: nn.Module) -> "HookHandle | None":
+    """The handle of the hook that is registered on ``model``, if there is one."""
+    return _handles.get(model)
+
+
+class HookHandle:
+    """A registered hook. All methods are to be called between two steps, on every rank."""
+
+    def __init__(self, adapter: Adapter, on_remove: Callable[[], None]) -> None:
+        self._adapter: Adapter | None = adapter
+        self._on_remove = on_remove
+        self._hook: CommHook | Function | None = None
+
+    @property
+    def hook(self) -> CommHook | Function:
+        """The hook in use. Raises CommHookError when it has been removed."""
+        if self._adapter is None or self._hook is None:
+            raise CommHookError("this hook has been removed; commhooks.register() a new one")
+        return self._hook
+
+    def replace(self, hook: AnyHook, /, **options: Any) -> None:
+        """Uses another hook from the next step on; arguments and errors as of :func:`register`.
+
+        After an error the former hook stays in use. State is not carried over. Collective.
+
+        Where the former hook let models differ (``consensus = False``), such as ``local_sgd``, the
+        parameters of all ranks are averaged first. What optimizers remember still differs: make new
+        ones, or models part again, a little and for good.
+        """
+        adapter = self._in_use()
+        failure: CommHookError | None = None
+        try:
+            new = _resolve(hook, options)
+            if isinstance(new, CommHook):
+                self._check(new, adapter)
+            identity = _identity(new)
+        except CommHookError as error:
+            # Other ranks may have no such error, and would wait.
+            failure, identity = error, f"{type(error).__name__}: {error}"
+        try:
+            token = check_agreement(adapter.group, adapter.device, "hook and options", identity)
+        except CommHookError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        if isinstance(new, CommHook):
+            adapter.install(new, token)
+        else:
+            adapter.install_function(_bind(new, options))
+        self._reunite(adapter)
+        self._hook = new
+
+    def remove(self) -> None:
+        """Goes back to the plain average; a hook can be registered again.
+
+        Models that differ become one as in :meth:`replace`, collectively.
+        """
+        adapter = self._in_use()
+        adapter.clear()
+        self._reunite(adapter)
+        self._adapter = None
+        self._on_remove()
+
+    def stats(self) -> HookStats:
+        """What the hook cost and saved on this rank, since it was registered or replaced."""
+        stats = self._in_use().stats()
+        hook = self.hook
+        return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
+        """Records the steps inside a ``with`` block on this rank, as a trace for Perfetto.
+
+        ::
+
+            with handle.trace("step.json") as written:
+                loss = model(inputs).sum()
+                loss.backward()
+
+        Open the file at https://ui.perfetto.dev or chrome://tracing; docs/tracing.md tells what is
+        in it. Rank 0 writes ``path``, rank r ``step.rank<r>.json``; ``written`` is the path. Each
+        rank may trace or not. On CUDA the times are those of the host, and nothing is synchronized.
+        On torch's own wrapper only gradients, hooks and their collectives can be seen. It is meant
+        for a few steps: what is recorded stays in memory, about a kilobyte per gradient and step.
+
+        Raises:
+            CommHookError: on entering, if the directory does not exist or another trace of the
+                model is under way. After an exception in the block what there was is written.
+        """
+        return trace(self._in_use(), path, {"hook": _identity(self.hook)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs. Each rank has its own, to be saved by each."""
+        adapter = self._in_use()
+        return saved_state(self._comm_hook(), adapter)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` gave, on the same rank of a model alike.
+
+        Raises CommHookStateError if it is damaged or foreign; then nothing has changed.
+        """
+        adapter = self._in_use()
+        hook = self._comm_hook()
+        check_saved_state(state, hook, adapter)
+        before = hook.state_dict()
+        try:
+            hook.load_state_dict(state["state"])
+        except Exception as error:
+            hook.load_state_dict(before)
+            if isinstance(error, CommHookStateError):
+                raise
+            raise CommHookStateError(
+                f"hook {hook!r} cannot use the saved state: {error}"
+            ) from error
+        adapter.steps = state["step"]
+
+    def _reunite(self, adapter: Adapter) -> None:
+        """The next hook averages gradients, perhaps, which would leave models as far apart."""
+        if isinstance(self._hook, CommHook) and not has_consensus(self._hook):
+            adapter.average_parameters()
+
+    def _check(self, hook: CommHook, adapter: Adapter) -> None:
+        """Whatever can be known to be wrong before the first step."""
+        check_nesting(hook)
+        self._check_unused(hook)
+        for each in tree(hook):
+            _check_backend(each, adapter)
+        _prepare(hook, adapter)
+
+    def _check_unused(self, hook: CommHook) -> None:
+        others = [handle.hook for handle in _handles.values() if handle is not self]
+        hooks = [other for other in others if isinstance(other, CommHook)]
+        in_use = {id(each) for other in hooks for each in tree(other)}
+        for each in tree(hook):
+            if id(each) in in_use:
+                raise CommHookError(
+                    f"{each!r} is in use on another model, and its state is of that model's "
+                    "parameters; make another one, e.g. commhooks.create(hook.to_config())"
+                )
+
+    def _in_use(self) -> Adapter:
+        if self._adapter is None:
+            raise CommHookError("this hook has been removed; commhooks.register() a new one")
+        return self._adapter
+
+    def _comm_hook(self) -> CommHook:
+        if not isinstance(self.hook, CommHook):
+            raise CommHookStateError(
+                f"{self.hook!r} is a torch-style function, whose state only its author knows; save "
+                "that instead"
+            )
+        return self.hook
+
+
+def _forget(model: "weakref.ref[nn.Module]") -> None:
+    alive = model()
+    if alive is not None:
+        _handles.pop(alive, None)
+
+
+def _adapter_of(model: nn.Module) -> Adapter:
+    """Made once per model, because torch takes a hook only once."""
+    if not isinstance(model, DistributedDataParallel | TorchDistributedDataParallel):
+        if not dist.is_initialized():
+            raise CommHookError(
+                "there is no process group: call torch.distributed.init_process_group(...) on "
+                "every rank (torchrun sets what it reads), then wrap the model in "
+                "commhooks.DistributedDataParallel"
+            )
+        raise CommHookError(
+            f"expected a model wrapped in commhooks.DistributedDataParallel, or torch's own, found "
+            f"{type(model).__name__}; wrap it first"
+        )
+    if model not in _adapters:
+        is_own = isinstance(model, DistributedDataParallel)
+        _adapters[model] = DDPAdapter(model) if is_own else TorchDDPAdapter(model)  # type: ignore[arg-type]
+    return _adapters[model]
+
+
+def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:
+    if isinstance(hook, str | Mapping):
+        return create(hook, **options)
+    if isinstance(hook, CommHook):
+        if options:
+            raise CommHookOptionError(
+                f"{hook!r} has its options already; found {sorted(options)} besides it"
+            )
+        return hook
+    if isinstance(hook, type) or not callable(hook):
+        raise CommHookError(
+            f"expected the name of a hook, a config, a CommHook or a function fn(state, bucket), "
+            f"found {hook!r}"
+        )
+    _check_arity(hook)
+    if unknown := sorted(options.keys() - {"state"}):
+        raise CommHookOptionError(
+            f"a torch-style function has one option, state=; found {', '.join(unknown)}"
+        )
+    return hook
+
+
+def _check_arity(function: Function) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return  # compiled functions need not have one
+    try:
+        signature.bind("state", "bucket")
+    except TypeError as error:
+        raise CommHookError(
+            f"expected a function of two arguments, fn(state, bucket), under any names; found "
+            f"{function!r} with {signature}"
+        ) from error
+
+
+def _bind(function: Function, options: Mapping[str, Any]) -> TorchHook:
+    bound = functools.partial(function, options.get("state"))
+    return functools.update_wrapper(bound, function)  # for its name
+
+
+def _identity(hook: CommHook | Function) -> str:
+    if isinstance(hook, CommHook):
+        return json.dumps(hook.to_config(), sort_keys=True)
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return f"function {named.__module__}.{named.__qualname__}"
+
+
+def _check_backend(hook: CommHook, adapter: Adapter) -> None:
+    backend = adapter.group._get_backend(adapter.device).name()  # noqa: SLF001
+    if backend not in hook.backends:
+        raise CommHookError(
+            f"hook {hook!r} works on {', '.join(hook.backends)}; the model's process group uses "
+            f"{backend!r} for tensors on {adapter.device.type!r}"
+        )
+
+
+def _prepare(hook: CommHook, adapter: Adapter) -> None:
+    try:
+        hook.prepare(adapter.parameters, adapter.group)
+    except CommHookError:
+        raise
+    except Exception as error:
+        raise CommHookError(
+            f"prepare() of hook {hook!r} failed: {type(error).__name__}: {error}"
+        ) from error

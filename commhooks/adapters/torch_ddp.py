@@ -1,0 +1,236 @@
+"""Hooks on torch's own DistributedDataParallel."""
+
+import functools
+import time
+import weakref
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import Future as AnyFuture  # that of collectives is not a torch.futures.Future
+from torch._C._distributed_c10d import GradBucket as TorchBucket
+from torch.autograd import Variable
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from commhooks.adapters.adapter import Adapter, AnyRunner, TorchHook, make_runner
+from commhooks.errors import CommHookError, CommHookResultError
+from commhooks.hook.base import CommHook
+from commhooks.runtime.execution import new_future
+from commhooks.runtime.recording import Recording, Run, Span
+from commhooks.runtime.stats import HookStats, StatsCollector
+from reducer import GradBucket
+
+__all__ = ["TorchDDPAdapter"]
+
+
+class TorchDDPAdapter(Adapter):
+    """Torch takes one hook per model, once; this is it, and what it calls can be exchanged.
+
+    Torch's reducer does not survive a hook that fails. So it is always given a tensor with which to
+    finish the step, and the error is raised at the end of backward, when torch is done:
+
+        hook of a bucket -> queue A          autograd calls at the end of backward: A, finalize, B
+        hook of the last bucket
+        torch queues its `finalize`
+        A queues B, which raises
+
+    Any bucket may be the first, as torch may leave out others; and backwards within backward, of
+    reentrant checkpoints, end before it is over. So all buckets queue, and B does nothing until
+    torch has finalized.
+    """
+
+    def __init__(self, model: TorchDistributedDataParallel) -> None:
+        self._group: dist.ProcessGroup = model.process_group
+        self._reducer = model.reducer
+        self.parameters = {
+            name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        }
+        self.device = next(iter(self.parameters.values())).device
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._steps = 0
+        self._launched = 0  # buckets, in this step
+        self._ledger = StatsCollector()
+        self._runner: AnyRunner | None = None
+        self._function: TorchHook = self._average
+        self._error: Exception | None = None
+        self._runs: list[Run] = []  # of the function, in this step
+        self._arrivals: list[RemovableHandle] = []
+        try:
+            model.register_comm_hook(weakref.proxy(self), _run)
+        except RuntimeError as error:
+            raise CommHookError(
+                "the model has a hook already, from register_comm_hook(), which can neither be "
+                "replaced nor removed; use commhooks.register() instead"
+            ) from error
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+
+    def install(self, hook: CommHook, token: int) -> None:
+        self._set(make_runner(hook, self.group, self.device, token), self._average)
+
+    def install_function(self, hook: TorchHook) -> None:
+        self._set(None, hook)
+
+    def clear(self) -> None:
+        self._set(None, self._average)
+
+    def stats(self) -> HookStats:
+        return self._ledger.stats(self.group.size())
+
+    def start_recording(self) -> None:
+        """Gradients and hooks; the rest is between torch's reducer and itself."""
+        self.recording = Recording(list(self.parameters))
+        self.listen(self._ledger)
+        self._arrivals = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(self._arrive, index)
+            )
+            for index, parameter in enumerate(self.parameters.values())
+        ]
+
+    def stop_recording(self) -> Recording:
+        recording, self.recording = self.recording, None
+        assert recording is not None
+        self.listen(self._ledger)
+        while self._arrivals:
+            self._arrivals.pop().remove()
+        return recording
+
+    def run(self, bucket: TorchBucket) -> Future[Tensor]:
+        """Torch's reducer calls this for each bucket."""
+        _queue_callback(lambda: _queue_callback(self._end_step))
+        own = self._with_names(bucket)
+        self._launched += 1
+        start_ns = time.monotonic_ns()
+        try:
+            future = self._launch(bucket, own)
+        except Exception as error:
+            self._error = self._error or error
+            return _completed(bucket.buffer())
+        # Weakly: the thread of Gloo's that completes the future drops the callback some time later;
+        # a process group whose last reference went with it would wait for that very thread to end.
+        adapter = weakref.ref(self)
+        return future.then(lambda future: _settle(adapter, future, own, start_ns))
+
+    def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
+        if self._runner is not None:
+            return self._runner(own)
+        future = self._function(bucket)
+        if not isinstance(future, AnyFuture):
+            raise CommHookResultError(
+                f"[rank {self.group.rank()}] the hook returned {type(future).__name__} for bucket "
+                f"{bucket.index()}; expected a torch.futures.Future of the average"
+            )
+        return future
+
+    def settle(self, future: Future[Tensor], bucket: GradBucket, start_ns: int) -> Tensor:
+        """Called on a thread of the backend's, or of the runner's."""
+        run = Run(bucket, None, start_ns, time.monotonic_ns())
+        if self._runner is None:
+            self._runs.append(run)
+        if self.recording is not None:
+            self.recording.spans.append(self._span(run))
+        try:
+            return future.value()
+        except Exception as error:
+            error = error.with_traceback(None)  # this frame holds the future, which holds the error
+            self._error = self._error or error
+            return bucket.buffer()
+
+    def _end_step(self) -> None:
+        if self._launched == 0 or not self._is_finalized():
+            return
+        self._launched = 0
+        error, self._error = self._error, None
+        runs, self._runs = self._runs, []
+        if error is not None:
+            raise error
+        for run in runs:
+            self._ledger.record(run)
+        if self.recording is not None:
+            self.recording.spans.append(self._backward(self.recording))
+        self._steps += 1
+
+    def _is_finalized(self) -> bool:
+        try:
+            self._reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError:
+            return False
+        return True
+
+    def _arrive(self, index: int, _: Tensor) -> None:
+        if self.recording is not None:
+            now = time.monotonic_ns()
+            self.recording.spans.append(Span("gradient", index, now, now))
+
+    def _span(self, hook: Run) -> Span:
+        bucket = hook.bucket
+        name = self._runner.name if self._runner else getattr(self._function, "__qualname__", "")
+        names = tuple(bucket.names)
+        return Span("hook", bucket.index(), hook.start_ns, hook.end_ns, bucket.key, names, name)
+
+    def _backward(self, recording: Recording) -> Span:
+        """From the first gradient since the last backward; torch's waiting included."""
+        last_end = max((s.end_ns for s in recording.spans if s.activity == "backward"), default=0)
+        start = min(s.start_ns for s in recording.spans if s.start_ns > last_end)
+        return Span("backward", self._steps, start, time.monotonic_ns())
+
+    def _set(self, runner: AnyRunner | None, function: TorchHook) -> None:
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = runner
+        self._function = function
+        self._ledger = StatsCollector() if runner is None else runner.collector
+        self.listen(self._ledger)
+
+    def _with_names(self, bucket: TorchBucket) -> GradBucket:
+        """Numbered without gaps, as our reducer does, also where torch leaves buckets out."""
+        parameters = bucket.parameters()
+        index = self._launched
+        return GradBucket(
+            bucket.buffer(),
+            parameters,
+            [self._names[id(parameter)] for parameter in parameters],
+            index=index,
+            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell how many
+            step=self._steps,
+        )
+
+    def _average(self, bucket: TorchBucket) -> Future[Tensor]:
+        return allreduce_hook(self.group, cast("Any", bucket))
+
+
+def _run(adapter: TorchDDPAdapter, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    return adapter.run(bucket)
+
+
+def _settle(
+    adapter: weakref.ref[TorchDDPAdapter], future: Future[Tensor], bucket: GradBucket, start_ns: int
+) -> Tensor:
+    alive = adapter()
+    return bucket.buffer() if alive is None else alive.settle(future, bucket, start_ns)
+
+
+def _completed(tensor: Tensor) -> Future[Tensor]:
+    future = new_future(tensor.device)
+    future.set_result(tensor)
+    return future
+
+
+def _queue_callback(callback: Any) -> None:
+    Variable._execution_engine.queue_callback(callback)  # noqa: SLF001

@@ -1,0 +1,1 @@
+"""Hooks under which models differ between ranks or nodes, and are averaged."""

@@ -1,0 +1,120 @@
+"""Gossip: each rank averages with one other rank per step.
+
+Daily et al.: GossipGraD, 2018, https://arxiv.org/abs/1803.05880 averages gradients; Lian et al.:
+D-PSGD, NeurIPS 2017, https://arxiv.org/abs/1705.09056 parameters.
+
+With A the mixing matrix of step t, (I + P)/2 (see comm/topologies.py), rank i's gradient g_i of
+its own
+parameters x_i, and an optimizer's step u:
+
+    gradients     x_i(t+1) = x_i(t) - u(Σ_j A_ij g_j(t))
+    parameters    x_i(t+1) = Σ_j A_ij x_j(t) - u(g_i(t))
+
+No row or column of A sums to anything but 1, so with plain SGD the mean of the models takes the
+same steps as if all gradients were averaged. The models themselves differ: gradients that were
+averaged differently pull them apart, and only the mixing of parameters pulls them together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.algorithms.averaging.consensus_distance import WithoutConsensus
+from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
+from commhooks.comm.communicator import Communicator, PendingCollective
+from commhooks.comm.topologies import Permutation, check_topology, round_at
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.hook.options.constraints import Ge
+from commhooks.hook.registry import register_hook
+from commhooks.precision import at_least_float32
+from reducer import GradBucket
+
+__all__ = ["Gossip"]
+
+
+@register_hook("gossip")
+@dataclass
+class Gossip(WithoutConsensus):
+    """Average with one other rank per step, another one each time; models may differ.
+
+    Every rank gets another result, so save and load each rank's own model. Messages per rank and
+    step do not grow with the number of ranks, and no rank waits for all others. Each optimizer sees
+    the gradients of its own rank's data; what that costs is in docs/hooks/gossip.md.
+
+    Wire, per bucket and step: its gradients or parameters once, in their dtype, to one rank. In
+    every ``average_every``-th step one all-reduce of the parameters, in float32 (float64 for
+    float64 parameters): besides the gradients, or instead of the exchange of parameters. A number
+    that is not finite reaches the partner. The hook has no state; with one rank it changes nothing.
+    """
+
+    what: Literal["gradients", "parameters"] = "parameters"
+    """What is averaged. Parameters: mixing pulls models together in each step. Gradients: nothing
+    does but ``average_every``, so without that models part as steadily as without communication."""
+    topology: Permutation = "dissemination"
+    """Who sends to whom, see :mod:`commhooks.comm.topologies`."""
+    average_every: Annotated[int, Ge(0)] = 0
+    """Average the parameters of all ranks in steps that are multiples of this; 0: never."""
+    seed: int = 0
+    """Of the partners of "dissemination" and "random". All ranks need the same."""
+
+    wire = "the gradients or parameters once, to one rank"
+    paper = "https://arxiv.org/abs/1803.05880"
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raises CommHookError if the topology cannot be built of the group's ranks."""
+        super().prepare(parameters, group)
+        check_topology(self.topology, group.size())
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        if comm.size == 1:
+            return buffer
+        if self.what == "gradients":
+            # Halved first, so that sums of large half-precision numbers do not overflow.
+            received = await self._from_partner(buffer.div_(2), bucket, comm)
+            buffer += received
+        if self._averages_in(bucket.step):
+            await self._average_parameters(bucket, comm)
+        elif self.what == "parameters":
+            await self._mix_parameters(bucket, comm)
+        return buffer
+
+    @property
+    def changes_parameters(self) -> bool:
+        return self.what == "parameters" or self.average_every > 0
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        if size == 1:
+            return 0
+        parameters = parameters_of(bucket)
+        sent = bucket.buffer().nbytes if self.what == "gradients" else 0
+        if self._averages_in(bucket.step):
+            exact = sum(p.numel() * at_least_float32(p.dtype).itemsize for p in parameters)
+            return sent + all_reduce_bytes(exact, size)
+        return sent or sum(parameter.nbytes for parameter in parameters)
+
+    def _averages_in(self, step: int) -> bool:
+        return self.average_every > 0 and step > 0 and step % self.average_every == 0
+
+    async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
+        own = pack(parameters_of(bucket))
+        difference = (await self._from_partner(own, bucket, comm)).sub_(own)
+        self._distance.add(bucket.step, difference, partner_of=comm.size)
+        store(own.add_(difference, alpha=0.5), parameters_of(bucket))
+
+    async def _average_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
+        own = pack(parameters_of(bucket))
+        own = own.to(at_least_float32(own.dtype))
+        mean = await comm.all_reduce(own / comm.size)
+        self._distance.add(bucket.step, own.sub_(mean))
+        store(mean, parameters_of(bucket))
+
+    def _from_partner(
+        self, tensor: Tensor, bucket: GradBucket, comm: Communicator
+    ) -> PendingCollective:
+        partners = round_at(self.topology, comm.size, bucket.step, self.seed)
+        (source,) = partners.sources(comm.rank)
+        return comm.exchange(tensor, send_to=partners.targets[comm.rank], receive_from=source)

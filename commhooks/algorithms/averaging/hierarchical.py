@@ -1,0 +1,123 @@
+"""Plain averaging inside nodes, any hook between them.
+
+    node 0: ranks 0 1 2 3        1. all-reduce inside each node
+    node 1: ranks 4 5 6 7        2. inner hook among the leaders, ranks 0 and 4
+                                 3. broadcast by each leader to its node
+
+Memory and links inside a node are fast, so all ranks of a node are as one to the network: 1/L of
+the bytes cross it, L being the number of ranks per node, and the inner hook's losses are those of
+averages, which are smaller than the gradients' own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.algorithms.wrappers.skip_nonfinite import SkipNonfinite
+from commhooks.comm.communicator import Communicator
+from commhooks.comm.nodes import check_nodes, ranks_of_node
+from commhooks.comm.wire import all_reduce_bytes, broadcast_bytes
+from commhooks.errors import CommHookOptionError
+from commhooks.hook.base import CommHook, tree
+from commhooks.hook.options.constraints import Ge
+from commhooks.hook.registry import register_hook
+from reducer import GradBucket
+
+__all__ = ["Hierarchical"]
+
+
+@register_hook("hierarchical")
+@dataclass
+class Hierarchical(CommHook):
+    """Average exactly inside each node, and by the inner hook between nodes.
+
+    The inner hook runs on the first rank of each node, with one rank per node to average over: what
+    it promises of ranks holds of nodes. Its state, errors for example, is on these ranks only. To
+    correct its errors, put ``error_feedback`` inside.
+
+    Wire, per bucket and step: one all-reduce of the gradients inside the node, and from the node's
+    first rank what the inner hook sends between nodes and one broadcast of the gradients inside.
+
+    Raises:
+        CommHookOptionError: the inner hook changes parameters, which it would on the first ranks
+            only; ``local_sgd`` has an option ``ranks_per_node``. Or it is or has a
+            ``skip_nonfinite``, of whose drops the first ranks only would know; put that around.
+    """
+
+    inner: CommHook
+    """The hook that averages over nodes."""
+    ranks_per_node: Annotated[int, Ge(0)] = 0
+    """L; node i has the i-th L ranks. 0: as many as the launcher says are on each node, in
+    LOCAL_WORLD_SIZE; registered, the option has that number."""
+
+    _is_first: bool = field(default=True, init=False, repr=False, compare=False)
+    """Whether this rank is the first of its node, which sends the most."""
+
+    lossless = True
+    backends = ("gloo", "nccl")
+    wire = "one all-reduce and one broadcast inside nodes, and what the inner hook sends between"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.inner.changes_parameters:
+            raise CommHookOptionError(
+                f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
+                f"{self.inner!r} also changes parameters, which it would do on one rank of each "
+                "node only. For local_sgd, give its option ranks_per_node instead"
+            )
+        if any(isinstance(hook, SkipNonfinite) for hook in tree(self.inner)):
+            raise CommHookOptionError(
+                f"option 'inner' of hook {self.name!r}: only one rank of each node would know of "
+                f"the steps that {self.inner!r} skips, and models would part. Put skip_nonfinite "
+                "around hierarchical instead"
+            )
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raises CommHookError unless the ranks can be divided into equal nodes."""
+        self.ranks_per_node = check_nodes(self.ranks_per_node, group)
+        self._is_first = group.rank() % self.ranks_per_node == 0
+        nodes = _Nodes(group, self.ranks_per_node)
+        self.inner.prepare(parameters, cast("dist.ProcessGroup", nodes))
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        node = comm.among(ranks_of_node(comm.rank, self.ranks_per_node))
+        if node.size > 1:
+            await node.all_reduce(buffer.div_(node.size))
+        if node.rank == 0:
+            leaders = comm.among(range(0, comm.size, node.size))
+            average = await self.inner.reduce(bucket, leaders.within(self.inner))
+            buffer.copy_(average.view(-1))
+        if node.size > 1:
+            await node.broadcast(buffer)
+        return buffer
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        """Before it is registered, those of the first rank of a node."""
+        if self.ranks_per_node == 0:
+            return None  # the launcher has not been asked yet
+        nbytes = bucket.buffer().nbytes
+        inside = all_reduce_bytes(nbytes, self.ranks_per_node)
+        if not self._is_first:
+            return inside
+        between = self.inner.wire_bytes(bucket, size // self.ranks_per_node)
+        if between is None:
+            return None
+        return inside + between + broadcast_bytes(nbytes, self.ranks_per_node, is_root=True)
+
+
+class _Nodes:
+    """What a hook asks of a group when it is registered, with nodes in place of ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
+        self._group = group
+        self._ranks_per_node = ranks_per_node
+
+    def rank(self) -> int:
+        return self._group.rank() // self._ranks_per_node
+
+    def size(self) -> int:
+        return self._group.size() // self._ranks_per_node

@@ -1,0 +1,59 @@
+"""The average in half precision. Wire: one all-reduce of 2 bytes per element.
+
+Gradients are divided by the number of ranks before they are cast, so that the sum stays in range
+where the gradients do. What is beyond 65504 in float16 becomes infinite on all ranks, as a gradient
+scaler expects; bfloat16 has the range of float32 and three digits.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.comm.communicator import Communicator
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.hook.base import CommHook
+from commhooks.hook.registry import register_hook
+from reducer import GradBucket
+from reducer._C import AverageHook, NativeHook
+
+__all__ = ["Bfloat16", "Float16"]
+
+
+@dataclass
+class _Half(CommHook):
+    """Average in ``wire_dtype``."""
+
+    wire_dtype: ClassVar[torch.dtype]
+    tells_contribution = True
+    wire = "one all-reduce of 2 bytes per element"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        sent = buffer.div_(comm.size).to(self.wire_dtype)
+        comm.contribute(sent)
+        return buffer.copy_(await comm.all_reduce(sent))
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        return all_reduce_bytes(2 * bucket.buffer().numel(), size)
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook:
+        return AverageHook(group, self.wire_dtype)
+
+
+@register_hook("fp16")
+@dataclass
+class Float16(_Half):
+    """Average in float16: half the bytes of float32, 3 digits, numbers up to 65504."""
+
+    wire_dtype = torch.float16
+
+
+@register_hook("bf16")
+@dataclass
+class Bfloat16(_Half):
+    """Average in bfloat16: half the bytes of float32, 2 digits, the range of float32."""
+
+    wire_dtype = torch.bfloat16

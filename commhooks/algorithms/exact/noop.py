@@ -1,0 +1,32 @@
+"""No communication at all. Wire: nothing."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.comm.communicator import Communicator
+from commhooks.hook.base import CommHook
+from commhooks.hook.registry import register_hook
+from reducer import GradBucket
+from reducer._C import NativeHook, NoopHook
+
+__all__ = ["Noop"]
+
+
+@register_hook("noop")
+@dataclass
+class Noop(CommHook):
+    """Send nothing: each rank keeps its own gradients. Shows what everything but the wire costs."""
+
+    consensus = False
+    wire = "nothing"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:  # noqa: ARG002
+        return bucket.buffer()
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:  # noqa: ARG002
+        return 0
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook:  # noqa: ARG002
+        return NoopHook()

@@ -1,0 +1,1 @@
+"""Hooks that send factors of low rank."""

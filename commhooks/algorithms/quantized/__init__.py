@@ -1,0 +1,1 @@
+"""Hooks that send a few bits per element."""

@@ -1,0 +1,1 @@
+"""Hooks that send some of the elements."""

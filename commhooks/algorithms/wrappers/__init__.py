@@ -1,0 +1,1 @@
+"""Hooks around other hooks."""

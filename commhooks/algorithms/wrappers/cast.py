@@ -1,0 +1,66 @@
+"""Another hook in another precision. Wire: that of the other hook, on gradients of that dtype."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks.comm.communicator import Communicator
+from commhooks.errors import CommHookOptionError
+from commhooks.hook.base import CommHook
+from commhooks.hook.derived_bucket import bucket_with
+from commhooks.hook.registry import register_hook
+from commhooks.precision import fit
+from reducer import GradBucket
+
+__all__ = ["Cast"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@register_hook("cast")
+@dataclass
+class Cast(CommHook):
+    """Hand the gradients to the inner hook in another dtype, and its average back in their own.
+
+    To a narrower one, so that it sends less; to a wider one, so that it computes more exactly. What
+    the dtype cannot hold becomes infinite, and stays so on all ranks; inside ``error_feedback`` it
+    is cut to half of the range, and the rest is sent later.
+
+    Wire: that of the inner hook for gradients of ``dtype``. Memory: a copy of the bucket in
+    ``dtype`` while it is under way.
+
+    Raises:
+        CommHookOptionError: ``dtype`` is none in which collectives can add.
+    """
+
+    inner: CommHook
+    """The hook that gets the bucket in ``dtype``."""
+    dtype: torch.dtype = torch.bfloat16
+
+    tells_contribution = True
+    wire = "what the inner hook sends for gradients of that dtype"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in _DTYPES:
+            names = ", ".join(str(dtype) for dtype in _DTYPES)
+            raise CommHookOptionError(
+                f"option 'dtype' of hook {self.name!r}: expected one of {names}, found {self.dtype}"
+            )
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        nested = comm.within(self.inner, wants_contribution=comm.wants_contribution)
+        cast = self._cast(bucket, is_fed_back=comm.wants_contribution)
+        average = await self.inner.reduce(cast, nested)
+        comm.contribution = nested.contribution
+        return bucket.buffer().copy_(average.view(-1))
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        return self.inner.wire_bytes(self._cast(bucket), size)
+
+    def _cast(self, bucket: GradBucket, *, is_fed_back: bool = False) -> GradBucket:
+        buffer = bucket.buffer()
+        # Half of the range, for what is rounded up.
+        cast = fit(buffer, self.dtype, share=2) if is_fed_back else buffer.to(self.dtype)
+        return bucket_with(bucket, cast)

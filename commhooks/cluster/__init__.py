@@ -1,0 +1,6 @@
+"""Ranks in processes of their own, on this machine, for whoever has to start some."""
+
+from commhooks.cluster.pool import RankError, RankPool, RankStartError
+from commhooks.cluster.ranks import Ranks
+
+__all__ = ["RankError", "RankPool", "RankStartError", "Ranks"]

@@ -1,0 +1,173 @@
+"""Runs functions on several ranks and gives back what they return, or the first error.
+
+    RankPool                          process 0, process 1, ...
+      | -- Call (pickled) ---------->   |
+      |                                 |  call.fn(...)
+      | <--------- Outcome ------------ |
+      |                                 |  call.after()
+      | <--------- READY -------------- |
+
+Importing torch costs seconds, so processes are kept and used again by later calls. None outlives
+its parent: a process whose parent is gone ends by itself, and one that hangs is killed by the
+parent, or, should that be gone as well, by a timer that does not need the GIL.
+"""
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from typing import Any
+
+from commhooks.cluster.call import Call, Outcome
+from commhooks.cluster.process import RankProcess
+from commhooks.errors import CommHookError
+
+__all__ = ["RankError", "RankPool", "RankStartError"]
+
+_START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine
+_CLEANUP_SECONDS = 10.0  # for the other ranks to come back once one has raised
+
+
+class RankError(CommHookError):
+    """A rank died, or raised something that cannot be sent to another process."""
+
+
+class RankStartError(RankError):
+    """A rank did not start, or died between two calls."""
+
+
+class RankPool:
+    """Processes of ranks, started when they are first needed.
+
+    Args:
+        prefixes: put before the command of each rank; none by default.
+        environment: of the processes, besides that of this one.
+        keep_logs: what ranks print is not shown, but is part of the error if one dies.
+    """
+
+    def __init__(
+        self,
+        prefixes: Sequence[Sequence[str]] = (),
+        environment: Mapping[str, str] | None = None,
+        *,
+        keep_logs: bool = False,
+    ) -> None:
+        self._prefixes = prefixes
+        self._environment = dict(environment or {})
+        self._keep_logs = keep_logs
+        self._lock = threading.Lock()
+        self._processes: list[RankProcess] = []
+
+    def run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
+        """One call per rank; returns their results. ``timeout`` in seconds.
+
+        Processes that do not come back from a call in which something went wrong are ended.
+
+        Raises:
+            Exception: the first error of any rank, of its own type where that can be pickled, with
+                the rank and the remote traceback as a note.
+            TimeoutError: with the stacks of the ranks still running.
+            RankError: a rank died; RankStartError: before the call.
+        """
+        with self._lock:
+            try:
+                return self._run(calls, timeout)
+            except BaseException:
+                self._end([process for process in self._processes if not process.ready])
+                raise
+
+    def close(self) -> None:
+        """Ends all processes; the next call starts fresh ones."""
+        with self._lock:
+            self._end(list(self._processes))
+
+    def _run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
+        processes = self._start(len(calls))
+        for process, call in zip(processes, calls, strict=True):
+            with contextlib.suppress(ConnectionError):  # it has died; that is found below
+                process.send(call)
+        results: list[Any] = [None] * len(calls)
+        failure: BaseException | None = None
+        deadline = time.monotonic() + timeout
+        while running := [process for process in processes if not process.ready]:
+            left = max(0.0, deadline - time.monotonic())
+            readable = wait([process.connection for process in running], left)
+            if not readable:
+                raise failure or _timeout(processes, timeout)
+            for rank, process in enumerate(processes):
+                if process.connection not in readable:
+                    continue
+                try:
+                    outcome = process.receive()
+                except (EOFError, ConnectionError):
+                    raise failure or RankError(_death(rank, len(calls), process)) from None
+                if outcome is not None and outcome.error_text is None:
+                    results[rank] = outcome.value
+                elif outcome is not None and failure is None:
+                    failure = _remote_error(rank, len(calls), outcome)
+                    deadline = min(deadline, time.monotonic() + _CLEANUP_SECONDS)
+        if failure is not None:
+            raise failure
+        return results
+
+    def _start(self, world_size: int) -> list[RankProcess]:
+        """The first processes, started where missing, all ready."""
+        while (rank := len(self._processes)) < world_size:
+            prefix = self._prefixes[rank] if self._prefixes else ()
+            process = RankProcess(prefix, self._environment, keep_log=self._keep_logs)
+            self._processes.append(process)
+        processes = self._processes[:world_size]
+        for rank, process in enumerate(processes):
+            if process.ready and process.is_alive():
+                continue
+            process.ready = False
+            if not process.connection.poll(_START_SECONDS):
+                raise RankStartError(f"rank {rank} did not start within {_START_SECONDS} s")
+            try:
+                outcome = process.receive()
+            except (EOFError, ConnectionError):
+                raise RankStartError(
+                    _death(rank, world_size, process, "before this call ")
+                ) from None
+            if outcome is not None:
+                raise RankStartError(
+                    f"rank {rank} of {world_size} cannot import the main module:\n"
+                    f"{outcome.error_text}"
+                )
+        return processes
+
+    def _end(self, processes: Sequence[RankProcess]) -> None:
+        for process in processes:
+            self._processes.remove(process)
+            process.kill()
+
+
+def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> str:
+    text = f"rank {rank} of {world_size} died {when}with exit code {process.exit_code()}"
+    for what, lines in [
+        ("the last lines that it printed", process.log()),
+        ("its threads were here", process.stacks()),
+    ]:
+        if lines:
+            text += f"; {what}:\n{lines}"
+    return text
+
+
+def _remote_error(rank: int, world_size: int, outcome: Outcome) -> BaseException:
+    error = pickle.loads(outcome.error) if outcome.error is not None else None
+    where = f"raised on rank {rank} of {world_size}:\n{outcome.error_text}"
+    if error is None:
+        return RankError(where)
+    assert isinstance(error, BaseException)
+    error.add_note(where)
+    return error
+
+
+def _timeout(processes: Sequence[RankProcess], timeout: float) -> TimeoutError:
+    running = [rank for rank, process in enumerate(processes) if not process.ready]
+    error = TimeoutError(f"ranks {running} of {len(processes)} did not finish within {timeout} s")
+    for rank in running:
+        error.add_note(f"rank {rank} was here:\n{processes[rank].stacks()}")
+    return error

@@ -1,0 +1,95 @@
+"""The process of one rank: ``python -m commhooks.cluster.worker CONNECTION STACKS``.
+
+Both are file descriptors: a connection on which calls arrive, and a file for the stacks of all
+threads, written on SIGUSR1 and in a crash. The process ends with its standard input, so it ends
+with its parent.
+"""
+
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import multiprocessing.spawn
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+from commhooks.cluster.call import READY, Call, Outcome
+
+
+def main() -> None:
+    """Answers calls until the parent closes the connection or dies."""
+    calls, stacks = Connection(int(sys.argv[1])), int(sys.argv[2])
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        # The first forward of a wrapped model imports it: not in the time of a call.
+        importlib.import_module("torch._dynamo")
+        _prepare(calls.recv_bytes())
+    except BaseException as error:  # a main module may well exit
+        calls.send_bytes(Outcome.of_failure(error).pickled())
+        os._exit(1)
+    gc.freeze()  # what has been loaded so far: makes collections cheap
+    while True:
+        calls.send_bytes(READY)
+        try:
+            message = calls.recv_bytes()
+        except EOFError:
+            break
+        _answer(calls, message)
+    # Peers may be gone already; leaving in order is not worth waiting for them.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _prepare(data: bytes) -> None:
+    """Imports the parent's main module, which must not start ranks meanwhile."""
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # noqa: SLF001  # as multiprocessing says it of its own processes
+    try:
+        multiprocessing.spawn.prepare(pickle.loads(data))
+    finally:
+        del process._inheriting  # noqa: SLF001
+
+
+def _answer(calls: Connection, message: bytes) -> None:
+    path, pickled_call = pickle.loads(message)
+    sys.path[:] = path
+    try:
+        call: Call = pickle.loads(pickled_call)
+    except Exception as error:
+        calls.send_bytes(Outcome.of_failure(error).pickled())
+        return
+    # A last resort against a process that hangs with the GIL held after its parent is gone.
+    faulthandler.dump_traceback_later(call.timeout + 30, exit=True)
+    try:
+        calls.send_bytes(_run(call).pickled())
+        if call.after is not None:
+            call.after()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _run(call: Call) -> Outcome:
+    try:
+        with warnings.catch_warnings():
+            filters: Any = warnings.filters
+            filters[:] = call.filters
+            return Outcome(call.fn(*call.args, **call.kwargs))
+    except BaseException as error:
+        return Outcome.of_failure(error)
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # nothing is ever written: returns when the other end is closed
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""What a hook sends through: awaitable collectives, counted in bytes."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceOp,
+    ReduceScatterOptions,
+    Work,
+)
+
+from commhooks import point_to_point, wire
+from commhooks.errors import CommHookError
+from commhooks.precision import at_least_float32
+
+__all__ = ["Communicator", "PendingCollective"]
+
+
+def _reducing(operation: ReduceOp.RedOpType) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = ReduceOp(operation)
+    return options
+
+
+_ALL_REDUCE = {
+    "sum": _reducing(ReduceOp.SUM),
+    "min": _reducing(ReduceOp.MIN),
+    "max": _reducing(ReduceOp.MAX),
+    "product": _reducing(ReduceOp.PRODUCT),
+}
+
+
+@dataclass(slots=True)
+class PendingCollective:
+    """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
+
+    ``start`` issues it on a channel; once that has completed, ``result`` is there. ``count`` tells
+    the bytes on the wire: a function, to be called when others do not wait for it. ``ranks``: those
+    of the model's group that take part; empty: all, see Note [Subgroups] in comm/stage_groups.py.
+    ``is_vote``: issued when all buckets have finished, see Note [All ranks or none]. One that is
+    dropped before it ``is_awaited`` warns.
+    """
+
+    operation: str
+    start: Callable[[dist.ProcessGroup], Work]
+    result: Tensor | None
+    count: Callable[[], int]
+    ranks: tuple[int, ...] = ()
+    is_vote: bool = False
+    is_awaited: bool = False
+
+    def __await__(self) -> Generator["PendingCollective", None, Tensor]:
+        self.is_awaited = True
+        yield self
+        assert self.result is not None
+        return self.result
+
+    def __del__(self) -> None:
+        if not self.is_awaited:
+            warnings.warn(
+                f"a hook called comm.{self.operation}() without `await`, so nothing was sent",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class Communicator:
+    """The ranks that train together, as the hook of one bucket sees them.
+
+    Every method returns at once something to ``await``. All ranks must await the same collectives,
+    of the same sizes, in the same order within a bucket; buckets need not care about each other,
+    see Note [Order of collectives]. Tensors must be contiguous and on the bucket's device, and must
+    not be touched until the ``await`` is over. On CUDA an await orders streams only, and does not
+    wait for the device. With one rank nothing is sent.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        step: int,
+        key: str,
+        seed: int = 0,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        self.group = group
+        """The model's."""
+        self.rank = ranks.index(group.rank()) if ranks else group.rank()
+        self.size = len(ranks) or group.size()
+        self.step = step
+        """The number of synchronized backward passes before this one; survives a resume."""
+        self.wire_bytes = 0
+        """What this rank has sent for this bucket so far; see :mod:`commhooks.comm.wire`."""
+        self.wants_contribution = False
+        """Whether a hook around this one asks for :attr:`contribution`."""
+        self.contribution: Tensor | None = None
+        """What of this rank's gradients is in the average, flat; the rest is this rank's error.
+
+        Set by a lossy hook, if wanted, before it returns.
+        """
+        self._key = key
+        self._seed = seed
+        self._ranks = ranks
+
+    def within(
+        self, hook: object, *, key: str | None = None, wants_contribution: bool = False
+    ) -> "Communicator":
+        """The communicator for a hook that is nested in the present one, with that hook's seed.
+
+        ``key``: of the bucket it gets, if that is another one. Its ``contribution`` is its own.
+        """
+        nested = Communicator(
+            self.group,
+            step=self.step,
+            key=self._key if key is None else key,
+            seed=getattr(hook, "seed", 0),
+            ranks=self._ranks,
+        )
+        nested.wants_contribution = wants_contribution
+        return nested
+
+    def contribute(self, share: Tensor) -> None:
+        """Says, if wanted, that the average is the sum of what each rank gives here, flat.
+
+        Sets :attr:`contribution` to ``size`` times ``share``, of which nothing is kept.
+        """
+        if self.wants_contribution:
+            exact = at_least_float32(share.dtype)
+            self.contribution = share.to(exact, copy=True).mul_(self.size)
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """Gives the same numbers on every rank, others in each step and bucket. For CPU tensors."""
+        text = f"{self._seed}:{self.step}:{self._key}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> PendingCollective:
+        """In place, and returned: the sum (or "min", "max", "product") over all ranks."""
+        options = _ALL_REDUCE.get(op)
+        if options is None:
+            raise CommHookError(f"all_reduce: expected op in {sorted(_ALL_REDUCE)}, found {op!r}")
+        _check_contiguous("all_reduce", tensor)
+        return self._request(
+            "all_reduce",
+            lambda channel: channel.allreduce([tensor], options),
+            tensor,
+            lambda: wire.all_reduce_bytes(tensor.nbytes, self.size),
+        )
+
+    def all_gather(self, tensor: Tensor) -> PendingCollective:
+        """The tensors of all ranks, by rank: ``(size, *tensor.shape)``."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if self.size == 1:
+            gathered.copy_(tensor)
+
+        def start(channel: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(channel, tensor):
+                return point_to_point.all_gather(channel, tensor, gathered)
+            return channel._allgather_base(gathered.view(-1), tensor.reshape(-1))  # noqa: SLF001
+
+        return self._request(
+            "all_gather",
+            start,
+            gathered,
+            lambda: wire.all_gather_bytes(tensor.nbytes, self.size),
+        )
+
+    def all_to_all(self, tensor: Tensor) -> PendingCollective:
+        """Part i along dimension 0 goes to rank i; parts from all ranks come back, by rank."""
+        self._check_parts("all_to_all", tensor)
+        received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
+
+        def start(channel: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(channel, tensor):
+                return point_to_point.all_to_all(channel, tensor, received)
+            return channel.alltoall_base(received, tensor, [], [])
+
+        return self._request(
+            "all_to_all",
+            start,
+            received,
+            lambda: wire.all_to_all_bytes(tensor.nbytes, self.size),
+        )
+
+    def reduce_scatter(self, tensor: Tensor) -> PendingCollective:
+        """The sum over all ranks of this rank's part along dimension 0."""
+        self._check_parts("reduce_scatter", tensor)
+        part = tensor.chunk(self.size)[self.rank]
+        part = part.clone() if self.size == 1 else torch.empty_like(part)
+        options = ReduceScatterOptions()
+        return self._request(
+            "reduce_scatter",
+            lambda channel: channel._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
+            part,
+            lambda: wire.reduce_scatter_bytes(tensor.nbytes, self.size),
+        )
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> PendingCollective:
+        """In place, and returned: the tensor of rank ``root`` of the group."""
+        self._check_rank("broadcast", "root", root)
+        _check_contiguous("broadcast", tensor)
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self._request(
+            "broadcast",
+            lambda channel: channel.broadcast([tensor], options),
+            tensor,
+            lambda: wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
+        )
+
+    def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> PendingCollective:
+        """Sends ``tensor`` to one rank of the group and returns that of another, of equal shape.
+
+        All ranks take part: each receives from the rank that sends to it, which may be itself. On
+        Gloo and NCCL one message per rank, whatever the size of the group.
+        """
+        request = self._push("exchange", tensor, send_to, [receive_from])
+        assert request.result is not None
+        request.result = request.result[0]
+        return request
+
+    def push(self, tensor: Tensor, send_to: int, receive_from: Sequence[int]) -> PendingCollective:
+        """Sends ``tensor`` to one rank and returns those of ``receive_from``: ``(k, *shape)``.
+
+        As :meth:`exchange`, but a rank may get any number of messages, also none. All ranks take
+        part. ``receive_from``: exactly the ranks that send to this one, ascending.
+        """
+        return self._push("push", tensor, send_to, receive_from)
+
+    def among(self, ranks: Sequence[int]) -> "Communicator":
+        """Some of these ranks, by themselves; rank i of them is ``ranks[i]``. Sends nothing.
+
+        Only for ranks in ``ranks``, all of which have to name the same ones. Other ranks may await
+        more or fewer collectives, but something in each step in which these do. Bytes count here.
+
+        Raises CommHookError unless ``ranks`` are ascending, with this one among them.
+        """
+        if list(ranks) != sorted(set(ranks)) or self.rank not in ranks:
+            raise CommHookError(
+                f"among: expected ranks in ascending order, {self.rank} among them, found "
+                f"{list(ranks)}"
+            )
+        for rank in ranks:
+            self._check_rank("among", "each of them", rank)
+        own = self._ranks or range(self.size)
+        chosen = () if len(ranks) == self.group.size() else tuple(own[rank] for rank in ranks)
+        return Communicator(
+            self.group, step=self.step, key=self._key, seed=self._seed, ranks=chosen
+        )
+
+    def _request(
+        self,
+        operation: str,
+        start: Callable[[dist.ProcessGroup], Work],
+        result: Tensor,
+        count: Callable[[], int],
+    ) -> PendingCollective:
+        return PendingCollective(operation, start, result, count, self._ranks)
+
+    def _push(
+        self, operation: str, tensor: Tensor, send_to: int, receive_from: Sequence[int]
+    ) -> PendingCollective:
+        _check_contiguous(operation, tensor)
+        self._check_rank(operation, "send_to", send_to)
+        for source in receive_from:
+            self._check_rank(operation, "receive_from", source)
+        received = tensor.new_empty((len(receive_from), *tensor.shape))
+        if self.size == 1:
+            received.copy_(tensor)
+
+        def start(channel: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(channel, tensor):
+                sources = zip(receive_from, received.unbind(), strict=True)
+                return point_to_point.send_and_receive(channel, [(send_to, tensor)], sources)
+            return _send_to_all(channel, tensor, send_to, received, receive_from)
+
+        return self._request(
+            operation, start, received, lambda: 0 if send_to == self.rank else tensor.nbytes
+        )
+
+    def _check_parts(self, operation: str, tensor: Tensor) -> None:
+        _check_contiguous(operation, tensor)
+        if tensor.dim() == 0 or tensor.shape[0] % self.size != 0:
+            raise CommHookError(
+                f"{operation}: expected dimension 0 to be a multiple of the {self.size} ranks, "
+                f"found shape {tuple(tensor.shape)}; pad the tensor first"
+            )
+
+    def _check_rank(self, operation: str, argument: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise CommHookError(
+                f"{operation}: expected {argument} to be a rank of the group, 0 to "
+                f"{self.size - 1}, found {rank}"
+            )
+
+
+def _send_to_all(
+    channel: dist.ProcessGroup,
+    tensor: Tensor,
+    send_to: int,
+    received: Tensor,
+    receive_from: Sequence[int],
+) -> Work:
+    """An all-to-all with other parts empty, which NCCL leaves out. It groups sends and receives."""
+    sent_sizes, received_sizes = ([0] * channel.size() for _ in range(2))
+    sent_sizes[send_to] = tensor.numel()
+    for source in receive_from:
+        received_sizes[source] = tensor.numel()
+    return channel.alltoall_base(received.view(-1), tensor.view(-1), received_sizes, sent_sizes)
+
+
+def _check_contiguous(operation: str, tensor: Tensor) -> None:
+    """Gloo would send the wrong memory."""
+    if not tensor.is_contiguous():
+        raise CommHookError(
+            f"{operation}: expected a contiguous tensor, found shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}; call .contiguous() first"
+        )

@@ -1,6 +1,0 @@
-"""Which hook pays, on a model, over a link. ``commhooks compare`` shows what this finds."""
-
-from commhooks.comparison.compare import ComparisonError, compare
-from commhooks.comparison.result import Comparison, Row, TrainingPoint
-
-__all__ = ["Comparison", "ComparisonError", "Row", "TrainingPoint", "compare"]

@@ -1,0 +1,47 @@
+"""Hooks around hooks: no hook may be inside itself, or in two places at once."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.base import CommHook
+
+__all__ = ["check_config", "check_nesting"]
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises CommHookOptionError for a config that contains itself, as YAML's anchors allow."""
+    _check_depth(config, "", ())
+
+
+def check_nesting(hook: CommHook) -> None:
+    """Raises CommHookError unless each hook in the tree of ``hook`` is there once."""
+    places: dict[int, str] = {}
+    for path, nested in _walk(hook, "", ()):
+        if id(nested) in places:
+            raise CommHookError(
+                f"{nested!r} is both {places[id(nested)]} and {path!r} of {hook!r}, and "
+                "would mix up the states of both; make one for each place, e.g. "
+                "commhooks.create(hook.to_config())"
+            )
+        places[id(nested)] = repr(path) if path else "the whole"
+
+
+def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tuple[str, CommHook]]:
+    if any(hook is other for other in outer):
+        raise CommHookError(f"{outer[0]!r} is a hook around itself: it is found again at {path!r}")
+    yield path, hook
+    for name, nested in hook.nested().items():
+        yield from _walk(nested, f"{path}.{name}" if path else name, (*outer, hook))
+
+
+def _check_depth(value: Any, path: str, outer: tuple[int, ...]) -> None:
+    if not isinstance(value, Mapping | list | tuple):
+        return
+    if id(value) in outer:
+        error = CommHookOptionError(f"{path}: expected a config, found one that contains itself")
+        error.path = path
+        raise error
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in items:
+        _check_depth(item, f"{path}.{key}" if path else str(key), (*outer, id(value)))

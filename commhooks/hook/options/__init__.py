@@ -1,0 +1,1 @@
+"""The options of a hook: fields of its dataclass, checked against their annotations."""

@@ -1,0 +1,122 @@
+"""Checks a hook's options, which are the fields of its dataclass, against their annotations.
+
+``Annotated[int, Ge(1)]`` states a range, see :mod:`commhooks.hook.options.constraints`. Types are
+taken
+strictly, see :mod:`commhooks.hook.options.types`. What JSON has no type for may be given in
+another way,
+see :mod:`commhooks.hook.options.values`.
+"""
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.options.types import checked, constraints_of, type_name
+from commhooks.hook.options.values import parse
+
+__all__ = ["OptionInfo", "check_names", "describe_options", "option_names", "validate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionInfo:
+    """One option. ``type`` and ``constraints`` as text; ``default`` is None where ``required``."""
+
+    name: str
+    type: str
+    default: Any
+    required: bool
+    constraints: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        value = "" if self.required else f" = {self.default!r}"
+        ranges = f"  ({', '.join(self.constraints)})" if self.constraints else ""
+        return f"{self.name}: {self.type}{value}{ranges}"
+
+
+def option_names(kind: type) -> list[str]:
+    """The options of a hook class, in the order of its constructor."""
+    return [field.name for field in _fields(kind)]
+
+
+def describe_options(kind: type) -> tuple[OptionInfo, ...]:
+    """What the options of a hook class are, for people."""
+    hints = _hints(kind)
+    return tuple(_describe(field, hints[field.name]) for field in _fields(kind))
+
+
+def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
+    """Raises CommHookOptionError for options that the hook does not have, and for missing ones."""
+    names = option_names(kind)
+    given = set(given)
+    if unknown := sorted(given.difference(names)):
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        raise _option_error(
+            unknown[0],
+            f"hook {hook!r} has no option {unknown[0]!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + (f" Its options are {', '.join(names)}." if names else " It has none."),
+        )
+    required = [field.name for field in _fields(kind) if _is_required(field)]
+    if missing := [name for name in required if name not in given]:
+        raise _option_error(
+            missing[0],
+            f"hook {hook!r} needs the option {missing[0]!r}, found {sorted(given) or 'none'}",
+        )
+
+
+def validate(hook: object) -> None:
+    """Checks the options of a hook instance and stores the values, converted where needed."""
+    for name, hint in _hints(type(hook)).items():  # type: ignore[arg-type]
+        found = getattr(hook, name)
+        try:
+            value = checked(hint, parse(hint, found, name))
+        except CommHookError:
+            raise  # of a hook within it, and says so
+        except ValueError as error:
+            raise _refusal(hook, name, found, str(error)) from None
+        object.__setattr__(hook, name, value)  # the subclass may be frozen
+
+
+def _fields(kind: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init]
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+def _describe(field: dataclasses.Field[Any], hint: Any) -> OptionInfo:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    required = _is_required(field)
+    shown = None if required else default
+    return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint))
+
+
+def _refusal(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
+    hook_name = getattr(hook, "name", type(hook).__qualname__)
+    expected = next(info for info in describe_options(type(hook)) if info.name == name)
+    ranges = "".join(f", {constraint}" for constraint in expected.constraints)
+    return _option_error(
+        name,
+        f"option {name!r} of hook {hook_name!r}: expected {expected.type}{ranges}; found {found!r} "
+        f"({reason})",
+    )
+
+
+def _option_error(name: str, text: str) -> CommHookOptionError:
+    error = CommHookOptionError(text)
+    error.path = name
+    return error
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in _fields(kind)}

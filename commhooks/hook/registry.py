@@ -1,0 +1,187 @@
+"""Hooks by name. Other packages add theirs through the entry-point group ``commhooks.hooks``."""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookError
+from commhooks.hook.base import CommHook
+from commhooks.hook.fidelity import Fidelity, fidelity_of
+from commhooks.hook.nesting import check_config
+from commhooks.hook.options.validation import OptionInfo, check_names, describe_options
+from commhooks.hook.options.values import parsers
+
+__all__ = ["HookInfo", "available", "create", "describe", "register_hook"]
+
+ENTRY_POINTS = "commhooks.hooks"
+
+Kind = TypeVar("Kind", bound=type[CommHook])
+
+_hooks: dict[str, type[CommHook]] = {}
+
+
+@dataclass(frozen=True)
+class HookInfo:
+    """What is known of a hook without making one."""
+
+    name: str
+    summary: str
+    options: tuple[OptionInfo, ...]
+    lossless: bool
+    consensus: bool
+    backends: tuple[str, ...]
+    wire: str
+    paper: str
+    fidelity: Fidelity | None = None
+    """What training loses with it; None for hooks of other packages."""
+
+    def __str__(self) -> str:
+        kind = "lossless" if self.lossless else "lossy"
+        if self.lossless and any("CommHook" in option.type for option in self.options):
+            kind = "as lossless as its hooks"
+        lines = [f"{self.name} ({kind}; {', '.join(self.backends)}): {self.summary}"]
+        lines += [f"  {option}" for option in self.options]
+        lines += [f"  wire: {self.wire}"] if self.wire else []
+        if self.fidelity is not None:
+            lines.append(f"  validation loss, to plain averaging's: {self.fidelity}")
+        lines += [f"  {self.paper}"] if self.paper else []
+        return "\n".join(lines)
+
+
+def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind]:
+    """Class decorator, above ``@dataclass``: makes a hook available under ``name``.
+
+    Raises CommHookError if the name is taken, unless ``override``, or cannot be written on a
+    command line, or if the class is no hook.
+    """
+
+    def register(kind: Kind) -> Kind:
+        _add(name, kind, override=override)
+        return kind
+
+    return register
+
+
+def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
+    """Makes a hook from its name and options, or from what ``to_config()`` gave.
+
+    Options given besides a config override those in it. Where an option is a hook, its name or
+    config will do, e.g. ``{"name": "error_feedback", "inner": {"name": "topk", "density": 0.01}}``.
+
+    Raises:
+        UnknownHookError: no hook has this name; the text lists all, and the nearest one.
+        CommHookOptionError: an option is unknown, missing, ill-typed or out of range; its text, and
+            that of any error of a nested hook, begins with the path: "inner.density: ...". Or
+            ``hook`` is neither a name nor a config.
+    """
+    if isinstance(hook, Mapping):
+        check_config(hook)
+        config = dict(hook)
+        name = config.pop("name", None)
+        if not isinstance(name, str):
+            raise CommHookOptionError(
+                f"a hook's config needs its name: "
+                f"expected {{'name': ..., option: ...}}, found {hook}"
+            )
+        return create(name, **config | options)
+    if not isinstance(hook, str):
+        raise CommHookOptionError(f"expected the name of a hook or its config, found {hook!r}")
+    kind = _find(hook)
+    check_names(hook, kind, options)
+    return kind(**options)
+
+
+def available() -> list[str]:
+    """The names of all hooks, sorted, those of other installed packages included."""
+    return sorted({*_hooks, *_offered()})
+
+
+def describe(name: str) -> HookInfo:
+    """What the hook of this name does, costs and can be told."""
+    kind = _find(name)
+    document = inspect.getdoc(kind) or ""
+    return HookInfo(
+        name=name,
+        summary=document.partition("\n")[0],
+        options=describe_options(kind),
+        lossless=kind.lossless,
+        consensus=kind.consensus,
+        backends=kind.backends,
+        wire=kind.wire,
+        paper=kind.paper,
+        fidelity=fidelity_of(name) if kind.__module__.startswith("commhooks.") else None,
+    )
+
+
+def _add(name: str, kind: Any, *, override: bool) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, CommHook)):
+        raise CommHookError(f"hook {name!r}: expected a subclass of CommHook, found {kind!r}")
+    if kind.reduce is CommHook.reduce:
+        raise CommHookError(
+            f"hook {name!r}: expected {kind.__qualname__} to have a method `async def reduce(self, "
+            "bucket, comm)` that returns the average, found none"
+        )
+    if inspect.get_annotations(kind) and not _is_own_dataclass(kind):
+        raise CommHookError(
+            f"hook {name!r}: the annotations of {kind.__qualname__} are no options yet; put "
+            "@dataclass below @register_hook"
+        )
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise CommHookError(
+            f"hook {name!r}: expected a name of letters, digits, '_', '-' and '.', so that it can "
+            "be written in a spec such as powersgd:rank=4"
+        )
+    taken = _hooks.get(name)
+    if taken is not None and not override and not _is_same(taken, kind):
+        raise CommHookError(
+            f"hook {name!r} is already registered, by {taken.__module__}.{taken.__qualname__}; "
+            "choose another name, or pass override=True to replace it"
+        )
+    kind.name = name
+    _hooks[name] = kind
+
+
+def _is_own_dataclass(kind: type) -> bool:
+    return is_dataclass(kind) and "__dataclass_fields__" in kind.__dict__
+
+
+def _is_same(taken: type, kind: type) -> bool:
+    """Whether the module was merely loaded again."""
+    return (taken.__module__, taken.__qualname__) == (kind.__module__, kind.__qualname__)
+
+
+def _find(name: str) -> type[CommHook]:
+    if name not in _hooks and name in (offered := _offered()):
+        _load(offered[name])
+    if name in _hooks:
+        return _hooks[name]
+    names = available()
+    near = difflib.get_close_matches(str(name), names, n=1)
+    raise UnknownHookError(
+        f"no hook is named {name!r}"
+        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + f" Available: {', '.join(names)}."
+    )
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _load(point: EntryPoint) -> None:
+    package = point.dist.name if point.dist is not None else point.value
+    try:
+        found = point.load()
+    except Exception as error:
+        raise CommHookError(
+            f"hook {point.name!r} of the package {package!r} could not be loaded: {error}"
+        ) from error
+    if point.name not in _hooks:  # unless loading it ran @register_hook
+        _add(point.name, found, override=False)
+
+
+parsers[CommHook] = create

@@ -1,0 +1,138 @@
+"""Hooks written in a line, as on the command line.
+
+::
+
+    bf16                                             a name
+    powersgd:rank=4,start_step=0                     a name and options
+    error_feedback:inner=topk                        a hook in a hook, by name
+    error_feedback:inner=(topk:density=0.001)        and with options, in parentheses
+    schedule:stages=[[0,"allreduce"],[50,"int4"]]    values may be JSON
+    {"name": "powersgd", "rank": 4}                  and so may the whole
+
+In a list of hooks a piece ``option=value`` belongs to the hook before it, so that
+``bf16,powersgd:rank=4,start_step=0,int8`` are three hooks.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.base import CommHook
+from commhooks.hook.registry import create
+
+__all__ = ["HookSpec", "parse_hook_spec", "parse_hook_specs"]
+
+_OPTION = re.compile(r"\s*(\w+)\s*=(.*)", re.DOTALL)
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+@dataclass(frozen=True)
+class HookSpec:
+    """A hook to be made, and how it was written."""
+
+    text: str
+    config: Mapping[str, Any]
+
+    def create(self) -> CommHook:
+        """A new hook."""
+        return create(self.config)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def parse_hook_spec(text: str) -> HookSpec:
+    """Reads one hook, which :func:`commhooks.create` would make.
+
+    Raises:
+        UnknownHookError, CommHookOptionError: as of ``create``, with the text in front.
+        CommHookOptionError: the text is not of one of the forms above.
+    """
+    spec = HookSpec(text.strip(), _config(text.strip(), text.strip()))
+    try:
+        spec.create()
+    except CommHookError as error:
+        raise type(error)(f"hook {spec.text!r}: {error}") from error
+    return spec
+
+
+def parse_hook_specs(text: str) -> list[HookSpec]:
+    """Reads hooks with commas between them; errors as of :func:`parse_hook_spec`."""
+    texts: list[str] = []
+    for piece in _split(text, ",", text):
+        if texts and _OPTION.fullmatch(piece):
+            texts[-1] += f",{piece}"
+        else:
+            texts.append(piece)
+    return [parse_hook_spec(text) for text in texts]
+
+
+def _config(text: str, whole: str) -> dict[str, Any]:
+    if text.startswith("{"):
+        config = _json(text, whole)
+        assert isinstance(config, dict)
+        return config
+    name, colon, options = text.partition(":")
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise _ill_formed(whole, f"{name!r} is no name")
+    pieces = _split(options, ",", whole) if colon else []
+    config = {"name": name}
+    for piece in pieces:
+        match = _OPTION.fullmatch(piece)
+        if match is None:
+            raise _ill_formed(whole, f"{piece!r} is no option=value")
+        option, value = match.groups()
+        if option in config:
+            raise _ill_formed(whole, f"{option!r} is there twice")
+        config[option] = _value(value.strip(), whole)
+    return config
+
+
+def _value(text: str, whole: str) -> Any:
+    if text.startswith("("):
+        return _config(text[1:-1], whole)
+    if text.startswith(("[", "{", '"')):
+        return _json(text, whole)
+    try:
+        return json.loads(text)  # a number, true, false or null
+    except ValueError:
+        return text
+
+
+def _json(text: str, whole: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _ill_formed(whole, f"{text!r} is no JSON: {error}") from None
+
+
+def _split(text: str, separator: str, whole: str) -> list[str]:
+    """Cuts where ``separator`` is in no brackets and no quotes."""
+    pieces, start, closers, quoted = [], 0, [], False
+    for position, character in enumerate(text):
+        if character == '"' and text[position - 1 : position] != "\\":
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif character in _OPENING:
+            closers.append(_CLOSING[_OPENING.index(character)])
+        elif character in _CLOSING:
+            if not closers or closers.pop() != character:
+                raise _ill_formed(whole, f"{character!r} closes nothing")
+        elif character == separator and not closers:
+            pieces.append(text[start:position])
+            start = position + 1
+    missing = '"' if quoted else "".join(closers[-1:])
+    if missing:
+        raise _ill_formed(whole, f"{missing!r} is missing")
+    return [*pieces, text[start:]]
+
+
+def _ill_formed(whole: str, reason: str) -> CommHookOptionError:
+    return CommHookOptionError(
+        f"hook {whole!r}: {reason}; expected a hook as in bf16, powersgd:rank=4,start_step=0, "
+        "error_feedback:inner=(topk:density=0.01) or JSON"
+    )

@@ -1,0 +1,1 @@
+"""Choosing a hook: comparisons, simulations, models to measure with, and the doctor."""

@@ -1,0 +1,102 @@
+"""A user's training function, run with one hook.
+
+It is a generator function ``train(model, rank, world_size)``: each ``next()`` is one training step
+on the wrapped model, and what it yields is a function without arguments that returns the loss on
+validation data, a float. That one is called now and then, by all ranks after the same step, and its
+time does not count. ::
+
+    def train(model, rank, world_size):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in batches(rank, world_size):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            yield lambda: validate(model)
+"""
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.errors import CommHookError
+from commhooks.lab.comparison.entry import Contender
+from commhooks.lab.comparison.result import TrainingPoint
+from commhooks.lab.models import Subject, load_callable
+
+__all__ = ["TrainingError", "TrainingRun", "load_training_function"]
+
+_SEED = 20190530
+
+Steps = Iterator[Callable[[], float]]
+
+
+class TrainingError(CommHookError, ValueError):
+    """The training function does not keep to what is expected of it."""
+
+
+def load_training_function(path: str) -> Callable[..., Steps]:
+    """What ``package.module:function`` names. Raises ModelError, TrainingError."""
+    function = load_callable(path)
+    if not inspect.isgeneratorfunction(function):
+        raise TrainingError(
+            f"{path!r}: expected a generator function train(model, rank, world_size) that yields a "
+            f"function for the validation loss after each step; found {function!r}"
+        )
+    return function
+
+
+class TrainingRun:
+    """One hook's training on one rank, from its first step."""
+
+    def __init__(self, contender: Contender, subject: Subject, function: str, rank: int) -> None:
+        self._path = function
+        module = subject.make_module()
+        self._gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        model, self._handle = contender.wrap(module)
+        torch.manual_seed(_SEED + 1 + rank)
+        self._steps = load_training_function(function)(model, rank, dist.get_world_size())
+        self._validate: Callable[[], float] = lambda: math.nan
+        self._count = 0
+        self._seconds = 0.0
+
+    def step(self) -> None:
+        """The next training step; all ranks begin it together."""
+        dist.barrier()
+        start = time.perf_counter()
+        self._validate = self._next()
+        self._seconds += time.perf_counter() - start
+        self._count += 1
+
+    def validate(self) -> TrainingPoint:
+        """After the last step; the loss is the mean over ranks."""
+        with torch.no_grad():
+            loss = torch.tensor(float(self._validate()), dtype=torch.float64)
+        dist.all_reduce(loss)
+        mean = loss.item() / dist.get_world_size()
+        return TrainingPoint(self._count, self._seconds, self._sent(), mean)
+
+    def _next(self) -> Callable[[], float]:
+        try:
+            validate = next(self._steps)
+        except StopIteration:
+            raise TrainingError(
+                f"{self._path!r} ended after {self._count} steps; expected it to go on for as many "
+                "as are asked for, e.g. `while True`"
+            ) from None
+        if not callable(validate):
+            raise TrainingError(
+                f"{self._path!r}: expected it to yield a function without arguments that returns "
+                f"the validation loss, found {validate!r}"
+            )
+        return validate
+
+    def _sent(self) -> float:
+        if self._handle is None:
+            return self._count * all_reduce_bytes(self._gradient_bytes, dist.get_world_size())
+        stats = self._handle.stats()
+        return self._count * (stats.total.wire_bytes or 0.0)

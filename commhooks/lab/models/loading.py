@@ -1,0 +1,104 @@
+"""Models by name, or by where their factory is: ``gpt2-small``, ``my_package.models:make``."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from commhooks.errors import CommHookError
+from commhooks.lab.models.gpt2 import GPT2Small
+from commhooks.lab.models.lstm import LSTMLanguageModel
+from commhooks.lab.models.resnet import ResNet50
+from commhooks.lab.models.transformer import Transformer
+
+__all__ = ["ModelError", "built_in_models", "load_callable", "load_model"]
+
+_BUILT_IN: dict[str, Callable[[], nn.Module]] = {
+    "gpt2-small": GPT2Small,
+    "lstm": LSTMLanguageModel,
+    "resnet50": ResNet50,
+    "transformer-151mb": Transformer,
+}
+
+
+class ModelError(CommHookError, ValueError):
+    """There is no such model, or it cannot be trained."""
+
+
+def built_in_models() -> list[str]:
+    """The names that :func:`load_model` knows by itself."""
+    return sorted(_BUILT_IN)
+
+
+def load_model(name: str) -> nn.Module:
+    """Makes a built-in model, or the one that the factory ``package.module:factory`` returns.
+
+    The current directory is not searched unless it is on ``sys.path``. Inside ``with
+    torch.device("meta")`` built-in models cost no memory.
+
+    Raises ModelError: no such name; the factory does not import, is not callable or raises; or what
+    it returns is no module with parameters that need gradients.
+    """
+    factory = _BUILT_IN.get(name)
+    if factory is None:
+        factory = load_callable(name) if ":" in name else _refuse(name)
+    try:
+        model = factory()
+    except Exception as error:
+        raise ModelError(f"model {name!r}: its factory raised {_text(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model {name!r}: expected its factory to return a torch.nn.Module, found "
+            f"{type(model).__name__}"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"model {name!r}: {type(model).__name__} has no parameters that need gradients, so "
+            "there is nothing to average"
+        )
+    return model
+
+
+def load_callable(path: str) -> Callable[..., Any]:
+    """What ``package.module:name`` names, if it can be called. Raises ModelError."""
+    found = _load_object(path)
+    if not callable(found):
+        raise ModelError(f"{path!r}: expected a callable, found {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _load_object(path: str) -> Any:
+    """What ``package.module:name`` names. Raises ModelError."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(f"expected package.module:name, found {path!r}")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise ModelError(
+            f"{path!r}: the module {module_name!r} does not import: {_text(error)}"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            raise ModelError(
+                f"{path!r}: {module_name!r} has no {attribute!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _refuse(name: str) -> Callable[[], nn.Module]:
+    near = difflib.get_close_matches(name, _BUILT_IN, n=1)
+    raise ModelError(
+        f"no model is named {name!r}"
+        + (f"; did you mean {near[0]!r}?" if near else ".")
+        + f" Built in: {', '.join(built_in_models())}. Your own: package.module:factory."
+    )
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

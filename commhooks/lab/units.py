@@ -1,0 +1,56 @@
+"""Rates and durations in text: ``1gbit``, ``100 Mbit/s``, ``20us``, ``1.5 ms``."""
+
+import math
+import re
+
+__all__ = ["format_duration", "format_rate", "parse_duration", "parse_rate"]
+
+_BITS_PER_SECOND = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATE = re.compile(r"([0-9.e+-]+?)\s*([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_DURATION = re.compile(r"([0-9.e+-]+?)\s*(s|ms|us|ns)", re.IGNORECASE)
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second. Raises ValueError for anything but a positive number and a unit of bits."""
+    match = _RATE.fullmatch(text.strip())
+    try:
+        rate = float(match[1]) * _BITS_PER_SECOND[match[2].lower()] if match else math.nan
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise ValueError(
+            f"expected a rate in bits per second, such as 100mbit, 1gbit or 2.5gbit; found {text!r}"
+        )
+    return rate
+
+
+def format_rate(bits_per_second: float) -> str:
+    """Short, for people: ``2.5 Gbit/s``."""
+    if not math.isfinite(bits_per_second):
+        return str(bits_per_second)
+    for unit in ("T", "G", "M", "k"):
+        number = f"{bits_per_second / _BITS_PER_SECOND[unit.lower()]:.3g}"
+        if float(number) >= 1:
+            return f"{number} {unit}bit/s"
+    return f"{bits_per_second:.3g} bit/s"
+
+
+def parse_duration(text: str) -> float:
+    """Seconds. Raises ValueError for anything but a number, 0 or more, and a unit of time."""
+    match = _DURATION.fullmatch(text.strip())
+    try:
+        seconds = float(match[1]) * _SECONDS[match[2].lower()] if match else math.nan
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"expected a duration, such as 20us, 1.5ms or 2s; found {text!r}")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Short, for people: ``1.5 ms``."""
+    for unit, length in _SECONDS.items():
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:g} s"

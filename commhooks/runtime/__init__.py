@@ -1,0 +1,4 @@
+"""Runs hooks while backward goes on, and records what they cost.
+
+Imports: ``hook``, ``comm``.
+"""

@@ -1,0 +1,186 @@
+"""What a hook costs and saves, per bucket and in total."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.runtime.recording import Run
+from reducer import GradBucket
+
+__all__ = ["BucketStats", "HookStats", "StatsCollector", "bucket_stats"]
+
+
+@dataclass(frozen=True)
+class BucketStats:
+    """Means over steps, on this rank."""
+
+    index: int | None
+    """None for the total."""
+    names: tuple[str, ...]
+    """Of the parameters."""
+    gradient_bytes: int
+    """In the gradients' own dtype."""
+    wire_bytes: float | None
+    """Sent by this rank, see :mod:`commhooks.comm.wire`; None for torch-style functions."""
+    ratio: float | None
+    """What the plain average sends over ``wire_bytes``; None where that is None or 0."""
+    hook_seconds: float
+    """From handing the bucket to the hook until its result is there."""
+    exposed_seconds: float | None
+    """How long backward did nothing but wait for it; None on torch's own wrapper."""
+
+
+@dataclass(frozen=True)
+class HookStats:
+    """Since the hook was registered or replaced, or buckets were last cut anew."""
+
+    steps: int
+    total: BucketStats
+    """Sums over the buckets; their hooks overlap, so ``hook_seconds`` counts some time twice."""
+    buckets: tuple[BucketStats, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the hook itself wants to be known, see :meth:`CommHook.metrics`."""
+
+    @classmethod
+    def of(cls, steps: int, buckets: Iterable[BucketStats], world_size: int) -> "HookStats":
+        """With the total of ``buckets``."""
+        buckets = tuple(buckets)
+        plain = sum(all_reduce_bytes(bucket.gradient_bytes, world_size) for bucket in buckets)
+        wire = _sum([bucket.wire_bytes for bucket in buckets])
+        total = BucketStats(
+            index=None,
+            names=tuple(name for bucket in buckets for name in bucket.names),
+            gradient_bytes=sum(bucket.gradient_bytes for bucket in buckets),
+            wire_bytes=wire,
+            ratio=plain / wire if wire else None,
+            hook_seconds=math.fsum(bucket.hook_seconds for bucket in buckets),
+            exposed_seconds=_sum([bucket.exposed_seconds for bucket in buckets]),
+        )
+        return cls(steps, total, buckets)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """A row per bucket and one for the total, in JSON's types, for ``pandas.DataFrame(rows)``.
+
+        Columns: ``bucket`` (its index, or "total"), ``steps`` (that the means are over), and the
+        fields of :class:`BucketStats`: ``names``, ``gradient_bytes``, ``wire_bytes``, ``ratio``,
+        ``hook_seconds``, ``exposed_seconds``. What is not known is None.
+        """
+        return [self._row(bucket) for bucket in (*self.buckets, self.total)]
+
+    def _row(self, bucket: BucketStats) -> dict[str, Any]:
+        values = asdict(bucket) | {"names": list(bucket.names)}
+        index = values.pop("index")
+        return {"bucket": "total" if index is None else index, "steps": self.steps, **values}
+
+    def __str__(self) -> str:
+        lines = [
+            f"means per step over {self.steps} steps",
+            "bucket   gradient MB      wire MB    ratio     hook ms  exposed ms",
+        ]
+        lines += [_line(bucket) for bucket in (*self.buckets, self.total)]
+        return "\n".join(lines + [f"{name}: {value:g}" for name, value in self.metrics.items()])
+
+
+def bucket_stats(
+    world_size: int,
+    *,
+    index: int,
+    names: Iterable[str],
+    gradient_bytes: int,
+    wire_bytes: float | None,
+    hook_seconds: float,
+    exposed_seconds: float | None = None,
+) -> BucketStats:
+    """The statistics of one bucket, with its ratio."""
+    plain = all_reduce_bytes(gradient_bytes, world_size)
+    ratio = plain / wire_bytes if wire_bytes else None
+    return BucketStats(
+        index, tuple(names), gradient_bytes, wire_bytes, ratio, hook_seconds, exposed_seconds
+    )
+
+
+@dataclass
+class _Entry:
+    """Sums over the ``steps`` of one bucket."""
+
+    index: int
+    names: tuple[str, ...]
+    gradient_bytes: int
+    steps: int = 0
+    wire_bytes: float | None = 0
+    hook_seconds: float = 0.0
+
+
+class StatsCollector:
+    """Adds up what the runs of a hook cost, by the key of their bucket.
+
+    ``listener``, if any, gets each run as well.
+    """
+
+    def __init__(self) -> None:
+        self.listener: Callable[[Run], None] | None = None
+        self._entries: dict[str, _Entry] = {}
+
+    def record(self, run: Run) -> None:
+        """Adds one run."""
+        entry = self._entries.get(run.bucket.key) or self._open(run.bucket)
+        entry.steps += 1
+        entry.hook_seconds += run.seconds
+        if run.wire_bytes is None or entry.wire_bytes is None:
+            entry.wire_bytes = None
+        else:
+            entry.wire_bytes += run.wire_bytes
+        if self.listener is not None:
+            self.listener(run)
+
+    def wire_bytes(self, key: str) -> float | None:
+        """The mean per step of the bucket of this key, None if not known."""
+        entry = self._entries.get(key)
+        return entry.wire_bytes / entry.steps if entry and entry.wire_bytes is not None else None
+
+    def stats(self, world_size: int) -> HookStats:
+        """All that was recorded of the present buckets."""
+        entries = sorted(self._entries.values(), key=lambda entry: entry.index)
+        buckets = [
+            bucket_stats(
+                world_size,
+                index=entry.index,
+                names=entry.names,
+                gradient_bytes=entry.gradient_bytes,
+                wire_bytes=None if entry.wire_bytes is None else entry.wire_bytes / entry.steps,
+                hook_seconds=entry.hook_seconds / entry.steps,
+            )
+            for entry in entries
+        ]
+        return HookStats.of(max((e.steps for e in entries), default=0), buckets, world_size)
+
+    def _open(self, bucket: GradBucket) -> _Entry:
+        """A new entry, in place of those whose buckets have been cut anew."""
+        names = tuple(bucket.names)
+        kept = {
+            key: entry
+            for key, entry in self._entries.items()
+            if set(names).isdisjoint(entry.names) and entry.index != bucket.index()
+        }
+        entry = _Entry(bucket.index(), names, bucket.buffer().nbytes)
+        self._entries = kept | {bucket.key: entry}
+        return entry
+
+
+def _sum(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if len(known) == len(values) else None
+
+
+def _line(bucket: BucketStats) -> str:
+    def show(value: float | None, scale: float, digits: int) -> str:
+        return "-" if value is None else f"{value * scale:.{digits}f}"
+
+    return (
+        f"{'total' if bucket.index is None else bucket.index:>6}"
+        f"{show(bucket.gradient_bytes, 1e-6, 3):>14}{show(bucket.wire_bytes, 1e-6, 3):>13}"
+        f"{show(bucket.ratio, 1, 2):>9}{show(bucket.hook_seconds, 1e3, 3):>12}"
+        f"{show(bucket.exposed_seconds, 1e3, 3):>12}"
+    )

@@ -1,0 +1,542 @@
+"""Registering hooks, replacing and removing them, and their state; on our wrapper and torch's."""
+
+import copy
+import functools
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import commhooks
+from commhooks.hook.options.constraints import Ge
+
+WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
+both_wrappers = pytest.mark.parametrize("stock", [False, True])
+
+
+def make_model(stock: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
+    return WRAPPERS[stock](net, **({"bucket_cap_mb": 0.0001} | options))
+
+
+def backward(model: Any, rank: int) -> Tensor:
+    """The gradients that come out, in one piece."""
+    model.zero_grad()
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    model(inputs).square().sum().backward()
+    return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
+
+
+def average(rank: int, size: int) -> Tensor:
+    net = make_model(False).module
+    net.zero_grad()
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+    net(inputs).square().sum().backward()
+    gradients = torch.cat([parameter.grad.reshape(-1) for parameter in net.parameters()])
+    dist.all_reduce(gradients.div_(size))
+    return gradients
+
+
+@commhooks.register_hook("test_scaled")
+@dataclass
+class Scaled(commhooks.CommHook):
+    """The average times a factor, and a count of steps per parameter."""
+
+    factor: Annotated[float, Ge(0)] = 1.0
+    seed: int = 0
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            self.state.setdefault(name, {"count": torch.zeros(shape)})["count"].add_(1)
+        return await comm.all_reduce(bucket.buffer().mul_(self.factor / comm.size))
+
+
+def scaled_function(factor: float, *, group: Any = None) -> Callable[..., Any]:
+    def hook(anything: Any, some_bucket: Any) -> torch.futures.Future[Tensor]:
+        work = dist.all_reduce(some_bucket.buffer().mul_(factor / 2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    return hook
+
+
+# --------------------------------------------------------------------------- register and replace
+
+
+def replace_and_remove(rank: int, size: int, stock: bool) -> None:
+    model = make_model(stock)
+    expected = average(rank, size)
+    assert commhooks.handle_of(model) is None
+    handle = commhooks.register(model, "test_scaled", factor=2.0)
+    assert commhooks.handle_of(model) is handle
+    assert handle.hook == Scaled(2.0)
+    torch.testing.assert_close(backward(model, rank), 2 * expected)
+
+    handle.replace({"name": "test_scaled", "factor": 3.0})
+    torch.testing.assert_close(backward(model, rank), 3 * expected)
+    handle.replace(Scaled(4.0))
+    torch.testing.assert_close(backward(model, rank), 4 * expected)
+    handle.replace("allreduce")
+    torch.testing.assert_close(backward(model, rank), expected)
+    handle.replace(scaled_function(0.5))
+    torch.testing.assert_close(backward(model, rank), expected / 2)
+    handle.replace(Scaled(2.0))
+    torch.testing.assert_close(backward(model, rank), 2 * expected)
+
+    handle.remove()
+    assert commhooks.handle_of(model) is None
+    torch.testing.assert_close(backward(model, rank), expected)
+    for use in (handle.remove, handle.stats, handle.state_dict, lambda: handle.hook):
+        with pytest.raises(commhooks.CommHookError, match="has been removed"):
+            use()
+    commhooks.register(model, Scaled(5.0))
+    torch.testing.assert_close(backward(model, rank), 5 * expected)
+
+
+@both_wrappers
+@pytest.mark.parametrize("size", [1, 2])
+def test_replace_and_remove(run_ranks: Any, size: int, stock: bool) -> None:
+    if size == 1:
+        run_ranks(replace_alone, 1, stock)
+    else:
+        run_ranks(replace_and_remove, 2, stock)
+
+
+def leave(rank: int, size: int, stock: bool) -> None:
+    """Models that differed are their mean, and stay one."""
+    model = make_model(stock)
+    handle = commhooks.register(model, "allreduce")
+    for config in ({"name": "schedule", "stages": [[0, "local_sgd"]]}, "push_sum", "noop"):
+        for removes in (False, True):
+            handle.replace(config)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for _ in range(3):
+                backward(model, rank)
+                optimizer.step()
+            own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            models = [torch.empty_like(own) for _ in range(size)]
+            dist.all_gather(models, own)
+            assert not torch.equal(models[0], models[1])
+            if removes:
+                handle.remove()
+            else:
+                handle.replace("allreduce")
+            found = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            torch.testing.assert_close(found, torch.stack(models).mean(0))
+            backward(model, rank)
+            torch.optim.SGD(model.parameters(), lr=0.01).step()
+            own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            dist.all_gather(models, own)
+            assert all(torch.equal(other, own) for other in models)
+        handle = commhooks.register(model, "allreduce")
+
+
+@both_wrappers
+def test_models_are_one_after_a_hook_under_which_they_differ(run_ranks: Any, stock: bool) -> None:
+    run_ranks(leave, 3, stock)
+
+
+def replace_alone(rank: int, size: int, stock: bool) -> None:
+    model = make_model(stock)
+    expected = average(rank, size)
+    handle = commhooks.register(model, Scaled(2.0))
+    torch.testing.assert_close(backward(model, rank), 2 * expected)
+    handle.replace("bf16")
+    torch.testing.assert_close(backward(model, rank), expected, rtol=1e-2, atol=1e-2)
+    handle.remove()
+    torch.testing.assert_close(backward(model, rank), expected)
+
+
+def use_functions(rank: int, size: int, stock: bool) -> None:
+    """Torch-style hooks of every kind, among them torch's own."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    expected = average(rank, size)
+    seen = []
+
+    class Method:
+        def __call__(self, state: Any, bucket: Any) -> Any:
+            seen.append(state)
+            return scaled_function(1.0)(state, bucket)
+
+        def hook(self, state: Any, bucket: Any, extra: int = 0) -> Any:
+            return self(state, bucket)
+
+    kinds: list[Any] = [
+        Method(),
+        Method().hook,
+        lambda process_group, grads: scaled_function(1.0)(process_group, grads),
+        lambda *arguments: scaled_function(1.0)(*arguments),
+        functools.partial(lambda factor, state, b: scaled_function(factor)(state, b), 1.0),
+    ]
+    model = make_model(stock)
+    handle = commhooks.register(model, "noop")
+    for kind in kinds:
+        handle.replace(kind, state="mine")
+        assert handle.hook is kind
+        torch.testing.assert_close(backward(model, rank), expected)
+    assert set(seen) == {"mine"}
+    handle.replace(default_hooks.allreduce_hook)
+    torch.testing.assert_close(backward(model, rank), expected)
+    handle.replace(default_hooks.fp16_compress_hook, state=dist.group.WORLD)
+    torch.testing.assert_close(backward(model, rank), expected, rtol=1e-2, atol=1e-2)
+    with pytest.raises(commhooks.CommHookStateError, match="torch-style function"):
+        handle.state_dict()
+
+
+@both_wrappers
+def test_torch_style_functions(run_ranks: Any, stock: bool) -> None:
+    run_ranks(use_functions, 2, stock)
+
+
+def break_function(rank: int, size: int) -> None:
+    """On torch's own wrapper, which does not survive this by itself."""
+    model = make_model(True)
+    expected = average(rank, size)
+
+    def raising(state: Any, bucket: Any) -> Any:
+        raise ValueError("no luck")
+
+    def late(state: Any, bucket: Any) -> Any:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future.then(lambda future: 1 / 0)
+
+    def useless(state: Any, bucket: Any) -> Any:
+        return bucket.buffer()
+
+    handle = commhooks.register(model, "allreduce")
+    for broken, message in [
+        (raising, "no luck"),
+        (late, "division by zero"),
+        (useless, r"returned Tensor for bucket 0; expected a torch.futures.Future"),
+    ]:
+        handle.replace(broken)
+        with pytest.raises(Exception, match=message):
+            backward(model, rank)
+        handle.replace("allreduce")
+        torch.testing.assert_close(backward(model, rank), expected)
+
+
+def test_functions_that_fail(run_ranks: Any) -> None:
+    run_ranks(break_function, 2)
+
+
+def construct_with_hook(rank: int, size: int) -> None:
+    model = make_model(False, hook="test_scaled", hook_options={"factor": 2.0})
+    torch.testing.assert_close(backward(model, rank), 2 * average(rank, size))
+    handle = commhooks.handle_of(model)
+    assert handle is not None
+    assert handle.hook == Scaled(2.0)
+
+
+def test_hook_given_to_the_wrapper(run_ranks: Any) -> None:
+    run_ranks(construct_with_hook, 2)
+
+
+def nest_groups(rank: int, size: int, stock: bool) -> None:
+    """Two models on the world and one on a part of it, with hooks at the same time."""
+    part = dist.new_group([0, 1])
+    models = [make_model(stock), make_model(stock)]
+    if rank < 2:
+        models.append(make_model(stock, process_group=part))
+    for factor, model in enumerate(models):
+        commhooks.register(model, Scaled(factor + 1.0))
+    whole = average(rank, size)
+    for _ in range(2):
+        for factor, model in enumerate(models):
+            found = backward(model, rank)
+            if factor < 2:
+                torch.testing.assert_close(found, (factor + 1) * whole)
+    if rank < 2:
+        pair = [torch.empty_like(found) for _ in range(2)]
+        dist.all_gather(pair, found, group=part)
+        assert torch.equal(*pair)
+
+
+@both_wrappers
+def test_several_models_and_groups(run_ranks: Any, stock: bool) -> None:
+    run_ranks(nest_groups, 3, stock)
+
+
+def drop_model(rank: int, size: int, stock: bool) -> None:
+    model = make_model(stock)
+    handle = commhooks.register(model, Scaled())
+    backward(model, rank)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    handle.stats()
+
+
+@both_wrappers
+def test_handles_do_not_keep_models(run_ranks: Any, stock: bool) -> None:
+    run_ranks(drop_model, 2, stock)
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+def two_arguments_too_many(state: Any, bucket: Any, one: int, two: int) -> Any:
+    raise NotImplementedError
+
+
+def refuse(rank: int, size: int, stock: bool) -> None:
+    model = make_model(stock)
+    bad: list[tuple[Any, dict[str, Any], str]] = [
+        ("test_scale", {}, "did you mean 'test_scaled'"),
+        ("test_scaled", {"factor": -1.0}, "option 'factor'"),
+        ("test_scaled", {"factors": 1.0}, "did you mean 'factor'"),
+        (Scaled(), {"factor": 2.0}, "has its options already"),
+        (Scaled, {}, "expected the name of a hook"),
+        (3, {}, "expected the name of a hook"),
+        (two_arguments_too_many, {}, r"expected a function of two arguments, fn\(state, bucket\)"),
+        (lambda bucket: None, {}, "expected a function of two arguments"),
+        (scaled_function(1.0), {"stat": 3}, "has one option, state=; found stat"),
+    ]
+    for hook, options, message in bad:
+        with pytest.raises(commhooks.CommHookError, match=message):
+            commhooks.register(model, hook, **options)
+    assert commhooks.handle_of(model) is None
+    handle = commhooks.register(model, Scaled(2.0))
+    for hook, options, message in bad:
+        with pytest.raises(commhooks.CommHookError, match=message):
+            handle.replace(hook, **options)
+    with pytest.raises(commhooks.CommHookError, match=r"has a hook already, Scaled\(factor=2.0"):
+        commhooks.register(model, Scaled())
+    with pytest.raises(commhooks.CommHookError, match="in use on another model"):
+        commhooks.register(make_model(stock), handle.hook)
+    torch.testing.assert_close(backward(model, rank), 2 * average(rank, size))
+
+
+@both_wrappers
+def test_bad_hooks(run_ranks: Any, stock: bool) -> None:
+    run_ranks(refuse, 2, stock)
+
+
+DISAGREEMENTS: list[tuple[list[tuple[Any, dict[str, Any]]], list[str]]] = [
+    ([("test_scaled", {}), ("allreduce", {})], ['"test_scaled"', '"allreduce"']),
+    ([("test_scaled", {"factor": 1.5}), ("test_scaled", {"factor": 2.5})], ["1.5", "2.5"]),
+    ([("test_scaled", {}), ("no such hook", {})], ['"test_scaled"', "no hook is named"]),
+    ([("test_scaled", {}), ("test_scaled", {"factor": "x"})], ['"test_scaled"', "found 'x'"]),
+]
+
+
+def disagree(rank: int, size: int, case: int) -> list[str]:
+    model = make_model(False)
+    messages = []
+    hooks, _ = DISAGREEMENTS[case]
+    hook, options = hooks[rank]
+    with pytest.raises(commhooks.CommHookError) as caught:
+        commhooks.register(model, hook, **options)
+    messages.append(str(caught.value))
+    assert commhooks.handle_of(model) is None
+    handle = commhooks.register(model, Scaled(2.0))
+    with pytest.raises(commhooks.CommHookError) as caught:
+        handle.replace(hook, **options)
+    messages.append(str(caught.value))
+    assert handle.hook == Scaled(2.0)
+    torch.testing.assert_close(backward(model, rank), 2 * average(rank, size))
+    return messages
+
+
+@pytest.mark.parametrize("case", range(len(DISAGREEMENTS)))
+def test_ranks_that_disagree(run_ranks: Any, case: int) -> None:
+    (first, *_), (second, *_) = run_ranks(disagree, 2, case)
+    _, parts = DISAGREEMENTS[case]
+    assert all(part in first for part in parts)
+    assert parts[1] in second
+
+
+def register_twice(rank: int, size: int, stock: bool) -> None:
+    model = make_model(stock)
+    model.register_comm_hook(None, torch_hook)
+    with pytest.raises(commhooks.CommHookError, match=r"register_comm_hook\(\)"):
+        commhooks.register(model, "allreduce")
+
+
+def torch_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    raise NotImplementedError
+
+
+@both_wrappers
+def test_hook_registered_through_torch(run_ranks: Any, stock: bool) -> None:
+    run_ranks(register_twice, 1, stock)
+
+
+def forget_to_wrap(rank: int, size: int) -> None:
+    with pytest.raises(commhooks.CommHookError, match="found Linear; wrap it first"):
+        commhooks.register(nn.Linear(2, 2), "allreduce")
+
+
+def test_unwrapped_model(run_ranks: Any) -> None:
+    run_ranks(forget_to_wrap, 1)
+    with pytest.raises(commhooks.CommHookError, match=r"no process group: call torch\.dist"):
+        commhooks.register(nn.Linear(2, 2), "allreduce")
+
+
+def wrong_backend(rank: int, size: int) -> None:
+    class Elsewhere(Scaled):
+        backends = ("nccl",)
+
+    with pytest.raises(commhooks.CommHookError, match=r"works on nccl; .* uses 'gloo' for"):
+        commhooks.register(make_model(False), Elsewhere())
+
+
+def test_wrong_backend(run_ranks: Any) -> None:
+    run_ranks(wrong_backend, 1)
+
+
+# ------------------------------------------------------------------------------------------- state
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def resume(rank: int, size: int, stock: bool) -> None:
+    model = make_model(stock)
+    handle = commhooks.register(model, Scaled())
+    for _ in range(3):
+        backward(model, rank)
+    saved = through_a_file(handle.state_dict())
+    assert saved["step"] == 3
+    assert saved["rank"] == rank
+    backward(model, rank)
+
+    other = make_model(stock)
+    handle = commhooks.register(other, Scaled())
+    handle.load_state_dict(saved)
+    backward(other, rank)
+    state = handle.state_dict()
+    assert state["step"] == 4
+    assert torch.equal(state["state"]["0.weight"]["count"], torch.full((5, 6), 4.0))
+
+
+@both_wrappers
+def test_state_is_resumed(run_ranks: Any, stock: bool) -> None:
+    run_ranks(resume, 2, stock)
+
+
+def changed(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return copy.deepcopy(saved) | changes
+
+
+def refuse_state(rank: int, size: int) -> None:
+    model = make_model(False)
+    hook = Scaled()
+    handle = commhooks.register(model, hook)
+    backward(model, rank)
+    saved = handle.state_dict()
+    state, config = saved["state"], saved["hook"]
+    count = {"count": torch.ones(5, 6)}
+    bad: list[tuple[Any, str]] = [
+        (None, "expected what state_dict"),
+        (state, "expected 'version' of type int"),
+        (changed(saved, version=2), "later version"),
+        (changed(saved, step=-1), "step of at least 0"),
+        (changed(saved, hook={"name": "powersgd"}), "expected the state of hook 'test_scaled'"),
+        (changed(saved, hook=config | {"factor": 2.0}), "factor=1.0, .* saved with factor=2.0"),
+        (changed(saved, rank=1 - rank), f"of rank {rank} of 2, found that of rank {1 - rank} of 2"),
+        (changed(saved, world_size=3), "rank . of 3"),
+        (changed(saved, state=state | {"9.weight": count}), "parameter '9.weight', which this one"),
+        (changed(saved, state=state | {"0.weight": 3}), "tensors by name for '0.weight'"),
+        (changed(saved, state=state | {"0.weight": {"count": 3}}), "a tensor as 'count' of '0.we"),
+        (
+            changed(saved, state=state | {"0.weight": {"count": torch.ones(6)}}),
+            r"expected 'count' of '0.weight' in shape \(5, 6\), found \(6,\)",
+        ),
+    ]
+    for value, message in bad:
+        with pytest.raises(commhooks.CommHookStateError, match=message):
+            handle.load_state_dict(value)
+        after = handle.state_dict()
+        assert after["step"] == saved["step"]
+        for name, tensors in after["state"].items():
+            assert torch.equal(tensors["count"], state[name]["count"])
+    # Without a state there is nothing that options, rank or world size could spoil.
+    handle.load_state_dict(changed(saved, hook=config | {"factor": 2.0}, rank=7, state={}))
+    assert handle.state_dict()["state"] == {}
+
+
+def test_foreign_and_damaged_states(run_ranks: Any) -> None:
+    run_ranks(refuse_state, 2)
+
+
+@dataclass
+class Picky(Scaled):
+    """Notices only while loading that a state is of no use."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if any((tensors["count"] < 0).any() for tensors in state.values()):
+            raise ValueError("negative")
+
+
+def load_halfway(rank: int, size: int) -> None:
+    model = make_model(False)
+    handle = commhooks.register(model, Picky())
+    backward(model, rank)
+    saved = handle.state_dict()
+    damaged = copy.deepcopy(saved)
+    damaged["state"]["0.bias"]["count"].neg_()
+    with pytest.raises(commhooks.CommHookStateError, match="cannot use the saved state: negative"):
+        handle.load_state_dict(damaged)
+    assert torch.equal(handle.state_dict()["state"]["0.bias"]["count"], torch.ones(5))
+
+
+def test_a_hook_that_refuses_a_state_keeps_its_own(run_ranks: Any) -> None:
+    run_ranks(load_halfway, 2)
+
+
+# ----------------------------------------------------------------- registration checks and metrics
+
+
+@dataclass
+class Prepared(Scaled):
+    """Sees the model when it is registered, and refuses one that it cannot work with."""
+
+    refuses: bool = False
+    seen: list[list[str]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def prepare(self, parameters: Any, group: dist.ProcessGroup) -> None:
+        self.seen.append([*parameters, str(group.size())])
+        if self.refuses and group.rank() == 1:
+            raise ValueError("no luck")
+
+    def metrics(self) -> dict[str, float]:
+        return {"prepared": float(len(self.seen))}
+
+
+def prepare(rank: int, size: int, stock: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
+    net[1].requires_grad_(False)
+    model = WRAPPERS[stock](net)
+    handle = commhooks.register(model, Prepared(2.0))
+    hook: Any = handle.hook
+    assert hook.seen == [["0.weight", "0.bias", "2.weight", "2.bias", "2"]]
+    assert handle.stats().metrics == {"prepared": 1.0}
+    assert str(handle.stats()).endswith("prepared: 1")
+    with pytest.raises(commhooks.CommHookError, match=r"prepare\(\) of hook.*no luck|same hook"):
+        handle.replace(Prepared(3.0, refuses=True))
+    assert handle.hook is hook
+    handle.replace("allreduce")
+    assert handle.stats().metrics == {}
+
+
+@both_wrappers
+def test_hooks_are_prepared_and_have_metrics(run_ranks: Any, stock: bool) -> None:
+    run_ranks(prepare, 2, stock)

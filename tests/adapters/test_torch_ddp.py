@@ -1,0 +1,229 @@
+"""Hooks on torch's own wrapper, with its special modes."""
+
+import copy
+import gc
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from commhooks.adapters.torch_ddp import TorchDDPAdapter
+from commhooks.testing.probe import Trainer
+
+
+@dataclass
+class Recording(commhooks.CommHook):
+    """The average; keeps what it was told of each bucket."""
+
+    seen: list[tuple[int, int, bool, tuple[str, ...]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    broken: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if self.broken:
+            raise ValueError("broken")
+        self.seen.append((comm.step, bucket.index(), bucket.is_last(), tuple(bucket.names)))
+        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert gradient.shape == parameter.shape
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+class Net(nn.Module):
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.twice = twice
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.first(inputs)
+        if self.twice:
+            hidden = checkpoint(self.second, hidden, use_reentrant=False)
+        return self.second(hidden)
+
+
+def train(rank: int, size: int, mode: dict[str, bool]) -> list[Any]:
+    torch.manual_seed(0)
+    net = Net(twice=mode.get("static_graph", False))
+    reference = copy.deepcopy(net)
+    model = TorchDistributedDataParallel(net, bucket_cap_mb=0.0001, **mode)
+    hook = Recording()
+    commhooks.register(model, hook)
+    for step in range(4):
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        if step == 2:
+            hook.broken = rank == 0
+            with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+                model(inputs).square().sum().backward()
+            hook.broken = False
+            continue
+        model(inputs).square().sum().backward()
+        reference.zero_grad()
+        reference(inputs).square().sum().backward()
+        for (name, found), expected in zip(
+            net.named_parameters(), reference.parameters(), strict=True
+        ):
+            assert expected.grad is not None
+            dist.all_reduce(expected.grad.div_(size))
+            torch.testing.assert_close(found.grad, expected.grad, msg=name)
+    return hook.seen
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+)
+def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
+    for seen in run_ranks(train, 2, mode):
+        steps = sorted({step for step, *_ in seen})
+        assert steps == [0, 1, 2]  # the step that failed did not count
+        last = [record for record in seen if record[0] == 2]
+        names = {name for *_, bucket_names in last for name in bucket_names}
+        assert names == {"first.weight", "first.bias", "second.weight", "second.bias"}
+        assert [is_last for *_, is_last, _ in last].count(True) >= 1
+
+
+def leave_out(rank: int, size: int) -> None:
+    """Torch leaves out the bucket that it numbers 0."""
+    names = ("first", "second", "third")
+    ones = {name: torch.ones(3) for name in names}
+    inner = Recording()
+    hook = commhooks.create("skip_nonfinite", inner=inner)
+    trainer = Trainer(
+        hook,
+        ones,
+        stock=True,
+        bucket_cap_mb=1e-6,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    for _ in range(2):
+        trainer.step(ones)
+    left_out = next(record[3][0] for record in inner.seen if record[:2] == (1, 0))
+    used = {name: tensor for name, tensor in ones.items() if name != left_out}
+    bad = {name: tensor / (rank if name == left_out else 1) for name, tensor in ones.items()}
+    trainer.step(bad)
+    assert trainer.handle.stats().metrics["last_step_was_skipped"] == 1
+    trainer.step(used)
+    metrics = trainer.handle.stats().metrics
+    assert (metrics["skipped_steps"], metrics["last_step_was_skipped"]) == (1, 0)
+    inner.broken = rank == 0
+    with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+        trainer.step(used)
+    inner.broken = False
+    sound = [record[:3] for record in inner.seen if record[0] == 3]
+    inner.seen.clear()  # of the step that failed as many buckets as had begun
+    trainer.step(used)
+    sound += [record[:3] for record in inner.seen]
+    assert sound == [(3, 0, False), (3, 1, True), (4, 0, False), (4, 1, True)]
+    assert trainer.handle.state_dict()["step"] == 5
+
+
+def test_the_first_bucket_may_be_left_out(run_ranks: Any) -> None:
+    """Steps were not counted then, and errors not raised."""
+    run_ranks(leave_out, 2)
+
+
+class Reentrant(nn.Module):
+    """Each layer's gradients come in a backward of its own, within the whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        return hidden
+
+
+def recompute(rank: int, size: int) -> None:
+    model = TorchDistributedDataParallel(Reentrant(), bucket_cap_mb=0.0001)
+    hook = Recording()
+    commhooks.register(model, hook)
+    inputs = torch.ones(2, 6, requires_grad=True)
+    for step in range(3):
+        hook.broken = step == 2
+        if hook.broken:
+            with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+                model(inputs).sum().backward()
+        else:
+            model(inputs).sum().backward()
+    assert [record[:3] for record in hook.seen] == [
+        (0, 0, True),
+        (1, 0, False),
+        (1, 1, False),
+        (1, 2, True),
+    ]
+
+
+def test_backwards_within_backward_are_one_step(run_ranks: Any) -> None:
+    run_ranks(recompute, 2)
+
+
+def accumulate(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    net = Net(twice=False)
+    model = TorchDistributedDataParallel(net)
+    hook = Recording()
+    commhooks.register(model, hook)
+    with model.no_sync():
+        model(torch.ones(1, 6)).sum().backward()
+    assert hook.seen == []
+    model(torch.ones(1, 6)).sum().backward()
+    assert len(hook.seen) == 1
+
+
+def test_no_sync(run_ranks: Any) -> None:
+    run_ranks(accumulate, 2)
+
+
+def run_in_backward(adapter: TorchDDPAdapter, bucket: Any) -> torch.futures.Future[Tensor]:
+    answers: list[torch.futures.Future[Tensor]] = []
+    start = torch.zeros((), requires_grad=True)
+    start.register_hook(lambda _: answers.append(adapter.run(bucket)))
+    start.clone().backward()
+    return answers[0]
+
+
+def drop_while_a_thread_goes_on(rank: int, size: int) -> None:
+    model = TorchDistributedDataParallel(nn.Linear(2, 1, bias=False))
+    adapter = TorchDDPAdapter(model)
+    pending: torch.futures.Future[Tensor] = torch.futures.Future()
+    adapter.install_function(lambda bucket: pending)
+    parameters = list(model.module.parameters())
+    bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"])
+    answer = run_in_backward(adapter, bucket)
+    completed, dropped = threading.Event(), threading.Event()
+    answer.add_done_callback(lambda _: (completed.set(), dropped.wait(30)))  # type: ignore[arg-type]
+    backend = threading.Thread(target=pending.set_result, args=(torch.ones(2),))
+    backend.start()
+    assert completed.wait(30)
+    alive = weakref.ref(adapter)
+    del model, adapter
+    gc.collect()
+    try:
+        assert alive() is None
+    finally:
+        dropped.set()
+        backend.join()
+    assert answer.value().tolist() == [1, 1]
+
+
+def test_threads_of_a_backend_keep_no_process_group(run_ranks: Any) -> None:
+    """It would be destroyed by a thread that it waits for, which ends the process."""
+    run_ranks(drop_while_a_thread_goes_on, 1)

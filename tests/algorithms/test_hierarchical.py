@@ -1,0 +1,218 @@
+"""Nodes average exactly, and what runs between them sees nodes instead of ranks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from support.simulated_ranks import simulate
+from test_gossip import draw, make_bucket, rows, train
+from torch import Tensor, nn
+
+import commhooks
+from commhooks.algorithms.averaging.hierarchical import Hierarchical
+from commhooks.comm.wire import all_reduce_bytes
+
+
+def reduce(inner: Any, ranks_per_node: int, size: int, step: int = 0) -> tuple[Tensor, list[int]]:
+    hooks = [commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)] * size
+    buckets = [make_bucket(draw(rank, step), draw(0, 99), step) for rank in range(size)]
+    results, comms = simulate(hooks, buckets)
+    return torch.stack(results), [comm.wire_bytes for comm in comms]
+
+
+CASES = [(size, n) for size in (1, 2, 3, 4, 6, 8, 16) for n in (1, 2, 3, 4, 8) if size % n == 0]
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), CASES)
+def test_the_average_and_its_cost(size: int, ranks_per_node: int) -> None:
+    found, sent = reduce("allreduce", ranks_per_node, size)
+    expected = torch.stack(
+        [make_bucket(draw(rank, 0), draw(0, 99), 0).buffer() for rank in range(size)]
+    ).mean(0)
+    torch.testing.assert_close(found, expected.expand(size, -1))
+    assert (found == found[0]).all()
+    n = expected.nbytes
+    inside = all_reduce_bytes(n, ranks_per_node)
+    leader = all_reduce_bytes(n, size // ranks_per_node) + (n if ranks_per_node > 1 else 0)
+    for rank, nbytes in enumerate(sent):
+        assert nbytes == inside + (leader if rank % ranks_per_node == 0 else 0)
+
+
+class _Group:
+    """What a hook asks of a process group when it is registered."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+@pytest.mark.parametrize(("size", "ranks_per_node"), CASES)
+def test_cost_formula(size: int, ranks_per_node: int) -> None:
+    """A node's all-reduce on all of its ranks; on the first, the inner hook's bytes and its own."""
+    _, sent = reduce("bf16", ranks_per_node, size)
+    bucket = make_bucket(draw(0, 0), draw(0, 99), 0)
+    for rank, nbytes in enumerate(sent):
+        hook = Hierarchical("bf16", ranks_per_node=ranks_per_node)
+        hook.prepare({}, _Group(rank, size))
+        assert hook.wire_bytes(bucket, size) == nbytes
+    unregistered = Hierarchical("bf16", ranks_per_node=ranks_per_node)
+    assert unregistered.wire_bytes(bucket, size) == sent[0]
+
+
+def test_no_cost_where_it_is_not_known() -> None:
+    bucket = make_bucket(draw(0, 0), draw(0, 99), 0)
+    assert Hierarchical("bf16").wire_bytes(bucket, 4) is None  # ranks per node: not asked yet
+    assert Hierarchical("threshold", ranks_per_node=2).wire_bytes(bucket, 4) is None
+
+
+def test_a_lossy_hook_sees_one_gradient_per_node() -> None:
+    """Gossip in a ring of three nodes: each leader has its node's mean and the one before."""
+    found, _ = reduce({"name": "gossip", "what": "gradients", "topology": "ring"}, 2, 6)
+    gradients = torch.stack(
+        [make_bucket(draw(rank, 0), draw(0, 99), 0).buffer() for rank in range(6)]
+    )
+    of_nodes = gradients.view(3, 2, -1).mean(1)
+    expected = (of_nodes + of_nodes.roll(1, 0)) / 2
+    torch.testing.assert_close(found, expected.repeat_interleave(2, 0))
+
+
+def test_overlaps_with_any_number_of_collectives_between_nodes(run_ranks: Any) -> None:
+    """Two dependent collectives of PowerSGD between nodes, none on other ranks."""
+    inner = {"name": "powersgd", "rank": 8, "min_compression_rate": 0.0, "start_step": 2}
+    hook = Hierarchical(inner, ranks_per_node=2)  # rank 8: without loss
+    plain = run_ranks(train, 4, "allreduce", range(6), False)
+    for stock in (False, True):
+        results = run_ranks(train, 4, hook, range(6), stock)
+        for (found, *_), (expected, *_) in zip(results, plain, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+            assert torch.equal(found, results[0][0])
+        states = [bool(saved[2]["state"]) for _, saved, *_ in results]
+        assert states == [True, False, True, False], "leaders only"
+
+
+def test_resumes_bitwise(run_ranks: Any) -> None:
+    inner = {"name": "powersgd", "rank": 1, "min_compression_rate": 0.0, "start_step": 0}
+    hook = Hierarchical(inner, ranks_per_node=2)
+    whole = run_ranks(train, 4, hook, range(6), False)
+    half = run_ranks(train, 4, hook, range(3), False)
+    resumed = run_ranks(train, 4, hook, range(3, 6), False, [saved for _, saved, *_ in half])
+    for (found, *_), (expected, *_) in zip(resumed, whole, strict=True):
+        assert torch.equal(found, expected)
+
+
+# -------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"name": "local_sgd"},
+        {"name": "push_sum"},
+        {"name": "gossip", "what": "parameters"},
+        {"name": "gossip", "what": "gradients", "average_every": 5},
+        {"name": "cast", "inner": {"name": "local_sgd"}},
+    ],
+)
+def test_hooks_that_change_parameters_are_refused(inner: Any) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match=r"'inner'.*changes param.*local_sgd"):
+        commhooks.create("hierarchical", inner=inner)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"name": "skip_nonfinite", "inner": "bf16"},
+        {
+            "name": "schedule",
+            "stages": [[0, "bf16"], [5, {"name": "skip_nonfinite", "inner": "bf16"}]],
+        },
+    ],
+)
+def test_what_all_ranks_have_to_know_of_is_refused(inner: Any) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match=r"skips.*Put skip_nonfinite around"):
+        commhooks.create("hierarchical", inner=inner)
+
+
+def skip_around(rank: int, size: int) -> Tensor:
+    """The training loop of the docs; a gradient of one who is no leader is not finite."""
+    inner = Hierarchical(commhooks.create("bf16"), ranks_per_node=2)
+    net = nn.Linear(3, 1)
+    model = commhooks.DistributedDataParallel(net)
+    handle = commhooks.register(model, "skip_nonfinite", inner=inner)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        inputs = draw(rank, step)[1].float()
+        if (rank, step) == (3, 2):
+            inputs[0, 0] = torch.inf
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        was_skipped = handle.hook.last_step_was_skipped  # type: ignore[union-attr]
+        assert was_skipped == (step == 2)
+        if not was_skipped:
+            optimizer.step()
+    return rows([list(net.parameters())])
+
+
+def test_all_ranks_know_of_drops_around_it(run_ranks: Any) -> None:
+    models = run_ranks(skip_around, 4)
+    assert all(torch.equal(model, models[0]) for model in models)
+
+
+def refuse(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(commhooks.CommHookError, match="found 3 ranks, 2 per node"):
+        commhooks.register(model, "hierarchical", inner="bf16", ranks_per_node=2)
+    with pytest.raises(commhooks.CommHookError, match="LOCAL_WORLD_SIZE"):
+        commhooks.register(model, "hierarchical", inner="bf16")
+    hypercube = {"name": "gossip", "what": "gradients", "topology": "hypercube"}
+    with pytest.raises(commhooks.CommHookError, match=r"hypercube.*found 3 ranks"):
+        commhooks.register(model, "hierarchical", inner=hypercube, ranks_per_node=1)
+    # Three ranks are no hypercube, but one node is.
+    commhooks.register(model, "hierarchical", inner=hypercube, ranks_per_node=3)
+
+
+def test_what_cannot_work_is_refused_at_registration(run_ranks: Any) -> None:
+    run_ranks(refuse, 3)
+
+
+@dataclass
+class Sensitive(commhooks.CommHook):
+    """Raises on one leader in one step."""
+
+    broken: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        total = await comm.all_reduce(bucket.buffer().div_(comm.size))
+        if self.broken and comm.rank == 1:
+            raise ValueError("broken")
+        return total
+
+
+def fail_once(rank: int, size: int) -> tuple[list[str], Tensor]:
+    model = commhooks.DistributedDataParallel(nn.Linear(64, 64), bucket_cap_mb=0.001)
+    inner = Sensitive()
+    commhooks.register(model, Hierarchical(inner, ranks_per_node=2))
+    errors = []
+    for step in range(4):
+        inner.broken = step in (0, 2)
+        model.zero_grad()
+        try:
+            model(torch.full((1, 64), float(rank))).sum().backward()
+        except commhooks.CommHookError as error:
+            errors.append(f"{step} {error}")
+    return errors, rows([[p.grad for p in model.parameters()]])
+
+
+def test_a_leader_that_fails_ends_the_step_on_all_ranks(run_ranks: Any) -> None:
+    results = run_ranks(fail_once, 4)
+    for errors, gradients in results:
+        assert [text[:2] for text in errors] == ["0 ", "2 "]
+        assert all("ValueError: broken" in text for text in errors)
+        assert torch.equal(gradients, results[0][1])
+        assert gradients[0, 0] == 1.5

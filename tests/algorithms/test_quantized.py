@@ -1,0 +1,489 @@
+"""Hooks that send codes: averages, errors, the wire, and what must not happen to their state."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.lockstep import LockstepCommunicator, lockstep, make_bucket
+from torch import Tensor
+
+import commhooks
+from commhooks import CommHook, CommHookOptionError, CommHookStateError
+from commhooks.testing.compare import same_bits, through_file
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "matrix": (23, 17),
+    "bias": (23,),
+    "empty": (0, 5),
+    "convolution": (9, 5, 3, 3),
+}
+NUMEL = 1 + 23 * 17 + 23 + 9 * 5 * 9
+
+# Bits per code of each, with small blocks so that there are many of them.
+FED_BACK: dict[str, tuple[dict[str, Any], int]] = {
+    "int8": ({"block_size": 32}, 8),
+    "int4": ({"block_size": 32, "stochastic": True}, 4),
+    "fp8": ({"block_size": 64, "format": "e5m2"}, 8),
+    "onebit": ({"block_size": 32}, 1),
+    "signsgd": ({"block_size": 32}, 1),
+}
+MEMORYLESS: dict[str, tuple[dict[str, Any], int]] = {
+    "int8": ({"block_size": 32, "stochastic": True, "error_feedback": False}, 8),
+    "int4": ({"block_size": 32, "error_feedback": False}, 4),
+    "fp8": ({"block_size": 32, "error_feedback": False}, 8),
+    "qsgd": ({"block_size": 32, "levels": 5, "norm": "l2"}, 4),
+    "terngrad": ({"block_size": 32}, 2),
+    "natural": ({"block_size": 32}, 8),
+    "signsgd": ({"block_size": 32, "error_feedback": False}, 1),
+}
+AVERAGE_BITS = {"terngrad": 4}
+"""Per code of an average, where there are more."""
+ALL = [(name, *rest) for named in (FED_BACK, MEMORYLESS) for name, rest in named.items()]
+UNBIASED = [
+    ("int8", {"stochastic": True, "error_feedback": False}),
+    ("int4", {"stochastic": True, "error_feedback": False}),
+    ("qsgd", {}),
+    ("qsgd", {"levels": 1, "norm": "l2"}),
+    ("terngrad", {"clip": 0.0}),
+    ("natural", {}),
+]
+
+
+def make_hooks(name: str, options: dict[str, Any], size: int) -> list[CommHook]:
+    return [commhooks.create(name, **options) for _ in range(size)]
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def take_step(hooks: list[CommHook], gradients: list[dict[str, Tensor]], step: int) -> list[Tensor]:
+    return lockstep(hooks, [make_bucket(named, step) for named in gradients])[0]
+
+
+def flat(named: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in named.values()]).double()
+
+
+def mean_of(gradients: list[dict[str, Tensor]]) -> Tensor:
+    return torch.stack([flat(named) for named in gradients]).mean(0)
+
+
+def unsent(hooks: list[CommHook], names: Iterator[str] | dict[str, Any]) -> dict[str, Tensor]:
+    """By parameter: the mean of the ranks' own errors, and the errors of averages."""
+    total = {}
+    for name in names:
+        entries = [hook.state[name] for hook in hooks]
+        total[name] = torch.stack([e["error"].double() for e in entries]).mean(0).reshape(-1)
+        for entry in entries:
+            if "average_error" in entry:
+                start = int(entry["average_start"])
+                kept = entry["average_error"]
+                total[name][start : start + kept.numel()] += kept
+    return total
+
+
+# --------------------------------------------------------------------------------------- averages
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", FED_BACK)
+def test_nothing_is_lost_over_steps(name, size):
+    """Results, own errors and errors of averages together are the gradients' means."""
+    hooks = make_hooks(name, FED_BACK[name][0], size)
+    given = torch.zeros(NUMEL, dtype=torch.float64)
+    got = given.clone()
+    for step in range(5):
+        gradients = [gradients_of(rank, step, torch.float64) for rank in range(size)]
+        given += mean_of(gradients)
+        results = take_step(hooks, gradients, step)
+        got += results[0]
+        assert all(torch.equal(result, results[0]) for result in results)
+    missing = flat(unsent(hooks, SHAPES))
+    # Averages are summed in float32, from numbers below 64.
+    assert (got + missing - given).abs().max() <= 5 * (size + 2) * 64 * 2.0**-24
+    assert missing.abs().max() > 1e-4  # so there was something to lose
+
+
+@pytest.mark.parametrize(("name", "options"), UNBIASED)
+def test_unbiased(name, options):
+    """The mean over many steps is the average, to within what chance 1e-9 allows by Hoeffding."""
+    steps, numel, size = 400, 40, 2
+    options = options | {"block_size": 32}
+    hooks = make_hooks(name, options, size)
+    gradients = [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    total = torch.zeros(numel, dtype=torch.float64)
+    for step in range(steps):
+        total += take_step(hooks, [{"g": g.clone()} for g in gradients], step)[0]
+    exact = torch.stack(gradients).double().mean(0)
+    # What is decoded of a rank's numbers, and then of their average, is never larger than this.
+    reach = 2 * max(g.norm() for g in gradients).item()
+    bound = 2 * reach * (18 / (2 * steps)) ** 0.5
+    assert (total / steps - exact).abs().max() <= bound
+    # The same, with the width of one rounding instead of the reach of all, for those with levels.
+    if name == "int8":
+        width = 2 * max(g.abs().max() for g in gradients).item() / 127
+        assert (total / steps - exact).abs().max() <= 2 * width * (24 / (2 * steps)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "relative"), [("int8", 2 / 254), ("int4", 2 / 14), ("fp8", 2 / 32 + 2 / 448)]
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_one_step_is_as_close_as_two_roundings(name, relative, size):
+    hooks = make_hooks(name, {}, size)
+    gradients = [gradients_of(rank, 0) for rank in range(size)]
+    largest = max(flat(named).abs().max() for named in gradients)
+    expected = mean_of(gradients)
+    result = take_step(hooks, gradients, 0)[0]
+    assert (result - expected).abs().max() <= 1.1 * relative * largest
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_terngrad_clips_once(size):
+    """A number among zeros is cut to 2.5 root mean squares, and averages no further."""
+    hooks = make_hooks("terngrad", {}, size)
+    gradient = torch.zeros(512 * size)
+    gradient[::512] = 1.0
+    steps = [take_step(hooks, [{"g": gradient.clone()} for _ in hooks], s)[0] for s in range(4)]
+    for result in steps:
+        assert torch.allclose(result, gradient * 2.5 * 512**-0.5)
+
+
+def test_majority_vote():
+    hooks = make_hooks("signsgd", {"error_feedback": False, "block_size": 32}, 3)
+    gradients = [gradients_of(rank, 0) for rank in range(3)]
+    votes = torch.stack([flat(named).sign() for named in gradients]).sum(0)
+    result = take_step(hooks, gradients, 0)[0]
+    assert torch.equal(result.sign().double(), votes.sign())
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 5, 31, 33, 64, 257])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_any_length_on_any_number_of_ranks(numel, size):
+    hooks = make_hooks("int8", {"block_size": 32}, size)
+    gradients = [{"g": torch.arange(numel) / 7.0 + rank} for rank in range(size)]
+    expected = mean_of(gradients)
+    for result in take_step(hooks, gradients, 0):
+        assert result.shape == (numel,)
+        assert ((result - expected).abs() <= 2 * (numel / 7 + size) / 127).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("name", "options", "bits"), ALL)
+def test_dtypes(name, options, bits, dtype):
+    hooks = make_hooks(name, options, 2)
+    twins = make_hooks(name, options, 2)
+    for step in range(2):
+        gradients = [gradients_of(rank, step, dtype) for rank in range(2)]
+        result = take_step(hooks, gradients, step)[0]
+        assert result.dtype == dtype
+        if dtype != torch.float64:
+            wide = [{k: g.float() for k, g in named.items()} for named in gradients]
+            assert torch.equal(result, take_step(twins, wide, step)[0].to(dtype))
+    for entry in hooks[0].state.values():
+        assert entry["error"].dtype == torch.promote_types(dtype, torch.float32)
+
+
+# --------------------------------------------------------------------------------------- the wire
+
+
+def part_length(numel: int, size: int) -> int:
+    """A rank's share, up to whole multiples of 32."""
+    return min((numel + 32 * size - 1) // (32 * size) * 32, numel)
+
+
+def encoded_bytes(numel: int, bits: int, block: int) -> int:
+    scales = 4 * ((numel + block - 1) // block)
+    words = (numel * bits + 31) // 32
+    return scales + 4 * words
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "options", "bits"), ALL)
+def test_messages_are_as_long_as_the_formula_says(name, options, bits, size):
+    hooks = make_hooks(name, options, size)
+    bucket = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
+    _, comms = lockstep(hooks, bucket)
+    length, block = part_length(NUMEL, size), options["block_size"]
+    own = encoded_bytes(length, bits, block)
+    average = encoded_bytes(length, AVERAGE_BITS.get(name, bits), block)
+    for comm in comms:
+        assert [sent.numel() for sent in comm.sent] == [size * own, average]
+    assert hooks[0].wire_bytes(bucket[0], size) == (size - 1) * (own + average)
+
+
+def bytes_of_training(rank: int, size: int, name: str) -> tuple[int, int]:
+    parameters = probe_parameters()
+    trainer = Trainer(commhooks.create(name), parameters, bucket_cap_mb=25, stable_buckets=True)
+    for step in range(2):
+        trainer.step(draw_gradients(parameters, rank, step))
+    return trainer.handle.stats().total.wire_bytes, sum(p.numel() for p in parameters.values())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "bits", "block"), [("int8", 8, 256), ("terngrad", 2, 512), ("onebit", 1, 128)]
+)
+def test_bytes_that_are_counted(run_ranks, name, bits, block, size):
+    for counted, numel in run_ranks(bytes_of_training, size, name):
+        own = encoded_bytes(part_length(numel, size), bits, block)
+        average = encoded_bytes(part_length(numel, size), AVERAGE_BITS.get(name, bits), block)
+        assert counted == (size - 1) * (own + average)  # per step
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("int8", 3.9), ("fp8", 3.9), ("natural", 3.9), ("int4", 7.5), ("qsgd", 7.5),
+     ("terngrad", 10.4), ("onebit", 25), ("signsgd", 25)],
+)  # fmt: skip
+def test_default_compression(name, ratio):
+    bucket = make_bucket({"g": torch.zeros(1 << 20)})
+    plain = 2 * 3 * (4 << 20) // 4
+    assert plain / commhooks.create(name).wire_bytes(bucket, 4) >= ratio
+
+
+# ---------------------------------------------------------------------------------------- state
+
+
+@pytest.mark.parametrize("name", MEMORYLESS)
+def test_without_feedback_nothing_is_kept(name):
+    hooks = make_hooks(name, MEMORYLESS[name][0], 2)
+    take_step(hooks, [gradients_of(rank, 0) for rank in range(2)], 0)
+    assert hooks[0].state == {}
+
+
+def test_memory_is_the_errors_and_a_share_of_the_averages():
+    hooks = make_hooks("int8", {}, 4)
+    take_step(hooks, [gradients_of(rank, 0) for rank in range(4)], 0)
+    length = part_length(NUMEL, 4)
+    for hook, own in zip(hooks, (length, length, length, NUMEL - 3 * length), strict=True):
+        entries = [tensor for entry in hook.state.values() for tensor in entry.values()]
+        tensors = [tensor for tensor in entries if tensor.is_floating_point()]
+        memories = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        assert sorted(memories.values()) == [4 * own, 4 * NUMEL]
+
+
+@pytest.mark.parametrize(("bad", "where"), [(torch.inf, "matrix"), (torch.nan, "scalar")])
+@pytest.mark.parametrize("step_of_bad", [0, 2])
+@pytest.mark.parametrize(("name", "options", "bits"), ALL)
+def test_non_finite_gradient_leaves_every_state_as_it_was(
+    name, options, bits, step_of_bad, bad, where
+):
+    hooks, twins = make_hooks(name, options, 3), make_hooks(name, options, 3)
+    for step in range(step_of_bad):
+        for hook_set in (hooks, twins):
+            take_step(hook_set, [gradients_of(rank, step) for rank in range(3)], step)
+    states = [hook.state_dict() for hook in hooks]
+    gradients = [gradients_of(rank, 50) for rank in range(3)]
+    gradients[1][where].view(-1)[-1] = bad
+    for result in take_step(hooks, gradients, step_of_bad):
+        assert result.isnan().all()
+    if step_of_bad:
+        assert same_bits([hook.state_dict() for hook in hooks], states)
+    results = [
+        take_step(hook_set, [gradients_of(rank, 51) for rank in range(3)], step_of_bad + 1)
+        for hook_set in (hooks, twins)
+    ]
+    assert same_bits(*results)
+    assert results[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("huge", [3e38, 1e38, 5e37])
+@pytest.mark.parametrize(("name", "options", "bits"), ALL)
+def test_numbers_near_overflow_never_poison_the_state(name, options, bits, huge):
+    hooks = make_hooks(name, options, 2)
+    for step in range(3):
+        gradients = [gradients_of(rank, step) for rank in range(2)]
+        gradients[0]["matrix"].fill_(huge)
+        take_step(hooks, gradients, step)
+        for hook in hooks:
+            for entry in hook.state.values():
+                assert all(tensor.isfinite().all() for tensor in entry.values())
+
+
+@pytest.mark.parametrize(("name", "options", "bits"), ALL)
+def test_zeros_give_zeros(name, options, bits):
+    hooks = make_hooks(name, options, 3)
+    for step in range(2):
+        zeros = [{k: torch.zeros_like(g) for k, g in gradients_of(0, 0).items()} for _ in hooks]
+        for result in take_step(hooks, zeros, step):
+            assert torch.equal(result, torch.zeros(NUMEL))
+
+
+def buckets_of(gradients: list[dict[str, Tensor]], names: tuple[str, ...], step: int) -> list[Any]:
+    return [make_bucket({name: named[name] for name in names}, step) for named in gradients]
+
+
+@pytest.mark.parametrize("name", FED_BACK)
+@pytest.mark.parametrize(
+    "cuts", [(("bias", "convolution"), ("matrix",)), (("convolution", "bias", "matrix"),)]
+)
+def test_errors_survive_when_buckets_are_cut_anew(name, cuts):
+    size = 3
+    hooks = make_hooks(name, FED_BACK[name][0], size)
+    names = ("matrix", "bias", "convolution")
+    gradients = [gradients_of(rank, 0, torch.float64) for rank in range(size)]
+    lockstep(hooks, buckets_of(gradients, names, 0))
+    before = unsent(hooks, dict.fromkeys(names))
+    zeros = [{k: torch.zeros_like(g) for k, g in gradients[0].items()} for _ in hooks]
+    got: dict[str, Tensor] = {}
+    for cut in cuts:
+        result = lockstep(hooks, buckets_of(zeros, cut, 1))[0][0]
+        lengths = [torch.Size(SHAPES[k]).numel() for k in cut]
+        got |= dict(zip(cut, result.split(lengths), strict=True))
+    after = unsent(hooks, dict.fromkeys(names))
+    for k in names:
+        torch.testing.assert_close(got[k] + after[k], before[k], rtol=0, atol=64 * 2.0**-22)
+
+
+def test_errors_survive_a_change_of_the_number_of_ranks():
+    """What a rank keeps of averages becomes its own error, in the size that reaches the mean."""
+    three = make_hooks("int4", {}, 3)
+    take_step(three, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
+    saved = three[1].state_dict()
+    alone = commhooks.create("int4")
+    alone.load_state_dict(through_file(saved))
+    zeros = {k: torch.zeros_like(g).double() for k, g in gradients_of(0, 0).items()}
+    result = take_step([alone], [zeros], 1)[0]
+    expected = flat(unsent([three[1]], SHAPES))
+    torch.testing.assert_close(
+        result + flat(unsent([alone], SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
+    )
+
+
+def test_errors_survive_when_hooks_go_on_with_other_ranks():
+    """As when they are registered again. Fewer ranks keep errors of larger parts of averages."""
+    hooks = make_hooks("int4", {}, 3)
+    take_step(hooks, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
+    hooks = hooks[:2]
+    expected = flat(unsent(hooks, SHAPES))
+    zeros = [
+        {k: torch.zeros_like(g).double() for k, g in gradients_of(0, 0).items()} for _ in hooks
+    ]
+    result = take_step(hooks, zeros, 1)[0]
+    torch.testing.assert_close(
+        result + flat(unsent(hooks, SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
+    )
+
+
+@pytest.mark.parametrize("start", [None, -2, 23])
+def test_damaged_state_is_refused(start):
+    entry = {"error": torch.zeros(23), "average_error": torch.ones(3)}
+    if start is not None:
+        entry["average_start"] = torch.tensor(start)
+    hook = commhooks.create("int8")
+    hook.load_state_dict({"bias": entry})
+    with pytest.raises(CommHookStateError, match=r"'bias': expected 'average_error' of elements 0"):
+        take_step([hook], [gradients_of(0, 0)], 0)
+
+
+@pytest.mark.parametrize(("name", "options", "bits"), ALL)
+def test_goes_on_bit_for_bit_from_a_file(name, options, bits):
+    hooks = make_hooks(name, options, 3)
+    for step in range(2):
+        take_step(hooks, [gradients_of(rank, step) for rank in range(3)], step)
+    resumed = make_hooks(name, options, 3)
+    for hook, other in zip(hooks, resumed, strict=True):
+        other.load_state_dict(through_file(hook.state_dict()))
+    for step in range(2, 4):
+        gradients = [gradients_of(rank, step) for rank in range(3)]
+        copies = [{k: g.clone() for k, g in named.items()} for named in gradients]
+        assert same_bits(take_step(hooks, gradients, step), take_step(resumed, copies, step))
+    assert same_bits([h.state_dict() for h in hooks], [h.state_dict() for h in resumed])
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad", "natural"])
+def test_random_numbers_depend_on_seed_step_rank_and_bucket(name):
+    def result(seed: int = 0, step: int = 0, parameter: str = "g") -> Tensor:
+        hooks = make_hooks(name, {"seed": seed}, 2)
+        gradients = [torch.linspace(-1, 1, 500) for _ in hooks]
+        return take_step(hooks, [{parameter: g} for g in gradients], step)[0]
+
+    assert torch.equal(result(), result())
+    assert not torch.equal(result(), result(seed=1))
+    assert not torch.equal(result(), result(step=1))
+    assert not torch.equal(result(), result(parameter="h"))
+    hooks = make_hooks(name, {}, 2)
+    buckets = [make_bucket({"g": torch.linspace(-1, 1, 500)}) for _ in hooks]
+    first, second = lockstep(hooks, buckets)[1]
+    assert not torch.equal(first.sent[0], second.sent[0])
+
+
+# ----------------------------------------------------------------------------------- contribution
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(MEMORYLESS.keys() - {"signsgd", "terngrad"}))
+def test_contributions_average_to_the_result(name, size):
+    hooks = make_hooks(name, MEMORYLESS[name][0], size)
+    buckets = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
+    results, comms = lockstep(hooks, buckets, wants_contribution=True)
+    contributions = [contribution_of(comm) for comm in comms]
+    mean = torch.stack(contributions).mean(0)
+    torch.testing.assert_close(mean, results[0].double(), rtol=0, atol=64 * size * 2.0**-23)
+    assert all(hook.tells_contribution for hook in hooks)
+    # Asking changes nothing.
+    twins = take_step(
+        make_hooks(name, MEMORYLESS[name][0], size),
+        [gradients_of(rank, 0) for rank in range(size)],
+        0,
+    )
+    assert same_bits(results, twins)
+
+
+def contribution_of(comm: LockstepCommunicator) -> Tensor:
+    assert comm.contribution is not None
+    return comm.contribution.double()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("int8", {}),
+        ("signsgd", {"error_feedback": False}),
+        ("terngrad", {}),
+        ("qsgd", {"levels": 2}),
+    ],
+)
+def test_who_keeps_errors_votes_or_leaves_out_too_much_does_not_tell_a_contribution(name, options):
+    hook = commhooks.create(name, **options)
+    assert not hook.tells_contribution
+    comm = lockstep([hook], [make_bucket(gradients_of(0, 0))], wants_contribution=True)[1][0]
+    assert comm.contribution is None
+
+
+# ---------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("int8", {"block_size": 100}, "a multiple of 32; found 100"),
+        ("int8", {"block_size": 8192}, "<= 4096"),
+        ("fp8", {"format": "e3m4"}, "'e4m3', 'e5m2'"),
+        ("qsgd", {"levels": 0}, ">= 1"),
+        ("qsgd", {"levels": 128}, "<= 127"),
+        ("qsgd", {"norm": "l1"}, "'max', 'l2'"),
+        ("terngrad", {"clip": -1.0}, ">= 0"),
+        ("signsgd", {"error_feedback": "yes"}, "bool"),
+        ("onebit", {"block_size": 0}, ">= 32"),
+    ],
+)
+def test_options_out_of_range(name, options, message):
+    with pytest.raises(CommHookOptionError, match=message):
+        commhooks.create(name, **options)
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (2, 4), (7, 4), (8, 8), (127, 8)])
+def test_qsgd_takes_the_narrowest_codes(levels, bits):
+    hook = commhooks.create("qsgd", levels=levels, block_size=32)
+    bucket = make_bucket({"g": torch.zeros(640)})
+    assert hook.wire_bytes(bucket, 2) == 2 * encoded_bytes(320, bits, 32)

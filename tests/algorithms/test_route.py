@@ -1,0 +1,362 @@
+"""Different hooks for different parameters."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.inner_hooks import Recorder
+from torch import Tensor
+
+import commhooks
+from commhooks.algorithms import ErrorFeedback, Route
+from commhooks.hook.derived_bucket import Part
+from commhooks.testing.compare import differences, mean_over_ranks, same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from reducer import GradBucket
+
+PARAMETERS = probe_parameters()
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 2
+
+
+class Rules:
+    @staticmethod
+    def is_large(name: str, parameter: Tensor) -> bool:
+        return parameter.numel() > 100
+
+
+# ------------------------------------------------------------------------------ rules and configs
+
+
+def test_rules_survive_json() -> None:
+    rules: Any = [
+        ("*.bias", "allreduce"),
+        (is_matrix, {"name": "powersgd", "rank": 2}),
+        (Rules.is_large, "fp16"),
+    ]
+    hook: Any = commhooks.create("route", rules=rules, default="bf16")
+    assert [rule for rule, _ in hook.rules] == [
+        "*.bias",
+        f"{__name__}:is_matrix",
+        f"{__name__}:Rules.is_large",
+    ]
+    assert commhooks.create(json.loads(json.dumps(hook.to_config()))) == hook
+    names = {type(nested).__name__: type(nested) for nested in hook.nested().values()}
+    assert eval(repr(hook), names | {"Route": Route}) == hook
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([], "option 'rules'.*length >= 1"),
+        ([["*"]], "option 'rules'"),
+        ([["*", "fp15"]], "rules.0.1: no hook is named 'fp15'"),
+        ([[3, "fp16"]], "option 'rules'"),
+        ([[lambda name, parameter: True, "fp16"]], "has to be a function of a module"),
+        ([["no.such:module", "fp16"]], r"'rules\.0\.0'.*no 'module' in a module 'no.such'"),
+        ([["*", "fp16"], ["json:nothing", "fp16"]], r"'rules\.1\.0'.*no 'nothing' in a module"),
+        ([["json:__name__", "fp16"]], "expected json:__name__ to be a function"),
+    ],
+)
+def test_bad_rules(rules: Any, message: str) -> None:
+    with pytest.raises(commhooks.CommHookError, match=message):
+        commhooks.create("route", rules=rules)
+
+
+def refuse(rank: int, size: int, stock: bool) -> None:
+    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, stock=stock)
+    bad: list[tuple[list[Any], str]] = [
+        ([["m*", "fp16"]], "no rule fits 'vector', 'scalar', 'empty', 'convolution' and 3 more"),
+        ([["*", "fp16"], ["nothing.*", "fp16"]], r"rule 'nothing\.\*' fits no parameter"),
+        ([["*", "fp16"], ["m*", "fp16"]], r"earlier rules take all that rule 'm\*' fits, 'matrix'"),
+        ([["MATRIX", "fp16"], ["*", "fp16"]], "rule 'MATRIX' fits no parameter"),
+    ]
+    for rules, message in bad:
+        with pytest.raises(commhooks.CommHookError, match=message):
+            trainer.handle.replace("route", rules=rules)
+    assert trainer.handle.hook == commhooks.create("allreduce")
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_rules_that_do_not_fit_the_model(run_ranks: Any, stock: bool) -> None:
+    run_ranks(refuse, 2, stock)
+
+
+# ------------------------------------------------------------------------------- parts of buckets
+
+
+def test_parts_are_taken_out_and_put_back() -> None:
+    tensors = list(PARAMETERS.values())
+    flat = torch.arange(float(sum(tensor.numel() for tensor in tensors)))
+    bucket = GradBucket(flat.clone(), tensors, list(PARAMETERS))
+    members = [4, 0, 3, 6]  # convolution, matrix, empty, transposed
+    part = Part(bucket, members)
+    own = part.bucket(3, is_last=True)
+    assert own.names == [bucket.names[i] for i in members]
+    assert (own.index(), own.is_last()) == (3, True)
+    for found, i in zip(own.gradients(), members, strict=True):
+        assert torch.equal(found, bucket.gradients()[i])
+        assert found.stride() == bucket.gradients()[i].stride()
+    own.buffer().neg_()
+    assert torch.equal(bucket.buffer(), flat)
+    part.store(own.buffer(), bucket.buffer())
+    for i, gradient in enumerate(bucket.gradients()):
+        assert (gradient <= 0).all() if i in members else (gradient >= 0).all()
+    assert torch.equal(bucket.buffer().abs(), flat)
+
+
+def test_the_whole_is_not_copied() -> None:
+    tensors = list(PARAMETERS.values())
+    flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
+    bucket = GradBucket(flat, tensors, list(PARAMETERS))
+    assert Part(bucket, range(len(tensors))).bucket(0, is_last=False).buffer() is flat
+
+
+# ------------------------------------------------------------------------------------- on a model
+
+
+def split(rank: int, size: int, stock: bool, bucket_cap_mb: float) -> None:
+    hooks = [Recorder(tag=tag) for tag in "abc"]
+    rules: Any = [("*d", hooks[0]), (is_matrix, hooks[1])]
+    hook = Route(rules, default=hooks[2])
+    trainer = Trainer(hook, PARAMETERS, stock=stock, bucket_cap_mb=bucket_cap_mb)
+    expected = [
+        {"transposed", "odd"},
+        {"matrix", "empty"},
+        {"vector", "scalar", "convolution", "spare"},
+    ]
+    for inner, names in zip(hooks, expected, strict=True):
+        assert set(inner.prepared) == names
+    for step in range(3):
+        of_ranks = [draw_gradients(PARAMETERS, peer, step) for peer in range(size)]
+        found = trainer.step(of_ranks[rank])
+        assert not differences(found, mean_over_ranks(of_ranks, PARAMETERS), size)
+    for inner, names in zip(hooks, expected, strict=True):
+        for step in range(3):
+            calls = [call for call in inner.calls if call.step == step]
+            assert {name for call in calls for name in call.names} == names
+            assert [call.index for call in calls] == list(range(len(calls)))
+            assert [call.is_last for call in calls] == [False] * (len(calls) - 1) + [True]
+        assert inner.counts() == dict.fromkeys(names, 3.0)
+    state = trainer.handle.state_dict()["state"]
+    assert state.keys() == {".rules.0.1", ".rules.1.1", ".default"}
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("bucket_cap_mb", [0.0003, 25])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_each_hook_gets_its_own(
+    run_ranks: Any, size: int, bucket_cap_mb: float, stock: bool
+) -> None:
+    run_ranks(split, size, stock, bucket_cap_mb)
+
+
+def cut(rank: int, size: int, options: dict[str, bool]) -> None:
+    """On our wrapper no bucket is mixed, and everything is as before when the hook goes."""
+    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, bucket_cap_mb=25, **options)
+
+    def train(step: int) -> list[set[str]]:
+        of_ranks = [draw_gradients(PARAMETERS, peer, step) for peer in range(size)]
+        found = trainer.step(of_ranks[rank])
+        assert not differences(found, mean_over_ranks(of_ranks, PARAMETERS), size)
+        return [set(bucket.names) for bucket in trainer.handle.stats().buckets]
+
+    everything = [set(PARAMETERS)]
+    assert train(0) == train(1) == everything
+    rules: Any = [("m*", "allreduce"), ("v*", Recorder())]
+    routed = commhooks.create("route", rules=rules, default="allreduce")
+    trainer.handle.replace("schedule", stages=[(0, routed)])
+    rest = set(PARAMETERS) - {"matrix", "vector"}
+    for step in (2, 3):
+        buckets = train(step)
+        assert len(buckets) == 3
+        assert all(names in buckets for names in ({"matrix"}, {"vector"}, rest))
+    trainer.handle.replace("allreduce")
+    assert train(4) == everything
+    trainer.handle.replace("route", rules=[["m*", "noop"]], default="allreduce")
+    assert len(trainer.handle.stats().buckets) == 2
+    trainer.handle.remove()
+    trainer.handle = commhooks.register(trainer.model, "allreduce")
+    assert train(5) == everything
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_buckets_are_cut_by_route(run_ranks: Any, options: dict[str, bool]) -> None:
+    run_ranks(cut, 2, options)
+
+
+def cut_after_forward(rank: int, size: int, options: dict[str, bool]) -> None:
+    """As after a look at the loss with gradients switched on, on one rank or on all."""
+    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, **options)
+    used = {name: tensor for name, tensor in PARAMETERS.items() if name != "spare"}
+    for step in range(4):
+        of_ranks = [draw_gradients(used, peer, step) for peer in range(size)]
+        loss = trainer.model(of_ranks[rank])
+        if rank == 0 or step > 1:
+            trainer.model(of_ranks[rank])
+        if step == 1:
+            trainer.handle.replace("route", rules=[["m*", "bf16"]], default="allreduce")
+        if step == 2:
+            trainer.handle.replace("route", rules=[["v*", "allreduce"]], default="allreduce")
+        for parameter in trainer.parameters.values():
+            parameter.grad = None
+        loss.backward()
+        found = {name: p.grad for name, p in trainer.parameters.items() if p.grad is not None}
+        mean = mean_over_ranks(of_ranks, used)
+        if step == 1:
+            del mean["matrix"]  # in half precision
+        assert not differences(found, mean, size)
+
+
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+def test_buckets_can_be_cut_between_forward_and_backward(
+    run_ranks: Any, options: dict[str, bool]
+) -> None:
+    run_ranks(cut_after_forward, 2, options)
+
+
+def keep_keys(rank: int, size: int) -> None:
+    """A model with keys of its own keeps them, and routes are told apart in its buckets."""
+    trainer = Trainer(
+        commhooks.create("route", rules=[["[mv]*", Recorder()]], default="allreduce"),
+        PARAMETERS,
+        bucket_cap_mb=25,
+        group_key=lambda name, parameter: name[0] in "ms",
+    )
+    of_ranks = [draw_gradients(PARAMETERS, peer, 0) for peer in range(size)]
+    found = trainer.step(of_ranks[rank])
+    assert not differences(found, mean_over_ranks(of_ranks, PARAMETERS), size)
+    buckets = [set(bucket.names) for bucket in trainer.handle.stats().buckets]
+    assert {name[0] in "ms" for name in buckets[0]} != {name[0] in "ms" for name in buckets[1]}
+    assert len(buckets) == 2
+
+
+def test_keys_of_the_model_are_kept(run_ranks: Any) -> None:
+    run_ranks(keep_keys, 2)
+
+
+class Lanes(torch.nn.Module):
+    """A parameter with sparse gradients, which hooks do not get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 3, sparse=True)
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.second(self.first(self.embedding(indices)))
+
+
+def leave_out(rank: int, size: int) -> None:
+    model = commhooks.DistributedDataParallel(Lanes())
+    hooks = [Recorder(tag="a"), Recorder(tag="b")]
+    rules: Any = [("first.*", hooks[0]), ("second.*", hooks[1])]
+    handle = commhooks.register(model, "route", rules=rules)
+    model(torch.tensor([1, rank])).sum().backward()
+    for hook in hooks:
+        assert [call.is_last for call in hook.calls][-1]
+    with pytest.raises(commhooks.CommHookError, match=r"rule 'embedding\.\*' fits no parameter"):
+        handle.replace("route", rules=[["embedding.*", "fp16"]], default="fp16")
+
+
+def test_parameters_that_hooks_do_not_get(run_ranks: Any) -> None:
+    run_ranks(leave_out, 2)
+
+
+def skip(rank: int, size: int, names: list[str]) -> None:
+    """Buckets hold one parameter each. Each route's last one is marked, whatever is left out."""
+    hooks = [Recorder(tag="outer"), Recorder(tag="inner")]
+    inner = Route([("c*", hooks[1])], default=commhooks.create("allreduce"))
+    hook = Route([("a*", hooks[0])], default=inner)
+    parameters = {name: torch.zeros(3) for name in ("a0", "c0", "b0", "a1", "c1", "b1")}
+    trainer = Trainer(
+        hook,
+        parameters,
+        bucket_cap_mb=1e-6,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    used = {name: parameters[name] for name in names}
+    for step in range(3):
+        trainer.step(draw_gradients(used, rank, step))
+    for recorder, letter in zip(hooks, "ac", strict=True):
+        own = [name for name in names if name.startswith(letter)]
+        for step in range(3):
+            calls = [call for call in recorder.calls if call.step == step]
+            assert sorted(name for call in calls for name in call.names) == own
+            assert [call.index for call in calls] == list(range(len(own)))
+            assert [call.is_last for call in calls] == [False] * (len(own) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    "names", [["a0", "b0", "c0"], ["a1", "b0", "c1"], ["a0", "a1", "b0", "c0"]]
+)
+def test_the_last_bucket_is_marked_where_others_are_left_out(
+    run_ranks: Any, names: list[str]
+) -> None:
+    run_ranks(skip, 2, names)
+
+
+def feed_back(rank: int, size: int) -> None:
+    """An error around it is that of each route."""
+    rules: Any = [("m*", Recorder(threshold=1.0)), ("v*", commhooks.create("bf16"))]
+    hook = ErrorFeedback(Route(rules, default=commhooks.create("allreduce")))
+    trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=25)
+    gradients = draw_gradients(PARAMETERS, rank, 0)
+    trainer.step(gradients)
+    errors = {name: entry["error"] for name, entry in hook.state.items()}
+    small = gradients["matrix"].where(gradients["matrix"].abs() < 1, 0)
+    torch.testing.assert_close(errors["matrix"], small, rtol=0, atol=1e-6)
+    rounded = gradients["vector"] - gradients["vector"].bfloat16()
+    torch.testing.assert_close(errors["vector"], rounded, rtol=0, atol=1e-6)
+    assert not errors["odd"].any()
+
+
+def test_error_feedback_around_it(run_ranks: Any) -> None:
+    run_ranks(feed_back, 2)
+
+
+def count_bytes(rank: int, size: int) -> None:
+    parameters = {"a": torch.zeros(30), "b": torch.zeros(50), "c": torch.zeros(70)}
+    hook = commhooks.create("route", rules=[["a", "bf16"], ["c", "noop"]], default="allreduce")
+    trainer = Trainer(hook, parameters)
+    trainer.step(draw_gradients(parameters, rank, 0))
+    assert trainer.handle.stats().total.wire_bytes == 2 * 30 + 4 * 50
+
+
+def test_wire(run_ranks: Any) -> None:
+    run_ranks(count_bytes, 2)
+
+
+def compose(rank: int, size: int) -> None:
+    """A hook gives the same results on its route as on a model of just these parameters."""
+    powersgd = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0}
+    rules = [["[mo]*", powersgd], ["*", {"name": "schedule", "stages": [[0, "bf16"], [1, "fp16"]]}]]
+    routed = Trainer(commhooks.create("route", rules=rules), PARAMETERS, bucket_cap_mb=25)
+    parts = [
+        {name: tensor for name, tensor in PARAMETERS.items() if (name[0] in "mo") == is_first}
+        for is_first in (True, False)
+    ]
+    alone = [
+        Trainer(commhooks.create(config), part, bucket_cap_mb=25)  # type: ignore[arg-type]
+        for (_, config), part in zip(rules, parts, strict=True)
+    ]
+    for step in range(3):
+        gradients = draw_gradients(PARAMETERS, rank, step)
+        found = routed.step(gradients)
+        for trainer, part in zip(alone, parts, strict=True):
+            expected = trainer.step({name: gradients[name] for name in part})
+            assert same_bits({name: found[name] for name in part}, expected)
+    dist.barrier()
+
+
+def test_is_as_good_as_several_models(run_ranks: Any) -> None:
+    run_ranks(compose, 2)

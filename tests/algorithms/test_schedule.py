@@ -1,0 +1,155 @@
+"""Hooks one after the other, by step."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.inner_hooks import Recorder
+
+import commhooks
+from commhooks.algorithms import ErrorFeedback, Schedule
+from commhooks.testing.compare import same_bits, through_file
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+PARAMETERS = probe_parameters()
+
+
+def test_hook_of_a_step() -> None:
+    hook: Any = commhooks.create("schedule", stages=[[0, "allreduce"], [3, "fp16"], [9, "bf16"]])
+    assert [hook.hook_at(step).name for step in (0, 2, 3, 8, 9, 10**9)] == [
+        "allreduce",
+        "allreduce",
+        "fp16",
+        "fp16",
+        "bf16",
+        "bf16",
+    ]
+    cyclic: Any = commhooks.create("schedule", stages=[[0, "fp16"], [3, "bf16"]], cycle=5)
+    assert [cyclic.hook_at(step).name for step in range(8)] == [
+        "fp16",
+        "fp16",
+        "fp16",
+        "bf16",
+        "bf16",
+        "fp16",
+        "fp16",
+        "fp16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": []}, "option 'stages'.*length >= 1"),
+        ({"stages": [[1, "fp16"]]}, r"ascend from 0, found \[1\]"),
+        ({"stages": [[0, "fp16"], [5, "bf16"], [5, "noop"]]}, r"found \[0, 5, 5\]"),
+        ({"stages": [[0, "fp16"], [7, "bf16"], [5, "noop"]]}, r"found \[0, 7, 5\]"),
+        ({"stages": [[-1, "fp16"]]}, "it is not >= 0"),
+        ({"stages": [[0, "fp16"], [5, "bf16"]], "cycle": 5}, "more steps than 5.*found 5"),
+        ({"stages": [[0, "fp16", 3]]}, "option 'stages'"),
+        ({"stages": [[0, "local_sgd"], [5, "bf16"]]}, r"differ under Local.*handle\.replace"),
+        ({"stages": [[0, "bf16"], [5, "gossip"]], "cycle": 9}, "differ under Gossip.*apart"),
+        ({"stages": "fp16"}, "option 'stages'"),
+        ({"stages": [["0", "fp16"]]}, "option 'stages'"),
+    ],
+)
+def test_bad_stages(options: Any, message: str) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match=message):
+        commhooks.create("schedule", **options)
+
+
+def test_stages_after_which_models_differ() -> None:
+    commhooks.create("schedule", stages=[[0, "bf16"], [5, "gossip"], [7, "local_sgd"]])
+    commhooks.create("schedule", stages=[[0, "local_sgd"], [5, "gossip"]], cycle=9)
+
+
+def train(trainer: Trainer, rank: int, steps: range) -> list[Any]:
+    return [trainer.step(draw_gradients(PARAMETERS, rank, step)) for step in steps]
+
+
+def switch(rank: int, size: int, stock: bool) -> None:
+    hooks = [Recorder(tag=tag) for tag in "abc"]
+    schedule = Schedule([(0, hooks[0]), (2, hooks[1]), (5, hooks[2])])
+    trainer = Trainer(schedule, PARAMETERS, stock=stock)
+    train(trainer, rank, range(7))
+    used = [sorted({call.step for call in hook.calls}) for hook in hooks]
+    assert used == [[0, 1], [2, 3, 4], [5, 6]]
+    # What will not be used again is forgotten.
+    assert trainer.handle.state_dict()["state"].keys() == {".stages.2.1"}
+    assert set(hooks[2].counts().values()) == {2.0}
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_switches_between_steps(run_ranks: Any, stock: bool) -> None:
+    run_ranks(switch, 2, stock)
+
+
+def come_back(rank: int, size: int, keep_state: bool) -> None:
+    hooks = [Recorder(tag=tag) for tag in "ab"]
+    schedule = Schedule([(0, hooks[0]), (2, hooks[1])], cycle=3, keep_state=keep_state)
+    trainer = Trainer(schedule, PARAMETERS)
+    train(trainer, rank, range(4))  # a a b a
+    assert set(hooks[0].counts().values()) == {3.0 if keep_state else 1.0}
+    assert set(hooks[1].counts().values()) == ({1.0} if keep_state else set())
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+def test_comes_back(run_ranks: Any, keep_state: bool) -> None:
+    run_ranks(come_back, 2, keep_state)
+
+
+POWERSGD = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0}
+
+
+def resume(rank: int, size: int, keep_state: bool) -> None:
+    """At every step, those of a switch included, a resumed run goes on bit for bit."""
+    config = {
+        "name": "schedule",
+        "stages": [[0, POWERSGD], [2, "bf16"]],
+        "cycle": 3,
+        "keep_state": keep_state,
+    }
+    trainer = Trainer(commhooks.create(config), PARAMETERS, stable_buckets=True)
+    saved = []
+    results = []
+    for step in range(7):
+        saved.append(through_file(trainer.handle.state_dict()))
+        results += train(trainer, rank, range(step, step + 1))
+    for step in range(7):
+        resumed = Trainer(commhooks.create(config), PARAMETERS, stable_buckets=True)
+        resumed.handle.load_state_dict(saved[step])
+        assert same_bits(train(resumed, rank, range(step, 7)), results[step:]), step
+        assert same_bits(resumed.handle.state_dict(), trainer.handle.state_dict())
+
+
+@pytest.mark.parametrize("keep_state", [False, True])
+def test_resumes_bit_for_bit(run_ranks: Any, keep_state: bool) -> None:
+    run_ranks(resume, 2, keep_state)
+
+
+def share(rank: int, size: int) -> None:
+    """An error around the schedule is handed from stage to stage."""
+    stages = [(0, Recorder(1.0)), (1, Recorder(2.0)), (2, commhooks.create("allreduce"))]
+    hook = ErrorFeedback(Schedule(stages))  # type: ignore[arg-type]
+    trainer = Trainer(hook, PARAMETERS)
+    train(trainer, rank, range(2))
+    assert hook.state["matrix"]["error"].abs().max() > 1.0
+    train(trainer, rank, range(2, 3))
+    assert not hook.state["matrix"]["error"].any()
+
+
+def test_error_feedback_around_a_schedule(run_ranks: Any) -> None:
+    run_ranks(share, 2)
+
+
+def count_bytes(rank: int, size: int) -> None:
+    hook = commhooks.create("schedule", stages=[[0, "allreduce"], [2, "bf16"]])
+    parameters = {"even": torch.zeros(60)}
+    trainer = Trainer(hook, parameters)
+    for step in range(4):
+        trainer.step(draw_gradients(parameters, rank, step))
+    assert trainer.handle.stats().total.wire_bytes == (2 * 240 + 2 * 120) / 4
+
+
+def test_statistics_are_means_over_stages(run_ranks: Any) -> None:
+    run_ranks(count_bytes, 2)

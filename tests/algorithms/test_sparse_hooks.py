@@ -1,0 +1,258 @@
+"""What holds for all sparse hooks: nothing is lost, all ranks agree, and bytes are as stated."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.lockstep import LockstepCommunicator, lockstep, make_bucket
+from torch import Tensor
+
+import commhooks
+from commhooks import CommHook, CommHookOptionError
+from commhooks.algorithms.sparse.dgc import DGC
+from commhooks.algorithms.sparse.randomk import RandomK
+from commhooks.algorithms.sparse.threshold import Threshold
+from commhooks.algorithms.sparse.topk import TopK
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scalar": (),
+    "matrix": (23, 17),
+    "empty": (0, 5),
+    "convolution": (9, 5, 3, 3),
+    "bias": (23,),
+}
+NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+# With what makes each of them leave something out.
+HOOKS: dict[str, Callable[[], CommHook]] = {
+    "topk": functools.partial(TopK, density=0.1, warmup_steps=2),
+    "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
+    "threshold": functools.partial(Threshold, value=1.5),
+    "threshold, dense": functools.partial(Threshold, value=0.3),
+    "randomk": functools.partial(RandomK, density=0.2, error_feedback=True),
+    "dgc": functools.partial(DGC, density=0.1, warmup_steps=2),
+}
+WITHOUT_ERROR: dict[str, Callable[[], CommHook]] = {
+    "topk": functools.partial(TopK, density=0.1, warmup_steps=0, error_feedback=False),
+    "threshold": functools.partial(Threshold, value=1.5, error_feedback=False),
+}
+
+
+def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    zeros = {name: torch.zeros(shape, dtype=dtype) for name, shape in SHAPES.items()}
+    return draw_gradients(zeros, 7, rank, step)
+
+
+def flat(named: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.cat([named[name].reshape(-1).to(dtype) for name in SHAPES])
+
+
+def memory(hook: CommHook, field: str = "error") -> Tensor:
+    """All of the hook's errors, (NUMEL,) float64; zeros before its first step."""
+    zero = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    return flat({name: hook.state.get(name, {}).get(field, zero[name]) for name in SHAPES})
+
+
+def take_step(
+    hooks: list[CommHook], step: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[LockstepCommunicator]]:
+    buckets = [make_bucket(gradients_of(rank, step, dtype), step) for rank in range(len(hooks))]
+    return lockstep(hooks, buckets, wants_contribution=True)
+
+
+def assert_is_mean(results: list[Tensor], of: list[Tensor]) -> None:
+    """Up to one rounding per rank, and one of the result."""
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert results[0].count_nonzero() > 0
+    unit = torch.finfo(results[0].dtype).eps * len(of)
+    mean = torch.stack(of).mean(0)
+    torch.testing.assert_close(results[0].double(), mean, rtol=unit, atol=unit)
+
+
+# ------------------------------------------------------------------------- nothing is lost
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in HOOKS if name != "dgc"])
+def test_sent_and_error_are_gradient_and_old_error(name, size, dtype):
+    """And the result is the mean of what was sent, which is nothing but some of these numbers."""
+    hooks = [HOOKS[name]() for _ in range(size)]
+    unit = torch.finfo(dtype).eps
+    for step in range(4):
+        old = [memory(hook) for hook in hooks]
+        results, comms = take_step(hooks, step, dtype)
+        sent = []
+        for rank, hook in enumerate(hooks):
+            # Gradient and old error are added in the memory's precision, once.
+            memory_dtype = torch.promote_types(dtype, torch.float32)
+            gradient = flat(gradients_of(rank, step, dtype), memory_dtype)
+            total = (gradient + old[rank].to(memory_dtype)).double()
+            sent.append(total - memory(hook))
+            rounded = (sent[-1] - total).abs() <= unit * total.abs()
+            assert torch.all((sent[-1] == 0) | rounded)
+            if comms[rank].contribution is not None:
+                assert torch.equal(comms[rank].contribution.double(), sent[-1])
+        assert_is_mean(results, sent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WITHOUT_ERROR)
+def test_without_error_feedback_some_of_the_gradient_is_sent(name, dtype):
+    hooks = [WITHOUT_ERROR[name]() for _ in range(3)]
+    results, comms = take_step(hooks, 0, dtype)
+    sent = []
+    for rank, (hook, comm) in enumerate(zip(hooks, comms, strict=True)):
+        gradient = flat(gradients_of(rank, 0, dtype))
+        sent.append(comm.contribution.double())
+        assert torch.all((sent[-1] == 0) | (sent[-1] == gradient))
+        smallest = sent[-1][sent[-1] != 0].abs().min()
+        assert torch.all((sent[-1] != 0) | (gradient.abs() <= smallest))
+        assert hook.state == {}
+    assert_is_mean(results, sent)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_what_float16_cannot_hold_remains_to_be_sent(name):
+    """Infinity would be sent again and again."""
+    hooks = [HOOKS[name]() for _ in range(3)]
+    take_step(hooks, 0, torch.float16)
+    for hook in hooks:
+        for field in hook.state["matrix"]:
+            hook.state["matrix"][field].fill_(200_000)
+    results, _ = take_step(hooks, 1, torch.float16)
+    assert results[0].isfinite().all()
+    assert results[0].max() >= 65504 / 2
+    rest = memory(hooks[0])[1:392]
+    assert rest.isfinite().all()
+    assert rest.min() > 100_000
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "randomk, unbiased"])
+def test_empty_bucket(name):
+    made = HOOKS.get(name, functools.partial(RandomK, error_feedback=False))
+    (result,), _ = lockstep([made()], [make_bucket({"empty": torch.zeros(0, 5)})])
+    assert result.shape == (0,)
+
+
+# ------------------------------------------------------------------------- bad numbers
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("bad_rank", [0, 2])
+@pytest.mark.parametrize("name", HOOKS)
+def test_numbers_that_are_not_finite_leave_no_trace(name, bad_rank, bad):
+    hooks, twins = ([HOOKS[name]() for _ in range(3)] for _ in range(2))
+    for both in (hooks, twins):
+        take_step(both, 0)
+    gradients = [gradients_of(rank, 1) for rank in range(3)]
+    gradients[bad_rank]["bias"][11] = bad
+    results, _ = lockstep(hooks, [make_bucket(named, 1) for named in gradients])
+    assert all(result.isnan().all() for result in results)
+    for hook, twin in zip(hooks, twins, strict=True):
+        for parameter, entry in twin.state.items():
+            for field, tensor in entry.items():
+                assert torch.equal(hook.state[parameter][field], tensor), (parameter, field)
+    for result, expected in zip(take_step(hooks, 2)[0], take_step(twins, 2)[0], strict=True):
+        assert torch.equal(result, expected)
+
+
+# -------------------------------------------------------------------------------- on the wire
+
+
+def message_bytes(numel: int, count: int, itemsize: int) -> int:
+    """Independent of the hooks: values, then the shortest of all codes for the indices."""
+
+    def words(bits: int) -> int:
+        return 8 * ((bits + 63) // 64)
+
+    shortest = words(numel)
+    for low in range(31):
+        shortest = min(shortest, words(((numel - 1) >> low) + count) + words(low * count))
+    return count * itemsize + shortest
+
+
+@pytest.mark.parametrize("density", [1e-6, 0.01, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_of_a_fixed_share(dtype, density):
+    bucket = make_bucket(gradients_of(0, 0, dtype), step=1)
+    count = max(1, round(density * NUMEL))
+    for hook, expected_bytes in [
+        (TopK(density=density, warmup_steps=0), message_bytes(NUMEL, count, dtype.itemsize)),
+        (DGC(density=density, warmup_steps=0), message_bytes(NUMEL, count, dtype.itemsize)),
+        (RandomK(density=density), (count + 1) * dtype.itemsize),
+    ]:
+        _, (comm,) = lockstep([hook], [bucket])
+        assert [tensor.nbytes for tensor in comm.sent] == [expected_bytes], hook
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threshold_pays_for_the_rank_with_the_most(dtype):
+    hooks = [Threshold(value=1.0) for _ in range(3)]
+    buckets = [make_bucket(gradients_of(rank, 0, dtype)) for rank in range(3)]
+    buckets[2].buffer().mul_(2)
+    counts = [int((bucket.buffer().abs() >= 1).sum()) for bucket in buckets]
+    assert counts[0] < counts[2]
+    _, comms = lockstep(hooks, buckets)
+    for comm in comms:
+        sent = [tensor.nbytes for tensor in comm.sent]
+        assert sent == [8, message_bytes(NUMEL, max(counts), dtype.itemsize)]
+
+
+def test_threshold_that_nothing_reaches_sends_counts_only():
+    hook = Threshold(value=1e9)
+    (result,), (comm,) = take_step([hook], 0)
+    assert torch.equal(result, torch.zeros(NUMEL))
+    assert torch.equal(memory(hook), flat(gradients_of(0, 0)))
+    assert [tensor.nbytes for tensor in comm.sent] == [8]
+
+
+def bytes_on_the_engine(rank: int, size: int, hook: CommHook) -> tuple[float | None, int | None]:
+    """Those counted in a step, and those of the hook's own formula."""
+    parameters = probe_parameters()
+    trainer = Trainer(hook, parameters, bucket_cap_mb=25, stable_buckets=True)
+    for step in range(2):
+        trainer.step(draw_gradients(parameters, rank, step))
+    bucket = make_bucket(parameters, step=1)
+    return trainer.handle.stats().total.wire_bytes, hook.wire_bytes(bucket, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_are_counted_on_the_engine(run_ranks, size):
+    numel = sum(tensor.numel() for tensor in probe_parameters().values())
+    count = round(0.05 * numel)
+    gathered = (size - 1) * message_bytes(numel, count, 4)
+    reduced = 2 * (size - 1) * math.ceil(4 * (count + 1) / size)
+    for hook, expected in [
+        (TopK(density=0.05, warmup_steps=0), gathered),
+        (DGC(density=0.05, warmup_steps=0), gathered),
+        (RandomK(density=0.05), reduced),
+    ]:
+        for found, formula in run_ranks(bytes_on_the_engine, size, hook):
+            assert found == formula == expected, hook
+
+
+# ------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("topk", {"density": 0.0}, "density.*> 0.*found 0.0"),
+        ("topk", {"density": 1.5}, "density.*<= 1.*found 1.5"),
+        ("topk", {"density": math.nan}, "density.*found nan"),
+        ("threshold", {"value": 0.0}, "value.*> 0.*found 0.0"),
+        ("threshold", {"value": math.inf}, "value.*< inf.*found inf"),
+        ("randomk", {"density": -0.1}, "density.*> 0.*found -0.1"),
+        ("dgc", {"momentum": 1.0}, "momentum.*< 1.*found 1.0"),
+        ("dgc", {"clip": 0.0}, "clip.*found 0.0"),
+        ("dgc", {"warmup_steps": -1}, "warmup_steps.*>= 0.*found -1"),
+    ],
+)
+def test_options_out_of_range(name, options, message):
+    with pytest.raises(CommHookOptionError, match=message):
+        commhooks.create(name, **options)

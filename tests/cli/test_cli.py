@@ -1,0 +1,184 @@
+"""The command line: what it prints, and how it fails."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.cluster.links import unavailable
+
+pytest.importorskip("click")
+from click.testing import CliRunner
+
+from commhooks.cli.commands import commands
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(commands, arguments, catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_every_command_says_what_it_does() -> None:
+    text = run("--help")
+    for name in commands.list_commands(None):  # type: ignore[arg-type]
+        assert name in text
+        assert "Usage" in run(name, "--help")
+
+
+def test_list_names_every_hook() -> None:
+    text = run("list")
+    for name in commhooks.available():
+        assert name in text
+    assert "all-reduce" in text
+
+
+def test_describe() -> None:
+    assert run("describe", "powersgd") == f"{commhooks.describe('powersgd')}\n"
+
+
+def test_an_unknown_hook_is_one_line() -> None:
+    text = run("describe", "powersg", status=1)
+    assert text.startswith("Error: no hook is named 'powersg'; did you mean 'powersgd'?")
+
+
+def test_as_a_module() -> None:
+    text = subprocess.check_output([sys.executable, "-m", "commhooks", "--help"], text=True)
+    assert text.startswith("Usage: commhooks")
+
+
+def test_without_the_extra(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('no click', name='click')")
+    result = subprocess.run(
+        [sys.executable, "-m", "commhooks", "list"],
+        env={"PYTHONPATH": f"{tmp_path}:{Path(commhooks.__file__).parents[1]}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "needs click" in result.stderr
+    assert "pip install 'commhooks[cli]'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_doctor_finds_this_machine_sound() -> None:
+    text = run("doctor")
+    assert "gloo" in text
+    assert torch.__version__ in text
+
+
+def test_doctor_fails_when_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "11.8")
+    monkeypatch.setattr("commhooks.lab.doctor._cupy_packages", lambda: {"cupy-cuda12x": "13.0"})
+    monkeypatch.setenv("COLUMNS", "40")  # a narrow terminal cuts no command
+    text = run("doctor", status=1)
+    assert "cupy-cuda12x 13.0 is for CUDA 12, torch for CUDA 11.8\n" in text
+    assert "pip uninstall cupy-cuda12x, then pip install 'commhooks[cuda11]'\n" in text
+
+
+def compare_small(*more: str, status: int = 0) -> str:
+    return run("compare", "--model", "compared:net", "--hooks", "bf16", *more, status=status)
+
+
+def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
+    text = compare_small(
+        *("--steps", "3", "--link", "1gbit", "--predict"),
+        *("--train", "compared:train", "--train-steps", "10"),
+        *("--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
+    )
+    for name in (
+        "bare",
+        "torch",
+        "bf16",
+        "loopback, measured",
+        "1 Gbit/s, predicted",
+        "2.0x",
+        "pays below",
+        "loss",
+    ):
+        assert name in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert json.loads(files["json"].read_text())["world_size"] == 2
+    assert files["csv"].read_text().count("\n") == 1 + 3 * 2
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "says"),
+    [
+        (["--hooks", "powersgd:rank=x"], 2, "'--hooks' / '--hook': hook 'powersgd:rank=x'"),
+        (["--link", "1gb"], 2, "Invalid value for '--link': expected a rate"),
+        (["--model", "compared:nett"], 1, "Error: 'compared:nett': 'compared' has no 'nett'"),
+        (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),
+        (["--json", "/nonexistent/file.json"], 2, "Invalid value for '--json'"),
+        (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),
+    ],
+)
+def test_compare_refuses_bad_input(more: list[str], status: int, says: str) -> None:
+    assert says in compare_small(*more, status=status)
+
+
+@pytest.fixture
+def _not_ignoring_interrupts() -> Iterator[None]:
+    """Shells have them ignored by what they run in the background, and so do children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.usefixtures("_not_ignoring_interrupts")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-m", "commhooks", "compare", "--model", "compared:net"]
+    command += ["--hooks", "bf16", "--link", "10mbit", "--steps", "20", "--world-size", "2"]
+    # For its temporary files; its processes are found by it as well. Torch's own cache stays.
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    deadline = time.monotonic() + 120
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        while f"ch{process.pid}" not in hosts_and_interfaces():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(processes_with(temporary)) > 1
+        process.send_signal(number)
+        assert process.wait(60) != 0
+    while processes_with(temporary):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(temporary.iterdir()) == []
+    assert f"ch{process.pid}" not in hosts_and_interfaces()
+
+
+def hosts_and_interfaces() -> str:
+    commands = (["ip", "-brief", "link"], ["ip", "netns", "list"])
+    return "".join(subprocess.check_output(command, text=True) for command in commands)
+
+
+def processes_with(folder: Path) -> list[str]:
+    """Processes whose temporary files would go to ``folder``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"TMPDIR={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found

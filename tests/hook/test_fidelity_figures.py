@@ -1,0 +1,67 @@
+"""What hooks lose is told as it was measured, and of no hook of which it was not."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import commhooks
+from commhooks.hook import fidelity
+from commhooks.hook.fidelity import Fidelity, fidelity_of
+
+FIGURES = {
+    "int8": {"digits": 0.06, "bytes": -0.4, "seeds": 3},
+    "topk": {"digits": None, "bytes": 5.7, "seeds": 1},
+    "fp8": {"digits": 1.0, "bytes": 1.0, "seeds": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "fidelity.json").write_text(json.dumps(FIGURES))
+    monkeypatch.setattr(fidelity, "files", lambda package: tmp_path)
+    fidelity._measured.cache_clear()
+    yield
+    fidelity._measured.cache_clear()
+
+
+def test_figures_are_those_of_the_file() -> None:
+    assert fidelity_of("int8") == Fidelity(digits=0.06, bytes=-0.4, seeds=3)
+    assert fidelity_of("noop") is None
+
+
+def test_in_words() -> None:
+    assert str(fidelity_of("int8")) == "+0.1 % on digits, -0.4 % on bytes (3 seeds)"
+    assert str(fidelity_of("topk")) == "+5.7 % on bytes (1 seed)"
+    assert "plain averaging's: +0.1 % on digits, -0.4 % on bytes (3" in str(
+        commhooks.describe("int8")
+    )
+    assert "validation loss" not in str(commhooks.describe("noop"))
+
+
+def test_not_of_a_hook_that_another_package_put_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commhooks.algorithms.Int8, "__module__", "elsewhere.int8")
+    assert commhooks.describe("int8").fidelity is None
+
+
+def test_without_the_file(tmp_path: Path) -> None:
+    (tmp_path / "fidelity.json").unlink()
+    assert fidelity_of("int8") is None
+
+
+def test_the_list_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("click")
+    from click.testing import CliRunner
+
+    from commhooks.cli.commands import commands
+
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = CliRunner().invoke(commands, ["list"]).output.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.split()}
+    assert "+0.1, -0.4" in rows["int8"]
+    assert "-, +5.7" in rows["topk"]
+    assert "," not in rows["fp16"]
+    assert max(map(len, lines)) <= 80

@@ -1,0 +1,209 @@
+"""Hooks by name: created, listed, described, and offered by other packages."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import pytest
+from torch import Tensor
+
+import commhooks
+from commhooks.hook import registry
+from commhooks.hook.options.constraints import Ge, Le
+
+NAMES = [
+    "allreduce",
+    "batched_powersgd",
+    "bf16",
+    "fp16",
+    "gossip",
+    "local_sgd",
+    "noop",
+    "powersgd",
+    "push_sum",
+]
+
+
+@pytest.fixture(autouse=True)
+def _registry_restored() -> Iterator[None]:
+    before = dict(registry._hooks)
+    yield
+    registry._hooks.clear()
+    registry._hooks.update(before)
+
+
+def define(name: str, *, override: bool = False) -> type[commhooks.CommHook]:
+    @commhooks.register_hook(name, override=override)
+    @dataclass
+    class Sparse(commhooks.CommHook):
+        """Send a few.
+
+        And more text.
+        """
+
+        density: Annotated[float, Ge(0.0), Le(1.0)]
+        seed: int = 7
+
+        paper = "https://example.org/sparse"
+
+        async def reduce(
+            self, bucket: commhooks.GradBucket, comm: commhooks.Communicator
+        ) -> Tensor:
+            return await comm.all_reduce(bucket.buffer())
+
+    return Sparse
+
+
+def test_the_hooks_of_this_package() -> None:
+    assert set(NAMES) <= set(commhooks.available())
+    assert commhooks.available() == sorted(commhooks.available())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_hook_is_described_and_survives_json(name: str) -> None:
+    info = commhooks.describe(name)
+    assert info.name == name
+    assert info.summary.endswith(".")
+    assert info.wire
+    assert name in str(info)
+    hook = commhooks.create(name)
+    assert hook.name == name
+    assert commhooks.create(json.loads(json.dumps(hook.to_config()))) == hook
+
+
+def test_description() -> None:
+    define("sparse")
+    info = commhooks.describe("sparse")
+    assert info.summary == "Send a few."
+    assert info.paper == "https://example.org/sparse"
+    assert not info.lossless
+    density, seed = info.options
+    assert (density.name, density.type, density.required) == ("density", "float", True)
+    assert density.constraints == (">= 0.0", "<= 1.0")
+    assert (seed.name, seed.type, seed.default, seed.required) == ("seed", "int", 7, False)
+
+
+def test_unknown_name_lists_all_and_the_nearest() -> None:
+    with pytest.raises(commhooks.UnknownHookError, match=r"did you mean 'powersgd'\?.*allreduce, "):
+        commhooks.create("power_sgd")
+    with pytest.raises(LookupError):
+        commhooks.describe("")
+
+
+@pytest.mark.parametrize("hook", [None, 3, commhooks.create("allreduce")])
+def test_neither_a_name_nor_a_config(hook: Any) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match="expected the name of a hook or its"):
+        commhooks.create(hook)
+
+
+def test_options_override_a_config() -> None:
+    config = commhooks.create("powersgd", rank=3, seed=5).to_config()
+    hook = commhooks.create(config, rank=2)
+    assert hook == commhooks.create("powersgd", rank=2, seed=5)
+
+
+@pytest.mark.parametrize("config", [{}, {"rank": 3}, {"name": 3}])
+def test_config_without_name(config: dict[str, object]) -> None:
+    with pytest.raises(commhooks.CommHookOptionError, match="needs its name"):
+        commhooks.create(config)
+
+
+@pytest.mark.parametrize("name", ["", "my hook", "mine:2", "a,b"])
+def test_a_name_that_no_command_line_could_spell(name: str) -> None:
+    with pytest.raises(commhooks.CommHookError, match="expected a name of letters, digits"):
+        define(name)
+
+
+def test_a_taken_name_is_refused_unless_overridden() -> None:
+    with pytest.raises(commhooks.CommHookError, match=r"already registered.*override=True"):
+        define("allreduce")
+    kind = define("allreduce", override=True)
+    assert type(commhooks.create("allreduce", density=0.5)) is kind
+
+
+def test_defining_a_hook_again_replaces_it() -> None:
+    """As when a module is reloaded, or a notebook's cell run twice."""
+    define("sparse")
+    kind = define("sparse")
+    assert type(commhooks.create("sparse", density=0.5)) is kind
+
+
+def test_only_hooks_can_be_registered() -> None:
+    with pytest.raises(commhooks.CommHookError, match="expected a subclass of CommHook"):
+        commhooks.register_hook("text")(str)  # type: ignore[type-var]
+
+
+def test_forgotten_reduce() -> None:
+    with pytest.raises(commhooks.CommHookError, match=r"Idle to have a method `async def reduce"):
+
+        @commhooks.register_hook("idle")
+        @dataclass
+        class Idle(commhooks.CommHook):
+            rank: int = 1
+
+
+def test_forgotten_dataclass() -> None:
+    with pytest.raises(commhooks.CommHookError, match="@dataclass below @register_hook"):
+
+        @commhooks.register_hook("forgetful")
+        class Forgetful(commhooks.CommHook):
+            rank: int = 1
+
+            async def reduce(self, bucket: object, comm: object) -> Tensor:
+                raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------- other packages
+
+
+@pytest.fixture
+def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, EntryPoint]:
+    """Entry points of a package that is installed, as it were."""
+    offered: dict[str, EntryPoint] = {}
+    monkeypatch.setattr(registry, "_offered", lambda: offered)
+    return offered
+
+
+def offer(offers: dict[str, EntryPoint], name: str, value: str) -> None:
+    offers[name] = EntryPoint(name, value, registry.ENTRY_POINTS)
+
+
+def test_entry_points_are_loaded_on_demand(
+    offers: dict[str, EntryPoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("other_hooks")
+    offer(offers, "elsewhere", "other_hooks:Elsewhere")
+    assert "elsewhere" in commhooks.available()
+    module.Elsewhere = define("temporary")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "other_hooks", module)
+    assert commhooks.create("elsewhere", density=0.5).name == "elsewhere"
+
+
+def test_a_module_may_register_its_hooks_itself(
+    offers: dict[str, EntryPoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "registering_hooks.py").write_text(
+        "import commhooks\n"
+        "from dataclasses import dataclass\n"
+        "@commhooks.register_hook('registering')\n"
+        "@dataclass\n"
+        "class Registering(commhooks.CommHook):\n"
+        "    async def reduce(self, bucket, comm):\n"
+        "        return bucket.buffer()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    offer(offers, "registering", "registering_hooks")
+    assert commhooks.create("registering").name == "registering"
+
+
+def test_an_entry_point_that_does_not_load(offers: dict[str, EntryPoint]) -> None:
+    offer(offers, "broken", "no_such_module:Hook")
+    with pytest.raises(
+        commhooks.CommHookError, match=r"'broken'.*could not be loaded.*no_such_mod"
+    ):
+        commhooks.create("broken")

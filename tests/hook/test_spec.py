@@ -1,0 +1,72 @@
+"""Hooks in a line of text."""
+
+import pytest
+
+from commhooks import CommHookError, CommHookOptionError, UnknownHookError
+from commhooks.hook.spec import parse_hook_spec, parse_hook_specs
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("bf16", {"name": "bf16"}),
+        ("powersgd:rank=8,start_step=0", {"name": "powersgd", "rank": 8, "start_step": 0}),
+        ("topk:density=0.001", {"name": "topk", "density": 0.001}),
+        ("int8:stochastic=true", {"name": "int8", "stochastic": True}),
+        ("cast:inner=bf16,dtype=bfloat16", {"name": "cast", "inner": "bf16", "dtype": "bfloat16"}),
+        (
+            "error_feedback:inner=(topk:density=0.1,error_feedback=false)",
+            {
+                "name": "error_feedback",
+                "inner": {"name": "topk", "density": 0.1, "error_feedback": False},
+            },
+        ),
+        (
+            'schedule:stages=[[0,"allreduce"],[50,{"name":"powersgd"}]]',
+            {
+                "name": "schedule",
+                "stages": [[0, "allreduce"], [50, {"name": "powersgd"}]],
+            },
+        ),
+        ('{"name": "powersgd", "rank": 2}', {"name": "powersgd", "rank": 2}),
+    ],
+)
+def test_forms(text: str, config: dict[str, object]) -> None:
+    spec = parse_hook_spec(text)
+    assert spec.config == config
+    assert str(spec) == text
+    assert spec.create().name == config["name"]
+
+
+def test_commas_separate_hooks_and_options() -> None:
+    specs = parse_hook_specs('bf16,powersgd:rank=4,start_step=0,{"name": "topk"},int8')
+    assert [spec.text for spec in specs] == [
+        "bf16",
+        "powersgd:rank=4,start_step=0",
+        '{"name": "topk"}',
+        "int8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "says"),
+    [
+        ("powersg", UnknownHookError, "did you mean 'powersgd'"),
+        ("powersgd:rank=x", CommHookOptionError, "expected int, >= 1; found 'x'"),
+        ("powersgd:rnak=4", CommHookOptionError, "did you mean 'rank'"),
+        ("powersgd:rank", CommHookOptionError, "'rank' is no option=value"),
+        ("powersgd:", CommHookOptionError, "'' is no option=value"),
+        ("powersgd:rank=4,rank=5", CommHookOptionError, "'rank' is there twice"),
+        ("error_feedback:inner=(topk:density=9)", CommHookOptionError, "inner.density"),
+        ("error_feedback:inner=(topk", CommHookOptionError, r"'\)' is missing"),
+        ("topk)", CommHookOptionError, r"'\)' closes nothing"),
+        ('schedule:stages=[[0,"bf16]]', CommHookOptionError, "'\"' is missing"),
+        ('{"name"}', CommHookOptionError, "is no JSON"),
+        ("", CommHookOptionError, "'' is no name"),
+        ("bf16,", CommHookOptionError, "'' is no name"),
+    ],
+)
+def test_errors_say_what_is_wrong(text: str, kind: type[CommHookError], says: str) -> None:
+    with pytest.raises(kind, match=says) as caught:
+        parse_hook_specs(text)
+    assert str(caught.value).startswith("hook '")

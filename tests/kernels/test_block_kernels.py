@@ -1,0 +1,100 @@
+"""The GPU's kernels give the bytes of the CPU's loops; emulated everywhere, and on a GPU if any."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from emulation import emulated
+from support.codec_runs import CODECS, numbers, run
+
+from commhooks import CommHookError
+from commhooks.codecs import BlockCodec, Levels
+from commhooks.testing.compare import same_bits
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where kernels run. ``here()``: while they do so with tensors of ``device``."""
+
+    device: str
+    is_backward: bool = False
+
+    def here(self) -> AbstractContextManager[None]:
+        return emulated(self.is_backward) if self.device == "cpu" else nullcontext()
+
+
+@pytest.fixture(
+    params=[
+        Machine("cpu"),
+        Machine("cpu", is_backward=True),
+        pytest.param(Machine("cuda:0"), marks=pytest.mark.gpu),
+    ],
+    ids=["emulated", "emulated backward", "gpu"],
+)
+def machine(request: pytest.FixtureRequest) -> Machine:
+    if request.param.device != "cpu" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return request.param
+
+
+def check(machine: Machine, codec: BlockCodec, *case: object) -> None:
+    expected = list(run(codec, *case, "cpu"))
+    with machine.here():
+        found = [tensor.cpu() for tensor in run(codec, *case, machine.device)]
+    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if one.is_floating_point():  # a NaN is a NaN, whatever its other bits
+            one, other = one.nan_to_num(123.0, math.inf), other.nan_to_num(123.0, math.inf)
+        assert same_bits(one, other), f"tensor {index}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("name", CODECS)
+def test_same_bytes_for_all_kinds_of_numbers(machine, name, dtype):
+    codec = CODECS[name](64)
+    for kind in ("usual", "any size", "tiny", "zeros", "not finite"):
+        given = numbers(1000, kind, dtype)
+        error = numbers(1000, "usual", dtype) * 1e-2
+        for with_error in (None, error):
+            check(machine, codec, given, with_error, 3, 0)
+
+
+@pytest.mark.parametrize("block", [32, 96, 256, 512, 544, 1024, 2080, 4096])
+@pytest.mark.parametrize("name", ["int8", "int4", "ternary, clipped", "sign, root mean"])
+def test_same_bytes_for_all_block_sizes(machine, name, block):
+    codec = CODECS[name](block)
+    for numel in (block - 1, 3 * block, 5 * block + 77):
+        check(machine, codec, numbers(numel, "usual", torch.float32), None, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["int8", "2 bits", "4 levels, l2", "majority"])
+def test_same_bytes_wherever_memory_begins_and_ends(machine, name):
+    codec = CODECS[name](32)
+    for numel in (0, 1, 2, 31, 32, 33, 64, 129):
+        for parts in (1, 3, 5):
+            for offset in (0, 1):
+                given = numbers(numel, "usual", torch.float32)
+                check(machine, codec, given, given / 8, parts, offset)
+
+
+def test_mistakes_are_named(machine):
+    codec, device = Levels(8, block_size=32), machine.device
+    room = torch.empty(1, 8, dtype=torch.uint8, device=device)
+    values = torch.ones(4, device=device)
+    with machine.here():
+        with pytest.raises(CommHookError, match=r"float32 or float64, found .* of torch.float16"):
+            codec.encode(values.half(), room, 4)
+        with pytest.raises(CommHookError, match=r"in rows of 108 bytes for 96 of the 4 values"):
+            codec.encode(values, room, 96)
+        with pytest.raises(CommHookError, match=r"in rows of 8 bytes for 3 of the 4 values"):
+            codec.encode(values, room, 3)
+        with pytest.raises(CommHookError, match=r"as many of the same dtype as values"):
+            codec.encode(values, room, 4, error=torch.ones(3, device=device))
+        unaligned = torch.empty(9, dtype=torch.uint8, device=device)[1:][None]
+        with pytest.raises(CommHookError, match=r"at a multiple of 4 bytes; found .* at 0x"):
+            codec.encode(values, unaligned, 4)
+        with pytest.raises(CommHookError, match=r"at most 2 values, as many as a message has"):
+            codec.average(room, values, 2)
+        with pytest.raises(CommHookError, match=r"contiguous tensors on one device"):
+            codec.encode(torch.ones(8, device=device)[::2], room, 4)

@@ -1,0 +1,110 @@
+"""Sparse and low-rank hooks where their tensors are taken for those of a GPU.
+
+They give what they give on the CPU, and the host learns nothing on the way.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from emulation import emulated
+from support.hook_runs import DTYPES, HOOKS, ROUNDED, SYNC_FREE, assert_like_the_cpu, run
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commhooks.algorithms import SkipNonfinite, TopK
+from commhooks.algorithms.sparse.selection import select_above
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+# Random-k draws two numbers from the generator, which is on the host anyway.
+OWN_READS = {"randomk": 2 * 2, "randomk with errors": 2 * 2}
+
+
+class HostReads(TorchDispatchMode):
+    """Refuses what needs a number on the host; counts it, up to ``allowed``."""
+
+    OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+
+    def __init__(self, allowed: int) -> None:
+        super().__init__()
+        self.left = allowed
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function.overloadpacket.__name__ in self.OPERATIONS:
+            self.left -= 1
+            assert self.left >= 0, f"{function} makes the host wait for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", HOOKS)
+def test_kernels_give_what_loops_give_and_the_host_reads_nothing(name, dtype):
+    reads = OWN_READS.get(name, 0) if name in SYNC_FREE else 10**6
+    with emulated():
+        found = run(HOOKS[name], dtype, around=lambda: HostReads(reads))
+    assert_like_the_cpu(name, dtype, found)
+
+
+def test_reads_are_noticed():
+    gradient = torch.randn(9)
+    with emulated(), HostReads(0), pytest.raises(AssertionError, match="makes the host wait"):
+        select_above(gradient, None, 0.5)
+
+
+def on_ranks(rank: int, size: int, name: str, is_emulated: bool) -> list[dict[str, Tensor]]:
+    """On the engine and the network, with a step that is not finite."""
+    parameters = probe_parameters()
+    results = []
+    with emulated() if is_emulated else nullcontext():
+        trainer = Trainer(HOOKS[name](), parameters, stable_buckets=True)
+        for step in range(4):
+            gradients = draw_gradients(parameters, rank, step)
+            if step == 2 and rank == size - 1:
+                gradients["odd"][1, 1] = math.nan
+            results.append(trainer.step(gradients))
+    return results
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in HOOKS), ("topk", 3)])
+def test_on_the_engine(run_ranks, name, size):
+    of_ranks = run_ranks(on_ranks, size, name, True)
+    expected = run_ranks(on_ranks, size, name, False)
+    for found, other in zip(of_ranks, expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+        if not name.startswith(ROUNDED):
+            assert same_bits(found, other)
+
+
+def skip(rank: int, size: int) -> None:
+    """What is dropped leaves no trace in the inner hook, and is counted when somebody asks."""
+    parameters = probe_parameters()
+    with emulated():
+        inner = TopK(density=0.2, warmup_steps=0)
+        hook = SkipNonfinite(inner)
+        trainer = Trainer(hook, parameters, stable_buckets=True)
+        trainer.step(draw_gradients(parameters, rank, 0))
+        before = {name: tensor.clone() for name, tensor in inner.state["odd"].items()}
+        for step in (1, 2):
+            gradients = draw_gradients(parameters, rank, step)
+            if rank == 0:
+                gradients["odd"][2, 2] = -math.inf
+            found = trainer.step(gradients)
+            assert not found["odd"].any()
+            assert all(tensor.isfinite().all() for tensor in found.values())
+            assert any(tensor.any() for tensor in found.values())
+            assert same_bits(inner.state["odd"], before)
+            assert hook.last_step_was_skipped
+        trainer.step(draw_gradients(parameters, rank, 3))
+        assert not hook.last_step_was_skipped
+        metrics = trainer.handle.stats().metrics
+        assert metrics["skipped_steps"] == metrics["skipped_buckets"] == 2
+        assert metrics["last_step_was_skipped"] == 0
+
+
+def test_steps_are_dropped_without_waiting(run_ranks):
+    run_ranks(skip, 2)

@@ -1,0 +1,239 @@
+"""Comparisons: figures that can be known beforehand, and what happens when something is wrong."""
+
+import csv
+import io
+import json
+import os
+import subprocess
+
+import pytest
+from support.compared import PARAMETERS
+
+from commhooks import CommHookError, UnknownHookError
+from commhooks.cluster.links import unavailable
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.lab.comparison import Comparison, ComparisonError, compare, means
+from commhooks.lab.comparison.training import TrainingError
+from commhooks.lab.models import ModelError
+
+GRADIENT_BYTES = 4 * PARAMETERS
+HOOKS = ["allreduce", "bf16", "powersgd:rank=2", "local_sgd:period=4"]
+
+needs_links = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    return compare(
+        "compared:net",
+        HOOKS,
+        train="compared:train",
+        links=[1e9, 1e6],
+        measure_links=False,
+        steps=4,
+        train_steps=25,
+    )
+
+
+def test_everyone_is_there_on_every_link(comparison: Comparison) -> None:
+    assert comparison.hooks == ["bare", "torch", *HOOKS]
+    assert comparison.links == ["loopback", "1 Gbit/s", "1 Mbit/s"]
+    assert len(comparison.rows) == 6 * 3
+
+
+def test_bytes(comparison: Comparison) -> None:
+    plain = all_reduce_bytes(GRADIENT_BYTES, 2)
+    assert comparison.row("bare").wire_bytes == 0
+    assert comparison.row("bare").ratio is None
+    for name, ratio in (("torch", 1.0), ("allreduce", 1.0), ("bf16", 2.0)):
+        row = comparison.row(name)
+        assert row.gradient_bytes == GRADIENT_BYTES
+        assert row.wire_bytes == plain / ratio
+        assert row.ratio == ratio
+    # Late in training, so it compresses: factors of rank 2 of both matrices, and the biases.
+    assert comparison.row("powersgd:rank=2").wire_bytes == 4 * (2 * 2 * (96 + 96) + 2 * 96)
+
+
+def test_errors(comparison: Comparison) -> None:
+    assert comparison.row("bare").error is None
+    for name in ("torch", "allreduce"):
+        error = comparison.row(name).error
+        assert error is not None
+        assert error < 1e-6
+    lossy = comparison.row("bf16").error
+    assert lossy is not None
+    assert 1e-5 < lossy < 1e-2
+    low_rank = comparison.row("powersgd:rank=2").error
+    assert low_rank is not None
+    assert 0.1 < low_rank < 1
+
+
+def test_times_hang_together(comparison: Comparison) -> None:
+    for row in comparison.rows:
+        torch = comparison.row("torch", row.link)
+        assert row.step_seconds > 0
+        assert row.to_torch == pytest.approx(row.step_seconds / torch.step_seconds)
+        assert row.measured == (row.link == "loopback")
+    slow = comparison.row("torch", "1 Mbit/s")
+    assert slow.floor_seconds == pytest.approx(
+        8 * GRADIENT_BYTES / 1e6 + comparison.row("bare").step_seconds
+    )
+    assert slow.step_seconds > 8 * GRADIENT_BYTES / 1e6
+    assert comparison.row("bf16", "1 Mbit/s").to_torch == pytest.approx(0.5, abs=0.2)
+    # Over loopback nothing is predicted, over a link nothing is less than that.
+    for row in comparison.rows:
+        loopback = comparison.row(row.hook)
+        assert loopback.predicted_seconds is None
+        assert row.predicted_seconds in (None, row.step_seconds)
+        assert row.step_seconds >= loopback.step_seconds
+        assert (row.break_even_bits_per_second is None) == (row.hook in ("bare", "torch"))
+
+
+def test_memory(comparison: Comparison) -> None:
+    peak = comparison.row("torch").peak_bytes
+    assert peak is None or peak >= 0
+
+
+def test_training(comparison: Comparison) -> None:
+    row = comparison.row("allreduce")
+    assert [point.step for point in row.training] == [*range(2, 25, 2), 25]
+    assert row.training[-1].wire_bytes == 25 * all_reduce_bytes(GRADIENT_BYTES, 2)
+    assert row.validation_loss == row.training[-1].validation_loss
+    assert row.training[-1].validation_loss < row.training[0].validation_loss
+    # The same mean, so the same course but for rounding.
+    for ours, torchs in zip(row.training, comparison.row("torch").training, strict=True):
+        assert ours.validation_loss == pytest.approx(torchs.validation_loss, rel=1e-3)
+    assert comparison.row("bare").training == ()
+    predicted = comparison.row("allreduce", "1 Mbit/s")
+    assert predicted.training[-1].seconds == pytest.approx(25 * predicted.step_seconds)
+
+
+def test_as_json(comparison: Comparison) -> None:
+    text = json.dumps(comparison.to_dict(), allow_nan=False)
+    found = json.loads(text)
+    assert found["model"] == "compared:net"
+    assert found["machine"]["torch"]
+    assert [row["hook"] for row in found["rows"][:2]] == ["bare", "torch"]
+    assert len(found["rows"][1]["training"]) == 13
+
+
+def test_as_csv(comparison: Comparison) -> None:
+    rows = list(csv.DictReader(io.StringIO(comparison.to_csv())))
+    assert len(rows) == len(comparison.rows)
+    assert float(rows[1]["wire_bytes"]) == all_reduce_bytes(GRADIENT_BYTES, 2)
+    assert "training" not in rows[0]
+
+
+def test_a_row_that_is_not_there(comparison: Comparison) -> None:
+    with pytest.raises(KeyError, match="int8"):
+        comparison.row("int8")
+
+
+@needs_links
+def test_over_links() -> None:
+    found = compare("compared:net", ["bf16"], links=[100e6, 10e6], steps=3, world_size=3)
+    assert found.links == ["loopback", "100 Mbit/s", "10 Mbit/s"]
+    assert all(row.measured for row in found.rows)
+    slow = found.row("torch", "10 Mbit/s")
+    assert slow.floor_seconds is not None
+    # No link is faster than its rate: all but a burst of bytes has to wait.
+    assert slow.predicted_seconds is not None
+    assert found.row("bare", "10 Mbit/s").wire_bytes == 0
+
+
+def test_where_links_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commhooks.cluster.links.unavailable", lambda: "shaped links need root")
+    found = compare("compared:net", ["bf16"], links=[1e9], steps=2)
+    assert not found.row("bf16", "1 Gbit/s").measured
+    assert "links are predicted, not measured: shaped links need root" in found.notes
+
+
+@pytest.mark.parametrize("model", ["compared:Dropping", "compared:Talking"])
+def test_models_of_other_kinds(model: str) -> None:
+    error = compare(model, ["allreduce"], steps=2).row("allreduce").error
+    assert error is not None
+    assert error < 1e-6
+
+
+def test_an_input_of_its_own() -> None:
+    found = compare("compared:without_input", ["allreduce"], input="compared:batch", steps=2)
+    assert found.row("allreduce").gradient_bytes == 4 * (96 * 96 + 96)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("compared:Erratic", "'torch': expected the exact mean"),
+        ("compared:Divergent", "the gradients of a step are not finite"),
+        ("compared:Mute", "'bare' failed: ModelError: expected a model that returns a tensor"),
+        ("compared:Mortal", r"(?s)failed: RankError: rank 1 of 2 died with exit code 7.*farewell"),
+    ],
+)
+def test_what_goes_wrong_on_the_ranks(model: str, says: str) -> None:
+    with pytest.raises(ComparisonError, match=says):
+        compare(model, ["allreduce"], steps=8)
+
+
+@needs_links
+def test_a_rank_that_dies_behind_a_link() -> None:
+    with pytest.raises(ComparisonError, match=r"(?s)rank 1 of 2 died.*farewell"):
+        compare("compared:MortalOverLinks", ["allreduce"], links=[1e9], steps=8)
+    hosts = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
+    assert f"ch{os.getpid()}" not in hosts.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"model": "compared:nett"}, ModelError, "did you mean 'net'"),
+        ({"model": "compared:without_input"}, ModelError, "pass --input"),
+        ({"input": "compared:PARAMETERS"}, ModelError, "expected a callable, found int"),
+        ({"hooks": ["powersg"]}, UnknownHookError, "did you mean 'powersgd'"),
+        ({"hooks": []}, ComparisonError, "at least one hook"),
+        ({"hooks": ["bf16", "bf16"]}, ComparisonError, "'bf16' is there twice"),
+        ({"steps": 0}, ComparisonError, "at least 1 of steps, found 0"),
+        ({"train_steps": 0}, ComparisonError, "at least 1 of training steps, found 0"),
+        ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),
+        ({"world_size": 4096}, ComparisonError, "at most 8 per core"),
+        ({"links": [0.0]}, ComparisonError, "expected a rate"),
+        ({"train": "compared:no_generator"}, TrainingError, "expected a generator function"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    options: dict[str, object], kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("commhooks.cluster.ranks.RankPool", None)  # nothing can start
+    given = {"model": "compared:net", "hooks": ["bf16"]} | options
+    with pytest.raises(kind, match=says):
+        compare(given.pop("model"), given.pop("hooks"), **given)  # type: ignore[arg-type]
+
+
+def test_memory_is_part_of_the_means() -> None:
+    reason = means.check_means(2, 5, 10**12)
+    assert reason is not None
+    assert "need about 42000.8 GB" in reason
+    assert means.check_means(2, 5, 10**6) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("compared:train_briefly", "ended after 1 steps"),
+        ("compared:train_without_validation", "expected it to yield a function"),
+    ],
+)
+def test_training_functions_that_do_not_keep_to_the_rules(function: str, says: str) -> None:
+    with pytest.raises(ComparisonError, match=says):
+        compare("compared:net", ["allreduce"], steps=1, train=function, train_steps=20)
+
+
+def test_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise CommHookError("hook 'shy' cannot be simulated")
+
+    monkeypatch.setattr("commhooks.lab.comparison.experiment.measure", refuse)
+    found = compare("compared:net", ["bf16"], steps=2)
+    assert "nothing is predicted: hook 'shy' cannot be simulated" in found.notes
+    assert found.row("bf16").break_even_bits_per_second is None
+    with pytest.raises(ComparisonError, match="neither measured nor predicted: hook 'shy'"):
+        compare("compared:net", ["bf16"], links=[1e9], measure_links=False, steps=2)

@@ -1,0 +1,179 @@
+"""What a hook is found to do alone is what it does among real ranks, and what its formula says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import CommHookError, algorithms
+from commhooks.adapters.adapter import DDPAdapter
+from commhooks.comm.communicator import Communicator
+from commhooks.costs.step_trace import Members
+from commhooks.lab.simulation.dry_run import rehearse
+from commhooks.lab.simulation.fake_group import CloneGroup
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.ranks import run_ranks
+from reducer import GradBucket
+
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "cast": {"inner": "allreduce"},
+    "error_feedback": {"inner": {"name": "topk", "error_feedback": False}},
+    "hierarchical": {"inner": "int8", "ranks_per_node": 1},
+    "route": {"rules": [["*r*", "int8"]], "default": "powersgd"},
+    "schedule": {"stages": [[0, "allreduce"], [1000, "int8"]]},
+    "skip_nonfinite": {"inner": "bf16"},
+}
+# Those of the package: other tests register hooks of their own.
+NAMES = sorted(
+    kind.name
+    for kind in vars(algorithms).values()
+    if isinstance(kind, type) and issubclass(kind, commhooks.CommHook)
+)
+CONFIGS = [{"name": name, **WRAPPERS.get(name, {})} for name in NAMES]
+STEP = 1000
+
+
+def make_buckets() -> tuple[list[GradBucket], dict[str, torch.Tensor]]:
+    parameters = probe_parameters()
+    gradients = draw_gradients(parameters, 1)
+    names = list(parameters)
+    cuts = [names[:4], names[4:]]
+    buckets = [
+        GradBucket(
+            torch.cat([gradients[name].reshape(-1) for name in cut]),
+            [parameters[name] for name in cut],
+            cut,
+            index=index,
+            count=len(cuts),
+            step=STEP,
+        )
+        for index, cut in enumerate(cuts)
+    ]
+    return buckets, parameters
+
+
+def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
+    """Mean bytes per step."""
+    return sum(
+        share * collective.wire_bytes(nodes)
+        for share, parts in kinds
+        for part in parts
+        for collective in part.collectives
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 32])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["name"])
+def test_it_sends_what_the_hook_says(config, size):
+    buckets, parameters = make_buckets()
+    kinds = rehearse(config, buckets, parameters, size=size, first_step=STEP)
+    assert sum(share for share, _ in kinds) == pytest.approx(1.0)
+    hook = commhooks.create(config)
+    hook.prepare(parameters, CloneGroup(size))
+    stated = [hook.wire_bytes(bucket, size) for bucket in buckets]
+    if None not in stated and len(kinds) == 1:
+        assert sent(kinds, size) == sum(stated)
+
+
+# Steps of the others differ from each other, or with the gradients of other ranks.
+STEADY = [config for config in CONFIGS if config["name"] not in ("local_sgd", "threshold")]
+
+
+def bytes_among_ranks(rank: int, world_size: int) -> list[float | None]:
+    """Mean bytes of two steps on this rank, by hook."""
+    return [_sent_by(config) for config in STEADY]
+
+
+def _sent_by(config: dict[str, Any]) -> float | None:
+    trainer = Trainer(commhooks.create(config), stable_buckets=True)
+    trainer.model.reducer.steps = STEP
+    for step in range(2):
+        trainer.step(draw_gradients(trainer.parameters, 1, step))
+    return trainer.handle.stats().total.wire_bytes
+
+
+def bytes_alone(rank: int, world_size: int, size: int) -> list[float]:
+    """The same, rehearsed in a single rank."""
+    return [_rehearsed_bytes(config, size) for config in STEADY]
+
+
+def _rehearsed_bytes(config: dict[str, Any], size: int) -> float:
+    captured: list[GradBucket] = []
+
+    def keep(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        captured.append(bucket)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    trainer = Trainer(commhooks.create("noop"), stable_buckets=True)
+    adapter = DDPAdapter(trainer.model)
+    adapter.install_function(keep)
+    hook = commhooks.create(config)
+    hook.prepare(trainer.parameters, CloneGroup(size))
+    adapter.regroup(hook.bucket_key)
+    trainer.step(draw_gradients(trainer.parameters, 1))
+    kinds = rehearse(config, captured, trainer.parameters, size=size, first_step=STEP)
+    return sent(kinds, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_sends_what_real_ranks_send(size):
+    real = run_ranks(bytes_among_ranks, size, timeout=200)[0]
+    alone = run_ranks(bytes_alone, 1, size, timeout=200)[0]
+    names = [config["name"] for config in STEADY]
+    assert dict(zip(names, alone, strict=True)) == pytest.approx(
+        dict(zip(names, real, strict=True))
+    )
+
+
+def test_among_nodes_it_tells_who_takes_part():
+    buckets, parameters = make_buckets()
+    config = {"name": "hierarchical", "inner": "int8"}
+    (_, parts), *_ = rehearse(config, buckets, parameters, size=12, ranks_per_node=4)
+    found = [(c.operation, c.members) for c in parts[0].collectives]
+    inside, between = Members(4, spans_nodes=False), Members(1, spans_nodes=True)
+    assert found == [
+        ("all_reduce", inside),
+        ("all_to_all", between),
+        ("all_gather", between),
+        ("broadcast", inside),
+    ]
+
+
+def test_periodic_hooks_have_a_kind_of_step_each():
+    buckets, parameters = make_buckets()
+    kinds = rehearse({"name": "local_sgd", "period": 8}, buckets, parameters, size=4)
+    assert sorted(share for share, _ in kinds) == pytest.approx([1 / 8, 7 / 8])
+    (quiet,) = [parts for share, parts in kinds if share > 0.5]
+    assert all(not part.collectives for part in quiet)
+
+
+def test_local_work_is_timed_before_between_and_after():
+    buckets, parameters = make_buckets()
+    ((_, parts),) = rehearse({"name": "int8"}, buckets, parameters, size=4)
+    for part in parts:
+        assert len(part.local_seconds) == len(part.collectives) + 1 == 3
+        assert all(seconds > 0 for seconds in part.local_seconds)
+
+
+class Broken(commhooks.CommHook):
+    name = "broken"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> torch.Tensor:
+        raise RuntimeError("no GPU here")
+
+
+def test_a_hook_that_cannot_run_alone_is_an_error_that_says_so(monkeypatch):
+    monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Broken())
+    buckets, parameters = make_buckets()
+    with pytest.raises(CommHookError, match=r"cannot be simulated.*no GPU here"):
+        rehearse({"name": "broken"}, buckets, parameters, size=4)
+
+
+def test_gradients_stay_as_they_are():
+    buckets, parameters = make_buckets()
+    before = [bucket.buffer().clone() for bucket in buckets]
+    rehearse({"name": "allreduce"}, buckets, parameters, size=4)
+    assert all(torch.equal(b.buffer(), old) for b, old in zip(buckets, before, strict=True))

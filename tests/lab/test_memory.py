@@ -1,0 +1,33 @@
+"""The peak of memory, against arrays of a known size."""
+
+import numpy as np
+import pytest
+
+from commhooks.lab.comparison.memory import Peak
+
+MEGABYTE = 10**6
+
+
+def peak_of(megabytes: int, kept: list[np.ndarray]) -> float:
+    peak = Peak()
+    kept.append(np.ones(megabytes * MEGABYTE, np.uint8))
+    np.ones(megabytes * MEGABYTE, np.uint8)  # given back at once
+    found = peak.nbytes()
+    if found is None:
+        pytest.skip("this system does not tell")
+    return found / MEGABYTE
+
+
+def test_what_is_kept_and_what_is_given_back() -> None:
+    kept: list[np.ndarray] = []
+    assert peak_of(60, kept) == pytest.approx(120, abs=20)
+
+
+def test_only_since_the_beginning() -> None:
+    peak = Peak()
+    np.ones(100 * MEGABYTE, np.uint8)
+    peak.begin()
+    found = peak.nbytes()
+    if found is None:
+        pytest.skip("this system does not tell")
+    assert found < 50 * MEGABYTE

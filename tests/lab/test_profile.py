@@ -1,0 +1,87 @@
+"""What the engine is seen to do with a model is what it does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import small_models
+from torch import nn
+
+import commhooks
+from commhooks.lab.simulation.measuring import Subject, rehearse_hooks
+from commhooks.lab.simulation.profile import witness
+from commhooks.testing.ranks import run_ranks
+
+MB = 0.003
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(4, 64)).square().mean()
+    return loss
+
+
+def _seen(rank: int, world_size: int, config: dict[str, object]) -> tuple[list[object], ...]:
+    hook = commhooks.create(config)
+    model = small_models.make()
+    assert dist.group.WORLD is not None
+    hook.prepare(dict(model.named_parameters()), dist.group.WORLD)
+    step = witness(model, _loss, hook, dist.group.WORLD, bucket_cap_mb=MB)
+    other = commhooks.DistributedDataParallel(small_models.make(), bucket_cap_mb=MB)
+    commhooks.register(other, config)
+    for _ in range(2):
+        _loss(other).backward()
+    rows = other.reducer.bucket_stats()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for bucket in step.buckets:
+        for name, view in zip(bucket.names, bucket.gradients(), strict=True):
+            assert torch.equal(view, gradients[name])
+    assert list(step.launches) == sorted(step.launches)
+    assert 0 < step.launches[0] <= step.launches[-1] < step.backward_seconds
+    assert [bucket.is_last() for bucket in step.buckets] == [False] * (len(rows) - 1) + [True]
+    return [bucket.names for bucket in step.buckets], [row["names"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": "allreduce"},
+        {"name": "route", "rules": [["*.bias", "allreduce"]], "default": "int8"},
+    ],
+    ids=["plain", "by route"],
+)
+def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
+    ((seen, real),) = run_ranks(_seen, 1, config)
+    assert seen == real
+    assert len(seen) > 1
+
+
+def _rehearsed(rank: int, world_size: int) -> list[bool]:
+    subject = Subject("support.small_models:make", bucket_cap_mb=MB)
+    found = rehearse_hooks(
+        rank, subject, [{"name": "bf16"}, {"name": "int8"}], [2, 4, 32], company=2
+    )
+    natives = []
+    for rehearsals in found:
+        ((share, script),) = rehearsals.by_size[4]
+        assert share == 1.0
+        assert script.gradient_bytes == 4 * sum(p.numel() for p in small_models.make().parameters())
+        local = [seconds for bucket in script.buckets for seconds in bucket.local_seconds]
+        assert all(seconds == 0 for seconds in local) == script.is_native
+        natives.append(script.is_native)
+    return natives
+
+
+def test_native_hooks_have_no_work_of_their_own() -> None:
+    # Two processes at once, each in a group of its own.
+    assert run_ranks(_rehearsed, 2) == [[True, False]] * 2
+
+
+def _among_nodes(rank: int, world_size: int) -> list[str]:
+    subject = Subject("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
+    config = {"name": "hierarchical", "inner": "int8"}
+    (rehearsals,) = rehearse_hooks(rank, subject, [config], [4, 8, 32], company=1)
+    ((_, script), *_) = rehearsals.at(1000)
+    return [collective.operation for collective in script.buckets[0].collectives]
+
+
+def test_hooks_find_the_ranks_of_a_node_as_a_launcher_tells_them() -> None:
+    assert run_ranks(_among_nodes, 1) == [["all_reduce", "all_to_all", "all_gather", "broadcast"]]

@@ -1,0 +1,150 @@
+"""``commhooks simulate``, as a user runs it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("click")
+from click.testing import CliRunner
+
+from commhooks.algorithms.quantized.integer import Int8
+from commhooks.cli import simulate as command
+from commhooks.cli.commands import commands
+from commhooks.lab.simulation import Measurements
+
+BASIC = ("--model", "support.small_models:make", "--link", "1gbit")
+
+
+@pytest.fixture(autouse=True)
+def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(commands, ["simulate", *arguments], catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Measurements of two hooks, and of the plain average."""
+    path = tmp_path_factory.mktemp("simulate") / "measurements.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1]))
+        run(*BASIC, "--hooks", "int8,topk", "--world-size", "4096", "--measurements", str(path))
+    return path
+
+
+@pytest.fixture
+def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError(f"measured again: {arguments}")
+
+    monkeypatch.setattr(command, "measure", refuse)
+
+
+@pytest.mark.usefixtures("_nothing_is_measured")
+def test_a_table_of_hooks_and_advice(kept: Path) -> None:
+    hooks = ("--hook", "int8", "--hooks", "topk")
+    text = run(*BASIC, *hooks, "--world-size", "4096", "--measurements", str(kept))
+    for word in ("allreduce", "int8", "topk", "speed-up", "4096 ranks at 1 Gbit/s", "predicted"):
+        assert word in text
+    assert "Take " in text or "Stay with " in text
+
+
+@pytest.mark.usefixtures("_nothing_is_measured")
+@pytest.mark.parametrize("size", ["64", "100000"])
+def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, size: str) -> None:
+    image = tmp_path / "curves.png"
+    figures = tmp_path / "figures.json"
+    options = ("--measurements", str(kept), "--plot", str(image), "--json", str(figures))
+    run(*BASIC, "--hook", "int8", "--world-size", size, *options)
+    found = json.loads(figures.read_text())
+    assert found["model"] == "support.small_models:make"
+    assert list(found["hooks"]) == ["allreduce", "int8"]
+    assert found["hooks"]["int8"]["gradient_bytes"] == 4 * (2 * (64 * 64 + 64) + 64 * 8 + 8)
+    assert found["hooks"]["int8"]["step_seconds"] > found["alone_seconds"] > 0
+    assert found["curve_ranks"][-1] >= int(size)
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_nothing_is_measured")
+def test_more_of_the_network_can_be_told(kept: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+
+    def step(*options: str) -> float:
+        arguments = ("--hook", "int8", "--world-size", "4096", "--measurements", str(kept))
+        run(*BASIC, *arguments, *options, "--json", str(figures))
+        found = json.loads(figures.read_text())
+        seconds: float = found["hooks"]["int8"]["step_seconds"]
+        return seconds
+
+    assert step("--latency", "1ms") > step("--latency", "20us") > step("--latency", "0us")
+    assert step("--speed", "100") < step()
+    assert step("--cores", "0.5") > step("--cores", "8")
+
+
+def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> None:
+    before = Measurements.load(kept)
+    run(*BASIC, "--hook", "bf16", "--world-size", "64", "--measurements", str(kept))
+    after = Measurements.load(kept)
+    assert after.rehearsals.keys() - before.rehearsals.keys() == {'{"name": "bf16"}'}
+    assert before.rehearsals.items() <= after.rehearsals.items()
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "words"),
+    [
+        (["--model", "gpt3"], 1, ["no model is named 'gpt3'", "gpt2-small"]),
+        (["--model", "nowhere:make"], 1, ["nowhere", "does not import"]),
+        (["--model", "support.small_models:without_input"], 1, ["example_input()", "--input"]),
+        (
+            [
+                "--model",
+                "support.small_models:no_tensor",
+                "--input",
+                "support.small_models:vectors",
+            ],
+            1,
+            ["expected a model that returns a tensor", "found str"],
+        ),
+        (["--hook", "int9"], 2, ["no hook is named 'int9'", "int8"]),
+        (["--hook", "powersgd:rank=x"], 2, ["rank"]),
+        (["--world-size", "1"], 2, ["x>=2"]),
+        (["--world-size", "10", "--ranks-per-node", "4"], 1, ["10 ranks, 4 per node"]),
+        (["--link", "-1gbit"], 2, ["expected a rate"]),
+        (["--link", "fast"], 2, ["expected a rate"]),
+        (["--latency", "-1us"], 2, ["expected a duration"]),
+        (["--speed", "0"], 2, ["x>0"]),
+    ],
+)
+def test_bad_input(changed: list[str], status: int, words: list[str]) -> None:
+    text = run(*BASIC, "--hook", "bf16", "--world-size", "4", *changed, status=status)
+    text = " ".join(text.split())
+    for word in words:
+        assert word in text
+
+
+def test_files_that_do_not_fit(kept: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('{"machine": 1}')
+    arguments = ("--hook", "bf16", "--world-size", "4", "--link", "1gbit")
+    text = run(*BASIC, *arguments, "--measurements", str(other), status=1)
+    assert "delete the file" in text
+    text = run("--model", "lstm", *arguments, "--measurements", str(kept), status=1)
+    assert "support.small_models:make" in text
+    image = tmp_path / "missing" / "curves.png"
+    options = ("--measurements", str(kept), "--plot", str(image))
+    assert "--plot" in run(*BASIC, "--hook", "int8", "--world-size", "4096", *options, status=2)
+    options = ("--measurements", str(kept), "--plot", "curves.xyz")
+    text = run(*BASIC, "--hook", "int8", "--world-size", "4096", *options, status=2)
+    assert "expected a name that ends with one of" in text
+
+
+def test_a_hook_that_does_not_work_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Int8, "backends", ("gloo",))
+    options = ("--hook", "int8", "--world-size", "4", "--backend", "nccl")
+    assert "'int8' works with gloo" in run(*BASIC, *options, status=1)

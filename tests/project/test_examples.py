@@ -1,0 +1,289 @@
+"""The main job, as a user runs it: train_gpt.py under torchrun, and demo.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint
+import pytest
+import torch
+import torch.distributed as dist
+from demo import format_bytes
+from run_log import RunLog, read_log
+from stdlib_text import load_corpus, train_batch, validation_batches
+from train_config import TrainConfig, make_parser, parse_args
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = [
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--width",
+    "32",
+    "--block-size",
+    "32",
+    "--batch-size",
+    "2",
+    "--evaluate-batches",
+    "3",
+]
+
+
+def run(command, **kwargs):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=240, check=False, **kwargs
+    )
+
+
+def train(*args, ranks=2):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = [str(EXAMPLES / "train_gpt.py"), *TINY, *map(str, args)]
+    return run([*launcher, "--nproc-per-node", str(ranks), *script])
+
+
+def assert_same(a, b, where=""):
+    """Compare two nested structures; tensors to the last bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}/{index}")
+    elif isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+@pytest.fixture
+def single_rank_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# The text
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_corpus(min_bytes=10_000)
+
+
+def test_text_is_split_by_path_not_by_order(tmp_path):
+    for index in range(200):
+        (tmp_path / f"module_{index}.py").write_bytes(b"%03d" % index)
+    before = load_corpus(tmp_path)
+    (tmp_path / "a_new_file.py").write_bytes(b"new")
+    after = load_corpus(tmp_path)
+    assert len(before.train) + len(before.validation) == 600
+    assert 0 < len(before.validation) < len(before.train)
+    assert before.digest != after.digest
+    for old, new in ((before.train, after.train), (before.validation, after.validation)):
+        assert bytes(new).replace(b"new", b"") == bytes(old)
+
+
+def test_too_little_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"at least 100 bytes.*found 0 and 0"):
+        load_corpus(tmp_path, min_bytes=100)
+
+
+def test_batches_depend_on_seed_step_and_rank_only(corpus):
+    def batch(seed, step, rank):
+        return train_batch(corpus.train, 4, 16, seed=seed, step=step, rank=rank)
+
+    inputs, targets = batch(0, 5, 1)
+    assert inputs.shape == targets.shape == (4, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, batch(0, 5, 1)[0])
+    for other in (batch(1, 5, 1), batch(0, 6, 1), batch(0, 5, 0)):
+        assert not torch.equal(inputs, other[0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_ranks_share_the_same_validation_windows(corpus, world_size):
+    def windows(rank, size):
+        return validation_batches(corpus.validation, 4, 16, 5, rank=rank, world_size=size)
+
+    alone = windows(0, 1)
+    shared = [windows(rank, world_size) for rank in range(world_size)]
+    assert sum(map(len, shared)) == 5
+    for index, (inputs, _) in enumerate(alone):
+        assert torch.equal(shared[index % world_size][index // world_size][0], inputs)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--steps", "0"], "argument --steps: expected an integer of at least 1, found 0"),
+        (["--steps", "many"], "argument --steps: invalid positive_int value: 'many'"),
+        (["--learning-rate", "-1"], "expected a number of at least 0, found -1"),
+        (["--hook-option", "rank"], "expected KEY=VALUE, found 'rank'"),
+        (["--width", "30"], "width must be a multiple of heads, found 30 and 4 heads"),
+        (["--dropout", "1.5"], "dropout must be in [0, 1), found 1.5"),
+        (["--resume"], "--resume needs --checkpoint-dir"),
+        (["--color", "red"], "unrecognized arguments: --color red"),
+    ],
+)
+def test_bad_option_is_explained(argv, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_args(make_parser(), argv)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_hook_options_are_json_or_text():
+    argv = "--hook powersgd --hook-option rank=8 --hook-option warm=true --hook-option dtype=fp16"
+    config, _ = parse_args(make_parser(), argv.split())
+    assert config.hook == {"name": "powersgd", "rank": 8, "warm": True, "dtype": "fp16"}
+    assert json.loads(json.dumps(config.to_json())) == config.to_json()
+
+
+def test_defaults_of_the_command_line_are_those_of_the_config():
+    config, _ = parse_args(make_parser(), [])
+    assert config == TrainConfig()
+
+
+# Checkpoints
+
+
+def make_checkpoint(step):
+    return checkpoint.Checkpoint(step, {"config": {"seed": 0}}, {"x": torch.ones(3) * step}, {})
+
+
+def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path, single_rank_group):
+    (tmp_path / "partial-00000009").mkdir()  # of a run that was killed
+    for step in (2, 10, 9):
+        checkpoint.save(tmp_path, make_checkpoint(step), keep=2)
+    assert [path.name for path in checkpoint.find_all(tmp_path)] == [
+        "step-00000009",
+        "step-00000010",
+    ]
+    assert not list(tmp_path.glob("partial-*"))
+    loaded = checkpoint.load(checkpoint.find_all(tmp_path)[-1], {"config": {"seed": 0}})
+    assert loaded.step == 10
+    assert_same(loaded.shared, make_checkpoint(10).shared)
+
+
+def test_checkpoint_of_another_run_is_refused(tmp_path, single_rank_group):
+    checkpoint.save(tmp_path, make_checkpoint(3), keep=1)
+    with pytest.raises(checkpoint.CheckpointError, match="made with seed = 0, this run has 1"):
+        checkpoint.load(tmp_path / "step-00000003", {"config": {"seed": 1}})
+
+
+@pytest.mark.parametrize("name", ["shared.pt", "rank-00000.pt", "about.json"])
+def test_damaged_checkpoint_is_refused(tmp_path, single_rank_group, name):
+    checkpoint.save(tmp_path, make_checkpoint(3), keep=1)
+    path = tmp_path / "step-00000003" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(checkpoint.CheckpointError, match="rank 0 cannot resume"):
+        checkpoint.load(tmp_path / "step-00000003", {"config": {"seed": 0}})
+
+
+def test_log_of_a_resumed_run_has_each_step_once(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for first in (0, 2):
+        with RunLog("test", 4, path, enabled=True) as log:
+            log.start(first, {})
+            for step in range(first + 1, 5):
+                log.step({"step": step, "loss": 1.0, "tokens_per_second": 1.0})
+        with path.open("a") as file:
+            file.write('{"event": "step", "st')  # killed while writing
+    lines = path.read_text().splitlines()[:-1]
+    assert [json.loads(line)["step"] for line in lines if '"step",' in line] == [1, 2, 3, 4]
+
+
+# Whole runs
+
+
+def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path):
+    def arguments(name):
+        return [
+            *("--steps", "8", "--dropout", "0.1", "--evaluate-every", "4"),
+            *("--hook", "powersgd", "--hook-option", "rank=2", "--hook-option", "start_step=2"),
+            *("--log-file", tmp_path / name / "log.jsonl"),
+            *("--checkpoint-dir", tmp_path / name / "checkpoints", "--checkpoint-every", "4"),
+        ]
+
+    whole = train(*arguments("whole"))
+    assert whole.returncode == 0, whole.stderr
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000008")
+    resumed = train(*arguments("resumed"), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed after step 4" in resumed.stdout
+
+    for part in ("shared.pt", "rank-00000.pt", "rank-00001.pt"):
+        loaded = [
+            torch.load(tmp_path / name / "checkpoints/step-00000008" / part)
+            for name in ("whole", "resumed")
+        ]
+        for content in loaded:
+            content.get("traffic", {}).pop("exposed_seconds", None)
+        assert_same(*loaded, where=part)
+    hook_state = torch.load(tmp_path / "whole/checkpoints/step-00000008/rank-00000.pt")["hook"]
+    assert hook_state, "a hook with memory is what makes this test worth its time"
+
+    logs = [read_log(tmp_path / name / "log.jsonl") for name in ("whole", "resumed")]
+    for log in logs:
+        steps = [record["step"] for record in log if record["event"] == "step"]
+        assert steps == list(range(1, 9))
+    losses = [[record["loss"] for record in log if record["event"] != "run"] for log in logs]
+    assert losses[0] == losses[1]
+
+
+def test_unknown_hook_is_reported_once_and_without_traceback():
+    result = train("--hook", "powersdg")
+    assert result.returncode != 0
+    assert result.stderr.count("train_gpt.py: error:") == 1
+    assert "powersdg" in result.stderr
+    assert "powersgd" in result.stderr
+    assert "[rank" not in result.stderr  # how torch marks the tracebacks of ranks
+
+
+def test_bad_hook_option_is_reported_once_and_without_traceback():
+    result = train("--hook", "powersgd", "--hook-option", "rank=-3")
+    assert result.returncode != 0
+    assert result.stderr.count("train_gpt.py: error:") == 1
+    assert "rank" in result.stderr
+    assert "-3" in result.stderr
+    assert "[rank" not in result.stderr
+
+
+def test_one_rank_without_a_launcher(tmp_path):
+    log_file = tmp_path / "log.jsonl"
+    script = [sys.executable, str(EXAMPLES / "train_gpt.py"), *TINY]
+    result = run([*script, "--steps", "3", "--log-file", str(log_file)])
+    assert result.returncode == 0, result.stderr
+    events = [record["event"] for record in read_log(log_file)]
+    assert events == ["run", "step", "step", "step", "evaluation"]
+    assert read_log(log_file)[-1]["wire_bytes"] == 0
+
+
+def test_demo_shows_a_table_and_draws_the_plot(tmp_path):
+    script = [sys.executable, str(EXAMPLES / "demo.py"), "--folder", str(tmp_path)]
+    result = run([*script, *TINY, "--steps", "30", "--evaluate-every", "10"])
+    assert result.returncode == 0, result.stderr
+    for word in ("allreduce", "bf16", "powersgd", "validation", "wire", "ratio", "exposed", "2.0x"):
+        assert word in result.stdout
+    assert (tmp_path / "loss_vs_bytes.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (999_600, "1 MB"), (3_337_216, "3.34 MB"), (5e15, "5e+03 TB")],
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text

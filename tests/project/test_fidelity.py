@@ -1,0 +1,78 @@
+"""What package and docs say of each hook's fidelity, against the runs that are stored."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+from bench.fidelity.published import DOCS, PACKAGED, figures, with_tables
+from bench.fidelity.record import Record, Run
+from bench.fidelity.rows import rows
+from bench.fidelity.subjects import REFERENCE, Subject, subjects
+from bench.fidelity.tasks import TASKS
+
+STORED = max((Path(__file__).parents[2] / "bench" / "results").glob("*-fidelity.json"))
+HOWTO = f"python -m bench.fidelity bench/results/{STORED.stem} --publish"
+
+
+def test_the_package_says_what_was_measured() -> None:
+    """At the present defaults: a hook whose defaults have changed must be run again, or go."""
+    assert json.loads(PACKAGED.read_text()) == figures(Record(STORED)), HOWTO
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_the_docs_say_what_was_measured(page: Path) -> None:
+    text = page.read_text()
+    assert with_tables(Record(STORED), text) == text, HOWTO
+
+
+def test_each_hook_is_in_one_table_of_the_docs() -> None:
+    tables = [
+        line.removeprefix("<!-- fidelity: ").removesuffix(" -->").split()
+        for page in DOCS.glob("*.md")
+        for line in page.read_text().splitlines()
+        if line.startswith("<!-- fidelity: ")
+    ]
+    listed = sorted(hook for table in tables for hook in table)
+    unlisted = {"bf16", "fp16"}  # averaged exactly but for rounding; no page of their own
+    assert listed == sorted(subject.hook for subject in subjects() if subject.hook not in unlisted)
+
+
+def record_of(path: Path, *runs: Run) -> Record:
+    record = Record(path)
+    for run in runs:
+        record.add(run)
+    return record
+
+
+def run_of(hook: str, task: str, seed: int, loss: float, **config: object) -> Run:
+    made = Subject(hook).create().to_config() | config
+    return Run(task, hook, made, TASKS[task].usual, seed, loss, accuracy=None, wire_bytes=10.0)
+
+
+def test_each_seed_is_compared_with_plain_averaging_on_it(tmp_path: Path) -> None:
+    plain = [run_of(REFERENCE, task, seed, 1.0 + seed) for task in TASKS for seed in (0, 1)]
+    tried = [run_of("bf16", task, seed, 1.1 * (1.0 + seed)) for task in TASKS for seed in (0, 1, 2)]
+    record = record_of(tmp_path / "runs.json", *plain, *tried)
+    (row,) = rows(record, "digits")
+    assert row.changes == pytest.approx([0.1, 0.1])
+    assert not row.is_within
+    assert figures(record) == {"bf16": {"digits": 10.0, "bytes": 10.0, "seeds": 2}}
+
+
+def test_runs_with_other_options_do_not_count(tmp_path: Path) -> None:
+    plain = [run_of(REFERENCE, task, 0, 1.0) for task in TASKS]
+    other = [run_of("int8", task, 0, 1.0, block_size=64) for task in TASKS]
+    assert figures(record_of(tmp_path / "runs.json", *plain, *other)) == {}
+
+
+def test_a_hook_that_was_run_on_one_task_only_has_no_figures(tmp_path: Path) -> None:
+    runs = [run_of(hook, "digits", 0, 1.0) for hook in (REFERENCE, "bf16")]
+    record = record_of(tmp_path / "runs.json", *runs)
+    assert figures(record) == {}
+    table = with_tables(record, "<!-- fidelity: bf16 int8 -->\nstale\n<!-- end of fidelity -->\n")
+    assert "| `bf16` | +0.0 % (1) | not measured | 100 % |" in table
+    assert "| `int8` | not measured | not measured | - |" in table
+    assert "stale" not in table

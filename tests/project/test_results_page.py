@@ -1,0 +1,86 @@
+"""The page of results, against the results that are stored."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.results_page import page
+from bench.results_page.kind import number
+
+
+def test_the_page_is_up_to_date() -> None:
+    """If not: ``make results``."""
+    made = page.make_page()
+    assert page.TARGET.read_text() == made.text
+    stored = {path.name for path in page.TARGET.with_suffix("").glob("*.svg")}
+    assert stored == set(made.plots)
+
+
+def test_a_result_of_no_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "2026-01-01-odd.json").write_text(json.dumps({"odd": 1}))
+    with pytest.raises(page.UnknownResultError, match=r"odd\.json: expected .* found \['odd'\]"):
+        page.make_page(tmp_path)
+
+
+def test_each_result_is_of_one_kind() -> None:
+    for path in page.RESULTS.glob("*.json"):
+        document = json.loads(path.read_text())
+        assert sum(kind.recognizes(document) for kind in page.KINDS) == 1, path
+
+
+def test_a_comparison(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    row = {"hook": "bf16", "link": "1gbit", "measured": True, "step_seconds": 0.5, "to_torch": 0.6}
+    document = {"model": "gpt2-small", "world_size": 2, "notes": ["a note"], "rows": [row]}
+    (tmp_path / "2026-01-01-gpt2-small.json").write_text(json.dumps(document))
+    made = page.make_page(tmp_path)
+    assert "## Gpt2 small (2026-01-01)\n\ngpt2-small, 2 ranks.\n\n- a note\n" in made.text
+    assert "| bf16 | 500 ms | 0.6 |" in made.text
+    assert list(made.plots) == ["2026-01-01-gpt2-small-1gbit.svg"]
+    made.plots["2026-01-01-gpt2-small-1gbit.svg"](tmp_path / "plot.svg")
+    assert "step over torch's" in (tmp_path / "plot.svg").read_text()
+
+
+def test_training_over_a_slow_link(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def course(hook: str, *losses: float) -> dict[str, object]:
+        points = [
+            {"step": step, "seconds": step * 0.5, "wire_bytes": step * 1e6, "validation_loss": loss}
+            for step, loss in zip((10, 20, 30), losses, strict=True)
+        ]
+        return {"hook": hook, "points": points, "bare_step_seconds": [0.1, 0.2], "load": [1, 2]}
+
+    about = {"parameters": 1e7, "ranks": 2, "bits_per_second": 1e8, "torch": "2.13.0"}
+    courses = [
+        course("allreduce", 3.0, 2.0, 2.1),
+        course("bf16", 3.0, 1.9, 2.5),  # only the first time counts
+        course("noop", 3.0, 2.5, 2.2),
+    ]
+    document = {"about": about | {"cpu": "a CPU", "cores": 2}, "courses": courses}
+    (tmp_path / "2026-01-01-slow.json").write_text(json.dumps(document))
+    made = page.make_page(tmp_path)
+    assert "lowest validation loss, 2.0000, after 20 steps and 10 s" in made.text
+    assert "| `bf16` | 500 ms | 1 MB | 80 ms | 10.0 s, 20 steps | 1.000 | 30 | 2.5" in made.text
+    assert "| `noop` | 500 ms | 1 MB | 80 ms |  |  | 30 | 2.2000 |" in made.text
+    for name, draw in made.plots.items():
+        draw(tmp_path / name)
+    assert "noop" in (tmp_path / "2026-01-01-slow-losses.svg").read_text()
+    assert "noop" not in (tmp_path / "2026-01-01-slow-times.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        ("seconds", 0.1234, "123 ms"),
+        ("floor_seconds", 1.25, "1,250 ms"),
+        ("wire_bytes", 1843200, "1.84 MB"),
+        ("bandwidth", 2.5e9, "2.5 GB/s"),
+        ("ratio", 82.0666, "82.07"),
+        ("error", None, ""),
+        ("seconds", {"ours": 0.002, "torch": 0.003}, "ours 2 ms, torch 3 ms"),
+    ],
+)
+def test_numbers_have_the_units_of_their_column(column: str, value: object, text: str) -> None:
+    assert number(column, value) == text

@@ -1,0 +1,100 @@
+"""Ranks that last: a group over several calls, over loopback and over links; logs of the dead."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from commhooks.cluster import RankError, Ranks
+from commhooks.cluster.links import shaped_link, unavailable
+
+_kept: list[int] = []
+
+
+def add_ranks(rank: int) -> float:
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def keep(rank: int, value: int) -> list[int]:
+    _kept.append(value + rank)
+    return _kept
+
+
+def raise_on_one_rank(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("lost")
+
+
+def print_and_die(rank: int) -> None:
+    print("about to die", flush=True)
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def child_and_sleep(rank: int, path: str) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    (Path(path) / str(rank)).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+
+
+def test_state_lasts_over_calls() -> None:
+    with Ranks(2) as ranks:
+        assert ranks(add_ranks) == [1.0, 1.0]
+        ranks(keep, 10)
+        assert ranks(keep, 20) == [[10, 20], [11, 21]]
+
+
+def test_an_error_names_its_rank() -> None:
+    with Ranks(2) as ranks:
+        with pytest.raises(KeyError, match="lost") as caught:
+            ranks(raise_on_one_rank)
+        assert "raised on rank 1 of 2" in "\n".join(caught.value.__notes__)
+
+
+def test_death_is_reported_with_the_log() -> None:
+    with Ranks(2) as ranks, pytest.raises(RankError, match=r"(?s)exit code 3.*about to die"):
+        ranks(print_and_die)
+
+
+def test_time_runs_out_and_children_are_ended(tmp_path: Path) -> None:
+    with Ranks(2, timeout=10.0) as ranks, pytest.raises(TimeoutError, match=r"10\.0 s"):
+        ranks(child_and_sleep, str(tmp_path))
+    for rank in "01":
+        for pid in (tmp_path / rank).read_text().split():
+            assert not is_running(int(pid))
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_over_a_link() -> None:
+    with shaped_link(3, 1e9) as link, Ranks(3, link) as ranks:
+        assert ranks(add_ranks) == [3.0, 3.0, 3.0]
+
+
+def test_nothing_has_a_name(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = "from commhooks.cluster import Ranks\nwith Ranks(2):\n    pass\n"
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # torch makes it when it is imported
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    assert list(temporary.iterdir()) == []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

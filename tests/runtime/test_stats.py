@@ -1,0 +1,136 @@
+"""What hooks are said to cost: counted bytes, means per step, tables."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import commhooks
+from commhooks.runtime.recording import Run
+from commhooks.runtime.stats import BucketStats, HookStats, StatsCollector
+
+
+def make_bucket(names: list[str], index: int = 0) -> commhooks.GradBucket:
+    parameters = [nn.Parameter(torch.zeros(10)) for _ in names]
+    return commhooks.GradBucket(
+        torch.zeros(10 * len(names)), parameters, names, index=index, count=4
+    )
+
+
+def run(bucket: commhooks.GradBucket, wire_bytes: int | None, seconds: float) -> Run:
+    return Run(bucket, wire_bytes, start_ns=5, end_ns=5 + round(seconds * 1e9))
+
+
+def test_ledger_gives_means_per_step() -> None:
+    collector = StatsCollector()
+    first, second = make_bucket(["a", "b"]), make_bucket(["c"], index=1)
+    for wire, seconds in [(10, 1.0), (30, 3.0)]:
+        collector.record(run(first, wire, seconds))
+        collector.record(run(second, 40, 1.0))
+    stats = collector.stats(world_size=2)
+    assert stats.steps == 2
+    assert stats.buckets == (
+        BucketStats(0, ("a", "b"), 80, 20.0, 4.0, 2.0, None),
+        BucketStats(1, ("c",), 40, 40.0, 1.0, 1.0, None),
+    )
+    assert stats.total == BucketStats(None, ("a", "b", "c"), 120, 60.0, 2.0, 3.0, None)
+    assert collector.wire_bytes(first.key) == 20.0
+    assert collector.wire_bytes("another") is None
+
+
+def test_buckets_that_were_cut_anew_replace_the_old_ones() -> None:
+    collector = StatsCollector()
+    collector.record(run(make_bucket(["a", "b", "c"]), 1, 1.0))
+    collector.record(run(make_bucket(["c", "b"]), 2, 1.0))
+    collector.record(run(make_bucket(["a"], index=1), 3, 1.0))
+    assert [bucket.names for bucket in collector.stats(2).buckets] == [("c", "b"), ("a",)]
+
+
+def test_unknown_and_absent_traffic() -> None:
+    collector = StatsCollector()
+    collector.record(run(make_bucket(["a"]), None, 1.0))
+    collector.record(run(make_bucket(["b"], index=1), 0, 1.0))
+    stats = collector.stats(2)
+    assert [(bucket.wire_bytes, bucket.ratio) for bucket in stats.buckets] == [
+        (None, None),
+        (0.0, None),
+    ]
+    assert stats.total.wire_bytes is None
+    assert "total" in str(stats)
+
+
+def test_rows_for_a_table() -> None:
+    collector = StatsCollector()
+    collector.record(run(make_bucket(["a", "b"]), 8, 1.0))
+    collector.record(run(make_bucket(["c"], index=1), None, 2.0))
+    rows = json.loads(json.dumps(collector.stats(2).to_dicts()))
+    common = {"steps": 1, "exposed_seconds": None}
+    assert rows == [
+        {**common, "bucket": 0, "names": ["a", "b"], "gradient_bytes": 80}
+        | {"wire_bytes": 8.0, "ratio": 10.0, "hook_seconds": 1.0},
+        {**common, "bucket": 1, "names": ["c"], "gradient_bytes": 40}
+        | {"wire_bytes": None, "ratio": None, "hook_seconds": 2.0},
+        {**common, "bucket": "total", "names": ["a", "b", "c"], "gradient_bytes": 120}
+        | {"wire_bytes": None, "ratio": None, "hook_seconds": 3.0},
+    ]
+
+
+def test_nothing_yet() -> None:
+    assert StatsCollector().stats(2) == HookStats.of(0, [], 2)
+    assert "0 steps" in str(StatsCollector().stats(2))
+
+
+@dataclass
+class Twice(commhooks.CommHook):
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        await comm.all_reduce(torch.ones(100))
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+def function(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def measure(rank: int, size: int, stock: bool) -> dict[str, HookStats]:
+    wrapper = TorchDistributedDataParallel if stock else commhooks.DistributedDataParallel
+    net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3)))
+    model = wrapper(net, bucket_cap_mb=0.0001)
+    handle = commhooks.register(model, "noop")
+    found = {}
+    for name, hook in {
+        "allreduce": "allreduce",
+        "fp16": "fp16",
+        "noop": "noop",
+        "coroutine": Twice(),
+        "function": function,
+    }.items():
+        handle.replace(hook)
+        assert handle.stats().steps == 0
+        for _ in range(4):
+            model(torch.ones(1, 10)).sum().backward()
+        found[name] = handle.stats()
+    return found
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_counted_on_a_model(run_ranks: Any, stock: bool) -> None:
+    """400 bytes per bucket, of which two ranks send half twice."""
+    for found in run_ranks(measure, 2, stock):
+        wire = {"allreduce": 400, "fp16": 200, "noop": 0, "coroutine": 800, "function": None}
+        ratios = {"allreduce": 1.0, "fp16": 2.0, "noop": None, "coroutine": 0.5, "function": None}
+        for name, stats in found.items():
+            assert [bucket.index for bucket in stats.buckets] == [0, 1, 2], name
+            assert sorted(stats.total.names) == ["0.weight", "1.weight", "2.weight"]
+            assert [bucket.gradient_bytes for bucket in stats.buckets] == [400] * 3
+            assert [bucket.wire_bytes for bucket in stats.buckets] == [wire[name]] * 3, name
+            assert [bucket.ratio for bucket in stats.buckets] == [ratios[name]] * 3, name
+            assert stats.total.gradient_bytes == 1200
+            assert (stats.total.exposed_seconds is None) == stock
+        assert [stats.steps for stats in list(found.values())[1:]] == [4] * 4
+        assert found["coroutine"].total.hook_seconds > 0

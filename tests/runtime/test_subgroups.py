@@ -1,0 +1,123 @@
+"""Collectives among some of the ranks, and messages to one: their order, and their failures."""
+
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_threaded_runner import backward, expect_error, make_model, plain_average
+from torch import Tensor
+
+import commhooks
+from commhooks.adapters import adapter as adapter
+from commhooks.runtime.stream_runner import StreamRunner
+
+
+@dataclass
+class TwoLevels(commhooks.CommHook):
+    """The average through leaders of pairs, who await more than others; every third bucket plain.
+
+    Raises in bucket 4 before stage ``breaks`` on rank ``culprit``, if that is one of its stages.
+    """
+
+    breaks: str = field(default="", init=False, compare=False)
+    culprit: int = field(default=0, init=False, compare=False)
+    pauses: random.Random = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pauses = random.Random(dist.get_rank())
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        if bucket.index() % 3 == 2:
+            self._pause(bucket, comm, "all")
+            return (await comm.all_reduce(buffer)).div_(comm.size)
+        first = comm.rank - comm.rank % 2
+        pair = comm.among(range(first, min(first + 2, comm.size)))
+        self._pause(bucket, comm, "pair")
+        await pair.all_reduce(buffer)
+        if pair.rank == 0:
+            leaders = comm.among(range(0, comm.size, 2))
+            marker = torch.full((bucket.index() + 1,), float(bucket.index()))
+            self._pause(bucket, comm, "first of leaders")
+            total = await leaders.all_reduce(marker)
+            assert total[0] == leaders.size * bucket.index()
+            self._pause(bucket, comm, "second of leaders")
+            await leaders.all_reduce(buffer)
+        self._pause(bucket, comm, "back")
+        await pair.broadcast(buffer)
+        self._pause(bucket, comm, "on")
+        last = await comm.exchange(buffer, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+        assert torch.equal(last, buffer)
+        return last.div_(comm.size)
+
+    def _pause(
+        self, bucket: commhooks.GradBucket, comm: commhooks.Communicator, stage: str
+    ) -> None:
+        time.sleep(self.pauses.random() * 2e-3)
+        if (stage, comm.rank, bucket.index()) == (self.breaks, self.culprit, 4):
+            raise ValueError(f"broken before {stage}")
+
+
+def train(rank: int, size: int, stock: bool, inline: bool) -> list[bool]:
+    if inline:  # as on backends that keep order themselves
+        adapter.make_runner = StreamRunner
+    model = make_model(stock)
+    handle = commhooks.register(model, TwoLevels())
+    right = [
+        all(map(torch.equal, backward(model, rank, step), plain_average(size, step)))
+        for step in range(4)
+    ]
+    handle.remove()
+    return right
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("stock", [False, True])
+def test_levels_average_exactly_whatever_is_slow(run_ranks: Any, stock: bool, size: int) -> None:
+    assert run_ranks(train, size, stock, False) == [[True] * 4] * size
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_same_in_order(run_ranks: Any, size: int) -> None:
+    try:
+        assert run_ranks(train, size, False, True) == [[True] * 4] * size
+    finally:
+        commhooks.testing.close_ranks()  # the workers have a runner that was tampered with
+
+
+def fail_once(rank: int, size: int, breaks: str, culprit: int) -> tuple[list[str], list[bool]]:
+    model = make_model(False)
+    hook = TwoLevels()
+    commhooks.register(model, hook)
+    messages: list[str] = []
+    right = []
+    for step in range(5):
+        if step in (0, 3):
+            hook.breaks, hook.culprit = breaks, culprit
+            with expect_error(messages):
+                backward(model, rank, step)
+            hook.breaks = ""
+        else:
+            found, expected = backward(model, rank, step), plain_average(size, step)
+            right.append(all(map(torch.equal, found, expected)))
+    return messages, right
+
+
+@pytest.mark.parametrize(
+    ("breaks", "culprit"),
+    [(breaks, culprit) for breaks in ("pair", "back", "on") for culprit in (0, 2, 3)]
+    + [(f"{which} of leaders", leader) for which in ("first", "second") for leader in (0, 2)],
+)
+def test_a_failure_among_some_ranks_reaches_all(run_ranks: Any, breaks: str, culprit: int) -> None:
+    for rank, (messages, right) in enumerate(run_ranks(fail_once, 4, breaks, culprit)):
+        assert right == [True] * 3
+        kind = "CommHookError" if rank == culprit else "CommHookPeerError"
+        for message in messages:
+            assert message.startswith(kind)
+            assert f"[rank {culprit}] hook TwoLevels" in message
+            assert f"ValueError: broken before {breaks}" in message

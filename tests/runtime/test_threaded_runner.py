@@ -1,0 +1,477 @@
+"""The runner: order of collectives, failures of hooks on some or all ranks, threads that end."""
+
+import gc
+import itertools
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import commhooks
+from commhooks.algorithms.lowrank.powersgd import PowerSGD
+from commhooks.runtime import threaded_runner as runner_module
+from commhooks.testing import RankError
+
+WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
+BUCKETS = 14
+STAGES = 3
+
+
+class Net(nn.Module):
+    """The gradient of each parameter is what it is multiplied with."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(24, 24) for _ in range(parameters))
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        pairs = zip(self.weights, gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+
+
+def make_model(stock: bool, buckets: int = BUCKETS) -> nn.Module:
+    """One bucket per parameter."""
+    return WRAPPERS[stock](Net(buckets), bucket_cap_mb=24 * 24 * 4 / 2**20)
+
+
+def draw_gradients(rank: int, step: int, buckets: int = BUCKETS) -> list[Tensor]:
+    """Whole numbers, whose sums are exact in whatever order they are taken."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [
+        torch.randint(-1000, 1000, (24, 24), generator=generator).float() for _ in range(buckets)
+    ]
+
+
+def backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
+    model.zero_grad()
+    model(draw_gradients(rank, step, len(model.module.weights))).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def plain_average(size: int, step: int, buckets: int = BUCKETS) -> list[Tensor]:
+    of_ranks = [draw_gradients(rank, step, buckets) for rank in range(size)]
+    return [torch.stack(tensors).sum(0).div_(size) for tensors in zip(*of_ranks, strict=True)]
+
+
+# ----------------------------------------------------------------------------------------- order
+
+
+@dataclass
+class Delayed(commhooks.CommHook):
+    """The average in three dependent all-reduces, with pauses that differ by rank and stage."""
+
+    milliseconds: float = 3.0
+    pauses: random.Random = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pauses = random.Random(dist.get_rank())
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        # Sizes differ by bucket and by stage, so that no mistake in the order goes unseen.
+        marker = torch.full((bucket.index() + 2,), float(bucket.index()))
+        for stage in range(STAGES - 1):
+            time.sleep(self.pauses.random() * self.milliseconds / 1e3)
+            total = await comm.all_reduce(torch.cat([marker, marker.new_full((stage + 1,), 1.0)]))
+            assert total[0] == comm.size * bucket.index()
+            marker = marker + total[-1] - comm.size
+        time.sleep(self.pauses.random() * self.milliseconds / 1e3)
+        total = await comm.all_reduce(bucket.buffer())
+        return total.div_(comm.size)
+
+
+def train_delayed(rank: int, size: int, stock: bool) -> list[bool]:
+    model = make_model(stock)
+    commhooks.register(model, Delayed())
+    return [
+        all(map(torch.equal, backward(model, rank, step), plain_average(size, step)))
+        for step in range(3)
+    ]
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_delayed_ranks_keep_the_order(run_ranks: Any, size: int, stock: bool) -> None:
+    assert run_ranks(train_delayed, size, stock) == [[True] * 3] * size
+
+
+def train_naively(rank: int, size: int) -> bool:
+    """What the runner prevents: the next collective is issued whenever the last has completed."""
+
+    def give_turns(loop: Any) -> None:
+        for execution in list(loop._executions):
+            if execution.request is not None and loop._failure is None:
+                loop._issue(execution, execution.request)
+
+    def open_first(channels: Any, stage: int) -> Any:
+        channels._options._threads = 2  # as in groups that users make; with one, Gloo keeps order
+        return open_channel(channels, 0)
+
+    open_channel = runner_module.StageGroups.open
+    runner_module._Loop._give_turns = give_turns
+    runner_module.StageGroups.open = open_first
+    return all(itertools.chain(*(train_delayed(rank, size, False) for _ in range(5))))
+
+
+def test_naive_order_fails(run_ranks: Any) -> None:
+    """So the test before this one can fail. It ends as it may: an abort, a hang, wrong numbers."""
+    try:
+        results = run_ranks(train_naively, 2, timeout=10.0)
+    except (RankError, TimeoutError, RuntimeError, AssertionError):
+        return
+    finally:
+        commhooks.testing.close_ranks()  # the workers have a runner that was tampered with
+    assert not all(results)
+
+
+# -------------------------------------------------------------------------------------- failures
+
+
+@dataclass
+class Fragile(commhooks.CommHook):
+    """The exact average in three stages, until it is told to break."""
+
+    where: tuple[int, int] | None = field(default=None, init=False, compare=False)
+    how: str = field(default="raise", init=False, compare=False)
+    recovered: int = field(default=0, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Any:
+        for stage in range(STAGES - 1):
+            self._break(bucket, stage)
+            await comm.all_reduce(torch.ones(100))
+        self._break(bucket, STAGES - 1)
+        average = (await comm.all_reduce(bucket.buffer())).div_(comm.size)
+        self._break(bucket, STAGES)
+        if self.where == (bucket.index(), -1):
+            return BROKEN_RESULTS[self.how](average)
+        return average
+
+    def _break(self, bucket: commhooks.GradBucket, stage: int) -> None:
+        if self.where == (bucket.index(), stage):
+            raise ValueError(f"broken at stage {stage}")
+
+    def recover(self) -> None:
+        self.recovered += 1
+
+
+BROKEN_RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda average: None,
+    "size": lambda average: average[:-1],
+    "dtype": lambda average: average.double(),
+    "device": lambda average: average.to("meta"),
+}
+
+
+@contextmanager
+def expect_error(messages: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except commhooks.CommHookError as error:
+        messages.append(f"{type(error).__name__}: {error}")
+    else:
+        messages.append("no error")
+
+
+def fail_once(
+    rank: int, size: int, stock: bool, broken: list[int], where: tuple[int, int], how: str
+) -> tuple[list[str], list[bool], int]:
+    """Trains, breaks the hook on the ranks ``broken`` in the steps 1 and 3, goes on training."""
+    model = make_model(stock, buckets=4)
+    hook = Fragile()
+    commhooks.register(model, hook)
+    messages: list[str] = []
+    right = []
+    for step in range(6):
+        if step in (2, 4):
+            hook.where, hook.how = (where, how) if rank in broken else (None, "")
+            with expect_error(messages):
+                backward(model, rank, step)
+            hook.where = None
+        else:
+            found, expected = backward(model, rank, step), plain_average(size, step, 4)
+            right.append(all(map(torch.equal, found, expected)))
+    return messages, right, hook.recovered
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("broken", [[1], [0, 1]])
+@pytest.mark.parametrize("where", [(0, 0), (0, STAGES), (3, 0), (3, STAGES)])
+def test_a_hook_that_raises(
+    run_ranks: Any, stock: bool, broken: list[int], where: tuple[int, int]
+) -> None:
+    _check_failures(run_ranks, 2, stock, broken, where)
+
+
+@pytest.mark.parametrize("broken", [[0], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("where", [(0, 1), (3, STAGES)])
+def test_a_hook_that_raises_on_three_ranks(
+    run_ranks: Any, broken: list[int], where: tuple[int, int]
+) -> None:
+    _check_failures(run_ranks, 3, False, broken, where)
+
+
+def _check_failures(
+    run_ranks: Any, size: int, stock: bool, broken: list[int], where: tuple[int, int]
+) -> None:
+    results = run_ranks(fail_once, size, stock, broken, where, "raise")
+    for rank, (messages, right, recovered) in enumerate(results):
+        assert right == [True] * 4
+        assert recovered == 2
+        for message in messages:
+            assert f"ValueError: broken at stage {where[1]}" in message
+            assert f"bucket {where[0]} (parameters" in message
+            if rank not in broken:
+                assert message.startswith("CommHookPeerError: ")
+                assert any(f"[rank {culprit}] hook Fragile" in message for culprit in broken)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("nothing", "returned NoneType"),
+        ("size", "returned 575 elements"),
+        ("dtype", "torch.float64"),
+        ("device", "on meta"),
+    ],
+)
+def test_a_result_that_does_not_fit(run_ranks: Any, how: str, found: str, stock: bool) -> None:
+    results = run_ranks(fail_once, 2, stock, [1], (1, -1), how)
+    for rank, (messages, right, _) in enumerate(results):
+        assert right == [True] * 4
+        for message in messages:
+            assert message.startswith("CommHookResultError" if rank == 1 else "CommHookPeerError")
+            assert found in message
+            assert "expected the average, 576 elements of torch.float32 on cpu" in message
+
+
+@dataclass
+class Odd(commhooks.CommHook):
+    """Awaits in ways that cannot work."""
+
+    how: str = ""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if self.how == "foreign":
+            await Foreign()
+        elif self.how == "strided":
+            await comm.all_reduce(torch.ones(4, 4).T[1:3])
+        elif self.how == "parts":
+            await comm.all_to_all(torch.ones(2 * comm.size + 1))
+        elif self.how == "never":
+            pass
+        return bucket.buffer()
+
+
+class Foreign:
+    def __await__(self) -> Iterator[str]:
+        yield "something else"
+
+
+def backward_oddly(rank: int, size: int, how: str) -> str:
+    model = make_model(False, buckets=2)
+    commhooks.register(model, Odd(how))
+    messages: list[str] = []
+    with expect_error(messages):
+        backward(model, rank, 0)
+    return messages[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("foreign", "it awaits 'something else'"),
+        ("strided", "contiguous"),
+        ("parts", "multiple of the 2 ranks"),
+        ("never", "no error"),
+    ],
+)
+def test_odd_awaits(run_ranks: Any, how: str, expected: str) -> None:
+    for message in run_ranks(backward_oddly, 2, how):
+        assert expected in message
+
+
+@dataclass
+class FragilePowerSGD(PowerSGD):
+    """Fails on rank 1 in one step, after rank 1 has issued its part of the first bucket."""
+
+    broken: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if self.broken and comm.rank == 0:
+            time.sleep(0.1)  # so that rank 1 has failed by the time that the first bucket is done
+        if self.broken and comm.rank == 1 and bucket.index() == 1:
+            raise ValueError("broken")
+        return await super().reduce(bucket, comm)
+
+
+def train_one_sided(rank: int, size: int) -> tuple[list[Tensor], bool]:
+    model = make_model(False, buckets=2)
+    hook = FragilePowerSGD(2, min_compression_rate=1.0, start_step=0, two_sided=False)
+    commhooks.register(model, hook)
+    for step in range(3):
+        backward(model, rank, step)
+    before = hook.state_dict()
+    hook.broken = True
+    with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+        backward(model, rank, 3)
+    hook.broken = False
+    after = hook.state_dict()
+    has_committed = not all(
+        torch.equal(before[name][key], after[name][key]) for name in before for key in before[name]
+    )
+    return backward(model, rank, 3), has_committed
+
+
+def test_state_that_only_some_ranks_have_changed(run_ranks: Any) -> None:
+    """PowerSGD need not recover: a step that is repeated starts from the same factors."""
+    (first, first_committed), (second, second_committed) = run_ranks(train_one_sided)
+    assert (first_committed, second_committed) == (True, False)
+    assert all(map(torch.equal, first, second))
+
+
+class BreaksBackward(torch.autograd.Function):
+    """Raises in backward, on ranks that are told to, after some buckets have been launched."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if BreaksBackward.broken:
+            raise ValueError("out of luck")
+        return gradient
+
+
+class BreakingNet(Net):
+    """Breaks between the second bucket and the first."""
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        first = BreaksBackward.apply((self.weights[0] * gradients[0]).sum())
+        return first + (self.weights[1] * gradients[1]).sum()
+
+
+def break_backward(rank: int, size: int) -> tuple[str, bool]:
+    model = commhooks.DistributedDataParallel(BreakingNet(2), bucket_cap_mb=0.001)
+    commhooks.register(model, Fragile())
+    backward(model, rank, 0)
+    BreaksBackward.broken = rank == 1
+    message = "no error"
+    try:
+        backward(model, rank, 1)
+    except (commhooks.CommHookError, ValueError) as error:
+        message = str(error)
+    BreaksBackward.broken = False
+    return message, all(map(torch.equal, backward(model, rank, 2), plain_average(size, 2, 2)))
+
+
+def test_a_backward_that_raises(run_ranks: Any) -> None:
+    (peers, is_right), (own, is_right_too) = run_ranks(break_backward, 2)
+    assert "[rank 1] the backward pass ended before its last bucket" in peers
+    assert "out of luck" in own
+    assert is_right
+    assert is_right_too
+
+
+# --------------------------------------------------------------------------------- life and death
+
+
+def count_threads() -> int:
+    return sum(thread.name == "commhooks" for thread in threading.enumerate())
+
+
+def drop_model(rank: int, size: int) -> tuple[bool, int]:
+    model = make_model(False, buckets=2)
+    commhooks.register(model, Fragile())
+    backward(model, rank, 0)
+    during = count_threads()
+    del model
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while count_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return during > 0, count_threads()
+
+
+def test_the_thread_ends_with_the_model(run_ranks: Any) -> None:
+    assert run_ranks(drop_model, 2) == [(True, 0)] * 2
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_errors_do_not_keep_the_model_alive(run_ranks: Any, stock: bool) -> None:
+    run_ranks(fail_once, 2, stock, [1], (3, STAGES), "raise")
+    assert run_ranks(drop_model, 2) == [(True, 0)] * 2
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from test_threaded_runner import Fragile, backward, make_model
+import commhooks
+
+rank, store, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+model = make_model(False, buckets=2)
+hook = Fragile()
+commhooks.register(model, hook)
+for step in range(2):
+    backward(model, rank, step)
+if mode == "failed":
+    hook.where = (0, 1) if rank == 0 else None
+    try:
+        backward(model, rank, 1)
+    except commhooks.CommHookError:
+        pass
+if mode == "destroyed":
+    dist.destroy_process_group()
+if mode == "left" and rank == 0:
+    try:
+        backward(model, rank, 1)
+    except commhooks.CommHookError as error:
+        assert "a peer failed or left" in str(error), error
+    else:
+        raise AssertionError("no error")
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["used", "failed", "destroyed", "left"])
+def test_processes_end_cleanly(tmp_path: Path, mode: str) -> None:
+    path = [str(Path(__file__).parent), *sys.path]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / "store"), mode],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (output, errors) in zip(processes, outputs, strict=True):
+        assert (process.returncode, output) == (0, "done\n"), errors

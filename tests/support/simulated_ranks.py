@@ -1,0 +1,122 @@
+"""Runs one hook per rank inside this process, on real communicators: for many ranks, fast."""
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks import CommHook, Communicator, GradBucket
+from commhooks.comm.communicator import PendingCollective
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+class _Group:
+    """What of a process group a communicator asks."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+class _Channel(_Group):
+    """Keeps the collective that a request starts on it."""
+
+    call: Call
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def record(*arguments: Any) -> None:
+            self.call = name, arguments
+
+        return record
+
+
+def simulate(
+    hooks: Sequence[CommHook], buckets: Sequence[GradBucket]
+) -> tuple[list[Tensor], list[Communicator]]:
+    """The results of all ranks, and their communicators, which have counted what was sent."""
+    size = len(hooks)
+    comms = [
+        Communicator(
+            _Group(rank, size),  # type: ignore[arg-type]
+            step=buckets[rank].step,
+            key=buckets[rank].key,
+            seed=getattr(hooks[rank], "seed", 0),
+        )
+        for rank in range(size)
+    ]
+    runs: dict[int, Coroutine[Any, Any, Tensor]] = {
+        rank: hooks[rank].reduce(buckets[rank], comms[rank]) for rank in range(size)
+    }
+    results: dict[int, Tensor] = {}
+    waiting: dict[int, PendingCollective] = {}
+    try:
+        with torch.no_grad():
+            while len(results) < size:
+                for rank in runs.keys() - waiting.keys() - results.keys():
+                    try:
+                        waiting[rank] = runs[rank].send(None)
+                    except StopIteration as stop:
+                        results[rank] = stop.value
+                _complete(waiting, comms, list(range(size)))
+    finally:
+        for run in runs.values():
+            run.close()
+    return [results[rank] for rank in range(size)], comms
+
+
+def _complete(
+    waiting: dict[int, PendingCollective], comms: list[Communicator], world: list[int]
+) -> None:
+    """Carries out the collectives that all of their ranks are waiting for."""
+    found = bool(not waiting)
+    for ranks in {tuple(request.ranks or world) for request in waiting.values()}:
+        requests = [waiting.get(rank) for rank in ranks]
+        if any(r is None or tuple(r.ranks or world) != ranks for r in requests):
+            continue
+        channels = [_Channel(position, len(ranks)) for position in range(len(ranks))]
+        for rank, channel in zip(ranks, channels, strict=True):
+            request = waiting.pop(rank)
+            request.start(channel)  # type: ignore[arg-type]
+            comms[rank].wire_bytes += request.count()
+        names = {channel.call[0] for channel in channels}
+        assert len(names) == 1, f"ranks {ranks} await different collectives: {names}"
+        _COLLECTIVES[names.pop()]([channel.call[1] for channel in channels])
+        found = True
+    assert found, f"ranks wait for each other: {waiting}"
+
+
+def _all_reduce(calls: list[Any]) -> None:
+    total = torch.stack([tensors[0] for tensors, _ in calls]).sum(0)
+    for (tensor,), _ in calls:
+        tensor.copy_(total)
+
+
+def _broadcast(calls: list[Any]) -> None:
+    root = calls[0][1].rootRank
+    for (tensor,), _ in calls:
+        tensor.copy_(calls[root][0][0].clone())
+
+
+def _all_to_all(calls: list[Any]) -> None:
+    for rank, (received, _, received_sizes, _) in enumerate(calls):
+        parts = []
+        for source, (_, sent, _, sent_sizes) in enumerate(calls):
+            sizes = sent_sizes or [len(sent) // len(calls)] * len(calls)
+            part = sent.split(sizes)[rank]
+            assert not received_sizes or received_sizes[source] == len(part)
+            parts.append(part)
+        received.copy_(torch.cat(parts))
+
+
+_COLLECTIVES: dict[str, Callable[[list[Any]], None]] = {
+    "allreduce": _all_reduce,
+    "broadcast": _broadcast,
+    "alltoall_base": _all_to_all,
+}

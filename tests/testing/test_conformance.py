@@ -1,0 +1,156 @@
+"""The kit passes every hook there is, and names the rule that a broken one breaks."""
+
+import functools
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+
+import commhooks
+from commhooks.hook import registry
+from commhooks.testing import check_hook
+from commhooks.testing.conformance import ConformanceError
+from commhooks.testing.rules import RULES
+
+# One line per hook: options that put it to work from the first step, `{}` for its defaults. Hooks
+# that are not listed are checked with their defaults.
+POWERSGD = {"name": "powersgd", "rank": 2, "min_compression_rate": 1.0, "start_step": 0}
+OPTIONS: dict[str, list[dict[str, object]]] = {
+    "powersgd": [
+        {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
+        {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "two_sided": False},
+        {"rank": 1, "min_compression_rate": 1.0, "start_step": 0, "num_iters_per_step": 2},
+        {},
+    ],
+    "gossip": [{"what": "gradients", "average_every": 2}, {"average_every": 2}],
+    "push_sum": [{"topology": "uniform"}, {}],
+    "hierarchical": [
+        {"inner": "allreduce", "ranks_per_node": 1},
+        {"inner": POWERSGD, "ranks_per_node": 1},
+    ],
+    "local_sgd": [
+        {"period": 2, "outer": "nesterov", "fragments": 2},
+        {"period": 3, "start_step": 1},
+    ],
+    "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
+    "int4": [{}, {"stochastic": True, "error_feedback": False}],
+    "int8": [{}, {"stochastic": True, "error_feedback": False}],
+    "qsgd": [{}, {"levels": 1, "norm": "l2"}],
+    "signsgd": [{}, {"error_feedback": False}],
+    "terngrad": [{}, {"clip": 0.0}],
+    "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
+    "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
+    "error_feedback": [{"inner": "bf16"}, {"inner": {"name": "cast", "inner": "allreduce"}}],
+    "route": [
+        {"rules": [["*r", "allreduce"], ["m*", POWERSGD]], "default": "bf16"},
+        {"rules": [["*", "allreduce"]]},
+    ],
+    "schedule": [
+        {"stages": [[0, "allreduce"], [1, POWERSGD]]},
+        {"stages": [[0, POWERSGD], [1, "bf16"]], "cycle": 5, "keep_state": False},
+    ],
+    "skip_nonfinite": [
+        {"inner": "allreduce"},
+        {"inner": POWERSGD, "whole_steps": True},
+        {"inner": {"name": "route", "rules": [["m*", POWERSGD]], "default": "bf16"}},
+    ],
+    "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
+    "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": True}],
+    "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],
+    "topk": [
+        {"density": 0.1, "warmup_steps": 2},
+        {"density": 0.5, "warmup_steps": 0, "error_feedback": False},
+        {},
+    ],
+}
+OWN_HOOKS = sorted(
+    name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
+)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, options) for name in OWN_HOOKS for options in OPTIONS.get(name, [{}])],
+)
+def test_every_hook_conforms(name, options):
+    check_hook(functools.partial(commhooks.create, name, **options))
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"noop", "fp16", "batched_powersgd"}))
+def test_on_three_ranks(name):
+    options = OPTIONS.get(name, [{}])[0]
+    check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize("inner", ["allreduce", POWERSGD])
+def test_nodes_of_two_ranks(inner):
+    check_hook(functools.partial(make_nodes_of_two, inner), world_size=4)
+
+
+def make_nodes_of_two(inner):
+    """On one rank, where the kit checks what a hook does alone, there is one node of one rank."""
+    ranks_per_node = 2 if dist.is_initialized() and dist.get_world_size() > 1 else 1
+    return commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)
+
+
+# -------------------------------------------------------------------- one broken hook per rule
+
+BROKEN = {
+    "Unregistered": "registered",
+    "ChangesAnOption": "config",
+    "HasNoSource": "representation",
+    "ReturnsHalf": "result",
+    "ReturnsTheSum": "mean",
+    "IgnoresTheMemoryFormat": "mean",
+    "NeedsPeers": "alone",
+    "DividesByTheDeviation": "sizes",
+    "DrawsFromTheGlobalGenerator": "deterministic",
+    "DisagreesWithItself": "consensus",
+    "DividesByTheNorm": "zeros",
+    "RemembersInfinity": "non_finite",
+    "LooksAtItsOwnGradient": "non_finite",
+    "KeepsStateByBucket": "keys",
+    "KeepsStateElsewhere": "resume",
+    "SendsOnItsOwn": "wire",
+    "StatesTooLittle": "cost",
+    "NeedsEveryGradient": "unused",
+    "CountsBeforeItSends": "failure",
+    "IsSetUpByTheEngine": "nested",
+    "ClaimsToHaveSentAll": "contribution",
+    "TellsUnasked": "contribution",
+    "NeedsOneBucketForEver": "stock",
+}
+
+
+@pytest.fixture(scope="module")
+def broken_hooks() -> Iterator[ModuleType]:
+    """Loaded here and forgotten again, so that no other test finds these hooks by name."""
+    before = dict(registry._hooks)
+    yield importlib.import_module("support.broken_hooks")
+    registry._hooks.clear()
+    registry._hooks.update(before)
+
+
+@pytest.mark.usefixtures("run_ranks")
+@pytest.mark.parametrize(("name", "rule"), BROKEN.items())
+def test_broken_hook_is_told_its_rule(broken_hooks, name, rule):
+    with pytest.raises(ConformanceError, match=f"breaks the rule '{rule}'"):
+        check_hook(getattr(broken_hooks, name))
+
+
+def test_there_is_a_broken_hook_for_every_rule():
+    assert set(BROKEN.values()) == set(RULES)
+
+
+def test_factory_that_cannot_be_sent_is_refused():
+    with pytest.raises(TypeError, match=r"functools\.partial"):
+        check_hook(lambda: commhooks.create("allreduce"))
+    with pytest.raises(TypeError, match=r"expected what makes a hook.*found AllReduce\(\)"):
+        check_hook(commhooks.create("allreduce"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="'int'> to make a CommHook, found 0"):
+        check_hook(int)  # type: ignore[arg-type]
