@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
-from commhooks import point_to_point, wire
+from commhooks.comm import point_to_point, wire
 from commhooks.errors import CommHookError
 from commhooks.precision import at_least_float32
 

@@ -12,7 +12,7 @@ from support.compared import PARAMETERS
 from commhooks import CommHookError, UnknownHookError
 from commhooks.cluster.links import unavailable
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.lab.comparison import Comparison, ComparisonError, compare, means
+from commhooks.lab.comparison import Comparison, ComparisonError, compare, limits
 from commhooks.lab.comparison.training import TrainingError
 from commhooks.lab.models import ModelError
 
@@ -25,9 +25,9 @@ needs_links = pytest.mark.skipif(unavailable() is not None, reason=str(unavailab
 @pytest.fixture(scope="module")
 def comparison() -> Comparison:
     return compare(
-        "compared:net",
+        "support.compared:net",
         HOOKS,
-        train="compared:train",
+        train="support.compared:train",
         links=[1e9, 1e6],
         measure_links=False,
         steps=4,
@@ -111,7 +111,7 @@ def test_training(comparison: Comparison) -> None:
 def test_as_json(comparison: Comparison) -> None:
     text = json.dumps(comparison.to_dict(), allow_nan=False)
     found = json.loads(text)
-    assert found["model"] == "compared:net"
+    assert found["model"] == "support.compared:net"
     assert found["machine"]["torch"]
     assert [row["hook"] for row in found["rows"][:2]] == ["bare", "torch"]
     assert len(found["rows"][1]["training"]) == 13
@@ -131,7 +131,7 @@ def test_a_row_that_is_not_there(comparison: Comparison) -> None:
 
 @needs_links
 def test_over_links() -> None:
-    found = compare("compared:net", ["bf16"], links=[100e6, 10e6], steps=3, world_size=3)
+    found = compare("support.compared:net", ["bf16"], links=[100e6, 10e6], steps=3, world_size=3)
     assert found.links == ["loopback", "100 Mbit/s", "10 Mbit/s"]
     assert all(row.measured for row in found.rows)
     slow = found.row("torch", "10 Mbit/s")
@@ -143,12 +143,12 @@ def test_over_links() -> None:
 
 def test_where_links_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commhooks.cluster.links.unavailable", lambda: "shaped links need root")
-    found = compare("compared:net", ["bf16"], links=[1e9], steps=2)
+    found = compare("support.compared:net", ["bf16"], links=[1e9], steps=2)
     assert not found.row("bf16", "1 Gbit/s").measured
     assert "links are predicted, not measured: shaped links need root" in found.notes
 
 
-@pytest.mark.parametrize("model", ["compared:Dropping", "compared:Talking"])
+@pytest.mark.parametrize("model", ["support.compared:Dropping", "support.compared:Talking"])
 def test_models_of_other_kinds(model: str) -> None:
     error = compare(model, ["allreduce"], steps=2).row("allreduce").error
     assert error is not None
@@ -156,17 +156,25 @@ def test_models_of_other_kinds(model: str) -> None:
 
 
 def test_an_input_of_its_own() -> None:
-    found = compare("compared:without_input", ["allreduce"], input="compared:batch", steps=2)
+    found = compare(
+        "support.compared:without_input", ["allreduce"], input="support.compared:batch", steps=2
+    )
     assert found.row("allreduce").gradient_bytes == 4 * (96 * 96 + 96)
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("compared:Erratic", "'torch': expected the exact mean"),
-        ("compared:Divergent", "the gradients of a step are not finite"),
-        ("compared:Mute", "'bare' failed: ModelError: expected a model that returns a tensor"),
-        ("compared:Mortal", r"(?s)failed: RankError: rank 1 of 2 died with exit code 7.*farewell"),
+        ("support.compared:Erratic", "'torch': expected the exact mean"),
+        ("support.compared:Divergent", "the gradients of a step are not finite"),
+        (
+            "support.compared:Mute",
+            "'bare' failed: ModelError: expected a model that returns a tensor",
+        ),
+        (
+            "support.compared:Mortal",
+            r"(?s)failed: RankError: rank 1 of 2 died with exit code 7.*farewell",
+        ),
     ],
 )
 def test_what_goes_wrong_on_the_ranks(model: str, says: str) -> None:
@@ -177,7 +185,7 @@ def test_what_goes_wrong_on_the_ranks(model: str, says: str) -> None:
 @needs_links
 def test_a_rank_that_dies_behind_a_link() -> None:
     with pytest.raises(ComparisonError, match=r"(?s)rank 1 of 2 died.*farewell"):
-        compare("compared:MortalOverLinks", ["allreduce"], links=[1e9], steps=8)
+        compare("support.compared:MortalOverLinks", ["allreduce"], links=[1e9], steps=8)
     hosts = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True)
     assert f"ch{os.getpid()}" not in hosts.stdout
 
@@ -185,9 +193,9 @@ def test_a_rank_that_dies_behind_a_link() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "says"),
     [
-        ({"model": "compared:nett"}, ModelError, "did you mean 'net'"),
-        ({"model": "compared:without_input"}, ModelError, "pass --input"),
-        ({"input": "compared:PARAMETERS"}, ModelError, "expected a callable, found int"),
+        ({"model": "support.compared:nett"}, ModelError, "did you mean 'net'"),
+        ({"model": "support.compared:without_input"}, ModelError, "pass --input"),
+        ({"input": "support.compared:PARAMETERS"}, ModelError, "expected a callable, found int"),
         ({"hooks": ["powersg"]}, UnknownHookError, "did you mean 'powersgd'"),
         ({"hooks": []}, ComparisonError, "at least one hook"),
         ({"hooks": ["bf16", "bf16"]}, ComparisonError, "'bf16' is there twice"),
@@ -196,35 +204,39 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),
         ({"world_size": 4096}, ComparisonError, "at most 8 per core"),
         ({"links": [0.0]}, ComparisonError, "expected a rate"),
-        ({"train": "compared:no_generator"}, TrainingError, "expected a generator function"),
+        (
+            {"train": "support.compared:no_generator"},
+            TrainingError,
+            "expected a generator function",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
     options: dict[str, object], kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("commhooks.cluster.ranks.RankPool", None)  # nothing can start
-    given = {"model": "compared:net", "hooks": ["bf16"]} | options
+    given = {"model": "support.compared:net", "hooks": ["bf16"]} | options
     with pytest.raises(kind, match=says):
         compare(given.pop("model"), given.pop("hooks"), **given)  # type: ignore[arg-type]
 
 
 def test_memory_is_part_of_the_means() -> None:
-    reason = means.check_means(2, 5, 10**12)
+    reason = limits.check_means(2, 5, 10**12)
     assert reason is not None
     assert "need about 42000.8 GB" in reason
-    assert means.check_means(2, 5, 10**6) is None
+    assert limits.check_means(2, 5, 10**6) is None
 
 
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("compared:train_briefly", "ended after 1 steps"),
-        ("compared:train_without_validation", "expected it to yield a function"),
+        ("support.compared:train_briefly", "ended after 1 steps"),
+        ("support.compared:train_without_validation", "expected it to yield a function"),
     ],
 )
 def test_training_functions_that_do_not_keep_to_the_rules(function: str, says: str) -> None:
     with pytest.raises(ComparisonError, match=says):
-        compare("compared:net", ["allreduce"], steps=1, train=function, train_steps=20)
+        compare("support.compared:net", ["allreduce"], steps=1, train=function, train_steps=20)
 
 
 def test_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +244,8 @@ def test_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None
         raise CommHookError("hook 'shy' cannot be simulated")
 
     monkeypatch.setattr("commhooks.lab.comparison.experiment.measure", refuse)
-    found = compare("compared:net", ["bf16"], steps=2)
+    found = compare("support.compared:net", ["bf16"], steps=2)
     assert "nothing is predicted: hook 'shy' cannot be simulated" in found.notes
     assert found.row("bf16").break_even_bits_per_second is None
     with pytest.raises(ComparisonError, match="neither measured nor predicted: hook 'shy'"):
-        compare("compared:net", ["bf16"], links=[1e9], measure_links=False, steps=2)
+        compare("support.compared:net", ["bf16"], links=[1e9], measure_links=False, steps=2)
