@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,cli,demo,bench,dev,docs
 PYTEST_ARGS ?=
+PYTHONS ?= 3.11 3.12 3.13
+TORCHES ?= 2.11 2.13 2.15
 GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
@@ -13,7 +15,8 @@ CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h' -o
 CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build lint types format bench results gpu-check cuda docs clean
+export PYTHONS TORCHES PYTEST_ARGS
+.PHONY: help demo test build lint types format bench results matrix gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +45,9 @@ bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 
 results: $(INSTALLED) ## Write docs/results.md and its plots from bench/results
 	$(BIN)/python -m bench.results_page
+
+matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is installed), one by one
+	.ci/matrix
 
 gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the packages it has
 	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
