@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from test_lowrank_kernels import Bucket, check_absorb, check_products
-from test_selection_kernels import KINDS, draw, same_bits
-from test_sparse_kernels import Received, choose, part_of, written
+from support.awkward_gradients import KINDS, draw
+from support.matrix_buckets import Bucket, check_absorb, check_products
+from support.sparse_parts import Received, choose, part_of, written
 from torch import Tensor
 
 from commhooks.algorithms.lowrank.matrix_plan import Side
@@ -21,6 +21,7 @@ from commhooks.algorithms.sparse.selection import (
     select_largest,
 )
 from commhooks.codecs.finite import copy_if
+from commhooks.testing.compare import same_bits
 
 pytestmark = [
     pytest.mark.gpu,

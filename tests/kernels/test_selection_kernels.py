@@ -5,40 +5,17 @@ import math
 import pytest
 import torch
 from emulation import emulated
+from support.awkward_gradients import KINDS, draw
 from torch import Tensor
 
 from commhooks import CommHookError
 from commhooks.algorithms.sparse.selection import add_and_check, select_above, select_largest
+from commhooks.testing.compare import same_bits
 
 CHUNK = 8192
 # None, one; around a vector, a word, a warp's vectors and a chunk; several chunks, sampled.
 LENGTHS = [0, 1, 3, 31, 33, 127, 129, CHUNK - 1, CHUNK, CHUNK + 5, 3 * CHUNK + 77]
-KINDS = ["normal", "equal", "zeros", "mostly zeros", "denormals", "few values", "not finite"]
 DTYPES = [torch.float32, torch.float64]
-
-
-def draw(kind: str, length: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(length + seed)
-    normal = torch.randn(length, generator=generator, dtype=torch.float64)
-    places = torch.rand(length, generator=generator)
-    if kind == "equal":
-        normal = normal.sign() * 0.5
-    elif kind == "zeros":
-        normal *= 0  # of both signs
-    elif kind == "mostly zeros":
-        normal[places > 0.02] = 0
-    elif kind == "denormals":
-        normal *= torch.finfo(dtype).tiny / 8
-    elif kind == "few values":
-        normal = (4 * normal).round() / 4
-    elif kind == "not finite":
-        normal[places < 0.01] = math.nan
-        normal[places > 0.99] = -math.inf
-    return normal.to(dtype)
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def check_largest(gradient: Tensor, error: Tensor | None, count: int, **order: bool) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from emulation import emulated
 from emulation.sanitizer import run_sanitized
-from support.lockstep import LockstepCommunicator
-from test_lowrank_kernels import every_kernel as every_lowrank_kernel
+from support.matrix_buckets import every_kernel as every_lowrank_kernel
+from support.sparse_parts import Received, part_of, written
 from torch import Tensor
 
 from commhooks.algorithms.sparse.gathered_parts import GatheredParts, gather
@@ -31,25 +31,6 @@ SIZES = [
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
-def choose(numel: int, count: int, seed: int = 0) -> Tensor:
-    """Ascending indices, the first and the last among them where there are several."""
-    generator = torch.Generator().manual_seed(numel + seed)
-    if numel < 10**6:
-        chosen = torch.randperm(numel, generator=generator)[:count]
-    else:
-        chosen = torch.randint(numel, (count,), generator=generator).unique()
-    chosen = chosen.sort().values.int()
-    if count > 1:
-        chosen[0], chosen[-1] = 0, numel - 1
-    return chosen
-
-
-def part_of(numel: int, count: int, dtype: torch.dtype, rank: int = 0) -> SparsePart:
-    indices = choose(numel, count, rank)
-    generator = torch.Generator().manual_seed(rank)
-    return SparsePart(indices, torch.randn(len(indices), generator=generator).to(dtype))
-
-
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize(("numel", "count"), SIZES)
 def test_messages_have_the_same_bytes(numel, count, is_backward):
@@ -60,17 +41,6 @@ def test_messages_have_the_same_bytes(numel, count, is_backward):
         with emulated(is_backward):
             found = layout.write(part)
         assert torch.equal(found, expected)
-
-
-class Received(LockstepCommunicator):
-    """Gathers what it is given instead of what is sent."""
-
-    def __init__(self, messages: Tensor, rank: int = 0) -> None:
-        super().__init__(rank, len(messages), 0)
-        self.messages = messages
-
-    async def all_gather(self, tensor: Tensor) -> Tensor:
-        return self.messages.clone()
 
 
 def received(messages: Tensor, parts: list[SparsePart], numel: int, rank: int) -> GatheredParts:
@@ -87,12 +57,6 @@ def receive(messages: Tensor, parts: list[SparsePart], numel: int) -> tuple[bool
     gathered = received(messages, parts, numel, 0)
     buffer = torch.full((numel,), 7, dtype=parts[0].values.dtype)
     return bool(gathered.verdict), gathered.store_mean(buffer)
-
-
-def written(parts: list[SparsePart], numel: int) -> Tensor:
-    capacity = max(part.count for part in parts)
-    layout = SparseLayout(numel, capacity, parts[0].values.dtype)
-    return torch.stack([layout.write(part) for part in parts])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
