@@ -1,4 +1,4 @@
 """Puts hooks on a wrapped model, and saves their state.
 
-Imports: ``runtime`` and the floors below it.
+Imports: comm, errors, hook, precision, reducer, runtime.
 """

@@ -1,4 +1,7 @@
-"""The hooks of this package, one algorithm per file; importing it registers their names."""
+"""The hooks of this package, one algorithm per file; importing it registers their names.
+
+Imports: errors, hook, precision, reducer.
+"""
 
 from commhooks.algorithms.averaging.gossip import Gossip
 from commhooks.algorithms.averaging.hierarchical import Hierarchical

@@ -1,4 +1,7 @@
-"""The command line, ``commhooks``; needs the extra ``commhooks[cli]``."""
+"""The command line, ``commhooks``; needs the extra ``commhooks[cli]``.
+
+Imports: errors, hook, lab, lab.comparison, lab.models, lab.simulation.
+"""
 
 import signal
 import sys

@@ -1,4 +1,7 @@
-"""How numbers become bytes and back; what quantizing hooks send."""
+"""How numbers become bytes and back; what quantizing hooks send.
+
+Imports: hook, kernels, reducer.
+"""
 
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.codec import Codec

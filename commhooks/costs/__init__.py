@@ -1,4 +1,4 @@
 """What a step costs on a network: pure arithmetic, without processes.
 
-Imports: ``comm``.
+Imports: comm, errors.
 """

@@ -1,4 +1,4 @@
 """What a hook is: the base class, its options, the registry of names, and hooks inside hooks.
 
-Imports: ``comm`` and what it may import.
+Imports: comm, errors, reducer.
 """

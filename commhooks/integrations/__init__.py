@@ -1,1 +1,4 @@
-"""What connects hooks to other packages, which are needed only by who imports these modules."""
+"""What connects hooks to other packages, which are needed only by who imports these modules.
+
+Imports: adapters, runtime.
+"""

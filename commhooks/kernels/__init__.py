@@ -1,6 +1,8 @@
 """What runs on GPUs: CUDA sources, and how they are compiled and launched.
 
 Each ``name.cu`` here has a ``name.py`` beside it, whose ``SOURCE`` lists the kernels that are used.
+
+Imports: errors, precision, reducer.
 """
 
 from commhooks.kernels.launcher import BACKENDS, Backend, backend_of, launch, require

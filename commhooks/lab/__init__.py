@@ -1,1 +1,4 @@
-"""Choosing a hook: comparisons, simulations, models to measure with, and the doctor."""
+"""Choosing a hook: comparisons, simulations, models to measure with, and the doctor.
+
+Imports: cluster, costs.
+"""

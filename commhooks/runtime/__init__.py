@@ -1,4 +1,4 @@
 """Runs hooks while backward goes on, and records what they cost.
 
-Imports: ``hook``, ``comm``.
+Imports: comm, errors, hook, reducer.
 """

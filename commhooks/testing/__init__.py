@@ -1,4 +1,7 @@
-"""What an author of hooks needs to test them."""
+"""What an author of hooks needs to test them.
+
+Imports: cluster, commhooks, hook.
+"""
 
 from commhooks.testing.conformance import ConformanceError, check_hook
 from commhooks.testing.ranks import RankError, close_ranks, run_ranks

@@ -1,1 +1,4 @@
-"""Averages that are exact up to rounding, and no communication at all."""
+"""Averages that are exact up to rounding, and no communication at all.
+
+Imports: comm, hook, reducer.
+"""

@@ -1,1 +1,4 @@
-"""Hooks that send factors of low rank."""
+"""Hooks that send factors of low rank.
+
+Imports: algorithms, codecs, comm, errors, hook, kernels, precision, reducer.
+"""

@@ -1,1 +1,4 @@
-"""Hooks that send a few bits per element."""
+"""Hooks that send a few bits per element.
+
+Imports: algorithms, codecs, comm, errors, hook, precision, reducer.
+"""

@@ -1,1 +1,4 @@
-"""Hooks that send some of the elements."""
+"""Hooks that send some of the elements.
+
+Imports: algorithms, codecs, comm, hook, kernels, precision, reducer.
+"""

@@ -1,1 +1,4 @@
-"""Hooks around other hooks."""
+"""Hooks around other hooks.
+
+Imports: algorithms, codecs, comm, errors, hook, precision, reducer.
+"""

@@ -1,1 +1,4 @@
-"""The options of a hook: fields of its dataclass, checked against their annotations."""
+"""The options of a hook: fields of its dataclass, checked against their annotations.
+
+Imports: errors.
+"""

@@ -2,6 +2,8 @@
 
 The parameters have the names, shapes and numbers of the real ones, and the arithmetic is theirs.
 Weights are random, and so is the input: what is measured is time and bytes.
+
+Imports: errors.
 """
 
 from commhooks.lab.models.gpt2 import GPT2Small

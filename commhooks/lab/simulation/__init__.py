@@ -5,6 +5,8 @@
     a model, hooks  ── measure() ──►  Measurements  ── predict(network, backend) ──►  Prediction
                        seconds,                        milliseconds,
                        on this machine                 for any number of ranks
+
+Imports: adapters, cluster, comm, costs, errors, hook, lab, lab.models, reducer.
 """
 
 from commhooks.costs.gloo import Gloo

@@ -2,6 +2,8 @@
 
 Each runs on every rank, and raises :class:`BrokenRuleError` only after its last collective, so that
 no rank is left waiting for one that has already found out.
+
+Imports: comm, commhooks, hook, reducer.
 """
 
 from collections.abc import Mapping
