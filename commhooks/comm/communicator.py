@@ -42,18 +42,18 @@ _ALL_REDUCE = {
 class PendingCollective:
     """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
 
-    ``start`` issues it on a channel; once that has completed, ``result`` is there. ``count`` tells
-    the bytes on the wire: a function, to be called when others do not wait for it. ``ranks``: those
-    of the model's group that take part; empty: all, see Note [Subgroups] in comm/stage_groups.py.
-    ``is_vote``: issued when all buckets have finished, see Note [All ranks or none]. One that is
-    dropped before it ``is_awaited`` warns.
+    ``start`` issues it on a process group; once the work has completed, ``result`` is valid.
+    ``count`` returns the bytes on the wire; called when nothing waits for it. ``members``: the
+    ranks of the model's group that take part, all if empty: Note [Subgroups] in stage_groups.py.
+    ``is_vote``: issued after all buckets have finished, see Note [All ranks or none]. A collective
+    that is dropped before it ``is_awaited`` warns.
     """
 
     operation: str
     start: Callable[[dist.ProcessGroup], Work]
     result: Tensor | None
     count: Callable[[], int]
-    ranks: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
     is_vote: bool = False
     is_awaited: bool = False
 

@@ -55,6 +55,11 @@ class Collective:
     tensor_bytes: float
     members: Members
 
+    @property
+    def is_vote(self) -> bool:
+        """Whether it ends the step: see Note [All ranks or none] in runtime/threaded_runner.py."""
+        return self.operation == "vote"
+
     def wire_bytes(self, nodes: int) -> float:
         """What the communicator counts for rank 0, see :mod:`commhooks.comm.wire`."""
         size = self.members.per_node * self.members.nodes(nodes)

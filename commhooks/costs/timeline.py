@@ -8,7 +8,7 @@
     channel 1                    ═══b0═══  ═══b1═══ ...
 
 Threads share the cores, collectives share the links: see sharing.py. Collectives are issued as
-Note [Order of collectives] in runtime/threaded_runner.py says, and those of one channel go one
+Note [Order of collectives] in comm/issue_order.py says, and those of one channel go one
 after the other.
 Native hooks have no thread, and the process group's own channel.
 """
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from commhooks.comm.issue_order import in_turn
 from commhooks.costs.network import Backend, Cost, Network
 from commhooks.costs.sharing import Clock, Resource
 from commhooks.costs.step_trace import BucketScript, Collective, Members, StepScript
@@ -62,7 +63,7 @@ class _Run:
     """Of the hook on one bucket. ``issued`` counts collectives, by who takes part."""
 
     script: BucketScript
-    waiting: Collective | None = None
+    pending: Collective | None = None
     position: int = 0
     issued: dict[Members, int] = field(default_factory=dict)
     is_finished: bool = False
@@ -177,9 +178,9 @@ class _Player:
     def _await(self, run: _Run) -> None:
         collectives = run.script.collectives
         if run.position < len(collectives):
-            run.waiting = collectives[run.position]
+            run.pending = collectives[run.position]
         elif run is self._runs[-1] and self._votes():
-            run.waiting = self._vote()
+            run.pending = self._vote()
         else:
             self._finish(run)
         self._give_turns()
@@ -200,23 +201,12 @@ class _Player:
         return Collective("vote", 0.0, Members(network.ranks_per_node, network.nodes > 1))
 
     def _give_turns(self) -> None:
-        fewest: dict[Members, int] | None = None  # that an earlier bucket has issued
-        for run in list(self._launched):
-            collective = run.waiting
-            if collective is not None and self._may_issue(run, collective, fewest):
-                self._issue(run, collective)
-            fewest = _fewest(fewest, run.issued)
-
-    def _may_issue(
-        self, run: _Run, collective: Collective, fewest: dict[Members, int] | None
-    ) -> bool:
-        if collective.operation == "vote":
-            return run is self._launched[0]
-        members = collective.members
-        return fewest is None or run.issued.get(members, 0) < fewest.get(members, 0)
+        for run in in_turn(list(self._launched)):
+            assert run.pending is not None
+            self._issue(run, run.pending)
 
     def _issue(self, run: _Run, collective: Collective) -> None:
-        run.waiting = None
+        run.pending = None
         self._has_sent = True
         stage = run.issued.get(collective.members, 0)
         run.issued[collective.members] = stage + 1
@@ -225,7 +215,7 @@ class _Player:
 
         def completed() -> None:
             channel.release()
-            if collective.operation == "vote":
+            if collective.is_vote:
                 self._finish(run)
                 return
             run.position += 1
@@ -261,9 +251,3 @@ class _Player:
                 self._clock.use(resource, amount, done)
 
         self._clock.wait(cost.latency_seconds, begin if shares else then)
-
-
-def _fewest(left: dict[Members, int] | None, right: dict[Members, int]) -> dict[Members, int]:
-    if left is None:
-        return dict(right)
-    return {key: min(left[key], right[key]) for key in left.keys() & right.keys()}

@@ -25,7 +25,7 @@ _NO_RESULT = torch.empty(0)
 class HookExecution:
     """The hook's coroutine for one bucket, from launch to result.
 
-    ``request`` is the collective that the hook awaits and that is yet to be issued, ``work`` the
+    ``pending`` is the collective that the hook awaits and that is yet to be issued, ``work`` the
     one under way; ``issued`` counts those issued so far by the ranks that took part, see
     Note [Subgroups], the last of which was an ``operation``. ``mark``: where backward's stream was
     when the bucket had been packed.
@@ -38,7 +38,7 @@ class HookExecution:
         )
         self.mark: torch.Event | None = None
         self.future = new_future(bucket.buffer().device)
-        self.request: PendingCollective | None = None
+        self.pending: PendingCollective | None = None
         self.issued: dict[tuple[int, ...], int] = {}
         self.work: Work | None = None
         self._stages: list[Stage] = []
@@ -52,7 +52,7 @@ class HookExecution:
         return self._stages[-1].operation
 
     def step(self) -> Tensor | None:
-        """Runs the hook to its next ``await``, then ``request`` is set; or returns its result.
+        """Runs the hook to its next ``await``, then ``pending`` is set; or returns its result.
 
         Only when there is neither a request nor a collective under way.
 
@@ -72,20 +72,20 @@ class HookExecution:
                 "can await only what methods of its communicator return, e.g. `await "
                 f"comm.all_reduce(tensor)`; it awaits {request!r}"
             )
-        self.request = request
+        self.pending = request
         self._awaited_ns = time.monotonic_ns()
         return None
 
     def count(self, request: PendingCollective) -> int:
-        """Counts ``request`` as issued; returns its stage, the number of those before it."""
-        stage = self.issued.get(request.ranks, 0)
-        self.issued[request.ranks] = stage + 1
+        """Counts ``pending`` as issued; returns its stage, the number of those before it."""
+        stage = self.issued.get(request.members, 0)
+        self.issued[request.members] = stage + 1
         now = time.monotonic_ns()
-        self._stages.append(Stage(request.operation, request.ranks, self._awaited_ns, now))
+        self._stages.append(Stage(request.operation, request.members, self._awaited_ns, now))
         return stage
 
     def count_bytes(self, request: PendingCollective) -> None:
-        """Counts what ``request``, now under way, puts on the wire."""
+        """Counts what ``pending``, now under way, puts on the wire."""
         self._stages[-1].wire_bytes = request.count()
         self.comm.wire_bytes += self._stages[-1].wire_bytes
 
@@ -152,7 +152,7 @@ class HookExecution:
 
     def close(self) -> None:
         """Ends the coroutine where it stands."""
-        self.request = None
+        self.pending = None
         with suppress(Exception):  # of `finally` blocks; there is an error to report already
             self._coroutine.close()
 

@@ -71,13 +71,13 @@ class StreamRunner:
 
     def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
-            request, execution.request = execution.request, None
+            request, execution.pending = execution.pending, None
             assert request is not None
-            if execution.comm.size == 1 or len(request.ranks) == 1 or request.is_vote:
+            if execution.comm.size == 1 or len(request.members) == 1 or request.is_vote:
                 continue
             execution.count(request)
             try:
-                request.start(self._among(request.ranks)).wait()
+                request.start(self._among(request.members)).wait()
             except Exception as error:
                 raise execution.refuse(error) from error
             execution.end_stage()

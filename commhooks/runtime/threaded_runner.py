@@ -1,26 +1,5 @@
 """Runs the coroutines of a hook, so that buckets overlap and all ranks agree on the order.
 
-Note [Order of collectives]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A hook with dependent collectives issues its second one when its first has completed. Completions
-come in a different order on every rank, so issuing at that moment would pair the second collective
-of bucket 3 on one rank with that of bucket 4 on another: Gloo aborts ("Received data size doesn't
-match") or mixes up numbers, NCCL hangs. Instead:
-
-    stage s of bucket b is issued once bucket b-1 has issued its stage s, or has finished with fewer
-    stages; and each stage has a channel of its own.
-
-            channel 0   b0 b1 b2 b3 ...
-            channel 1      b0 b1 b2 ...        columns: time; within a row: bucket order, always
-            channel 2         b0 b1 ...
-
-On each channel the order is that of the buckets, which is the same on every rank as long as each
-bucket awaits the same collectives on every rank. What completes when does not matter. Between
-channels no order is needed: they share no connection. Nor can ranks wait for each other in a
-circle. Take the earliest bucket that has not finished everywhere, and its earliest stage that some
-rank has not issued: all stages before it are issued by all and complete, no bucket is before it.
-Collectives among some of the ranks count by themselves: Note [Subgroups] in comm/stage_groups.py.
-
 Note [All ranks or none]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A step that fails on one rank fails on all, or models would drift apart in silence. After its last
@@ -52,6 +31,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from commhooks.comm.communicator import PendingCollective
+from commhooks.comm.issue_order import in_turn
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook
@@ -244,27 +224,14 @@ class _Loop:
 
     def _give_turns(self) -> None:
         """Issues what may be issued now; see Note [Order of collectives]."""
-        fewest: dict[tuple[int, ...], int] | None = None  # that an earlier bucket has issued
-        for execution in list(self._executions):
-            request = execution.request
-            if request is not None and (
-                fewest is None
-                or execution.issued.get(request.ranks, 0) < fewest.get(request.ranks, 0)
-            ):
-                self._issue(execution, request)
-                if self._failure is not None:
-                    return
-            if fewest is None:
-                fewest = execution.issued
-            elif fewest != execution.issued:
-                fewest = _fewest(fewest, execution.issued)
-            if not fewest:
+        for execution in in_turn(list(self._executions)):
+            assert execution.pending is not None
+            self._issue(execution, execution.pending)
+            if self._failure is not None:
                 return
 
     def _issue(self, execution: HookExecution, request: PendingCollective) -> None:
-        if request.is_vote and execution is not self._executions[0]:
-            return
-        execution.request = None
+        execution.pending = None
         if request.is_vote and not self._has_sent:
             self._advance(execution)
             return
@@ -273,7 +240,7 @@ class _Loop:
         if request.is_vote:
             stage = 0
         try:
-            execution.work = request.start(self._channels.open(stage, request.ranks))
+            execution.work = request.start(self._channels.open(stage, request.members))
         except CommHookPeerError as error:
             self._fail(self._peer_error(execution, error.with_traceback(None)))
             return
@@ -322,12 +289,6 @@ class _Loop:
             )
         failure.__cause__ = error
         return failure
-
-
-def _fewest(
-    left: dict[tuple[int, ...], int], right: dict[tuple[int, ...], int]
-) -> dict[tuple[int, ...], int]:
-    return {ranks: min(left[ranks], right[ranks]) for ranks in left.keys() & right.keys()}
 
 
 def _stop(loop: _Loop, pid: int) -> None:

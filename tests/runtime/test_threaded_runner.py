@@ -113,8 +113,8 @@ def train_naively(rank: int, size: int) -> bool:
 
     def give_turns(loop: Any) -> None:
         for execution in list(loop._executions):
-            if execution.request is not None and loop._failure is None:
-                loop._issue(execution, execution.request)
+            if execution.pending is not None and loop._failure is None:
+                loop._issue(execution, execution.pending)
 
     def open_first(channels: Any, stage: int) -> Any:
         channels._options._threads = 2  # as in groups that users make; with one, Gloo keeps order

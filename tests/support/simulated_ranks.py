@@ -76,9 +76,9 @@ def _complete(
 ) -> None:
     """Carries out the collectives that all of their ranks are waiting for."""
     found = bool(not waiting)
-    for ranks in {tuple(request.ranks or world) for request in waiting.values()}:
+    for ranks in {tuple(request.members or world) for request in waiting.values()}:
         requests = [waiting.get(rank) for rank in ranks]
-        if any(r is None or tuple(r.ranks or world) != ranks for r in requests):
+        if any(r is None or tuple(r.members or world) != ranks for r in requests):
             continue
         channels = [_Channel(position, len(ranks)) for position in range(len(ranks))]
         for rank, channel in zip(ranks, channels, strict=True):

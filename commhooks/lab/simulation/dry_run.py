@@ -133,7 +133,7 @@ def _run(
                 f"gradients it raised {type(error).__name__}: {error}"
             ) from error
         seconds += time.perf_counter() - start
-        members = len(request.ranks) or size
+        members = len(request.members) or size
         if members == 1:
             continue  # nothing is sent; the work goes on
         local.append(seconds)
@@ -144,7 +144,7 @@ def _run(
             Collective(
                 request.operation,
                 channel.tensor_bytes,
-                Members.of(request.ranks, size, ranks_per_node),
+                Members.of(request.members, size, ranks_per_node),
             )
         )
 
