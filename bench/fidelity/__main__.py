@@ -1,9 +1,9 @@
-"""Does it still learn? ``python -m bench.fidelity RESULTS``
+"""Measure what training loses with each hook: ``python -m bench.fidelity RESULTS.json``
 
-Trains with every hook at its default options, and with plain averaging, on the same data for the
-same number of steps, and adds each run to RESULTS.json. What is there already, with the same
-options, is not run again, so this may be interrupted at any time. Then writes RESULTS.md and
-RESULTS.svg; with ``--publish`` also the figures that the package and the docs show.
+Train with every hook at its default options, and with plain averaging, on the same data for equal
+numbers of steps, and add each run to RESULTS.json. Runs that the file already has, with the same
+options, are not repeated, so the command may be interrupted at any time. With ``--publish``, also
+write the figures that the package and the docs show. ``make results`` shows the file.
 """
 
 from __future__ import annotations
@@ -13,61 +13,59 @@ import statistics
 import time
 from pathlib import Path
 
-from bench.fidelity.plot import plot
 from bench.fidelity.published import publish
 from bench.fidelity.record import Record, Run
-from bench.fidelity.report import report
 from bench.fidelity.subjects import REFERENCE, Subject, subjects
 from bench.fidelity.tasks import TASKS
 from bench.fidelity.training import RANKS, train
 from commhooks.testing import close_ranks, run_ranks
 
-_TIMEOUT = 3600.0  # seconds for a run of 15, should the machine be busy with other work
+_TIMEOUT = 3600.0  # seconds; a run takes 15 on an idle machine
 
 
 def main() -> None:
-    """See above."""
+    """Run what is missing, and save each run as it ends."""
     arguments = _parser().parse_args()
-    record = Record(arguments.results.with_suffix(".json"))
+    record = Record.load(arguments.results)
     chosen = [s for s in subjects() if not arguments.hook or s.hook in arguments.hook]
     for seed in range(arguments.seeds):
         for task in arguments.task or TASKS:
             for subject in _with_references(task, chosen):
-                _run(task, subject, seed, record, again=arguments.again)
+                if _run(task, subject, seed, record, again=arguments.again):
+                    record.save(arguments.results)
     close_ranks()
-    arguments.results.with_suffix(".md").write_text(report(record, arguments.results.stem))
-    plot(record, arguments.results.with_suffix(".svg"))
     if arguments.publish:
         publish(record)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, metavar="RESULTS", help="without a suffix")
+    parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--task", choices=TASKS, action="append", help="default: all")
     parser.add_argument("--hook", action="append", help="may be repeated; default: all")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--again", action="store_true", help="run also what has been run")
+    parser.add_argument("--again", action="store_true", help="repeat runs that the file has")
     parser.add_argument(
         "--publish",
         action="store_true",
-        help="write commhooks/fidelity.json and the tables of docs/hooks/, too",
+        help="also write commhooks/hook/fidelity.json and the tables of docs/hooks/",
     )
     return parser
 
 
 def _with_references(task: str, chosen: list[Subject]) -> list[Subject]:
-    """The hooks, after the plain averaging that each is compared with."""
+    """Return the hooks, after the plain averaging that each is compared with."""
     usual = TASKS[task].usual
     recipes = dict.fromkeys(subject.reference_recipe or usual for subject in chosen)
     return [*(Subject(REFERENCE, recipe=recipe) for recipe in recipes), *chosen]
 
 
-def _run(task: str, subject: Subject, seed: int, record: Record, *, again: bool) -> None:
+def _run(task: str, subject: Subject, seed: int, record: Record, *, again: bool) -> bool:
+    """Train once and add the run to the record. Return whether it was missing."""
     config, recipe = subject.create().to_config(), subject.recipe or TASKS[task].usual
     has_run = seed in {run.seed for run in record.runs(task, subject.hook, config, recipe)}
     if has_run and not (again and subject.hook != REFERENCE):
-        return
+        return False
     start = time.perf_counter()
     outcomes = run_ranks(train, RANKS, task, subject, seed, timeout=_TIMEOUT)
     accuracies = [o.accuracy for o in outcomes if o.accuracy is not None]
@@ -87,6 +85,7 @@ def _run(task: str, subject: Subject, seed: int, record: Record, *, again: bool)
         f"{time.perf_counter() - start:.0f} s",
         flush=True,
     )
+    return True
 
 
 if __name__ == "__main__":

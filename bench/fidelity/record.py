@@ -43,11 +43,14 @@ class Run:
 class Record:
     """The runs of a JSON file, ``{"about": {...}, "runs": [...]}``."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        found = json.loads(path.read_text()) if path.exists() else {"about": {}, "runs": []}
-        self.about: dict[str, Any] = found["about"]
-        self._runs = {run.key: run for run in (Run(**entry) for entry in found["runs"])}
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.about: dict[str, Any] = document["about"]
+        self._runs = {run.key: run for run in (Run(**entry) for entry in document["runs"])}
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read a file; a record without runs if there is none."""
+        return cls(json.loads(path.read_text()) if path.exists() else {"about": {}, "runs": []})
 
     def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
         """Those of a hook with these options, by seed."""
@@ -58,13 +61,16 @@ class Record:
         ]
 
     def add(self, run: Run) -> None:
-        """Writes the file, whole or not at all."""
+        """Add a run, in place of an older one of the same hook, task, recipe and seed."""
         self._runs[run.key] = run
         self.about = _about()
+
+    def save(self, path: Path) -> None:
+        """Write the file, all of it or nothing."""
         runs = [asdict(self._runs[key]) for key in sorted(self._runs)]
-        new = self._path.with_suffix(".new")
+        new = path.with_suffix(".new")
         new.write_text(json.dumps({"about": self.about, "runs": runs}, indent=1) + "\n")
-        new.replace(self._path)
+        new.replace(path)
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""Builds, tests and measures on a CUDA device: ``python -m bench.gpu.check [--output FOLDER]``.
+"""Build, test and measure on a CUDA device: ``python -m bench.gpu.check [--output FOLDER]``.
 
-In under nine minutes, without a network, with the Python that runs it and the packages it has. The
-stages are independent of each other but for the build; one that hangs is killed at its limit.
-Writes FOLDER/<date>-<device>.json and .md anew after every stage, so that whatever ends it early
-leaves what was found; exits with 1 if anything failed.
+Takes under nine minutes, without a network, with the Python that runs it and the packages it has.
+Apart from the build, the stages do not depend on each other; a stage that hangs is killed at its
+limit. After every stage FOLDER/<date>-<device>.json is written again, so that an early end leaves
+the results so far. Exits with 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootd
 CONFORMANCE = "tests/gpu/test_gpu_conformance.py"  # which takes long
 TESTS = ("tests/gpu", "tests/kernels/test_block_kernels.py", "tests/kernels/test_gpu_hooks.py",
          f"--ignore={CONFORMANCE}")  # fmt: skip
-# Of kernels alone, for compute-sanitizer: one of each kind and small, as it slows them down a lot;
-# without graphs, whose memory it cannot tell apart.
+# Tests of kernels for compute-sanitizer: one small test of each kind, because it is slow, and none
+# with CUDA graphs, whose memory it cannot tell apart.
 FEW = ("same_bytes_for_all and float32", "aligned", "more_tensors", "normal and float32",
        "messages and float32", "drawn", "momentum and float32", "bases and float32",
        "end_of and float32", "compression_sends and float32", "finite and float32-")  # fmt: skip
@@ -40,15 +40,15 @@ SANITIZED = ("tests/gpu/test_gpu_copies.py", "tests/gpu/test_gpu_sparse_kernels.
 
 
 def stages(folder: Path) -> Iterator[Stage]:
-    """In order. What is kept for them adds up to 520 seconds."""
-    # Kernels are compiled once, by whoever uses them first. All ranks are on this machine, whose
-    # name may lead nowhere.
+    """Yield the stages in order. Their limits add up to 520 seconds."""
+    # The first stage that uses a kernel compiles it for all. All ranks are on this machine, whose
+    # host name need not resolve.
     own = (("CUPY_CACHE_DIR", str(folder / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
            ("NCCL_SOCKET_IFNAME", "lo"))  # fmt: skip
     yield Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 130)
     yield Stage("tests", (*PYTEST, "-m", "gpu", *TESTS), 120, own)
     if sanitizer := find_sanitizer():
-        # Each tensor in an allocation of its own, so that memcheck sees where it ends.
+        # Each tensor has its own allocation, so that memcheck knows where it ends.
         apart = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
         for tool in ("memcheck", "racecheck"):
             command = (sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, "-x")
@@ -62,9 +62,9 @@ def stages(folder: Path) -> Iterator[Stage]:
 
 
 def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[Outcome]]:
-    """All of them, unless the build fails; what there is so far, after each.
+    """Run all stages, unless the build fails; yield the outcomes so far after each.
 
-    A stage may also take the time that those before it have left.
+    A stage may also use the time that earlier stages did not need.
     """
     outcomes: list[Outcome] = []
     end = time.monotonic() + sum(stage.limit_seconds for stage in planned)
@@ -87,19 +87,12 @@ def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[Outcome]]:
 
 
 def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
-    """What pytest-benchmark wrote, if it came that far."""
+    """Return what pytest-benchmark wrote, if anything."""
     rows: list[dict[str, Any]] = []
     for path in sorted(folder.glob("test_gpu_*.json")):
         if path.stat().st_size:
             rows += json.loads(path.read_text())["benchmarks"]
     return [{key: row[key] for key in ("group", "name", "extra_info")} for row in rows]
-
-
-def table(run: dict[str, Any], stem: str) -> str:
-    """Markdown: where it took place, how the stages ended, one section for each group."""
-    from bench.results_page.gpu_checks import GPU_CHECKS
-
-    return f"# GPU check of {run['date']}\n\n{GPU_CHECKS.render(stem, run).tables}\n"
 
 
 def main() -> int:
@@ -131,8 +124,7 @@ def main() -> int:
             run["stages"] = [asdict(outcome) for outcome in outcomes]
             run["benchmarks"] = benchmarks_of(folder)
             target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
-            target.with_suffix(".md").write_text(table(run, target.stem))
-    print(f"written: {target}.json and .md")
+    print(f"written: {target}.json; `make results` shows it")
     return int(any(outcome.is_bad for outcome in outcomes))
 
 

@@ -12,7 +12,7 @@ from bench.slow_link.record import Course
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.hook.spec import parse_hook_spec
-from commhooks.lab.comparison import TrainingPoint, ring
+from commhooks.lab.comparison import TrainingPoint, remote
 from commhooks.lab.comparison.entry import BARE, Contender
 from commhooks.lab.models import Subject
 
@@ -49,7 +49,7 @@ def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> 
     """
     spec = parse_hook_spec(hook)
     with shaped_link(RANKS, BITS_PER_SECOND) as link, Ranks(RANKS, link) as ranks:
-        ranks(ring.open_ring, Subject(MODEL))
+        ranks(remote.open_ring, Subject(MODEL))
         load, bare_seconds = os.getloadavg()[0], _bare_step_seconds(ranks)
         points = _train(ranks, Contender(spec.text, spec.config), limits, report)
         return Course(
@@ -63,22 +63,22 @@ def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> 
 def _train(
     ranks: Ranks, contender: Contender, limits: Limits, report: Callable[[TrainingPoint], None]
 ) -> list[TrainingPoint]:
-    ranks(ring.begin_training, contender, TRAINING)
+    ranks(remote.begin_training, contender, TRAINING)
     points: list[TrainingPoint] = []
     while not points or not limits.end(points[-1]):
         for _ in range(STRIDE - 1):
-            ranks(ring.train, False)
-        points.append(ranks(ring.train, True)[0])
+            ranks(remote.train, False)
+        points.append(ranks(remote.train, True)[0])
         report(points[-1])
     return points
 
 
 def _bare_step_seconds(ranks: Ranks) -> float:
     """Median of some training steps in which the ranks only meet at the beginning."""
-    ranks(ring.begin_training, BARE, TRAINING)
+    ranks(remote.begin_training, BARE, TRAINING)
     seconds = []
     for _ in range(1 + BARE_STEPS):
         start = time.perf_counter()
-        ranks(ring.train, False)
+        ranks(remote.train, False)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])

@@ -1,4 +1,4 @@
-"""What package and docs say of each hook's fidelity, against the runs that are stored."""
+"""The fidelity of each hook, in the package and in the docs, agrees with the stored runs."""
 
 import json
 from pathlib import Path
@@ -14,18 +14,18 @@ from bench.fidelity.subjects import REFERENCE, Subject, subjects
 from bench.fidelity.tasks import TASKS
 
 STORED = max((Path(__file__).parents[2] / "bench" / "results").glob("*-fidelity.json"))
-HOWTO = f"python -m bench.fidelity bench/results/{STORED.stem} --publish"
+HOWTO = f"python -m bench.fidelity bench/results/{STORED.name} --publish"
 
 
 def test_the_package_says_what_was_measured() -> None:
     """At the present defaults: a hook whose defaults have changed must be run again, or go."""
-    assert json.loads(PACKAGED.read_text()) == figures(Record(STORED)), HOWTO
+    assert json.loads(PACKAGED.read_text()) == figures(Record.load(STORED)), HOWTO
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
 def test_the_docs_say_what_was_measured(page: Path) -> None:
     text = page.read_text()
-    assert with_tables(Record(STORED), text) == text, HOWTO
+    assert with_tables(Record.load(STORED), text) == text, HOWTO
 
 
 def test_each_hook_is_in_one_table_of_the_docs() -> None:
@@ -40,8 +40,8 @@ def test_each_hook_is_in_one_table_of_the_docs() -> None:
     assert listed == sorted(subject.hook for subject in subjects() if subject.hook not in unlisted)
 
 
-def record_of(path: Path, *runs: Run) -> Record:
-    record = Record(path)
+def record_of(*runs: Run) -> Record:
+    record = Record({"about": {}, "runs": []})
     for run in runs:
         record.add(run)
     return record
@@ -52,27 +52,40 @@ def run_of(hook: str, task: str, seed: int, loss: float, **config: object) -> Ru
     return Run(task, hook, made, TASKS[task].usual, seed, loss, accuracy=None, wire_bytes=10.0)
 
 
-def test_each_seed_is_compared_with_plain_averaging_on_it(tmp_path: Path) -> None:
+def test_each_seed_is_compared_with_plain_averaging_on_it() -> None:
     plain = [run_of(REFERENCE, task, seed, 1.0 + seed) for task in TASKS for seed in (0, 1)]
     tried = [run_of("bf16", task, seed, 1.1 * (1.0 + seed)) for task in TASKS for seed in (0, 1, 2)]
-    record = record_of(tmp_path / "runs.json", *plain, *tried)
+    record = record_of(*plain, *tried)
     (row,) = rows(record, "digits")
     assert row.changes == pytest.approx([0.1, 0.1])
     assert not row.is_within
     assert figures(record) == {"bf16": {"digits": 10.0, "bytes": 10.0, "seeds": 2}}
 
 
-def test_runs_with_other_options_do_not_count(tmp_path: Path) -> None:
+def test_runs_with_other_options_do_not_count() -> None:
     plain = [run_of(REFERENCE, task, 0, 1.0) for task in TASKS]
     other = [run_of("int8", task, 0, 1.0, block_size=64) for task in TASKS]
-    assert figures(record_of(tmp_path / "runs.json", *plain, *other)) == {}
+    assert figures(record_of(*plain, *other)) == {}
 
 
-def test_a_hook_that_was_run_on_one_task_only_has_no_figures(tmp_path: Path) -> None:
+def test_a_hook_that_was_run_on_one_task_only_has_no_figures() -> None:
     runs = [run_of(hook, "digits", 0, 1.0) for hook in (REFERENCE, "bf16")]
-    record = record_of(tmp_path / "runs.json", *runs)
+    record = record_of(*runs)
     assert figures(record) == {}
     table = with_tables(record, "<!-- fidelity: bf16 int8 -->\nstale\n<!-- end of fidelity -->\n")
     assert "| `bf16` | +0.0 % (1) | not measured | 100 % |" in table
     assert "| `int8` | not measured | not measured | - |" in table
     assert "stale" not in table
+
+
+def test_a_record_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    record_of(run_of("bf16", "digits", 0, 1.0)).save(path)
+    record = Record.load(path)
+    record.add(run_of("bf16", "digits", 1, 2.0))
+    record.save(path)
+    config = Subject("bf16").create().to_config()
+    losses = [
+        run.loss for run in Record.load(path).runs("digits", "bf16", config, TASKS["digits"].usual)
+    ]
+    assert losses == [1.0, 2.0]

@@ -99,20 +99,6 @@ def test_nothing_runs_after_a_build_that_failed(
     assert [outcome.status for outcome in last[:2]] == ["failed", "left out"]
 
 
-def test_table() -> None:
-    stage = {"name": "tests", "status": "failed", "seconds": 7.0, "tail": "x\n=== 1 | 2 failed ==="}
-    row = {"group": "gpu: pack", "name": "test_large[pack]", "extra_info": {"aim": "a", "ms": 1.5}}
-    run = {
-        "date": "2026-01-01",
-        "machine": machine.describe(check.ROOT),
-        "stages": [stage],
-        "benchmarks": [row],
-    }
-    text = check.table(run, "2026-01-01-a-device")
-    assert "| tests | failed | 7 | 1 / 2 failed |" in text
-    assert "| pack | 1.5 |" in text
-
-
 def test_what_is_missing_is_named_with_its_purpose() -> None:
     assert machine.missing({"no_such_package": "nothing"}) == ["no_such_package (nothing)"]
     assert machine.missing({"torch": "everything"}) == []

@@ -1,4 +1,4 @@
-"""The plots of the page; matplotlib is loaded when one is drawn."""
+"""Plots of results as SVG files. matplotlib is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from bench.results_page.kind import Draw
+import pandas as pd
 
-__all__ = ["bars", "curves"]
+__all__ = ["Draw", "bars", "curves"]
+
+Draw = Callable[[Path], None]
+"""Writes a plot to a file."""
 
 
-def bars(title: str, values: dict[str, float], label: str, *, log: bool = False) -> Draw:
-    """One horizontal bar for each value, with a line at 1."""
+def bars(title: str, values: pd.Series, *, log: bool = False) -> Draw:
+    """Draw one horizontal bar per value, with a line at 1."""
 
     def fill(axes: Any) -> None:
-        axes.barh(list(values), list(values.values()), color="#4c78a8")
+        axes.barh([str(label) for label in values.index], values, color="#4c78a8")
         axes.axvline(1, color="black", linewidth=0.8)
         axes.invert_yaxis()
         if log:
             axes.set_xscale("log")
-        axes.set_xlabel(label)
 
     return _plot(title, (8, 1.2 + 0.22 * len(values)), fill)
 
 
-def curves(
-    title: str, lines: dict[str, Sequence[tuple[float, float]]], x_label: str, y_label: str
-) -> Draw:
-    """A line through the points of each name, over a logarithmic axis."""
+def curves(title: str, lines: dict[str, Sequence[tuple[float, float]]]) -> Draw:
+    """Draw a line through the points of each name, over a logarithmic axis."""
 
     def fill(axes: Any) -> None:
         from matplotlib import colormaps
@@ -38,8 +38,6 @@ def curves(
         for (name, points), (color, style) in zip(lines.items(), cycle(styles), strict=False):
             axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.2, label=name)
         axes.set_xscale("log")
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
         axes.grid(alpha=0.35)
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
 
@@ -52,7 +50,7 @@ def _plot(title: str, inches: tuple[float, float], fill: Callable[[Any], None]) 
 
         mpl.use("svg")
         mpl.rcParams["svg.hashsalt"] = "commhooks"  # the same file each time
-        mpl.rcParams["svg.fonttype"] = "none"  # text as text, which is short
+        mpl.rcParams["svg.fonttype"] = "none"  # text stays text, and the file short
         from matplotlib import pyplot
 
         figure, axes = pyplot.subplots(figsize=inches)

@@ -1,0 +1,427 @@
+"""Write docs/results.md and its plots from the JSON files in bench/results.
+
+``python -m bench.results_page`` writes the page; with files as arguments it prints their tables.
+Each kind of result has one function below, which turns its JSON into a :class:`Section`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.fidelity.record import Record
+from bench.fidelity.rows import mean, plain_runs, rows, spread
+from bench.fidelity.tasks import TASKS
+from bench.plots import Draw, bars, curves
+from bench.slow_link.hooks import PLAIN
+from bench.slow_link.record import courses_of
+from commhooks.lab.units import format_rate
+
+__all__ = ["KINDS", "Page", "Section", "UnknownResultError", "make_page", "quantity", "section_of"]
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+TARGET = ROOT / "docs" / "results.md"
+
+Document = dict[str, Any]
+
+
+class UnknownResultError(ValueError):
+    """A file of results is of none of the known kinds."""
+
+
+@dataclass
+class Section:
+    """The part of the page that shows one file of results. ``plots``: by file name."""
+
+    parts: list[str] = field(default_factory=list)
+    plots: dict[str, Draw] = field(default_factory=dict)
+
+    def add(self, text: str) -> None:
+        """Add a paragraph in Markdown."""
+        self.parts.append(text)
+
+    def add_plot(self, name: str, alternative: str, draw: Draw) -> None:
+        """Show a plot here. ``draw`` makes it when the page is written."""
+        self.plots[name] = draw
+        self.parts.append(f"![{alternative}](results/{name})")
+
+    def add_table(self, frame: pd.DataFrame) -> None:
+        """Add a table. Numbers get the unit that the name of their column implies."""
+        cells = frame.apply(lambda column: column.map(lambda value: quantity(column.name, value)))
+        cells.columns = [str(name).replace("_", " ") for name in cells.columns]
+        self.parts.append(cells.to_markdown(index=False, disable_numparse=True, tablefmt="github"))
+
+    def add_bars(self, name: str, title: str, values: pd.Series, *, log: bool = False) -> None:
+        """Show one horizontal bar per value, with a line at 1."""
+        self.add_plot(name, title, bars(title, values.dropna(), log=log))
+
+    @property
+    def tables(self) -> str:
+        """The section in Markdown, without plots."""
+        return "\n\n".join(part for part in self.parts if not part.startswith("![")) + "\n"
+
+
+# --------------------------------------------------------------------------- kinds of results
+
+# The column of a benchmark group that is plotted: the first of these that the group has.
+_PLOTTED = {
+    "ratio_to_torch": "time over that of torch's plain averaging",
+    "share_of_copy": "bandwidth over that of a plain copy",
+    "added_to_torch_added": "added time over what torch adds",
+    "times_floor": "time over wire bytes / bandwidth + plain backward",
+    "peak_to_gradients": "extra peak memory over the bytes of the gradients",
+}
+
+
+def _benchmarks(stem: str, run: Document) -> Section:
+    """Render a run of ``make bench``: pytest-benchmark's JSON."""
+    machine, cpu = run["machine_info"], run["machine_info"]["cpu"]
+    section = Section()
+    section.add(
+        f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu['count']} cores, Python "
+        f"{machine['python_version']}, commit {run['commit_info'].get('id', 'unknown')[:12]}."
+    )
+    _add_groups(section, stem, run["benchmarks"])
+    return section
+
+
+def _add_groups(section: Section, stem: str, benchmarks: list[Document]) -> None:
+    rows = [
+        {"group": row["group"] or row["fullname"], "case": _case(row["name"]), **row["extra_info"]}
+        for row in benchmarks
+    ]
+    if not rows:
+        return
+    for group, frame in pd.DataFrame(rows).groupby("group", sort=False):
+        frame = frame.dropna(axis="columns", how="all").drop(columns="group")
+        section.add(f"### {group}")
+        if "aim" in frame:
+            aims = sorted(map(str, frame.pop("aim").dropna().unique()))
+            section.add(f"Aim: {'; '.join(aims)}.")
+        plotted = next((name for name in _PLOTTED if name in frame), None)
+        if plotted:
+            values = frame.set_index("case")[plotted]
+            section.add_bars(
+                f"{stem}-{_slug(str(group))}.svg", f"{group}: {_PLOTTED[plotted]}", values
+            )
+        section.add_table(frame)
+
+
+def _case(name: str) -> str:
+    return name.partition("[")[2].removesuffix("]") or name
+
+
+def _comparison(stem: str, document: Document) -> Section:
+    """Render what ``commhooks compare --json`` writes."""
+    notes = "\n".join(f"- {note}" for note in document.get("notes", ()))
+    section = Section()
+    section.add(f"{document['model']}, {document['world_size']} ranks.")
+    section.add(notes)
+    columns = [
+        "hook",
+        "step_seconds",
+        "to_torch",
+        "exposed_seconds",
+        "floor_seconds",
+        "wire_bytes",
+        "ratio",
+        "error",
+        "peak_bytes",
+        "validation_loss",
+    ]
+    for link, frame in pd.DataFrame(document["rows"]).groupby("link", sort=False):
+        how = "measured" if frame["measured"].all() else "predicted"
+        section.add(f"### {link}, {how}")
+        section.add_bars(
+            f"{stem}-{_slug(str(link))}.svg",
+            f"{link}: time of a step over torch's",
+            frame.set_index("hook")["to_torch"],
+        )
+        known = frame.reindex(columns=columns).dropna(axis="columns", how="all")
+        section.add_table(known)
+    return section
+
+
+def _predictions(stem: str, document: Document) -> Section:
+    """Render what ``python -m bench.predictions`` writes: predictions beside measurements."""
+    frame = pd.DataFrame(document["cells"])
+    frame["link"] = frame["bits_per_second"].map(format_rate)
+    frame["error"] = frame["predicted_seconds"] / frame["measured_seconds"] - 1
+    sizes = frame["error"].abs()
+    section = Section()
+    section.add(
+        f"{document['machine']}. `{document['model']}`, buckets of {document['bucket_mb']:g} "
+        f"MiB; time of `loss.backward()`. Error: median {sizes.median():.0%}, worst "
+        f"{sizes.max():.0%}; of {len(sizes)} cells {(sizes <= 0.15).sum()} are within 15 % and "
+        f"{(sizes <= 0.30).sum()} within 30 %. Cells that are not *undisturbed* were measured "
+        "while other processes ran, or may have been."
+    )
+    label = frame["hook"] + ", " + frame["ranks"].astype(str) + " ranks, " + frame["link"]
+    ratios = (1 + frame["error"]).set_axis(label)
+    section.add_bars(f"{stem}.svg", "predicted over measured time", ratios)
+    frame["error"] = frame["error"].map("{:+.0%}".format)
+    frame = frame.rename(columns={"is_undisturbed": "undisturbed"})
+    columns = [
+        "ranks",
+        "link",
+        "hook",
+        "measured_seconds",
+        "predicted_seconds",
+        "error",
+        "undisturbed",
+    ]
+    section.add_table(frame[columns])
+    return section
+
+
+def _slow_link(stem: str, document: Document) -> Section:
+    """Render what ``python -m bench.slow_link`` writes: trainings over a slow link."""
+    about, courses = document["about"], courses_of(document)
+    plain = courses[PLAIN].lowest
+    rows = []
+    for course in courses.values():
+        last, arrival = course.points[-1], course.first_at(plain.validation_loss)
+        sent = last.wire_bytes / last.step
+        rows.append(
+            {
+                "hook": course.hook,
+                "step_seconds": last.seconds / last.step,
+                "bytes_per_step": sent,
+                "seconds_at_the_rate": 8 * sent / about["bits_per_second"],
+                "reaches_plain_after": arrival and f"{arrival.seconds:.1f} s, {arrival.step} steps",
+                "share_of_plain_time": arrival and arrival.seconds / plain.seconds,
+                "last_step": last.step,
+                "last_loss": last.validation_loss,
+                "bare_step_seconds": dict(
+                    zip(("before", "after"), course.bare_step_seconds, strict=True)
+                ),
+            }
+        )
+    frame = pd.DataFrame(rows)
+    frame["share_of_plain_time"] = frame["share_of_plain_time"].astype(float)
+    frame = frame.sort_values(["share_of_plain_time", "last_loss"])  # the fastest first
+    bare = [seconds for course in courses.values() for seconds in course.bare_step_seconds]
+    section = Section()
+    section.add(
+        f"{about['parameters'] / 1e6:.1f} million parameters, {about['ranks']} ranks on "
+        f"{about['cpu']}, {about['cores']} cores, {format_rate(about['bits_per_second'])}, "
+        f"torch {about['torch']}. Plain averaging reached its lowest validation loss, "
+        f"{plain.validation_loss:.4f}, after {plain.step} steps and {plain.seconds:.0f} s. A "
+        "hook without a time was stopped before it got there. A training step of each rank "
+        f"alone took {quantity('seconds', min(bare))} to {quantity('seconds', max(bare))}, "
+        f"median {quantity('seconds', statistics.median(bare))}, before and after the "
+        "trainings."
+    )
+    points = {
+        hook: [(point.seconds, point.validation_loss) for point in courses[hook].points]
+        for hook in frame["hook"]
+    }
+    title = "Validation loss (nats per byte) against training time (seconds)"
+    section.add_plot(f"{stem}-losses.svg", title, curves(title, points))
+    section.add_bars(
+        f"{stem}-times.svg",
+        "time to the loss of plain averaging, over the time that it takes",
+        frame.set_index("hook")["share_of_plain_time"],
+        log=True,
+    )
+    section.add_table(frame)
+    return section
+
+
+def _trainings(stem: str, document: Document) -> Section:
+    """Render the runs of ``python -m bench.fidelity`` at the present defaults."""
+    about, record = document["about"], Record(document)
+    section = Section()
+    section.add(
+        f"{about['ranks']} ranks, {about['cpu']}, {about['cores']} cores, Python "
+        f"{about['python']}, torch {about['torch']}. Loss on validation data, as the mean over "
+        "seeds; *change* compares it with plain averaging on the same data, *allowed* is the limit "
+        "that the project aims at. `python -m bench.fidelity` continues this file."
+    )
+    for task, kind in TASKS.items():
+        section.add(f"### {task}, {kind.steps} steps")
+        for recipe, runs in plain_runs(record, task).items():
+            losses = [run.loss for run in runs]
+            section.add(
+                f"Plain averaging, {recipe}: {mean(losses):.4f}; {len(runs)} seeds from "
+                f"{min(losses):.4f} to {max(losses):.4f}, a spread of {spread(runs):.1%}."
+            )
+        found = rows(record, task)
+        frame = pd.DataFrame(
+            {
+                "hook": row.subject.label + f" ({row.subject.recipe})" * bool(row.subject.recipe),
+                "loss": f"{mean(run.loss for run in row.runs):.4f}",
+                "change": f"{row.change:+.1%}",
+                "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
+                "allowed": f"{row.subject.tolerance:.0%}",
+                "accuracy": mean(run.accuracy or math.nan for run in row.runs),
+                "wire_bytes": mean(run.wire_bytes for run in row.runs),
+                "share of plain": row.byte_share,
+            }
+            for row in found
+        ).dropna(axis="columns", how="all")
+        section.add_bars(
+            f"{stem}-{task}.svg",
+            f"{task}: validation loss of each hook over that of plain averaging",
+            pd.Series([1 + row.change for row in found], frame["hook"]),
+            log=True,
+        )
+        section.add_table(frame)
+    return section
+
+
+def _gpu_check(stem: str, run: Document) -> Section:
+    """Render a run of ``make gpu-check``: how its stages ended, and what they measured."""
+    machine = run["machine"]
+    versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
+    section = Section()
+    section.add(
+        f"{'; '.join(machine['devices'])}. Driver {machine['driver']}, CUDA {machine['cuda']}, "
+        f"NCCL {machine['nccl']}, {machine['nvcc']}, Python {machine['python']}, {versions}, "
+        f"commit {machine['commit']}."
+    )
+    stages = pd.DataFrame(run["stages"]).rename(columns={"name": "stage", "status": "ended"})
+    stages["last line"] = stages.pop("tail").map(
+        lambda tail: (tail.strip().splitlines() or [""])[-1].strip("= ")
+    )
+    section.add_table(stages)
+    _add_groups(section, stem, run["benchmarks"])
+    return section
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of result. ``recognizes``: by the keys of the JSON object."""
+
+    name: str
+    recognizes: Callable[[set[str]], bool]
+    render: Callable[[str, Document], Section]
+
+
+KINDS = [
+    Kind("pytest-benchmark", lambda keys: {"benchmarks", "machine_info"} <= keys, _benchmarks),
+    Kind(
+        "bench.fidelity", lambda keys: "runs" in keys and bool({"task", "about"} & keys), _trainings
+    ),
+    Kind("commhooks compare", lambda keys: {"rows", "model", "world_size"} <= keys, _comparison),
+    Kind("bench.predictions", lambda keys: "cells" in keys, _predictions),
+    Kind("bench.slow_link", lambda keys: "courses" in keys, _slow_link),
+    Kind("make gpu-check", lambda keys: {"stages", "machine"} <= keys, _gpu_check),
+]
+
+
+# -------------------------------------------------------------------------------- the page
+
+_INTRODUCTION = """\
+# Results
+
+All that has been measured: every file of `bench/results`, the newest first. `bench/README.md`
+explains the columns; `bench/results/README.md` compares the figures with their aims, and says what
+was not reached and why. To measure yourself, use `make bench`, or `commhooks compare` for your own
+model and link."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The text of the page, and its plots by file name in docs/results."""
+
+    text: str
+    plots: dict[str, Draw]
+
+
+def make_page(results: Path = RESULTS) -> Page:
+    """Make the page from all JSON files in ``results``.
+
+    Raises:
+        UnknownResultError: a file is of none of the known kinds.
+    """
+    paths = sorted(results.glob("*.json"), reverse=True)
+    parts = [_INTRODUCTION]
+    plots: dict[str, Draw] = {}
+    for path in paths:
+        section = section_of(path)
+        title = path.stem[11:].replace("-", " ")
+        parts += [f"## {title[:1].upper()}{title[1:]} ({path.stem[:10]})", *section.parts]
+        plots |= section.plots
+    # A test compares it, so that no plot can be of older results than the page.
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    parts.append(f"<!-- Made by `make results`; do not edit. Digest of the results: {digest} -->")
+    return Page("\n\n".join(filter(None, parts)) + "\n", plots)
+
+
+def section_of(path: Path) -> Section:
+    """Render one file of results; raise as :func:`make_page`."""
+    document = json.loads(path.read_text())
+    for kind in KINDS:
+        if isinstance(document, dict) and kind.recognizes(set(document)):
+            return kind.render(path.stem, document)
+    keys = sorted(document) if isinstance(document, dict) else type(document).__name__
+    raise UnknownResultError(
+        f"{path}: expected results of {', '.join(kind.name for kind in KINDS)}; found {keys}. Add "
+        "a Kind for them to bench/results_page.py, or move the file"
+    )
+
+
+_UNITS = {
+    "milliseconds": (1.0, "ms"),
+    "seconds": (1e3, "ms"),
+    "bytes": (1e-6, "MB"),
+    "bandwidth": (1e-9, "GB/s"),
+}
+
+
+def quantity(column: str, value: Any) -> str:
+    """Format a value of a column, in the unit that the name of the column implies."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {quantity(column, item)}" for key, item in value.items())
+    if value is None or pd.isna(value):
+        return ""
+    if isinstance(value, bool | str):
+        return str(value).replace("|", "\\|")
+    for name, (scale, unit) in _UNITS.items():
+        if name in column:
+            scaled = value * scale
+            return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:,.0f} {unit}"
+    return f"{value:.4g}"
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())
+
+
+def _write(page: Page) -> None:
+    """Write the page and its plots, and remove the plots of results that are gone."""
+    folder = TARGET.with_suffix("")
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.svg"):
+        if old.name not in page.plots:
+            old.unlink()
+    for name, draw in page.plots.items():
+        draw(folder / name)
+    TARGET.write_text(page.text)
+
+
+def main() -> None:
+    """Write the page, or print the tables of the files that are named."""
+    try:
+        if len(sys.argv) == 1:
+            _write(make_page())
+        for path in sys.argv[1:]:
+            print(section_of(Path(path)).tables)
+    except UnknownResultError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
