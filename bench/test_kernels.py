@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.fp8 import Fp8Codec
+from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.natural import NaturalCodec
+from commhooks.codecs.sign import SignCodec
 
 NUMEL = 38_000_000  # 152 MB
 ROUNDS = 7
@@ -19,16 +23,16 @@ WARM_UP = 2
 
 # As the hooks make them by default, and the share of the copy's bandwidth that is aimed at.
 CODECS: dict[str, tuple[BlockCodec, str]] = {
-    "int8": (Levels(8, block_size=256), "0.5"),
-    "int8, stochastic": (Levels(8, stochastic=True, block_size=256), "any"),
-    "int4": (Levels(4, block_size=128), "0.5"),
-    "fp8 e4m3": (Fp8("e4m3", block_size=256), "0.5"),
-    "fp8 e5m2": (Fp8("e5m2", block_size=256), "0.5"),
-    "natural": (Natural(block_size=512), "0.5"),
-    "qsgd": (Levels(4, stochastic=True, block_size=128), "any"),
-    "terngrad": (Levels(2, clip=2.5, stochastic=True, block_size=512), "any"),
-    "onebit": (Sign("root_mean", block_size=128), "0.6"),
-    "signsgd": (Sign("mean", block_size=128), "0.6"),
+    "int8": (LevelCodec(8, block_size=256), "0.5"),
+    "int8, stochastic": (LevelCodec(8, stochastic=True, block_size=256), "any"),
+    "int4": (LevelCodec(4, block_size=128), "0.5"),
+    "fp8 e4m3": (Fp8Codec("e4m3", block_size=256), "0.5"),
+    "fp8 e5m2": (Fp8Codec("e5m2", block_size=256), "0.5"),
+    "natural": (NaturalCodec(block_size=512), "0.5"),
+    "qsgd": (LevelCodec(4, stochastic=True, block_size=128), "any"),
+    "terngrad": (LevelCodec(2, clip=2.5, stochastic=True, block_size=512), "any"),
+    "onebit": (SignCodec("root_mean", block_size=128), "0.6"),
+    "signsgd": (SignCodec("mean", block_size=128), "0.6"),
 }
 
 

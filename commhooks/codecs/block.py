@@ -1,4 +1,4 @@
-"""Codecs that cut numbers into blocks, each with one scale; compiled kernels do the work."""
+"""The base class of codecs, which encode numbers in blocks that have one scale each."""
 
 from typing import Annotated
 
@@ -6,26 +6,35 @@ import torch
 from torch import Tensor
 
 from commhooks import kernels
-from commhooks.codecs.codec import Codec
-from commhooks.hook.options.constraints import Ge, Le, MultipleOf
+from commhooks.hook.options import Ge, Le, MultipleOf
 from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 
 __all__ = ["BlockCodec", "BlockSize"]
 
 BlockSize = Annotated[int, Ge(32), Le(4096), MultipleOf(32)]
-"""Numbers that share a scale."""
+"""How many numbers share a scale."""
 
 
-class BlockCodec(Codec):
-    """A message is one float32 scale per block, the codes, and zeros to a multiple of 4 bytes.
+class BlockCodec:
+    """Encode numbers into messages whose length depends only on how many numbers there are.
 
-    A number is decoded to its code's value times the scale of its block, which depends on the
-    block alone. A scale that is not finite marks a block that was not. Blocks whose numbers are all
-    below 2^-100 in size are decoded to zeros.
+    A message holds one float32 scale per block, then the codes, then zeros up to a multiple of 4
+    bytes. A decoded number is the value of its code times the scale of its block, bit for bit the
+    same on every machine. If a number of a block is not finite, or so large that sums might
+    overflow, then the scale is NaN and the message is not finite. A block in which all magnitudes
+    are below 2^-100 is decoded to zeros.
 
-    CPU tensors are for ``loops``, CUDA tensors for ``gpu``, whose messages are the same. On a GPU
-    messages start at a multiple of 4 bytes.
+    All methods take these tensors, on one device::
+
+        values    (numel,)         float32 or float64, contiguous
+        error     (numel,)         the dtype of values
+        messages  (count, bytes)   uint8, contiguous, encoded_bytes(part_length) each
+
+    Values are split into parts of ``part_length``, one message each. The last parts may have fewer
+    values, or none. ``loops`` process CPU tensors and ``gpu`` processes CUDA tensors, with
+    identical messages. On a GPU, messages must be aligned to 4 bytes, and all work is queued on
+    torch's current stream without synchronizing.
     """
 
     def __init__(self, loops: _C.BlockCodec, gpu: BlockKernels) -> None:
@@ -33,11 +42,11 @@ class BlockCodec(Codec):
         self._gpu = gpu
 
     def require(self, device: torch.device) -> None:
-        """See :class:`Codec`."""
+        """Raise CommHookError, which says what to install, if ``device`` cannot run the kernels."""
         kernels.require(device)
 
     def encoded_bytes(self, part_length: int) -> int:
-        """4·⌈part_length / block_size⌉ + 4·⌈part_length · bits / 32⌉."""
+        """Return 4·⌈part_length / block_size⌉ + 4·⌈part_length · bits / 32⌉, a message's length."""
         return self._loops.encoded_bytes(part_length)
 
     def encode(
@@ -50,19 +59,33 @@ class BlockCodec(Codec):
         seed: int = 0,
         keep_residual: bool = False,
     ) -> None:
-        """See :class:`Codec`. One pass over the memory."""
-        self._for(values).encode(values, messages, part_length, error, seed, keep_residual)
+        """Write the messages of the parts of ``values + error``, in one pass over the memory.
+
+        With ``keep_residual``, ``values`` become ``values + error`` minus the decoded messages.
+        Random numbers depend only on ``seed`` (64 bits) and on the position.
+        """
+        self._backend(values).encode(values, messages, part_length, error, seed, keep_residual)
 
     def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
-        """See :class:`Codec`. One pass over the memory, for all messages."""
-        self._for(values).average(messages, values, part_length)
+        """Write the mean of ``messages``, all of the same part, to ``values``.
+
+        The mean is summed in float32, in one pass over the memory for all messages.
+        """
+        self._backend(values).average(messages, values, part_length)
 
     def assemble(
         self, messages: Tensor, values: Tensor, part_length: int, *, kept: Tensor | None = None
     ) -> Tensor:
-        """See :class:`Codec`. One pass over the scales, then one over the memory."""
-        finite = self._for(values).assemble(messages, values, part_length, kept)
+        """Decode one message per part to ``values``, and copy the previous values to ``kept``.
+
+        If a message is not finite, then all ``values`` become NaN and ``kept`` does not change.
+        One pass over the scales, then one over the memory.
+
+        Returns:
+            Whether all messages are finite: ``(1,)``, bool, on the device.
+        """
+        finite = self._backend(values).assemble(messages, values, part_length, kept)
         return finite if isinstance(finite, Tensor) else torch.tensor([finite])
 
-    def _for(self, values: Tensor) -> _C.BlockCodec | BlockKernels:
+    def _backend(self, values: Tensor) -> _C.BlockCodec | BlockKernels:
         return self._loops if kernels.backend_of(values) is None else self._gpu

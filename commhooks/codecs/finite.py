@@ -1,12 +1,12 @@
-"""Whether all numbers are finite, and what becomes of what is kept if they are not.
+"""Check that all numbers are finite, and select results by the answer.
 
-Note [Verdicts]
-~~~~~~~~~~~~~~~
-All ranks come to one verdict on what they have received, a () bool tensor on the gradients'
-device: only if it is true may anything change that a hook keeps, and if not the result is NaN. On
-the CPU the verdict is known at once, and :func:`is_known_false` spares a hook the rest. On a GPU
-nobody waits for it: the hook goes on, sends what it always sends, and hands the verdict to whatever
-writes.
+Note [All finite]
+~~~~~~~~~~~~~~~~~
+All ranks derive the same answer, ``all_finite``, from the messages that they have received: a ()
+bool tensor on the gradients' device. A hook may change its state only if it is true. If it is
+false, the result is NaN. On the CPU the answer is known at once, and :func:`is_known_false` lets a
+hook skip the rest of its work. On a GPU the host does not wait for it: the hook continues, sends
+what it always sends, and passes the answer to the operations that write.
 """
 
 import torch
@@ -19,38 +19,41 @@ __all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless
 
 
 def all_finite(tensor: Tensor) -> Tensor:
-    """() of bool, on the tensor's device; true for an empty tensor. Does not wait for the device.
+    """Return whether all elements are finite: () bool on the tensor's device, true if empty.
 
-    One pass over the memory. :meth:`GradBucket.all_finite` tells it of a bucket, as it comes,
-    without.
+    Does not wait for the device. Takes one pass over the memory, unlike
+    :meth:`GradBucket.all_finite`, which may know the answer for a bucket from packing it.
     """
     return _C.all_finite(tensor)
 
 
-def is_known_false(verdict: Tensor) -> bool:
-    """Whether a verdict is false, where that is known without waiting. See Note [Verdicts]."""
-    return backend_of(verdict) is None and not verdict
+def is_known_false(condition: Tensor) -> bool:
+    """Return whether ``condition`` is false, if that is known without waiting for the device.
+
+    See Note [All finite].
+    """
+    return backend_of(condition) is None and not condition
 
 
-def copy_if(verdict: Tensor, source: Tensor, out: Tensor) -> None:
-    """``out`` becomes ``source`` if the verdict is true. Does not wait for the device."""
+def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
+    """Copy ``source`` to ``out`` if ``condition`` is true. Does not wait for the device."""
     if backend_of(out) is not None:
-        masked.copy_if(verdict, source, out)
-    elif verdict:
+        masked.copy_if(condition, source, out)
+    elif condition:
         out.copy_(source)
 
 
-def nan_unless(verdict: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor itself or a copy; NaN if the verdict is false. Does not wait for the device."""
-    return _unless(verdict, tensor, torch.nan)
+def nan_unless(condition: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` or a copy if ``condition`` is true, else NaN. Does not wait."""
+    return _where(condition, tensor, torch.nan)
 
 
-def zero_unless(verdict: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor itself or a copy; zeros if the verdict is false. Does not wait for the device."""
-    return _unless(verdict, tensor, 0.0)
+def zero_unless(condition: Tensor, tensor: Tensor) -> Tensor:
+    """Return ``tensor`` or a copy if ``condition`` is true, else zeros. Does not wait."""
+    return _where(condition, tensor, 0.0)
 
 
-def _unless(verdict: Tensor, tensor: Tensor, number: float) -> Tensor:
-    if backend_of(tensor) is None and verdict:
+def _where(condition: Tensor, tensor: Tensor, number: float) -> Tensor:
+    if backend_of(tensor) is None and condition:
         return tensor
-    return torch.where(verdict, tensor, number)
+    return torch.where(condition, tensor, number)

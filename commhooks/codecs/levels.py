@@ -1,4 +1,4 @@
-"""Evenly spaced levels: integers times the scale of the block."""
+"""Evenly spaced levels: integers times the scale of their block."""
 
 import math
 from typing import Literal
@@ -7,17 +7,17 @@ from commhooks.codecs.block import BlockCodec
 from commhooks.kernels.block_codec import BlockKernels, Norm
 from reducer import _C
 
-__all__ = ["Levels"]
+__all__ = ["LevelCodec"]
 
 
-class Levels(BlockCodec):
-    """The integers from ``-levels`` to ``levels``, in ``bits`` of 2, 4 or 8.
+class LevelCodec(BlockCodec):
+    """Encode as integers from ``-levels`` to ``levels`` in 2, 4 or 8 ``bits``.
 
-    The scale is the norm of the block, divided by ``levels``: its largest number, or its Euclidean
-    norm. Numbers beyond ``clip`` root mean squares of the block are cut off there, so that the
-    scale is smaller; only with the norm "max". Rounding is to the nearest level, ties to even, or
-    ``stochastic``: to one of the two levels around a number, such that the mean over many is the
-    number itself, unless it is clipped.
+    The scale is the norm of the block divided by ``levels``, where the norm is the largest
+    magnitude ("max") or the Euclidean norm ("l2"). With "max", numbers beyond ``clip`` root mean
+    squares of the block are clamped, which makes the scale smaller. Rounding is to the nearest
+    level, ties to even, or ``stochastic``: to one of the two neighboring levels, so that the
+    expected value is the (clamped) number.
     """
 
     def __init__(
@@ -32,14 +32,16 @@ class Levels(BlockCodec):
     ) -> None:
         levels = 2 ** (bits - 1) - 1 if levels is None else levels
         loops = _C.level_codec(bits, levels, norm, clip, stochastic, block_size)
-        unclipped = Norm.LARGEST if norm == "max" else Norm.EUCLIDEAN
-        is_clipped = norm == "max" and math.isfinite(clip)
+        if norm == "l2":
+            kernel_norm = Norm.EUCLIDEAN
+        else:
+            kernel_norm = Norm.ROOT_MEAN if math.isfinite(clip) else Norm.LARGEST
         gpu = BlockKernels(
             f"Levels<{bits}, {str(stochastic).lower()}>",
             f"Levels<{bits}, false>",
             bits,
             block_size,
-            norm=Norm.ROOT_MEAN if is_clipped else unclipped,
+            norm=kernel_norm,
             levels=levels,
             clip=clip,
         )

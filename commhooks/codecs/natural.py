@@ -1,17 +1,17 @@
-"""Powers of two."""
+"""Powers of two, times the scale of their block."""
 
 from commhooks.codecs.block import BlockCodec
 from commhooks.kernels.block_codec import BlockKernels
 from reducer import _C
 
-__all__ = ["Natural"]
+__all__ = ["NaturalCodec"]
 
 
-class Natural(BlockCodec):
-    """A sign and a power of two in 8 bits, rounded up or down such that the mean is exact.
+class NaturalCodec(BlockCodec):
+    """Encode as a sign and a power of two in 8 bits, with unbiased stochastic rounding.
 
-    The scale is the power of two at or above the largest number of the block; 127 powers of two
-    count down from it, and the last step is zero.
+    The scale is the smallest power of two that is not below the largest magnitude of the block.
+    Codes stand for the 127 powers of two from 1 downwards, and for zero.
     """
 
     def __init__(self, *, block_size: int) -> None:

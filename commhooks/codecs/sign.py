@@ -1,4 +1,4 @@
-"""One bit per number."""
+"""One bit per number: its sign, times the scale of its block."""
 
 from typing import Literal
 
@@ -6,15 +6,15 @@ from commhooks.codecs.block import BlockCodec
 from commhooks.kernels.block_codec import BlockKernels, Norm
 from reducer import _C
 
-__all__ = ["Sign"]
+__all__ = ["SignCodec"]
 
 
-class Sign(BlockCodec):
-    """The sign of each number; the scale is the mean size of the block's, or its root mean square.
+class SignCodec(BlockCodec):
+    """Encode as signs, with the mean magnitude of the block or its root mean square as the scale.
 
-    Zeros have random signs. With ``majority``, several messages are not averaged but vote: they are
-    decoded to the sign that most of them have, times their mean scale, and to zero where they are
-    in balance; a block of zeros has no vote.
+    Zeros get random signs. With ``majority``, messages of several ranks are not averaged; they
+    vote: a number is decoded to the majority's sign times the mean of the scales, and to zero on a
+    tie. A block of zeros does not vote.
     """
 
     def __init__(

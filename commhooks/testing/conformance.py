@@ -18,7 +18,7 @@ from commhooks.testing.rules import (
     RULES,
     BrokenRuleError,
     Factory,
-    Site,
+    RuleContext,
     has_consensus,
     is_lossless,
 )
@@ -85,7 +85,7 @@ def _check(rank: int, size: int, name: str, factory: Factory, device: str) -> No
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
-    RULES[name](Site(rank, size, factory, place))
+    RULES[name](RuleContext(rank, size, factory, place))
 
 
 def _exempt(hook: CommHook) -> set[str]:

@@ -70,18 +70,20 @@ class GradientProbe(nn.Module):
 
 
 class Trainer:
-    """A :class:`GradientProbe` on our wrapper, or on torch's if ``stock``, under a hook."""
+    """A :class:`GradientProbe` on our wrapper, or on torch's if ``torch_ddp``, under a hook."""
 
     def __init__(
         self,
         hook: CommHook,
         parameters: Mapping[str, Tensor] | None = None,
         *,
-        stock: bool = False,
+        torch_ddp: bool = False,
         **options: Any,
     ) -> None:
         probe = GradientProbe(probe_parameters() if parameters is None else parameters)
-        wrapper: Any = TorchDistributedDataParallel if stock else commhooks.DistributedDataParallel
+        wrapper: Any = (
+            TorchDistributedDataParallel if torch_ddp else commhooks.DistributedDataParallel
+        )
         self.model = wrapper(probe, **{"bucket_cap_mb": _BUCKET_MB} | options)
         self.parameters = dict(probe.named_parameters())
         self.handle = commhooks.register(self.model, hook)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
-from commhooks.hook.options.constraints import Ge
+from commhooks.hook.options import Ge
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
 both_wrappers = pytest.mark.parametrize("stock", [False, True])

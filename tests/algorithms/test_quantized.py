@@ -381,7 +381,9 @@ def test_damaged_state_is_refused(start):
         entry["average_start"] = torch.tensor(start)
     hook = commhooks.create("int8")
     hook.load_state_dict({"bias": entry})
-    with pytest.raises(CommHookStateError, match=r"'bias': expected 'average_error' of elements 0"):
+    with pytest.raises(
+        CommHookStateError, match=r"'bias': expected a flat 'average_error' within elements 0"
+    ):
         take_step([hook], [gradients_of(0, 0)], 0)
 
 

@@ -70,7 +70,7 @@ def train(trainer: Trainer, rank: int, steps: range) -> list[Any]:
 def switch(rank: int, size: int, stock: bool) -> None:
     hooks = [Recorder(tag=tag) for tag in "abc"]
     schedule = Schedule([(0, hooks[0]), (2, hooks[1]), (5, hooks[2])])
-    trainer = Trainer(schedule, PARAMETERS, stock=stock)
+    trainer = Trainer(schedule, PARAMETERS, torch_ddp=stock)
     train(trainer, rank, range(7))
     used = [sorted({call.step for call in hook.calls}) for hook in hooks]
     assert used == [[0, 1], [2, 3, 4], [5, 6]]

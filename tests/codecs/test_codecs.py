@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.fp8 import Fp8Codec
+from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.natural import NaturalCodec
+from commhooks.codecs.sign import SignCodec
 
 Array = NDArray[np.float64]
 
@@ -82,7 +86,7 @@ def level_case(
         clipped = np.maximum(np.abs(ratio) - levels, 0)
         return clipped + (1.0 if stochastic else 0.5)
 
-    codec = Levels(bits, levels, norm=norm, clip=clip, stochastic=stochastic, block_size=BLOCK)
+    codec = LevelCodec(bits, levels, norm=norm, clip=clip, stochastic=stochastic, block_size=BLOCK)
     return Case(codec, bits, integers(bits), scale, step)
 
 
@@ -93,16 +97,17 @@ CASES = {
     "4 levels, l2": level_case(4, 4, norm="l2", stochastic=True),
     "ternary": level_case(2, 1, stochastic=True),
     "ternary, clipped": level_case(2, 1, clip=1.5, stochastic=True),
-    "e4m3": Case(Fp8("e4m3", block_size=BLOCK), 8, fp8_values(torch.float8_e4m3fn),
+    "e4m3": Case(Fp8Codec("e4m3", block_size=BLOCK), 8, fp8_values(torch.float8_e4m3fn),
                  lambda y: largest(y) / 448, half_a_mantissa(3, 2.0**-9)),
-    "e5m2": Case(Fp8("e5m2", block_size=BLOCK), 8, fp8_values(torch.float8_e5m2),
+    "e5m2": Case(Fp8Codec("e5m2", block_size=BLOCK), 8, fp8_values(torch.float8_e5m2),
                  lambda y: largest(y) / 57344, half_a_mantissa(2, 2.0**-16)),
-    "natural": Case(Natural(block_size=BLOCK), 8, powers, power_above,
+    "natural": Case(NaturalCodec(block_size=BLOCK), 8, powers, power_above,
                     lambda ratio: np.maximum(np.abs(ratio), 2.0**-126)),
-    "sign, mean": Case(Sign("mean", block_size=BLOCK), 1, lambda codes: 1 - 2.0 * codes,
+    "sign, mean": Case(SignCodec("mean", block_size=BLOCK), 1, lambda codes: 1 - 2.0 * codes,
                        lambda y: float(np.mean(np.abs(y))), lambda ratio: abs(np.abs(ratio) - 1)),
-    "sign, root mean": Case(Sign("root_mean", block_size=BLOCK), 1, lambda codes: 1 - 2.0 * codes,
-                            root_mean, lambda ratio: abs(np.abs(ratio) - 1)),
+    "sign, root mean": Case(SignCodec("root_mean", block_size=BLOCK), 1,
+                            lambda codes: 1 - 2.0 * codes, root_mean,
+                            lambda ratio: abs(np.abs(ratio) - 1)),
 }  # fmt: skip
 
 
@@ -251,7 +256,7 @@ def test_fp8_rounds_as_torch_does():
         # The largest of each block is the largest of the format, so the scale is 1.
         rows = torch.cat([torch.full((len(rows), 1), top), rows], 1)
         values = rows.reshape(-1)
-        codec = Fp8(number_format, block_size=32)
+        codec = Fp8Codec(number_format, block_size=32)
         message = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
         codec.encode(values, message[None], values.numel())
         scales, codes = message[: len(rows) * 4], message[len(rows) * 4 :]
@@ -269,7 +274,7 @@ def test_fp8_decodes_every_finite_code_as_torch_does(number_format, dtype):
     message = torch.cat([scale[: 4 * -(-len(codes) // 32)], codes])
     message = torch.nn.functional.pad(message, (0, -len(message) % 4))
     values = torch.empty(len(codes))
-    Fp8(number_format, block_size=32).average(message[None], values, len(codes))
+    Fp8Codec(number_format, block_size=32).average(message[None], values, len(codes))
     assert torch.equal(values.view(torch.int32), codes.view(dtype).float().view(torch.int32))
 
 
@@ -370,7 +375,7 @@ def test_average_is_the_mean(name, count, dtype):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_majority_of_signs(count):
-    codec = Sign("mean", majority=True, block_size=BLOCK)
+    codec = SignCodec("mean", majority=True, block_size=BLOCK)
     case = Case(codec, 1, *(lambda x: x,) * 3)
     values = torch.randn(count, 3 * BLOCK, generator=torch.Generator().manual_seed(count))
     values[0, BLOCK : 2 * BLOCK] = 0  # has no vote there
@@ -446,12 +451,12 @@ def test_one_part_that_is_not_finite_makes_all_nan_and_keeps_nothing(name):
 @pytest.mark.parametrize(
     ("codec", "expected"),
     [
-        (Levels(8, block_size=256), 4 * 4 + 1000),
-        (Levels(4, block_size=128), 8 * 4 + 500),
-        (Levels(2, block_size=512), 2 * 4 + 252),
-        (Sign("mean", block_size=1024), 4 + 128),
-        (Natural(block_size=512), 2 * 4 + 1000),
-        (Fp8("e5m2", block_size=4096), 4 + 1000),
+        (LevelCodec(8, block_size=256), 4 * 4 + 1000),
+        (LevelCodec(4, block_size=128), 8 * 4 + 500),
+        (LevelCodec(2, block_size=512), 2 * 4 + 252),
+        (SignCodec("mean", block_size=1024), 4 + 128),
+        (NaturalCodec(block_size=512), 2 * 4 + 1000),
+        (Fp8Codec("e5m2", block_size=4096), 4 + 1000),
     ],
 )
 def test_lengths(codec, expected):
@@ -460,7 +465,7 @@ def test_lengths(codec, expected):
 
 
 def test_mistakes_are_named():
-    codec = Levels(8, block_size=32)
+    codec = LevelCodec(8, block_size=32)
     room = torch.empty(1, 8, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"float32 or float64, found Half"):
         codec.encode(torch.ones(3, dtype=torch.float16), room, 3)
@@ -477,6 +482,6 @@ def test_mistakes_are_named():
     with pytest.raises(RuntimeError, match=r"one part of at most 2 elements, found 2 messages"):
         codec.average(torch.empty(2, 8, dtype=torch.uint8), torch.ones(4), 2)
     with pytest.raises(RuntimeError, match=r"multiple of 32 up to 4096, found 33"):
-        Levels(8, block_size=33)
+        LevelCodec(8, block_size=33)
     with pytest.raises(RuntimeError, match=r"1 to 7 levels in 4 bits, found 8"):
-        Levels(4, 8, block_size=32)
+        LevelCodec(4, 8, block_size=32)

@@ -64,7 +64,7 @@ def ask(rank: int, size: int, dtype: torch.dtype, stock: bool) -> None:
     inner = Asks()
     options: Any = {} if stock else {"stable_buckets": True}
     hook = Schedule([(0, inner)])
-    trainer = Trainer(hook, like, stock=stock, find_unused_parameters=True, **options)
+    trainer = Trainer(hook, like, torch_ddp=stock, find_unused_parameters=True, **options)
     for unused in ("spare", "matrix"):
         for name in like:
             gradients = draw_gradients(like, rank)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.hook.options.constraints import Ge, Le
+from commhooks.hook.options import Ge, Le
 
 
 @commhooks.register_hook("test_options")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.hook import registry
-from commhooks.hook.options.constraints import Ge, Le
+from commhooks.hook.options import Ge, Le
 
 NAMES = [
     "allreduce",

@@ -10,7 +10,8 @@ from emulation import emulated
 from support.codec_runs import CODECS, numbers, run
 
 from commhooks import CommHookError
-from commhooks.codecs import BlockCodec, Levels
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.levels import LevelCodec
 from commhooks.testing.compare import same_bits
 
 
@@ -79,7 +80,7 @@ def test_same_bytes_wherever_memory_begins_and_ends(machine, name):
 
 
 def test_mistakes_are_named(machine):
-    codec, device = Levels(8, block_size=32), machine.device
+    codec, device = LevelCodec(8, block_size=32), machine.device
     room = torch.empty(1, 8, dtype=torch.uint8, device=device)
     values = torch.ones(4, device=device)
     with machine.here():

@@ -6,7 +6,9 @@ from emulation import Elsewhere, EmulationError, emulated
 from emulation.sanitizer import run_sanitized
 
 from commhooks import CommHookError, kernels
-from commhooks.codecs import Fp8, Levels, Sign
+from commhooks.codecs.fp8 import Fp8Codec
+from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.sign import SignCodec
 
 BROKEN = Elsewhere(
     "broken.cu",
@@ -87,9 +89,9 @@ def read_behind_the_end() -> None:
 def encode_and_decode() -> None:
     """Memory has just the size that it must have."""
     for codec in (
-        Levels(8, block_size=32),
-        Sign("mean", block_size=1056),
-        Fp8("e4m3", block_size=96),
+        LevelCodec(8, block_size=32),
+        SignCodec("mean", block_size=1056),
+        Fp8Codec("e4m3", block_size=96),
     ):
         for numel, parts in ((1, 1), (33, 2), (2500, 3)):
             values = torch.randn(numel)

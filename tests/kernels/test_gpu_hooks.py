@@ -14,7 +14,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks import CommHookError, kernels
-from commhooks.codecs import Levels
+from commhooks.codecs.levels import LevelCodec
 from commhooks.kernels import loader
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -102,7 +102,7 @@ def test_on_a_gpu_the_same_and_no_host_waits(name):
 def test_kernels_run_on_the_current_stream_of_the_tensors_device_from_any_thread(index):
     """What is before them on the stream is slow, and a fresh thread has no CUDA context yet."""
     device = torch.device("cuda", index)
-    codec = Levels(8, block_size=256)
+    codec = LevelCodec(8, block_size=256)
     given = torch.randn(1 << 20)
     expected = torch.empty(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8)
     codec.encode(given, expected, given.numel())

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support.codec_runs import CODECS, numbers, run
 from torch import Tensor
 
-from commhooks.codecs import Fp8, Sign
+from commhooks.codecs.fp8 import Fp8Codec
+from commhooks.codecs.sign import SignCodec
 from commhooks.testing.compare import same_bits
 from reducer import _C
 
@@ -76,7 +77,7 @@ def test_every_code_of_fp8(name, dtype):
     for instruction_set in _C.instruction_sets():
         _C.use_instruction_set(instruction_set)
         found.append(torch.full((512,), 7.0))
-        Fp8(name, block_size=256).average(message, found[-1], 512)
+        Fp8Codec(name, block_size=256).average(message, found[-1], 512)
     for values in found[1:]:
         assert same_bits(values, found[0])
     expected = 3 * message[0, 8:].view(dtype).float()
@@ -90,7 +91,7 @@ def test_every_code_of_fp8(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_signs_with_and_without_a_zero(dtype, zeros, kind):
     """A zero has a random sign; blocks without any are packed in another way."""
-    codec = Sign("mean", block_size=128)
+    codec = SignCodec("mean", block_size=128)
     values = numbers(1024, kind, dtype)
     values[values == 0] = 2.0**-80
     values[200 : 200 + zeros] = 0

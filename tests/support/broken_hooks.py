@@ -241,7 +241,7 @@ class TellsUnasked(Average):
         return await super().reduce(bucket, comm)
 
 
-@commhooks.register_hook("broken_stock")
+@commhooks.register_hook("broken_torch_ddp")
 @dataclass
 class NeedsOneBucketForEver(Average):
     """Torch's first bucket is of 1 MiB whatever one asks for, and is cut after the first step."""

@@ -6,21 +6,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from commhooks.codecs import BlockCodec, Fp8, Levels, Natural, Sign
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.fp8 import Fp8Codec
+from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.natural import NaturalCodec
+from commhooks.codecs.sign import SignCodec
 
 CODECS = {
-    "int8": lambda block: Levels(8, block_size=block),
-    "int8 stochastic": lambda block: Levels(8, stochastic=True, block_size=block),
-    "int4": lambda block: Levels(4, block_size=block),
-    "4 levels, l2": lambda block: Levels(4, 4, norm="l2", stochastic=True, block_size=block),
-    "2 bits": lambda block: Levels(2, block_size=block),
-    "ternary, clipped": lambda block: Levels(2, 1, clip=2.5, stochastic=True, block_size=block),
-    "e4m3": lambda block: Fp8("e4m3", block_size=block),
-    "e5m2": lambda block: Fp8("e5m2", block_size=block),
-    "natural": lambda block: Natural(block_size=block),
-    "sign, mean": lambda block: Sign("mean", block_size=block),
-    "sign, root mean": lambda block: Sign("root_mean", block_size=block),
-    "majority": lambda block: Sign("mean", majority=True, block_size=block),
+    "int8": lambda block: LevelCodec(8, block_size=block),
+    "int8 stochastic": lambda block: LevelCodec(8, stochastic=True, block_size=block),
+    "int4": lambda block: LevelCodec(4, block_size=block),
+    "4 levels, l2": lambda block: LevelCodec(4, 4, norm="l2", stochastic=True, block_size=block),
+    "2 bits": lambda block: LevelCodec(2, block_size=block),
+    "ternary, clipped": lambda block: LevelCodec(2, 1, clip=2.5, stochastic=True, block_size=block),
+    "e4m3": lambda block: Fp8Codec("e4m3", block_size=block),
+    "e5m2": lambda block: Fp8Codec("e5m2", block_size=block),
+    "natural": lambda block: NaturalCodec(block_size=block),
+    "sign, mean": lambda block: SignCodec("mean", block_size=block),
+    "sign, root mean": lambda block: SignCodec("root_mean", block_size=block),
+    "majority": lambda block: SignCodec("mean", majority=True, block_size=block),
 }
 
 

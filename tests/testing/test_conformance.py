@@ -123,7 +123,7 @@ BROKEN = {
     "IsSetUpByTheEngine": "nested",
     "ClaimsToHaveSentAll": "contribution",
     "TellsUnasked": "contribution",
-    "NeedsOneBucketForEver": "stock",
+    "NeedsOneBucketForEver": "torch_ddp",
 }
 
 

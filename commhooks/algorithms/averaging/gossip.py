@@ -27,7 +27,7 @@ from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator, PendingCollective
 from commhooks.comm.topologies import Permutation, check_topology, round_at
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.options.constraints import Ge
+from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
 from commhooks.precision import at_least_float32
 from reducer import GradBucket

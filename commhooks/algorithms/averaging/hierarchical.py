@@ -22,7 +22,7 @@ from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes, broadcast_bytes
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.options.constraints import Ge
+from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 

@@ -44,7 +44,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError
-from commhooks.hook.options.constraints import Ge, Gt, Lt
+from commhooks.hook.options import Ge, Gt, Lt
 from commhooks.hook.registry import register_hook
 from commhooks.precision import at_least_float32
 from reducer import GradBucket

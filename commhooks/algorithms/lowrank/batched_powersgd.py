@@ -14,7 +14,7 @@ from torch import Tensor
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
-from commhooks.hook.options.constraints import Ge
+from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 

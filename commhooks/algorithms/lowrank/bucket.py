@@ -33,7 +33,7 @@ class HalfStep:
     """The orthonormal factors that were given, and the ones found: this rank's and their mean.
 
     ``verdict``: () bool, the same on all ranks: whether what has been received up to here is
-    finite. See Note [Verdicts] in codecs/finite.py. ``is_sent``: whether their product is part of
+    finite. See Note [All finite] in codecs/finite.py. ``is_sent``: whether their product is part of
     the
     result.
     """

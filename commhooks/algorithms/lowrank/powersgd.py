@@ -31,7 +31,7 @@ products are taken of E + G without storing it, and `absorb` then updates errors
 not finite survives products and sums, so if any rank's gradient has such a number, every rank finds
 one in what it receives, keeps its state bit for bit, and returns NaN, which a gradient scaler sees
 on every rank. On the CPU, where it is known at once, all skip the collectives that are left; on a
-GPU nobody waits to know it: Note [Verdicts] in codecs/finite.py. A collective that fails leaves
+GPU nobody waits to know it: Note [All finite] in codecs/finite.py. A collective that fails leaves
 the state
 alone as well.
 Other buckets of the same step, if their own gradients are finite, go on as usual.
@@ -59,7 +59,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.hook.options.constraints import Ge, Lt
+from commhooks.hook.options import Ge, Lt
 from commhooks.hook.registry import register_hook
 from commhooks.precision import at_least_float32
 from reducer import GradBucket

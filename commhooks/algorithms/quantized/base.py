@@ -1,18 +1,19 @@
-"""What hooks that send codes of a few bits have in common.
+"""The base class of hooks that quantize: a codec, and error feedback if the hook uses it.
 
 Note [Errors that do not grow]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Error feedback adds to a gradient g what was left out of the last one. If of whatever it is given a
-hook leaves out no more than a share q < 1, in some norm, these errors stay bounded:
+Error feedback adds the part of a gradient g that was not sent to the next gradient. If a hook
+leaves out at most a share q < 1 of its input, in some norm, then the errors stay bounded:
 
-    |e| <= q·|g + old e|    hence    |e| <= q / (1 - q) · |g|
+    |e| <= q·|g + previous e|    and so    |e| <= q / (1 - q) · |g|
 
-and else they may grow in each step, though the hook be unbiased. Codecs that round to nearest are
-far from that. Those that round at random may leave out more than all: one number of size 1 among
-many of size 1/100 makes of each of these a 0 or, now and then, a 1. As numbers are rounded twice, a
-rank's own and their average, with a share c left out of each time what counts is
+Otherwise they may grow in each step, even if the hook is unbiased. Codecs that round to nearest
+leave out much less. Codecs with stochastic rounding may leave out more than the input: if a block
+holds one number of size 1 and many of size 1/100, each of the small ones becomes 0 or, rarely, 1.
+Numbers are quantized twice, first each rank's own and then their average. If each time a share c is
+left out, then
 
-    q = c + c·(1 + c) = (1 + c)² - 1    below 1 for c below √2 - 1
+    q = c + c·(1 + c) = (1 + c)² - 1    which is below 1 for c < √2 - 1
 """
 
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.quantized.error_memory import ErrorMemory
-from commhooks.algorithms.quantized.two_shot import average_encoded, wire_bytes
-from commhooks.codecs import Codec
+from commhooks.algorithms.quantized.two_shot import average_quantized, wire_bytes
+from commhooks.codecs.block import BlockCodec
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
@@ -34,67 +35,65 @@ __all__ = ["Quantized"]
 
 @dataclass
 class Quantized(CommHook):
-    """Average codes. A subclass says which codec, and whether errors are fed back.
+    """Average quantized gradients. A subclass chooses the codec and whether errors are fed back.
 
-    Averages are summed in float32 and errors kept in it, or in float64 for float64 gradients. A
-    bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
-    all errors as they were. On a GPU nothing synchronizes, and CuPy is needed.
+    Averages are summed in float32. Errors are kept in float32, or in float64 for float64 gradients.
+    If a number of a bucket is not finite on any rank, then the bucket averages to NaN on all ranks
+    and no error changes. On a GPU nothing synchronizes, and CuPy is required.
     """
 
     seed: int = field(default=0, kw_only=True)
-    """Of random numbers, which also depend on rank, step and bucket."""
-
-    _codec: Codec = field(init=False, repr=False, compare=False)
-    _average_codec: Codec = field(init=False, repr=False, compare=False)
-    _errors: ErrorMemory = field(default_factory=ErrorMemory, init=False, repr=False, compare=False)
+    """The seed of random numbers, which also depend on the rank, the step and the bucket."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._codec = self.codec()
-        self._average_codec = self.average_codec()
+        self._codec = self.make_codec()
+        self._average_codec = self.make_average_codec()
+        self._errors = ErrorMemory()
 
-    def codec(self) -> Codec:
-        """What turns numbers into codes, as the options say."""
-        raise NotImplementedError(f"{type(self).__qualname__} has no `codec`")
+    def make_codec(self) -> BlockCodec:
+        """Return the codec of each rank's own numbers, as the options specify."""
+        raise NotImplementedError(f"{type(self).__qualname__} has no `make_codec`")
 
-    def average_codec(self) -> Codec:
-        """What turns averages into codes."""
+    def make_average_codec(self) -> BlockCodec:
+        """Return the codec of averages."""
         return self._codec
 
     @property
-    def feeds_back(self) -> bool:
-        """Whether what a step has not sent is added to the next. Without, there is no state."""
+    def uses_error_feedback(self) -> bool:
+        """Whether errors are added to the next gradient. If not, the hook has no state."""
         return False
 
     @property
     def tells_contribution(self) -> bool:  # type: ignore[override]
-        """Not with errors of its own: another error feedback would count them twice.
+        """Whether ``comm.contribution`` is set on request: not by hooks with error feedback.
 
-        Nor should hooks whose errors grow if fed back: see Note [Errors that do not grow].
+        A second error feedback around them would count the errors twice. Hooks whose errors would
+        grow do not set it either: see Note [Errors that do not grow].
         """
-        return not self.feeds_back
+        return not self.uses_error_feedback
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raises CommHookError if the kernels for the parameters' devices cannot run."""
+        """Raise CommHookError if a device of the parameters cannot run the kernels."""
         super().prepare(parameters, group)
         for device in {parameter.device for parameter in parameters.values()}:
             self._codec.require(device)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        """What each of ``size`` ranks sends for ``bucket``."""
+        """Return the bytes that each of ``size`` ranks sends for ``bucket``."""
         return wire_bytes(bucket.buffer().numel(), size, self._codec, self._average_codec)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Average by a two-shot all-reduce of codes, see two_shot.py."""
         buffer = bucket.buffer()
         values = buffer.to(at_least_float32(buffer.dtype))
-        feedback = self._errors.of(bucket, comm, self.state) if self.feeds_back else None
-        await average_encoded(
+        await average_quantized(
             values,
             comm,
             self._codec,
             self._average_codec,
             seed=f"{self.seed}:{bucket.key}",
-            feedback=feedback,
+            errors=self._errors.of(bucket, comm, self.state) if self.uses_error_feedback else None,
             tells_contribution=comm.wants_contribution and self.tells_contribution,
         )
         return buffer if values is buffer else buffer.copy_(values)

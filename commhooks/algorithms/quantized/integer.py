@@ -1,17 +1,26 @@
-"""Integers of 8 or 4 bits, scaled block by block. Wire: 1 or 1/2 byte per number, and scales.
+"""int8 and int4: integers of 8 or 4 bits, with one scale per block, and error feedback.
 
-    scale = max |x| / L    code = round(x / scale), from -L to L    decoded = code · scale
+::
 
-with L = 127 or 7 and x the numbers of one block. The error of a number is at most half a scale, or
-a whole one with stochastic rounding.
+    def quantize(x):                                   # x: (blocks, block_size)
+        scale = x.abs().amax(1, keepdim=True) / 127    # int8; 7 for int4
+        return scale * (x / scale).round()             # sent: the scales and the integers
+
+    x = gradient + error
+    error = x - quantize(x)
+    y = mean_over_ranks(quantize(x)) + average_error   # all-to-all: rank j averages part j
+    average_error = y - quantize(y)
+    return quantize(y)                                 # all-gather
+
+The error of a number is at most half a scale, or one scale with stochastic rounding.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from commhooks.algorithms.quantized.base import Quantized
-from commhooks.codecs import Codec, Levels
-from commhooks.codecs.block import BlockSize
+from commhooks.codecs.block import BlockCodec, BlockSize
+from commhooks.codecs.levels import LevelCodec
 from commhooks.hook.registry import register_hook
 
 __all__ = ["Int4", "Int8"]
@@ -19,24 +28,24 @@ __all__ = ["Int4", "Int8"]
 
 @dataclass
 class _Integer(Quantized):
-    """Average in integers of ``bits``, scaled block by block."""
+    """Average in integers of ``bits`` with a scale per block."""
 
     bits: ClassVar[int]
 
     block_size: BlockSize = 256
-    """Numbers that share a scale. Smaller: closer to the average, more bytes."""
+    """How many numbers share a scale. Smaller blocks: closer to the average, more bytes."""
     stochastic: bool = False
-    """Round up or down at random, such that the mean is exact; else to the nearest. Without error
-    feedback this is unbiased, with it the errors are only larger."""
+    """Round up or down at random, so that the expected value is exact; otherwise to nearest. This
+    is unbiased without error feedback; with it, it only makes errors larger."""
     error_feedback: bool = True
-    """Add what a step did not send to the next gradient. Without, nearest rounding is biased."""
+    """Add the error of a step to the next gradient. Without it, rounding to nearest is biased."""
 
     @property
-    def feeds_back(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         return self.error_feedback
 
-    def codec(self) -> Codec:
-        return Levels(self.bits, stochastic=self.stochastic, block_size=self.block_size)
+    def make_codec(self) -> BlockCodec:
+        return LevelCodec(self.bits, stochastic=self.stochastic, block_size=self.block_size)
 
 
 @register_hook("int8")
@@ -44,7 +53,7 @@ class _Integer(Quantized):
 class Int8(_Integer):
     """Average in 8-bit integers with a scale per block: a quarter of the bytes of float32.
 
-    Biased in each step, exact over steps: what was rounded away is sent later. Unbiased with
+    Biased in each step but exact over steps, because errors are sent later. Unbiased with
     ``stochastic=True, error_feedback=False``.
     """
 
@@ -57,7 +66,7 @@ class Int8(_Integer):
 class Int4(_Integer):
     """Average in 4-bit integers with a scale per block: an eighth of the bytes of float32.
 
-    Biased in each step, exact over steps: what was rounded away is sent later. Unbiased with
+    Biased in each step but exact over steps, because errors are sent later. Unbiased with
     ``stochastic=True, error_feedback=False``.
     """
 

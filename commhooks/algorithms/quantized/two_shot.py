@@ -1,29 +1,32 @@
-"""Averages what is sent in few bits, such that no rank sends more when there are more ranks.
+"""Quantized two-shot all-reduce: bytes per rank do not grow with the number of ranks.
 
 ::
 
-    rank i:  parts 0 .. N-1 of its numbers, encoded    --- all-to-all --->
-    rank j:  N messages, all of part j: decoded, averaged in float32, encoded again
-    rank j:  the average of part j, encoded            --- all-gather --->
-    rank i:  N messages, one of each part: decoded
+    messages = [encode(part) for part in (values + error).split(n / N)]
+    received = all_to_all(messages)                     # rank j: part j of all N ranks
+    average = mean([decode(message) for message in received])
+    gathered = all_gather(encode(average + average_error))
+    values = cat([decode(message) for message in gathered])
 
-A rank sends (N-1) messages of n/N numbers, twice, as in an all-reduce. Gathering the messages of
-all ranks instead would cost (N-1) messages of n numbers.
+A rank sends (N-1) messages of n/N numbers twice, as many numbers as in a ring all-reduce. Gathering
+the gradients of all ranks instead would take (N-1) messages of n numbers.
 
 Note [Two errors]
 ~~~~~~~~~~~~~~~~~
-Numbers are rounded twice: a rank's own, and the average of the part that it owns. With feedback
-both errors are added to what is encoded at the same place in the next step (Tang et al. 2019,
-DoubleSqueeze, algorithm 1). Then, over any number of steps, with means over the ranks:
+Numbers are quantized twice: each rank's own numbers, and the average of the part that it owns. With
+error feedback, both errors are added to the numbers that are encoded at the same position in the
+next step (Tang et al. 2019, DoubleSqueeze, algorithm 1). Then, summed over any number of steps, and
+with means over the ranks:
 
-    sum of results + mean of own errors + errors of averages = sum of mean gradients
+    results + mean of own errors + errors of averages = mean gradients
 
-Note [One verdict]
-~~~~~~~~~~~~~~~~~~
-A block that is not finite makes a scale that is not, which passes from a rank's message into the
-average and from there to all ranks. These all look at the same gathered messages, so they agree
-whether to change what is kept. Until then the gradients' memory holds the residuals, and the errors
-are as they were. The verdict stays on the device: whoever writes depends on it, and no host waits.
+Note [Errors are committed last]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A block with a number that is not finite has a scale that is not finite. It passes from the rank's
+message into the average, and from there to all ranks. All ranks look at the same gathered messages,
+so they agree on whether to change the errors. Until then the gradients' memory holds the residuals,
+and the errors keep their values. The answer stays on the device: the operations that write depend
+on it, and the host does not wait. See Note [All finite] in codecs/finite.py.
 """
 
 import hashlib
@@ -32,146 +35,116 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.codecs import Codec
+from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
 
-__all__ = ["Feedback", "average_encoded", "part_length", "part_of", "wire_bytes"]
+__all__ = ["Errors", "average_quantized", "part_length", "part_of", "wire_bytes"]
 
 
 @dataclass(frozen=True)
-class Feedback:
-    """What was not sent of one bucket so far, to be sent now. See Note [Two errors].
+class Errors:
+    """The quantization errors of one bucket, to be sent in the next step. See Note [Two errors].
 
-    ``own``: (numel,), of the dtype of the values. ``average``: float32, one number per element of
-    this rank's part.
+    ``own``: (numel,), in the dtype of the values. ``average``: float32, one number per element of
+    the part that this rank averages.
     """
 
     own: Tensor
     average: Tensor
 
 
-def wire_bytes(numel: int, size: int, codec: Codec, average_codec: Codec) -> int:
-    """What each of ``size`` ranks sends to average ``numel`` values."""
+def wire_bytes(numel: int, size: int, codec: BlockCodec, average_codec: BlockCodec) -> int:
+    """Return the bytes that each of ``size`` ranks sends to average ``numel`` values."""
     length = part_length(numel, size)
     message_bytes = codec.encoded_bytes(length) + average_codec.encoded_bytes(length)
     return (size - 1) * message_bytes if numel else 0
 
 
 def part_length(numel: int, size: int) -> int:
-    """The most elements that one of ``size`` parts has; the last ones have fewer, or none.
+    """Return the length of the first part of ``size``; the last parts may be shorter, or empty.
 
-    ⌈numel / size⌉, up to a multiple of 32 so that no two parts share a line of memory.
+    It is ⌈numel / size⌉, rounded up to a multiple of 32 so that no two parts share a cache line.
     """
     return min(-(-numel // (32 * size)) * 32, numel)
 
 
 def part_of(numel: int, size: int, rank: int) -> slice:
-    """The elements that ``rank`` averages."""
+    """Return the elements that ``rank`` averages."""
     length = part_length(numel, size)
     return slice(min(rank * length, numel), min((rank + 1) * length, numel))
 
 
-async def average_encoded(
+async def average_quantized(
     values: Tensor,
     comm: Communicator,
-    codec: Codec,
-    average_codec: Codec,
+    codec: BlockCodec,
+    average_codec: BlockCodec,
     *,
-    seed: str = "",
-    feedback: Feedback | None = None,
+    seed: str,
+    errors: Errors | None = None,
     tells_contribution: bool = False,
-) -> Tensor:
-    """Replaces ``values`` by their average over the ranks, as ``codec`` renders it, on all alike.
+) -> None:
+    """Replace ``values`` by their average over the ranks, quantized, identical on all ranks.
 
-    Values are flat, float32 or float64. If those of any rank are not finite, the result is NaN on
-    all ranks and ``feedback`` stays as it was; else it takes over the errors of this step. The
-    codec's random numbers depend on ``seed``, the rank, the step and the message. Averages are
-    encoded by ``average_codec``.
+    Values are flat, float32 or float64. ``codec`` encodes them, and ``average_codec`` encodes the
+    averages, which are summed in float32. ``errors`` of the previous steps are replaced by those of
+    this step. If a value of any rank is not finite, all values become NaN on all ranks, and
+    ``errors`` do not change. Random numbers depend on ``seed``, the rank, the step and the message.
 
-    With ``tells_contribution``, ``comm.contribution`` is set: what of these values is in the
-    average, where the error of the average of this rank's part counts as this rank's. It has no
-    meaning with ``feedback``, nor for codecs that vote.
+    With ``tells_contribution``, set ``comm.contribution`` to this rank's share of the average,
+    where the error of the part that it averages counts as its own. Do not combine it with
+    ``errors`` or with codecs that vote.
 
-    Wire: (N-1) messages of each codec, of numel / N values, see :func:`part_length`; nothing if
-    there are no values. On a GPU everything is queued on torch's current stream, and nothing
-    synchronizes.
+    Wire: (N-1) messages of each codec, of numel / N values (see :func:`part_length`), or nothing if
+    there are no values. On a GPU everything is queued on torch's current stream without
+    synchronizing.
     """
     if tells_contribution:
         comm.contribution = values.clone()
-    exchange = _Exchange(values, comm, codec, average_codec, seed, feedback)
-    if values.numel() > 0:
-        received = await comm.all_to_all(exchange.encode_parts())
-        gathered = await comm.all_gather(exchange.encode_average(received))
-        exchange.finish(gathered)
-    return values
+    if values.numel() == 0:
+        return
+    keep_residual = errors is not None or tells_contribution
+    length = part_length(values.numel(), comm.size)
+    own_part = part_of(values.numel(), comm.size, comm.rank)
+
+    messages = values.new_empty((comm.size, codec.encoded_bytes(length)), dtype=torch.uint8)
+    codec.encode(
+        values,
+        messages,
+        length,
+        error=None if errors is None else errors.own,
+        seed=_seed(seed, comm, "own"),
+        keep_residual=keep_residual,
+    )
+    received = await comm.all_to_all(messages)
+
+    average = values.new_empty(own_part.stop - own_part.start, dtype=torch.float32)
+    codec.average(received, average, length)
+    message = received.new_empty((1, average_codec.encoded_bytes(length)))
+    average_codec.encode(
+        average,
+        message,
+        length,
+        error=None if errors is None else errors.average,
+        seed=_seed(seed, comm, "average"),
+        keep_residual=keep_residual,
+    )
+    gathered = await comm.all_gather(message[0])
+
+    # `values` and `average` now hold the residuals.
+    if tells_contribution:
+        assert comm.contribution is not None
+        comm.contribution -= values
+        comm.contribution[own_part] -= comm.size * average
+    if errors is None:
+        average_codec.assemble(gathered, values, length)
+    else:
+        all_finite = average_codec.assemble(gathered, values, length, kept=errors.own)
+        copy_if(all_finite, average, errors.average)
 
 
-class _Exchange:
-    """What happens to the values of one bucket before, between and after the two collectives."""
-
-    def __init__(
-        self,
-        values: Tensor,
-        comm: Communicator,
-        codec: Codec,
-        average_codec: Codec,
-        seed: str,
-        feedback: Feedback | None,
-    ) -> None:
-        self._values = values
-        self._comm = comm
-        self._codec = codec
-        self._average_codec = average_codec
-        self._seed = seed
-        self._feedback = feedback
-        self._part_length = part_length(values.numel(), comm.size)
-        self._own = part_of(values.numel(), comm.size, comm.rank)
-        own_length = self._own.stop - self._own.start
-        self._average = values.new_empty(own_length, dtype=torch.float32)
-        self._keep_residual = feedback is not None or comm.contribution is not None
-
-    def encode_parts(self) -> Tensor:
-        """(N, bytes): a message for each rank. Values become what these leave out, if kept."""
-        shape = (self._comm.size, self._codec.encoded_bytes(self._part_length))
-        messages = self._values.new_empty(shape, dtype=torch.uint8)
-        error = None if self._feedback is None else self._feedback.own
-        self._encode(self._codec, self._values, messages, error, "own")
-        return messages
-
-    def encode_average(self, received: Tensor) -> Tensor:
-        """(bytes,): of this rank's part. The average becomes what this leaves out, if kept."""
-        self._codec.average(received, self._average, self._part_length)
-        message_bytes = self._average_codec.encoded_bytes(self._part_length)
-        messages = received.new_empty((1, message_bytes))
-        error = None if self._feedback is None else self._feedback.average
-        self._encode(self._average_codec, self._average, messages, error, "average")
-        return messages[0]
-
-    def finish(self, gathered: Tensor) -> None:
-        """Takes over the averages of all parts, (N, bytes). See Note [One verdict]."""
-        if self._comm.contribution is not None:
-            self._comm.contribution -= self._values
-            self._comm.contribution[self._own] -= self._comm.size * self._average
-        if self._feedback is None:
-            self._average_codec.assemble(gathered, self._values, self._part_length)
-            return
-        own, average = self._feedback.own, self._feedback.average
-        is_finite = self._average_codec.assemble(
-            gathered, self._values, self._part_length, kept=own
-        )
-        copy_if(is_finite, self._average, average)
-
-    def _encode(
-        self, codec: Codec, values: Tensor, messages: Tensor, error: Tensor | None, what: str
-    ) -> None:
-        text = f"{self._seed}:{self._comm.step}:{self._comm.rank}:{what}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-        codec.encode(
-            values,
-            messages,
-            self._part_length,
-            error=error,
-            seed=seed,
-            keep_residual=self._keep_residual,
-        )
+def _seed(seed: str, comm: Communicator, message: str) -> int:
+    """Return 64 bits that depend on the seed, the step, the rank and the message."""
+    text = f"{seed}:{comm.step}:{comm.rank}:{message}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -11,7 +11,7 @@ With G the gradients, E what earlier steps left, and M = G + E:
 M is made in the bucket's buffer; E changes only when the parts of all ranks are there and finite.
 What is not finite counts as larger than any number, so it is always among what is sent: no flag
 needs to travel for all ranks to learn of it. They then return NaN, and keep E bit for bit: see Note
-[Verdicts] in codecs/finite.py.
+[All finite] in codecs/finite.py.
 """
 
 from collections.abc import Mapping, Sequence

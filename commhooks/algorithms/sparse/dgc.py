@@ -39,7 +39,7 @@ from commhooks.algorithms.sparse.selection import correct_momentum, require_kern
 from commhooks.codecs.finite import copy_if, is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
-from commhooks.hook.options.constraints import Ge, Gt, Le, Lt
+from commhooks.hook.options import Ge, Gt, Le, Lt
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 

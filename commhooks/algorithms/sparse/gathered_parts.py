@@ -23,7 +23,7 @@ class GatheredParts(ABC):
     """What all ranks have sent of a bucket."""
 
     verdict: Tensor
-    """() bool: whether all sent finite numbers only; so they had no others. See Note [Verdicts].
+    """() bool: whether all sent finite numbers only; so they had no others. See Note [All finite].
 
     A damaged message makes it false on a GPU; on the CPU it raises RuntimeError.
     """

@@ -26,7 +26,7 @@ from commhooks.codecs.finite import copy_if, is_known_false, nan_unless
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
-from commhooks.hook.options.constraints import Gt, Le
+from commhooks.hook.options import Gt, Le
 from commhooks.hook.registry import register_hook
 from commhooks.precision import fit
 from reducer import GradBucket

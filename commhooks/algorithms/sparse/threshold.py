@@ -19,7 +19,7 @@ from commhooks.algorithms.sparse.base import SparseHook
 from commhooks.algorithms.sparse.part import SparsePart
 from commhooks.algorithms.sparse.selection import select_above
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.options.constraints import Gt, Lt
+from commhooks.hook.options import Gt, Lt
 from commhooks.hook.registry import register_hook
 
 __all__ = ["Threshold"]

@@ -15,7 +15,7 @@ from commhooks.algorithms.sparse.density import Density
 from commhooks.algorithms.sparse.part import SparsePart, gather_bytes, kept_elements
 from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.options.constraints import Ge, Gt, Le
+from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 

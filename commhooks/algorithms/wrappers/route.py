@@ -20,7 +20,7 @@ from commhooks.algorithms.wrappers.route_rules import Pattern, Rule, choose
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import Part
-from commhooks.hook.options.constraints import MinLen
+from commhooks.hook.options import MinLen
 from commhooks.hook.registry import register_hook
 from commhooks.precision import at_least_float32
 from reducer import GradBucket

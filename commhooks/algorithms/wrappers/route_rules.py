@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 from torch import Tensor
 
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.options.constraints import Made
+from commhooks.hook.options import Made
 
 __all__ = ["Pattern", "Predicate", "Rule", "choose"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus
-from commhooks.hook.options.constraints import Ge, MinLen
+from commhooks.hook.options import Ge, MinLen
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 

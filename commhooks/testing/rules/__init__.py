@@ -13,12 +13,12 @@ from commhooks.testing.rules.context import (
     BrokenRuleError,
     Factory,
     Rule,
-    Site,
+    RuleContext,
     has_consensus,
     is_lossless,
 )
 from commhooks.testing.rules.descriptions import config, registered, representation
-from commhooks.testing.rules.engine import cost, failure, stock, unused, wire
+from commhooks.testing.rules.engine import cost, failure, torch_ddp, unused, wire
 from commhooks.testing.rules.results import (
     alone,
     consensus,
@@ -30,7 +30,7 @@ from commhooks.testing.rules.results import (
 )
 from commhooks.testing.rules.states import keys, non_finite, resume
 
-__all__ = ["RULES", "BrokenRuleError", "Factory", "Site", "has_consensus", "is_lossless"]
+__all__ = ["RULES", "BrokenRuleError", "Factory", "RuleContext", "has_consensus", "is_lossless"]
 
 RULES: Mapping[str, Rule] = {
     rule.__name__: rule
@@ -54,6 +54,6 @@ RULES: Mapping[str, Rule] = {
         failure,
         nested,
         contribution,
-        stock,
+        torch_ddp,
     )
 }

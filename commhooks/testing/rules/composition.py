@@ -13,7 +13,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, tree
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients
-from commhooks.testing.rules.context import Site, as_coroutine, has_consensus, require
+from commhooks.testing.rules.context import RuleContext, as_coroutine, has_consensus, require
 from reducer import GradBucket
 
 __all__ = ["contribution", "nested"]
@@ -23,17 +23,17 @@ _STEPS = 3
 _TOLERANCE = 0.02
 
 
-def nested(site: Site) -> None:
+def nested(context: RuleContext) -> None:
     """Inside another hook it does the same, bit for bit, and its state is in that hook's."""
-    alone = as_coroutine(site.make_hook())
+    alone = as_coroutine(context.make_hook())
     wrapper = commhooks.create("schedule", stages=[(0, alone.to_config())])
     path, inside = next(iter(wrapper.nested().items()))
     require(inside == alone, f"expected {alone!r} inside the other hook, found {inside!r}")
-    parameters = site.parameters()
+    parameters = context.parameters()
     trainers = [Trainer(hook, parameters, stable_buckets=True) for hook in (alone, wrapper)]
     problems = []
     for step in range(_STEPS):
-        gradients = draw_gradients(parameters, site.rank, step)
+        gradients = draw_gradients(parameters, context.rank, step)
         if not same_bits(*(trainer.step(gradients) for trainer in trainers)):
             problems.append(f"expected the same numbers, found others in step {step}")
     if not same_bits(wrapper.state_dict().get(f".{path}", {}), alone.state_dict()):
@@ -41,18 +41,18 @@ def nested(site: Site) -> None:
     require(not problems, "; ".join(problems))
 
 
-def contribution(site: Site) -> None:
+def contribution(context: RuleContext) -> None:
     """A hook that says what of a gradient it sends (tells_contribution) tells the truth.
 
     The average is the mean over ranks of what they say, as far as a sum on the wire is exact.
     """
-    hook = site.make_hook()
+    hook = context.make_hook()
     listener = _Listener(hook)
-    parameters = site.parameters()
+    parameters = context.parameters()
     trainer = Trainer(listener, parameters)
     for step in range(_STEPS):
-        trainer.step(draw_gradients(parameters, site.rank, step))
-    of_ranks: list[Any] = [None] * site.size
+        trainer.step(draw_gradients(parameters, context.rank, step))
+    of_ranks: list[Any] = [None] * context.size
     dist.all_gather_object(of_ranks, listener.said)
     if not hook.tells_contribution:
         require(

@@ -16,7 +16,7 @@ __all__ = [
     "BrokenRuleError",
     "Factory",
     "Rule",
-    "Site",
+    "RuleContext",
     "as_coroutine",
     "has_consensus",
     "is_lossless",
@@ -34,7 +34,7 @@ class BrokenRuleError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Site:
+class RuleContext:
     """Where a rule is checked: one rank of ``size``, with a maker of hooks, on a device."""
 
     rank: int
@@ -70,7 +70,7 @@ class Site:
         return problems
 
 
-Rule = Callable[[Site], None]
+Rule = Callable[[RuleContext], None]
 """Runs on every rank; its docstring says what it asks for."""
 
 

@@ -6,14 +6,14 @@ import torch
 
 import commhooks
 from commhooks.hook.base import tree
-from commhooks.testing.rules.context import BrokenRuleError, Site, require
+from commhooks.testing.rules.context import BrokenRuleError, RuleContext, require
 
 __all__ = ["config", "registered", "representation"]
 
 
-def registered(site: Site) -> None:
+def registered(context: RuleContext) -> None:
     """The hook can be made by its name, so the class carries @register_hook("name")."""
-    hook = site.make_hook()
+    hook = context.make_hook()
     kind = type(hook)
     names = commhooks.available()
     require(
@@ -24,9 +24,9 @@ def registered(site: Site) -> None:
     require(found is kind, f"expected create({kind.name!r}) to make a {kind}, found {found}")
 
 
-def config(site: Site) -> None:
+def config(context: RuleContext) -> None:
     """The hook is rebuilt equal from its to_config() after that went through JSON."""
-    hook = site.make_hook()
+    hook = context.make_hook()
     try:
         stored = json.loads(json.dumps(hook.to_config()))
     except TypeError as error:
@@ -35,9 +35,9 @@ def config(site: Site) -> None:
     require(found == hook, f"expected {hook!r} from {stored}, found {found!r}")
 
 
-def representation(site: Site) -> None:
+def representation(context: RuleContext) -> None:
     """repr(hook) is source that makes an equal hook."""
-    hook = site.make_hook()
+    hook = context.make_hook()
     try:
         kinds = {type(each).__name__: type(each) for each in tree(hook)}
         found = eval(repr(hook), kinds | {"torch": torch})

@@ -9,7 +9,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.testing.compare import differences, disagreement, mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients
 from commhooks.testing.rules.context import (
-    Site,
+    RuleContext,
     as_coroutine,
     has_consensus,
     is_lossless,
@@ -18,13 +18,13 @@ from commhooks.testing.rules.context import (
 )
 from reducer import GradBucket
 
-__all__ = ["cost", "failure", "stock", "unused", "wire"]
+__all__ = ["cost", "failure", "torch_ddp", "unused", "wire"]
 
 
-def wire(site: Site) -> None:
+def wire(context: RuleContext) -> None:
     """Every rank sends something."""
-    _, trainer = site.train(steps=2)
-    of_ranks: list[Any] = [None] * site.size
+    _, trainer = context.train(steps=2)
+    of_ranks: list[Any] = [None] * context.size
     dist.all_gather_object(of_ranks, trainer.handle.stats().total.wire_bytes)
     require(
         all(of_ranks),
@@ -32,9 +32,9 @@ def wire(site: Site) -> None:
     )
 
 
-def cost(site: Site) -> None:
+def cost(context: RuleContext) -> None:
     """Each bucket costs as many bytes as the hook's own wire_bytes() says, where it says it."""
-    hook = as_coroutine(site.make_hook())
+    hook = as_coroutine(context.make_hook())
     reduce = hook.reduce
     problems: list[str] = []
 
@@ -49,28 +49,28 @@ def cost(site: Site) -> None:
         return average
 
     hook.reduce = compare
-    parameters = site.parameters()
+    parameters = context.parameters()
     trainer = Trainer(hook, parameters)
     for step in range(3):
-        trainer.step(draw_gradients(parameters, site.rank, step))
+        trainer.step(draw_gradients(parameters, context.rank, step))
     require(not problems, "; ".join(problems))
 
 
-def unused(site: Site) -> None:
+def unused(context: RuleContext) -> None:
     """Parameters that some or all ranks do not use, and backwards under no_sync(), do no harm."""
-    parameters = site.parameters()
+    parameters = context.parameters()
     used = {name: tensor for name, tensor in parameters.items() if name != "spare"}
     used_by_first = {name: tensor for name, tensor in used.items() if name != "vector"}
-    hook = site.make_hook()
+    hook = context.make_hook()
     trainer = Trainer(hook, parameters, find_unused_parameters=True)
     found: dict[str, Tensor] = {}
     problems = []
     for step in range(3):
         accumulated, last = (
-            [draw_gradients(used if r else used_by_first, r, step, i) for r in range(site.size)]
+            [draw_gradients(used if r else used_by_first, r, step, i) for r in range(context.size)]
             for i in range(2)
         )
-        found = trainer.step(last[site.rank], before=[accumulated[site.rank]])
+        found = trainer.step(last[context.rank], before=[accumulated[context.rank]])
         problems += not_finite(found)
         if "spare" in found:
             problems.append("expected no gradient for a parameter that no rank used, found one")
@@ -79,47 +79,47 @@ def unused(site: Site) -> None:
                 {name: one[name] + two[name] for name in one}
                 for one, two in zip(accumulated, last, strict=True)
             ]
-            problems += differences(found, mean_over_ranks(sums, used), 2 * site.size)
+            problems += differences(found, mean_over_ranks(sums, used), 2 * context.size)
     if has_consensus(hook) and (problem := disagreement(found)):
         problems.append(problem)
     require(not problems, "; ".join(problems))
 
 
-def failure(site: Site) -> None:
+def failure(context: RuleContext) -> None:
     """If the hook raises on one rank, none hangs, and the next step is sound on all."""
-    parameters = site.parameters()
-    hook = as_coroutine(site.make_hook())
+    parameters = context.parameters()
+    hook = as_coroutine(context.make_hook())
     trainer = Trainer(hook, parameters)
-    trainer.step(draw_gradients(parameters, site.rank, 0))
+    trainer.step(draw_gradients(parameters, context.rank, 0))
 
     async def fail(*_: object) -> Tensor:
         raise ValueError("raised by the conformance kit")
 
     reduce = hook.reduce
-    hook.reduce = fail if site.rank == 0 else reduce
+    hook.reduce = fail if context.rank == 0 else reduce
     raised = None
     try:
-        trainer.step(draw_gradients(parameters, site.rank, 1))
+        trainer.step(draw_gradients(parameters, context.rank, 1))
     except Exception as error:
         raised = error
     hook.reduce = reduce
-    found = trainer.step(draw_gradients(parameters, site.rank, 2))
+    found = trainer.step(draw_gradients(parameters, context.rank, 2))
     problem = disagreement(found) if has_consensus(hook) else None
     require(
-        site.rank != 0 or raised is not None,
+        context.rank != 0 or raised is not None,
         "expected backward() to raise what the hook raised, found that it did not",
     )
     require(not not_finite(found), f"in the step after a failure: {not_finite(found)}")
     require(problem is None, f"in the step after a failure: {problem}")
 
 
-def stock(site: Site) -> None:
+def torch_ddp(context: RuleContext) -> None:
     """The hook works on torch.nn.parallel.DistributedDataParallel as well."""
-    parameters = site.parameters()
-    hook = site.make_hook()
-    trainer = Trainer(hook, parameters, stock=True)
+    parameters = context.parameters()
+    hook = context.make_hook()
+    trainer = Trainer(hook, parameters, torch_ddp=True)
     problems = []
     for step in range(3):
-        found = trainer.step(draw_gradients(parameters, site.rank, step))
-        problems += site.problems(hook, found, step)
+        found = trainer.step(draw_gradients(parameters, context.rank, step))
+        problems += context.problems(hook, found, step)
     require(not problems, "; ".join(problems))

@@ -6,7 +6,7 @@ from commhooks.testing.compare import differences, disagreement, layout_of, same
 from commhooks.testing.probe import Trainer, draw_gradients
 from commhooks.testing.rules.context import (
     DTYPES,
-    Site,
+    RuleContext,
     is_lossless,
     not_finite,
     require,
@@ -15,14 +15,14 @@ from commhooks.testing.rules.context import (
 __all__ = ["alone", "consensus", "deterministic", "mean", "result", "sizes", "zeros"]
 
 
-def result(site: Site) -> None:
+def result(context: RuleContext) -> None:
     """Results are finite, in the dtype, shape, device and memory layout of the gradients."""
     problems = []
     for dtype in DTYPES:
-        parameters = site.parameters(dtype)
-        trainer = Trainer(site.make_hook(), parameters)
+        parameters = context.parameters(dtype)
+        trainer = Trainer(context.make_hook(), parameters)
         for step in range(3):
-            found = trainer.step(draw_gradients(parameters, site.rank, step))
+            found = trainer.step(draw_gradients(parameters, context.rank, step))
             problems += not_finite(found)
             for name, gradient in found.items():
                 expected = layout_of(parameters[name])
@@ -31,43 +31,43 @@ def result(site: Site) -> None:
     require(not problems, "; ".join(problems))
 
 
-def sizes(site: Site) -> None:
+def sizes(context: RuleContext) -> None:
     """Buckets of any size are reduced, among them of one element and of none."""
     lengths = (129, 5, 1, 0, 64, 3, 2, 31)
     problems = []
     for dtype in (torch.float32, torch.float16):
         parameters = {
-            name: torch.zeros(length, dtype=dtype, device=site.device)
-            for name, length in zip(site.parameters(), lengths, strict=True)
+            name: torch.zeros(length, dtype=dtype, device=context.device)
+            for name, length in zip(context.parameters(), lengths, strict=True)
         }
-        hook = site.make_hook()
+        hook = context.make_hook()
         trainer = Trainer(hook, parameters, bucket_cap_mb=1e-6)  # one parameter in each bucket
         for step in range(3):
-            found = trainer.step(draw_gradients(parameters, site.rank, step))
-            problems += site.problems(hook, found, step)
+            found = trainer.step(draw_gradients(parameters, context.rank, step))
+            problems += context.problems(hook, found, step)
     require(not problems, "; ".join(problems))
 
 
-def mean(site: Site) -> None:
+def mean(context: RuleContext) -> None:
     """A hook that says lossless = True returns the mean over ranks, up to rounding."""
     problems = []
     for dtype in DTYPES:
-        parameters = site.parameters(dtype)
-        trainer = Trainer(site.make_hook(), parameters)
+        parameters = context.parameters(dtype)
+        trainer = Trainer(context.make_hook(), parameters)
         for step in range(3):
-            found = trainer.step(draw_gradients(parameters, site.rank, step))
-            problems += differences(found, site.mean(parameters, step), site.size)
+            found = trainer.step(draw_gradients(parameters, context.rank, step))
+            problems += differences(found, context.mean(parameters, step), context.size)
     require(not problems, "; ".join(problems))
 
 
-def alone(site: Site) -> None:
+def alone(context: RuleContext) -> None:
     """On one rank nothing is sent, and gradients stay as they are if the hook is lossless."""
-    parameters = site.parameters()
-    hook = site.make_hook()
+    parameters = context.parameters()
+    hook = context.make_hook()
     trainer = Trainer(hook, parameters)
     problems = []
     for step in range(3):
-        gradients = draw_gradients(parameters, site.rank, step)
+        gradients = draw_gradients(parameters, context.rank, step)
         found = trainer.step(gradients)
         problems += not_finite(found)
         if is_lossless(hook) and not same_bits(found, gradients):
@@ -77,22 +77,22 @@ def alone(site: Site) -> None:
     require(not problems, "; ".join(problems))
 
 
-def deterministic(site: Site) -> None:
+def deterministic(context: RuleContext) -> None:
     """Two runs on the same gradients give the same bits."""
-    runs = [site.train(steps=3)[0] for _ in range(2)]
+    runs = [context.train(steps=3)[0] for _ in range(2)]
     require(same_bits(*runs), "expected two runs to agree bit for bit, found other numbers")
 
 
-def consensus(site: Site) -> None:
+def consensus(context: RuleContext) -> None:
     """All ranks get the same bits (a hook with consensus = False says that they need not)."""
-    problem = disagreement(site.train(steps=4)[0])
+    problem = disagreement(context.train(steps=4)[0])
     require(problem is None, str(problem))
 
 
-def zeros(site: Site) -> None:
+def zeros(context: RuleContext) -> None:
     """Gradients of zeros give zeros."""
-    parameters = site.parameters()
-    trainer = Trainer(site.make_hook(), parameters)
+    parameters = context.parameters()
+    trainer = Trainer(context.make_hook(), parameters)
     problems = []
     for step in range(3):
         found = trainer.step(parameters)

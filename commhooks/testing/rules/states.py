@@ -8,29 +8,29 @@ from torch import Tensor
 
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
-from commhooks.testing.rules.context import Site, has_consensus, not_finite, require
+from commhooks.testing.rules.context import RuleContext, has_consensus, not_finite, require
 
 __all__ = ["keys", "non_finite", "resume"]
 
 
-def non_finite(site: Site) -> None:
+def non_finite(context: RuleContext) -> None:
     """Where a gradient of any rank is not finite, results show it and no rank's state changes.
 
     Results are not finite, so that a gradient scaler notices, or zeros for that gradient. Within a
     bucket: others are reduced before the number is seen, or know nothing of it. With consensus =
     False other ranks may know nothing of it either, and go on; but no state may take it in.
     """
-    parameters = site.parameters()
-    hook = site.make_hook()
+    parameters = context.parameters()
+    hook = context.make_hook()
     trainer = Trainer(hook, parameters, bucket_cap_mb=25)
     for step in range(2):
-        trainer.step(draw_gradients(parameters, site.rank, step))
+        trainer.step(draw_gradients(parameters, context.rank, step))
     problems = []
-    for culprit in range(site.size):
+    for culprit in range(context.size):
         before = through_file(hook.state_dict())
-        gradients = draw_gradients(parameters, site.rank, 2, culprit)
+        gradients = draw_gradients(parameters, context.rank, 2, culprit)
         number = (torch.inf, -torch.inf, torch.nan)[culprit % 3]
-        if site.rank == culprit:
+        if context.rank == culprit:
             gradients["matrix"][3, 4] = number
         bad = trainer.step(gradients)
         if not has_consensus(hook):
@@ -47,7 +47,7 @@ def non_finite(site: Site) -> None:
                 f"expected a result that is not finite, or zeros, after a gradient of {number} on "
                 f"rank {culprit}; found neither"
             )
-        after = trainer.step(draw_gradients(parameters, site.rank, 3, culprit))
+        after = trainer.step(draw_gradients(parameters, context.rank, 3, culprit))
         problems += [f"in the step after a gradient of {number}: {p}" for p in not_finite(after)]
     require(not problems, "; ".join(problems))
 
@@ -59,12 +59,12 @@ def _is_finite(state: Any) -> bool:
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
-def keys(site: Site) -> None:
+def keys(context: RuleContext) -> None:
     """State is kept by names of parameters, so that it outlives the buckets."""
-    _, trainer = site.train(steps=3)
+    _, trainer = context.train(steps=3)
     saved = through_file(trainer.handle.state_dict())
-    hook = site.make_hook()
-    fresh = Trainer(hook, site.parameters())
+    hook = context.make_hook()
+    fresh = Trainer(hook, context.parameters())
     fresh.handle.load_state_dict(saved)  # raises where a key is neither that nor known to the hook
     require(
         same_bits(hook.state_dict(), saved["state"]),
@@ -72,17 +72,17 @@ def keys(site: Site) -> None:
     )
 
 
-def resume(site: Site) -> None:
+def resume(context: RuleContext) -> None:
     """Training goes on bit for bit from a saved state_dict()."""
-    parameters = site.parameters()
-    trainer = Trainer(site.make_hook(), parameters, stable_buckets=True)
+    parameters = context.parameters()
+    trainer = Trainer(context.make_hook(), parameters, stable_buckets=True)
     for step in range(3):
-        trainer.step(draw_gradients(parameters, site.rank, step))
-    resumed = Trainer(site.make_hook(), parameters, stable_buckets=True)
+        trainer.step(draw_gradients(parameters, context.rank, step))
+    resumed = Trainer(context.make_hook(), parameters, stable_buckets=True)
     resumed.handle.load_state_dict(through_file(trainer.handle.state_dict()))
     changed = []
     for step in range(3, 6):
-        gradients = draw_gradients(parameters, site.rank, step)
+        gradients = draw_gradients(parameters, context.rank, step)
         if not same_bits(trainer.step(gradients), resumed.step(gradients)):
             changed.append(step)
     require(
