@@ -106,7 +106,7 @@ def leave_out(rank: int, size: int) -> None:
     trainer = Trainer(
         hook,
         ones,
-        stock=True,
+        torch_ddp=True,
         bucket_cap_mb=1e-6,
         find_unused_parameters=True,
         skip_all_reduce_unused_params=True,

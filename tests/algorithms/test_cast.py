@@ -31,8 +31,8 @@ def test_a_cast_bucket_keeps_layouts() -> None:
 def narrow(rank: int, size: int, dtype: torch.dtype, stock: bool) -> None:
     parameters = probe_parameters(dtype)
     inner = Recorder()
-    trainer = Trainer(Cast(inner, torch.bfloat16), parameters, stock=stock)
-    reference = Trainer(commhooks.create("bf16"), parameters, stock=stock)
+    trainer = Trainer(Cast(inner, torch.bfloat16), parameters, torch_ddp=stock)
+    reference = Trainer(commhooks.create("bf16"), parameters, torch_ddp=stock)
     for step in range(3):
         gradients = draw_gradients(parameters, rank, step)
         # Halves are exact, so it does not matter what is rounded first.

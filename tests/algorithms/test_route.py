@@ -68,7 +68,7 @@ def test_bad_rules(rules: Any, message: str) -> None:
 
 
 def refuse(rank: int, size: int, stock: bool) -> None:
-    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, stock=stock)
+    trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, torch_ddp=stock)
     bad: list[tuple[list[Any], str]] = [
         ([["m*", "fp16"]], "no rule fits 'vector', 'scalar', 'empty', 'convolution' and 3 more"),
         ([["*", "fp16"], ["nothing.*", "fp16"]], r"rule 'nothing\.\*' fits no parameter"),
@@ -123,7 +123,7 @@ def split(rank: int, size: int, stock: bool, bucket_cap_mb: float) -> None:
     hooks = [Recorder(tag=tag) for tag in "abc"]
     rules: Any = [("*d", hooks[0]), (is_matrix, hooks[1])]
     hook = Route(rules, default=hooks[2])
-    trainer = Trainer(hook, PARAMETERS, stock=stock, bucket_cap_mb=bucket_cap_mb)
+    trainer = Trainer(hook, PARAMETERS, torch_ddp=stock, bucket_cap_mb=bucket_cap_mb)
     expected = [
         {"transposed", "odd"},
         {"matrix", "empty"},

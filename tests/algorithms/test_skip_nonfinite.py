@@ -27,7 +27,7 @@ def drop(rank: int, size: int, stock: bool) -> None:
     inner = Recorder()
     hook = SkipNonfinite(inner)
     options: Any = {"bucket_cap_mb": 0.0001} if stock else {"stable_buckets": True}
-    trainer = Trainer(hook, PARAMETERS, stock=stock, **options)
+    trainer = Trainer(hook, PARAMETERS, torch_ddp=stock, **options)
     trainer.step(draw(rank, 0))
     trainer.step(draw(rank, 1))
     assert not hook.last_step_was_skipped
@@ -156,7 +156,7 @@ def drop_within_route(rank: int, size: int, stock: bool) -> None:
         recorders = {"a": Recorder(tag="a"), "b": Recorder(tag="b")}
         innermost = SkipNonfinite(recorders["b"])
         hook = SkipNonfinite(Route([("a*", recorders["a"])], default=innermost))
-        trainer = Trainer(hook, ones, stock=stock, bucket_cap_mb=1e-6, **options)
+        trainer = Trainer(hook, ones, torch_ddp=stock, bucket_cap_mb=1e-6, **options)
         last: dict[str, str] = {}
         for step in range(4):
             gradients = {name: tensor.clone() for name, tensor in ones.items()}
