@@ -12,8 +12,8 @@ from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookErro
 from commhooks.hook.base import CommHook
 from commhooks.hook.fidelity import Fidelity, fidelity_of
 from commhooks.hook.nesting import check_config
+from commhooks.hook.options.types import parsers
 from commhooks.hook.options.validation import OptionInfo, check_names, describe_options
-from commhooks.hook.options.values import parsers
 
 __all__ = ["HookInfo", "available", "create", "describe", "register_hook"]
 

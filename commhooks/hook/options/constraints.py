@@ -1,6 +1,6 @@
-"""What an option's type does not say: ``Annotated[int, Ge(1)]``, ``Annotated[str, Made(parse)]``.
+"""Limits of options beyond their type: ``Annotated[int, Ge(1)]``, ``Annotated[str, Made(parse)]``.
 
-Constraints of the package annotated_types, which have the same names and fields, do as well.
+The classes of the package annotated_types, which have the same names and fields, work as well.
 """
 
 from collections.abc import Callable
@@ -12,48 +12,48 @@ __all__ = ["Ge", "Gt", "Le", "Lt", "Made", "MinLen", "MultipleOf"]
 
 @dataclass(frozen=True)
 class Ge:
-    """At least ``ge``."""
+    """Require a value of at least ``ge``."""
 
     ge: float
 
 
 @dataclass(frozen=True)
 class Gt:
-    """More than ``gt``."""
+    """Require a value greater than ``gt``."""
 
     gt: float
 
 
 @dataclass(frozen=True)
 class Le:
-    """At most ``le``."""
+    """Require a value of at most ``le``."""
 
     le: float
 
 
 @dataclass(frozen=True)
 class Lt:
-    """Less than ``lt``."""
+    """Require a value less than ``lt``."""
 
     lt: float
 
 
 @dataclass(frozen=True)
 class MultipleOf:
-    """A multiple of ``multiple_of``."""
+    """Require a multiple of ``multiple_of``."""
 
     multiple_of: int
 
 
 @dataclass(frozen=True)
 class MinLen:
-    """Of ``min_length`` items or more."""
+    """Require at least ``min_length`` items."""
 
     min_length: int
 
 
 @dataclass(frozen=True)
 class Made:
-    """Kept as ``make`` returns it, which raises ValueError for what it cannot take."""
+    """Convert the value with ``make``, which raises ValueError if it cannot."""
 
     make: Callable[[Any], Any]

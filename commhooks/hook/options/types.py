@@ -1,16 +1,23 @@
-"""Whether values are of the types that annotations state, and how these read.
+"""Convert option values to the types that annotations state, and print these types.
 
-Strictly: no number is made from a string, and none from a bool; but an int will do for a float.
+Types are strict: a string never becomes a number, and a bool is not a number. An int is accepted
+for a float. Where JSON has no type, another form is accepted, also inside lists, tuples and dicts:
+a ``torch.dtype`` by its name, a hook by its name or config, a tuple as a list.
 """
 
 import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
-__all__ = ["checked", "constraints_of", "type_name"]
+import torch
+
+from commhooks.errors import CommHookError
+from commhooks.hook.options.constraints import Made
+
+__all__ = ["constraints_of", "convert", "parsers", "type_name"]
 
 _CONSTRAINTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "ge": (">=", operator.ge),
@@ -20,35 +27,54 @@ _CONSTRAINTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "multiple_of": ("a multiple of", lambda value, of: value % of == 0),
     "min_length": ("of length >=", lambda value, length: len(value) >= length),
 }
-"""By the field of commhooks.hook.options.constraints with the limit: how it reads, and whether it
-is kept.
-"""
+"""The text and the check of each limit, by the field of its class in constraints.py."""
 
 
-def checked(hint: Any, value: Any) -> Any:
-    """The value, or a float in place of an int. Raises ValueError if it is not of the type."""
+def _parse_dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+parsers: dict[type, Callable[[Any], Any]] = {torch.dtype: _parse_dtype}
+"""Functions that make an instance of a type from a string or a mapping."""
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """Return ``value``, converted where ``hint`` allows it.
+
+    Raises:
+        ValueError: the value does not have the type; the text gives the reason.
+        CommHookError: the value stands for a hook that cannot be made. The text begins with the
+            path of the option, which starts at ``path``.
+    """
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _constrained(members[0], members[1:], value)
+        return _convert_annotated(members[0], members[1:], value, path)
     if origin in (Union, types.UnionType):
-        return _of_any(members, value)
+        return _convert_to_any(members, value, path)
     if origin is Literal:
         if not any(value == member and type(value) is type(member) for member in members):
             raise ValueError(f"it is none of {', '.join(map(repr, members))}")
         return value
     if origin in (list, tuple, dict):
-        return _with_items(hint, value)
+        return _convert_items(hint, value, path)
     kind = type(None) if hint is None else origin or hint
-    if not isinstance(kind, type):  # Any, a type variable: nothing to look at
+    if not isinstance(kind, type):  # Any, or a type variable: accept everything
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return _as_float(value)
+        return _to_float(value)
+    if isinstance(value, str | Mapping):
+        for base in kind.__mro__:
+            if base in parsers:
+                return _parse(parsers[base], value, path)
     _check_instance(kind, hint, value)
     return value
 
 
 def type_name(hint: Any) -> str:
-    """For people: without modules and constraints."""
+    """Return a type as users read it: without modules and constraints."""
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return type_name(members[0])
@@ -67,7 +93,7 @@ def type_name(hint: Any) -> str:
 
 
 def constraints_of(hint: Any) -> tuple[str, ...]:
-    """For people: ">= 1"."""
+    """Return the constraints of a type as users read them: ``(">= 1",)``."""
     if typing.get_origin(hint) is not Annotated:
         return ()
     return tuple(
@@ -83,8 +109,10 @@ def _limits(extra: Any) -> Iterator[tuple[str, Any]]:
             yield field, limit
 
 
-def _constrained(hint: Any, extras: tuple[Any, ...], value: Any) -> Any:
-    value = checked(hint, value)
+def _convert_annotated(hint: Any, extras: tuple[Any, ...], value: Any, path: str) -> Any:
+    for extra in extras:
+        value = extra.make(value) if isinstance(extra, Made) else value
+    value = convert(hint, value, path)
     for extra in extras:
         for field, limit in _limits(extra):
             text, holds = _CONSTRAINTS[field]
@@ -93,12 +121,14 @@ def _constrained(hint: Any, extras: tuple[Any, ...], value: Any) -> Any:
     return value
 
 
-def _of_any(hints: tuple[Any, ...], value: Any) -> Any:
-    """By the first type that takes the value as it is, or else by the first that takes it."""
+def _convert_to_any(hints: tuple[Any, ...], value: Any, path: str) -> Any:
+    """Convert to the first type that keeps the value unchanged, else the first that accepts it."""
     found, reasons = [], []
     for hint in hints:
         try:
-            found.append(checked(hint, value))
+            found.append(convert(hint, value, path))
+        except CommHookError:
+            raise
         except ValueError as error:
             reasons.append(str(error))
     if not found:
@@ -106,32 +136,51 @@ def _of_any(hints: tuple[Any, ...], value: Any) -> Any:
     return next((one for one in found if one is value), found[0])
 
 
-def _with_items(hint: Any, value: Any) -> Any:
+def _convert_items(hint: Any, value: Any, path: str) -> Any:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
-    _check_instance(origin, origin, value)
+    accepted: Any = {list: list, tuple: list | tuple, dict: Mapping}[origin]
+    if not isinstance(value, accepted):
+        raise ValueError(f"it is no {type_name(origin)}")
     if origin is dict:
-        return {_item(members[0], key, "key", key): _item(members[1], item, "item", key)
-                for key, item in value.items()}  # fmt: skip
+        return {
+            _convert_item(members[0], key, "key", key, path): _convert_item(
+                members[1], item, "item", key, path
+            )
+            for key, item in value.items()
+        }
     if origin is list or members[-1:] == (Ellipsis,):
         members = members[:1] * len(value)
     if len(members) != len(value):
         raise ValueError(f"it has {len(value)} items instead of {len(members)}")
     pairs = enumerate(zip(members, value, strict=True))
-    return origin(_item(member, item, "item", i) for i, (member, item) in pairs)
+    return origin(_convert_item(member, item, "item", i, path) for i, (member, item) in pairs)
 
 
-def _item(hint: Any, item: Any, what: str, name: object) -> Any:
+def _convert_item(hint: Any, item: Any, what: str, name: object, path: str) -> Any:
     try:
-        return checked(hint, item)
+        return convert(hint, item, f"{path}.{name}")
+    except CommHookError:
+        raise
     except ValueError as error:
         raise ValueError(f"{what} {name!r}: {error}") from None
 
 
-def _as_float(value: int) -> float:
+def _to_float(value: int) -> float:
     try:
         return float(value)
     except OverflowError:
         raise ValueError("it is too large for a float") from None
+
+
+def _parse(parser: Callable[[Any], Any], value: str | Mapping[str, Any], path: str) -> Any:
+    """Apply a parser; put the path of the option in front of an error of an option inside it."""
+    try:
+        return parser(value)
+    except CommHookError as error:
+        whole = f"{path}.{error.path}" if error.path else path
+        moved = type(error)(f"{whole}: {str(error).removeprefix(f'{error.path}: ')}")
+        moved.path = whole
+        raise moved from error
 
 
 def _check_instance(kind: type, hint: Any, value: Any) -> None:

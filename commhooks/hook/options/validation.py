@@ -1,10 +1,6 @@
-"""Checks a hook's options, which are the fields of its dataclass, against their annotations.
+"""Check the options of a hook, the fields of its dataclass, against their annotations.
 
-``Annotated[int, Ge(1)]`` states a range, see :mod:`commhooks.hook.options.constraints`. Types are
-taken
-strictly, see :mod:`commhooks.hook.options.types`. What JSON has no type for may be given in
-another way,
-see :mod:`commhooks.hook.options.values`.
+types.py says what a type accepts, and constraints.py has the limits, such as ``Ge(1)``.
 """
 
 import dataclasses
@@ -15,15 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.options.types import checked, constraints_of, type_name
-from commhooks.hook.options.values import parse
+from commhooks.hook.options.types import constraints_of, convert, type_name
 
 __all__ = ["OptionInfo", "check_names", "describe_options", "option_names", "validate"]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptionInfo:
-    """One option. ``type`` and ``constraints`` as text; ``default`` is None where ``required``."""
+    """One option. ``type`` and ``constraints`` are text; ``default`` is None if ``required``."""
 
     name: str
     type: str
@@ -38,18 +33,18 @@ class OptionInfo:
 
 
 def option_names(kind: type) -> list[str]:
-    """The options of a hook class, in the order of its constructor."""
+    """Return the names of the options of a hook class, in the order of its constructor."""
     return [field.name for field in _fields(kind)]
 
 
 def describe_options(kind: type) -> tuple[OptionInfo, ...]:
-    """What the options of a hook class are, for people."""
+    """Return a description of each option of a hook class."""
     hints = _hints(kind)
     return tuple(_describe(field, hints[field.name]) for field in _fields(kind))
 
 
 def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
-    """Raises CommHookOptionError for options that the hook does not have, and for missing ones."""
+    """Raise CommHookOptionError if a name in ``given`` is unknown, or a required one is missing."""
     names = option_names(kind)
     given = set(given)
     if unknown := sorted(given.difference(names)):
@@ -69,15 +64,15 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
 
 
 def validate(hook: object) -> None:
-    """Checks the options of a hook instance and stores the values, converted where needed."""
+    """Check the options of a hook instance, and store the values, converted where needed."""
     for name, hint in _hints(type(hook)).items():  # type: ignore[arg-type]
         found = getattr(hook, name)
         try:
-            value = checked(hint, parse(hint, found, name))
+            value = convert(hint, found, name)
         except CommHookError:
-            raise  # of a hook within it, and says so
+            raise  # by a hook inside the option; the text says so
         except ValueError as error:
-            raise _refusal(hook, name, found, str(error)) from None
+            raise _type_error(hook, name, found, str(error)) from None
         object.__setattr__(hook, name, value)  # the subclass may be frozen
 
 
@@ -99,7 +94,7 @@ def _describe(field: dataclasses.Field[Any], hint: Any) -> OptionInfo:
     return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint))
 
 
-def _refusal(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
+def _type_error(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
     hook_name = getattr(hook, "name", type(hook).__qualname__)
     expected = next(info for info in describe_options(type(hook)) if info.name == name)
     ranges = "".join(f", {constraint}" for constraint in expected.constraints)
