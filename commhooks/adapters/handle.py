@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from commhooks.adapters.adapter import Adapter, DDPAdapter, TorchHook
+from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.ddp import DDPAdapter
 from commhooks.adapters.saved_state import check_saved_state, saved_state
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.adapters.trace import trace
@@ -33,6 +34,10 @@ __all__ = ["HookHandle", "handle_of", "register"]
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
 
+_ADAPTERS: Mapping[type[nn.Module], Callable[[Any], Adapter]] = {
+    DistributedDataParallel: DDPAdapter,
+    TorchDistributedDataParallel: TorchDDPAdapter,
+}
 _adapters: "weakref.WeakKeyDictionary[nn.Module, Adapter]" = weakref.WeakKeyDictionary()
 _handles: "weakref.WeakKeyDictionary[nn.Module, HookHandle]" = weakref.WeakKeyDictionary()
 
@@ -223,7 +228,8 @@ def _forget(model: "weakref.ref[nn.Module]") -> None:
 
 def _adapter_of(model: nn.Module) -> Adapter:
     """Made once per model, because torch takes a hook only once."""
-    if not isinstance(model, DistributedDataParallel | TorchDistributedDataParallel):
+    make = next((make for kind, make in _ADAPTERS.items() if isinstance(model, kind)), None)
+    if make is None:
         if not dist.is_initialized():
             raise CommHookError(
                 "there is no process group: call torch.distributed.init_process_group(...) on "
@@ -235,8 +241,7 @@ def _adapter_of(model: nn.Module) -> Adapter:
             f"{type(model).__name__}; wrap it first"
         )
     if model not in _adapters:
-        is_own = isinstance(model, DistributedDataParallel)
-        _adapters[model] = DDPAdapter(model) if is_own else TorchDDPAdapter(model)  # type: ignore[arg-type]
+        _adapters[model] = make(model)
     return _adapters[model]
 
 

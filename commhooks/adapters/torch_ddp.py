@@ -1,4 +1,4 @@
-"""Hooks on torch's own DistributedDataParallel."""
+"""The adapter of torch's own ``DistributedDataParallel``."""
 
 import functools
 import time
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import Future as AnyFuture  # that of collectives is not a torch.futures.Future
+from torch._C import Future as AnyFuture  # the future of a collective is not a torch.futures.Future
 from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -15,51 +15,51 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.adapters.adapter import Adapter, AnyRunner, TorchHook, make_runner
+from commhooks.adapters.adapter import Adapter, TorchHook
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.execution import new_future
 from commhooks.runtime.recording import Recording, Run, Span
-from commhooks.runtime.stats import HookStats, StatsCollector
+from commhooks.runtime.runner import Runner, make_runner
+from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
 
 __all__ = ["TorchDDPAdapter"]
 
 
 class TorchDDPAdapter(Adapter):
-    """Torch takes one hook per model, once; this is it, and what it calls can be exchanged.
+    """Registers itself as the one hook that torch allows per model; what it calls can be replaced.
 
-    Torch's reducer does not survive a hook that fails. So it is always given a tensor with which to
-    finish the step, and the error is raised at the end of backward, when torch is done:
+    Torch's reducer does not survive a hook that fails. Therefore it always gets a tensor to finish
+    the step with, and the error is raised at the end of backward, after torch has finished:
 
         hook of a bucket -> queue A          autograd calls at the end of backward: A, finalize, B
         hook of the last bucket
         torch queues its `finalize`
         A queues B, which raises
 
-    Any bucket may be the first, as torch may leave out others; and backwards within backward, of
-    reentrant checkpoints, end before it is over. So all buckets queue, and B does nothing until
-    torch has finalized.
+    Any bucket may be the first, because torch may leave out others. A backward within a backward,
+    as reentrant checkpoints run it, ends before the outer one. Therefore every bucket queues, and B
+    does nothing until torch has finalized.
     """
 
     def __init__(self, model: TorchDistributedDataParallel) -> None:
         self._group: dist.ProcessGroup = model.process_group
         self._reducer = model.reducer
-        self.parameters = {
+        parameters = {
             name: parameter
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and name not in model.parameters_to_ignore
         }
-        self.device = next(iter(self.parameters.values())).device
-        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        device = next(iter(parameters.values())).device
+        super().__init__(device, parameters, list(parameters))
+        self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._steps = 0
         self._launched = 0  # buckets, in this step
-        self._ledger = StatsCollector()
-        self._runner: AnyRunner | None = None
         self._function: TorchHook = self._average
         self._error: Exception | None = None
         self._runs: list[Run] = []  # of the function, in this step
-        self._arrivals: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []
         try:
             model.register_comm_hook(weakref.proxy(self), _run)
         except RuntimeError as error:
@@ -90,29 +90,25 @@ class TorchDDPAdapter(Adapter):
         self._set(None, self._average)
 
     def stats(self) -> HookStats:
-        return self._ledger.stats(self.group.size())
+        return self._collector.stats(self.group.size())
 
     def start_recording(self) -> None:
-        """Gradients and hooks; the rest is between torch's reducer and itself."""
-        self.recording = Recording(list(self.parameters))
-        self.listen(self._ledger)
-        self._arrivals = [
+        """Record gradients and hooks. Torch's reducer does not tell about the rest."""
+        super().start_recording()
+        self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._arrive, index)
+                functools.partial(self._record_gradient, index)
             )
             for index, parameter in enumerate(self.parameters.values())
         ]
 
     def stop_recording(self) -> Recording:
-        recording, self.recording = self.recording, None
-        assert recording is not None
-        self.listen(self._ledger)
-        while self._arrivals:
-            self._arrivals.pop().remove()
-        return recording
+        while self._gradient_hooks:
+            self._gradient_hooks.pop().remove()
+        return super().stop_recording()
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
-        """Torch's reducer calls this for each bucket."""
+        """Run the hook on ``bucket``. Torch's reducer calls this for each bucket."""
         _queue_callback(lambda: _queue_callback(self._end_step))
         own = self._with_names(bucket)
         self._launched += 1
@@ -122,8 +118,8 @@ class TorchDDPAdapter(Adapter):
         except Exception as error:
             self._error = self._error or error
             return _completed(bucket.buffer())
-        # Weakly: the thread of Gloo's that completes the future drops the callback some time later;
-        # a process group whose last reference went with it would wait for that very thread to end.
+        # Weakly: Gloo's thread that completes the future drops the callback some time later. If it
+        # dropped the last reference to a process group, the destructor would wait for that thread.
         adapter = weakref.ref(self)
         return future.then(lambda future: _settle(adapter, future, own, start_ns))
 
@@ -139,7 +135,7 @@ class TorchDDPAdapter(Adapter):
         return future
 
     def settle(self, future: Future[Tensor], bucket: GradBucket, start_ns: int) -> Tensor:
-        """Called on a thread of the backend's, or of the runner's."""
+        """Return the hook's result, or keep its error. Called on a thread of backend or runner."""
         run = Run(bucket, None, start_ns, time.monotonic_ns())
         if self._runner is None:
             self._runs.append(run)
@@ -161,7 +157,7 @@ class TorchDDPAdapter(Adapter):
         if error is not None:
             raise error
         for run in runs:
-            self._ledger.record(run)
+            self._collector.record(run)
         if self.recording is not None:
             self.recording.spans.append(self._backward(self.recording))
         self._steps += 1
@@ -173,7 +169,7 @@ class TorchDDPAdapter(Adapter):
             return False
         return True
 
-    def _arrive(self, index: int, _: Tensor) -> None:
+    def _record_gradient(self, index: int, _: Tensor) -> None:
         if self.recording is not None:
             now = time.monotonic_ns()
             self.recording.spans.append(Span("gradient", index, now, now))
@@ -185,29 +181,25 @@ class TorchDDPAdapter(Adapter):
         return Span("hook", bucket.index(), hook.start_ns, hook.end_ns, bucket.key, names, name)
 
     def _backward(self, recording: Recording) -> Span:
-        """From the first gradient since the last backward; torch's waiting included."""
+        """Return the span from the first gradient of this backward to its end."""
         last_end = max((s.end_ns for s in recording.spans if s.activity == "backward"), default=0)
         start = min(s.start_ns for s in recording.spans if s.start_ns > last_end)
         return Span("backward", self._steps, start, time.monotonic_ns())
 
-    def _set(self, runner: AnyRunner | None, function: TorchHook) -> None:
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = runner
+    def _set(self, runner: Runner | None, function: TorchHook) -> None:
+        self._use_runner(runner)
         self._function = function
-        self._ledger = StatsCollector() if runner is None else runner.collector
-        self.listen(self._ledger)
 
     def _with_names(self, bucket: TorchBucket) -> GradBucket:
-        """Numbered without gaps, as our reducer does, also where torch leaves buckets out."""
+        """Return our bucket for torch's, numbered without gaps even if torch leaves out buckets."""
         parameters = bucket.parameters()
         index = self._launched
         return GradBucket(
             bucket.buffer(),
             parameters,
-            [self._names[id(parameter)] for parameter in parameters],
+            [self._name_of[id(parameter)] for parameter in parameters],
             index=index,
-            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell how many
+            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
             step=self._steps,
         )
 

@@ -39,7 +39,7 @@ class Pending(Protocol):
 
     @property
     def is_vote(self) -> bool:
-        """Whether it ends the step: see Note [All ranks or none] in runtime/threaded_runner.py."""
+        """Whether it ends the step: see Note [All ranks or none] in runtime/scheduler.py."""
 
 
 class Execution(Protocol):

@@ -96,7 +96,7 @@ class Backend(Protocol):
     @property
     def has_stage_channels(self) -> bool:
         """Whether hooks have a process group per stage, and vote: see
-        commhooks/runtime/threaded_runner.py.
+        commhooks/runtime/scheduler.py.
         """
         ...
 

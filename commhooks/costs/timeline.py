@@ -186,7 +186,7 @@ class _Player:
         self._give_turns()
 
     def _votes(self) -> bool:
-        """See Note [All ranks or none] in runtime/threaded_runner.py."""
+        """See Note [All ranks or none] in runtime/scheduler.py."""
         return self._has_sent and self._backend.has_stage_channels and not self._script.is_native
 
     def _finish(self, run: _Run) -> None:

@@ -1,4 +1,4 @@
-"""One run of a hook, on one bucket: a coroutine, where it stands, and what may go wrong in it."""
+"""One run of a hook on one bucket: the coroutine, its position, and its errors."""
 
 import time
 from collections.abc import Coroutine
@@ -25,10 +25,15 @@ _NO_RESULT = torch.empty(0)
 class HookExecution:
     """The hook's coroutine for one bucket, from launch to result.
 
-    ``pending`` is the collective that the hook awaits and that is yet to be issued, ``work`` the
-    one under way; ``issued`` counts those issued so far by the ranks that took part, see
-    Note [Subgroups], the last of which was an ``operation``. ``mark``: where backward's stream was
-    when the bucket had been packed.
+    Attributes:
+        bucket: The bucket that the hook gets.
+        comm: The communicator that the hook gets.
+        mark: Where backward's stream was when the bucket had been packed; set by the runner.
+        future: The future of the average.
+        pending: The collective that the hook awaits and that has not been issued.
+        work: The collective under way.
+        issued: How many collectives have been issued, by the ranks that take part: Note [Subgroups]
+            in comm/stage_groups.py.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -48,18 +53,19 @@ class HookExecution:
 
     @property
     def operation(self) -> str:
-        """What the last collective was."""
+        """The name of the last collective that was issued."""
         return self._stages[-1].operation
 
     def step(self) -> Tensor | None:
-        """Runs the hook to its next ``await``, then ``pending`` is set; or returns its result.
+        """Run the hook to its next ``await`` and set ``pending``, or return its result.
 
-        Only when there is neither a request nor a collective under way.
+        Must not be called while a collective is pending or under way.
 
-        Raises CommHookError for whatever the hook raises.
+        Raises:
+            CommHookError: The hook raised an exception, whatever its type.
         """
         try:
-            request = self._coroutine.send(None)
+            awaited = self._coroutine.send(None)
         except StopIteration as stop:
             result: Tensor = stop.value
             return result
@@ -67,42 +73,44 @@ class HookExecution:
             raise
         except Exception as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
-        if not isinstance(request, PendingCollective):
+        if not isinstance(awaited, PendingCollective):
             raise self._result_error(
                 "can await only what methods of its communicator return, e.g. `await "
-                f"comm.all_reduce(tensor)`; it awaits {request!r}"
+                f"comm.all_reduce(tensor)`; it awaits {awaited!r}"
             )
-        self.pending = request
+        self.pending = awaited
         self._awaited_ns = time.monotonic_ns()
         return None
 
-    def count(self, request: PendingCollective) -> int:
-        """Counts ``pending`` as issued; returns its stage, the number of those before it."""
-        stage = self.issued.get(request.members, 0)
-        self.issued[request.members] = stage + 1
+    def count(self, collective: PendingCollective) -> int:
+        """Count ``collective`` as issued. Return its stage: how many were issued before it."""
+        members = collective.members
+        stage = self.issued.get(members, 0)
+        self.issued[members] = stage + 1
         now = time.monotonic_ns()
-        self._stages.append(Stage(request.operation, request.members, self._awaited_ns, now))
+        self._stages.append(Stage(collective.operation, members, self._awaited_ns, now))
         return stage
 
-    def count_bytes(self, request: PendingCollective) -> None:
-        """Counts what ``pending``, now under way, puts on the wire."""
-        self._stages[-1].wire_bytes = request.count()
+    def count_bytes(self, collective: PendingCollective) -> None:
+        """Count the bytes that ``collective``, now under way, puts on the wire."""
+        self._stages[-1].wire_bytes = collective.count()
         self.comm.wire_bytes += self._stages[-1].wire_bytes
 
     def end_stage(self) -> None:
-        """The collective has completed."""
+        """Note that the collective has completed."""
         self._stages[-1].completed_ns = time.monotonic_ns()
 
     def run(self) -> Run:
-        """What there was, once it is over."""
+        """Return the record of this execution, which has finished."""
         end_ns = time.monotonic_ns()
         return Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
 
     def end_collective(self) -> Exception | None:
-        """Lets go of the collective that has completed, and returns its error.
+        """Drop the collective that has completed, and return its error, if any.
 
-        No frame may hold the work when the hook runs on: what the hook raises keeps all frames
-        below it, and the work its channel's connections, by whose end peers learn of a failure.
+        No frame may hold the work when the hook continues. An exception that the hook raises keeps
+        all frames below it alive, and the work keeps the connections of its stage group open, whose
+        end tells peers of a failure.
         """
         self.end_stage()
         work, self.work = self.work, None
@@ -110,11 +118,11 @@ class HookExecution:
         try:
             work.wait()
         except Exception as error:
-            return error.with_traceback(None)  # whose frame is this one
+            return error.with_traceback(None)  # which would keep this frame
         return None
 
     def refuse(self, error: Exception) -> CommHookError:
-        """The error of a collective that could not be issued, which the hook sees at its await."""
+        """Raise ``error`` at the hook's await, and return what results: nothing could be issued."""
         try:
             self._coroutine.throw(error)
         except Exception as raised:
@@ -125,12 +133,12 @@ class HookExecution:
         return failure
 
     def fail(self, error: CommHookError) -> None:
-        """Hands out a copy of ``error`` in place of a result; the execution gives up its future.
+        """Set a copy of ``error`` in the future, and drop the future.
 
-        Once raised, an error leads through its traceback to whatever the caller has, the model
-        included; so what is raised must not be what we keep. And its cause leads back here, and
-        through the future to the error: a circle that the garbage collector does not see, as the
-        future is in C++.
+        An error that has been raised refers through its traceback to whatever the caller has,
+        including the model; so the error that is raised must not be the one that is kept. Its cause
+        refers to this execution, and the future to the error. The garbage collector cannot see that
+        cycle because the future is in C++, hence the future is dropped.
         """
         self.work = None
         future = self.future
@@ -140,7 +148,7 @@ class HookExecution:
         future.set_exception(copy)  # type: ignore[arg-type]  # torch says Tensor
 
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
-        """``text``, with where it happened."""
+        """Return an error with ``text`` and the place where it happened."""
         names = self.bucket.names
         parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         issued = sum(self.issued.values())
@@ -151,9 +159,9 @@ class HookExecution:
         )
 
     def close(self) -> None:
-        """Ends the coroutine where it stands."""
+        """End the coroutine at its present await."""
         self.pending = None
-        with suppress(Exception):  # of `finally` blocks; there is an error to report already
+        with suppress(Exception):  # from `finally` blocks; another error is being reported
             self._coroutine.close()
 
     async def _run(self) -> Tensor:
@@ -168,7 +176,7 @@ class HookExecution:
         buffer = self.bucket.buffer()
         expected = f"{buffer.numel()} elements of {buffer.dtype} on {buffer.device}"
         if isinstance(result, PendingCollective):
-            result.is_awaited = True  # or it would complain as well
+            result.is_awaited = True  # or it would warn as well
             raise self._result_error(
                 f"returned comm.{result.operation}() itself; expected the average, so `await` it"
             )
@@ -191,12 +199,10 @@ class HookExecution:
 
 
 def new_future(device: torch.device) -> Future[Tensor]:
-    """A future of a tensor on ``device``; who waits for it makes the current stream wait."""
+    """Return a future of a tensor on ``device``. Waiting for it makes the current stream wait."""
     return Future(devices=[] if device.type == "cpu" else [device])
 
 
 def _vote() -> PendingCollective:
-    """See Note [All ranks or none]."""
-    return PendingCollective(
-        "vote", lambda channel: channel.barrier(), _NO_RESULT, int, is_vote=True
-    )
+    """Return the barrier of Note [All ranks or none] in scheduler.py."""
+    return PendingCollective("vote", lambda group: group.barrier(), _NO_RESULT, int, is_vote=True)

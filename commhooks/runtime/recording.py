@@ -1,4 +1,4 @@
-"""What a step was seen to do, and when: nanoseconds of ``time.monotonic_ns()`` throughout."""
+"""Records of what happened in a step; all times are nanoseconds of ``time.monotonic_ns()``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ class Stage:
 
     operation: str
     ranks: tuple[int, ...]
-    """Those that take part; empty: all."""
+    """The ranks that take part; empty if all do."""
     awaited_ns: int
-    """When the hook asked for it,"""
+    """When the hook awaited it."""
     issued_ns: int
-    """when its turn came, see Note [Order of collectives],"""
+    """When its turn came: Note [Order of collectives] in comm/issue_order.py."""
     completed_ns: int = 0
-    """and when the hook could run on."""
+    """When the hook could continue."""
     wire_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a hook on one bucket, over now. ``wire_bytes`` is None where it is not known."""
+    """A finished run of a hook on one bucket. ``wire_bytes`` is None if it is not known."""
 
     bucket: GradBucket
     wire_bytes: float | None
@@ -36,13 +36,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From start to end."""
+        """The time from start to end."""
         return (self.end_ns - self.start_ns) * 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity of the reducer, as ``Reducer.stop_recording()`` describes it."""
+    """An activity of the reducer, as ``Reducer.stop_recording()`` returns it."""
 
     activity: str
     index: int
@@ -55,7 +55,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class HookRun:
-    """What is kept of a :class:`Run`: not the bucket, which holds memory."""
+    """A :class:`Run` without its bucket, which holds memory."""
 
     key: str
     wire_bytes: float | None
@@ -66,18 +66,18 @@ class HookRun:
 
 @dataclass
 class Recording:
-    """Of some steps of one model on one rank. ``parameters``: names, by index."""
+    """Some steps of one model on one rank. ``parameters``: the names, by index."""
 
     parameters: Sequence[str]
     spans: list[Span] = field(default_factory=list)
     runs: list[HookRun] = field(default_factory=list)
 
     def add_run(self, run: Run) -> None:
-        """Called on whatever thread the hook has ended."""
+        """Add a run. Called on the thread on which the hook has ended."""
         kept = HookRun(run.bucket.key, run.wire_bytes, run.start_ns, run.end_ns, run.stages)
         self.runs.append(kept)
 
     def run_of(self, hook: Span) -> HookRun | None:
-        """What is known of the run that ``hook`` is the span of."""
+        """Return the run that ``hook`` is the span of, or None if there is no record of it."""
         runs = (run for run in self.runs if run.key == hook.key)
         return next((run for run in runs if hook.start_ns <= run.start_ns <= hook.end_ns), None)

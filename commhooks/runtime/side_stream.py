@@ -10,18 +10,18 @@ __all__ = ["SideStream"]
 
 
 class SideStream:
-    """A context in which work is enqueued on a stream of its own; on the CPU it does nothing.
+    """A context in which work is enqueued on a separate stream. On the CPU it does nothing.
 
-    An ``await`` makes the current stream wait for a collective. Were that backward's, then backward
-    would wait with it, and nothing would overlap::
+    An ``await`` makes the current stream wait for a collective. If that were the stream of
+    backward, backward would wait as well, and nothing would overlap::
 
         mark = side.mark()                # on backward's stream, when the bucket has been packed
         side.follow(mark, bucket.buffer())
         with side:                        # perhaps in another thread
-            future.set_result(...)        # whose waiters' streams wait for this one
+            future.set_result(...)        # streams that wait for the future wait for this one
 
-    All of a hook's buckets share the stream, so that what it does for one comes after what it did
-    for the one before. Nothing here makes the host wait.
+    All buckets of a hook share the stream, so its work for one bucket comes after its work for the
+    bucket before. Nothing here makes the host wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,13 +29,13 @@ class SideStream:
         self._stream: Any = None if device.type == "cpu" else torch.Stream(device=device)
 
     def mark(self) -> torch.Event | None:
-        """Where the current stream is now."""
+        """Record the position of the current stream."""
         if self._stream is None:
             return None
         return torch.accelerator.current_stream(self._device).record_event()
 
     def follow(self, mark: torch.Event | None, memory: Tensor) -> None:
-        """What comes now comes after ``mark``, and may use ``memory``."""
+        """Make later work wait for ``mark``, and let it use ``memory``."""
         if self._stream is not None:
             self._stream.wait_event(mark)
             memory.record_stream(self._stream)

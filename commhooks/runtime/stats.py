@@ -1,4 +1,4 @@
-"""What a hook costs and saves, per bucket and in total."""
+"""Statistics of what a hook costs and saves, per bucket and in total."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,33 +19,33 @@ class BucketStats:
     index: int | None
     """None for the total."""
     names: tuple[str, ...]
-    """Of the parameters."""
+    """The names of the parameters."""
     gradient_bytes: int
-    """In the gradients' own dtype."""
+    """The size of the gradients in their own dtype."""
     wire_bytes: float | None
-    """Sent by this rank, see :mod:`commhooks.comm.wire`; None for torch-style functions."""
+    """Bytes sent by this rank (:mod:`commhooks.comm.wire`); None for torch-style functions."""
     ratio: float | None
-    """What the plain average sends over ``wire_bytes``; None where that is None or 0."""
+    """Bytes of the plain average divided by ``wire_bytes``; None if that is None or 0."""
     hook_seconds: float
-    """From handing the bucket to the hook until its result is there."""
+    """Time from handing the bucket to the hook until its result is there."""
     exposed_seconds: float | None
-    """How long backward did nothing but wait for it; None on torch's own wrapper."""
+    """Time that backward only waited for the bucket; None on torch's own wrapper."""
 
 
 @dataclass(frozen=True)
 class HookStats:
-    """Since the hook was registered or replaced, or buckets were last cut anew."""
+    """Statistics since the hook was registered or replaced, or buckets were last rebuilt."""
 
     steps: int
     total: BucketStats
-    """Sums over the buckets; their hooks overlap, so ``hook_seconds`` counts some time twice."""
+    """Sums over the buckets. Their hooks overlap, so ``hook_seconds`` counts some time twice."""
     buckets: tuple[BucketStats, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the hook itself wants to be known, see :meth:`CommHook.metrics`."""
+    """Values that the hook itself reports: :meth:`CommHook.metrics`."""
 
     @classmethod
     def of(cls, steps: int, buckets: Iterable[BucketStats], world_size: int) -> "HookStats":
-        """With the total of ``buckets``."""
+        """Return the statistics of ``buckets`` with their total."""
         buckets = tuple(buckets)
         plain = sum(all_reduce_bytes(bucket.gradient_bytes, world_size) for bucket in buckets)
         wire = _sum([bucket.wire_bytes for bucket in buckets])
@@ -61,11 +61,12 @@ class HookStats:
         return cls(steps, total, buckets)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """A row per bucket and one for the total, in JSON's types, for ``pandas.DataFrame(rows)``.
+        """Return a row per bucket and one for the total, for ``pandas.DataFrame(rows)``.
 
-        Columns: ``bucket`` (its index, or "total"), ``steps`` (that the means are over), and the
-        fields of :class:`BucketStats`: ``names``, ``gradient_bytes``, ``wire_bytes``, ``ratio``,
-        ``hook_seconds``, ``exposed_seconds``. What is not known is None.
+        The values have types of JSON. The columns are ``bucket`` (its index, or "total"), ``steps``
+        (the number of steps in the means), and the fields of :class:`BucketStats`: ``names``,
+        ``gradient_bytes``, ``wire_bytes``, ``ratio``, ``hook_seconds``, ``exposed_seconds``. Values
+        that are not known are None.
         """
         return [self._row(bucket) for bucket in (*self.buckets, self.total)]
 
@@ -93,7 +94,7 @@ def bucket_stats(
     hook_seconds: float,
     exposed_seconds: float | None = None,
 ) -> BucketStats:
-    """The statistics of one bucket, with its ratio."""
+    """Return the statistics of one bucket, with its ratio."""
     plain = all_reduce_bytes(gradient_bytes, world_size)
     ratio = plain / wire_bytes if wire_bytes else None
     return BucketStats(
@@ -103,7 +104,7 @@ def bucket_stats(
 
 @dataclass
 class _Entry:
-    """Sums over the ``steps`` of one bucket."""
+    """Sums over the steps of one bucket."""
 
     index: int
     names: tuple[str, ...]
@@ -116,7 +117,7 @@ class _Entry:
 class StatsCollector:
     """Adds up what the runs of a hook cost, by the key of their bucket.
 
-    ``listener``, if any, gets each run as well.
+    ``listener``, if set, is called with each run.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class StatsCollector:
         self._entries: dict[str, _Entry] = {}
 
     def record(self, run: Run) -> None:
-        """Adds one run."""
+        """Add one run."""
         entry = self._entries.get(run.bucket.key) or self._open(run.bucket)
         entry.steps += 1
         entry.hook_seconds += run.seconds
@@ -136,12 +137,12 @@ class StatsCollector:
             self.listener(run)
 
     def wire_bytes(self, key: str) -> float | None:
-        """The mean per step of the bucket of this key, None if not known."""
+        """Return the mean per step for the bucket with this key, or None if it is not known."""
         entry = self._entries.get(key)
         return entry.wire_bytes / entry.steps if entry and entry.wire_bytes is not None else None
 
     def stats(self, world_size: int) -> HookStats:
-        """All that was recorded of the present buckets."""
+        """Return the statistics of the present buckets."""
         entries = sorted(self._entries.values(), key=lambda entry: entry.index)
         buckets = [
             bucket_stats(
@@ -157,7 +158,7 @@ class StatsCollector:
         return HookStats.of(max((e.steps for e in entries), default=0), buckets, world_size)
 
     def _open(self, bucket: GradBucket) -> _Entry:
-        """A new entry, in place of those whose buckets have been cut anew."""
+        """Make a new entry, in place of those whose buckets have been rebuilt."""
         names = tuple(bucket.names)
         kept = {
             key: entry

@@ -1,4 +1,4 @@
-"""Runs a hook to its end on the thread that runs backward, where order is kept by the backend."""
+"""Runs a hook to its end on the thread of backward; the backend keeps collectives in order."""
 
 from typing import Any, cast
 
@@ -19,13 +19,13 @@ __all__ = ["StreamRunner"]
 
 
 class StreamRunner:
-    """A hook for a reducer, for backends that complete collectives in the order of issue.
+    """A :class:`~commhooks.runtime.runner.Runner` for backends that complete collectives in order.
 
-    On NCCL waiting for a collective orders streams and returns at once. The hook has a stream of
-    its own, so communication overlaps with backward all the same; and its collectives, on whatever
-    communicators, come one after the other on the device, in one order on all ranks, so that they
+    On NCCL, waiting for a collective orders streams and returns at once. The hook has a stream of
+    its own, so communication still overlaps with backward. Its collectives, on whatever
+    communicators, run one after the other on the device, in the same order on all ranks, so they
     cannot wait for each other in a circle. With one rank nothing is issued. A CUDA graph can
-    capture it. ``token`` as for ThreadedRunner.
+    capture it. Arguments are those of :class:`~commhooks.runtime.threaded_runner.ThreadedRunner`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class StreamRunner:
         self._stream = SideStream(device)
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Runs the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
+        """Run the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
         if self._has_failed:
             self._has_failed = False
             self._hook.recover()
@@ -63,31 +63,31 @@ class StreamRunner:
         return future
 
     def abandon(self) -> None:
-        """Nothing is ever on its way."""
+        """Do nothing, because no bucket is ever on its way."""
 
     def close(self) -> None:
-        """Gives up the subgroups."""
+        """Drop the process groups of subgroups."""
         self._subgroups.clear()
 
     def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
-            request, execution.pending = execution.pending, None
-            assert request is not None
-            if execution.comm.size == 1 or len(request.members) == 1 or request.is_vote:
+            collective, execution.pending = execution.pending, None
+            assert collective is not None
+            if execution.comm.size == 1 or len(collective.members) == 1 or collective.is_vote:
                 continue
-            execution.count(request)
+            execution.count(collective)
             try:
-                request.start(self._among(request.members)).wait()
+                collective.start(self._group_of(collective.members)).wait()
             except Exception as error:
                 raise execution.refuse(error) from error
             execution.end_stage()
-            execution.count_bytes(request)
+            execution.count_bytes(collective)
         return result
 
-    def _among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The channel of these ranks, connected when it is first used; of all if empty.
+    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """Return the process group of these ranks, by default all; connect it on first use.
 
-        Not made by ``dist.new_group``, whose names depend on how many groups a rank has made.
+        ``dist.new_group`` is not used because its names depend on how many groups a rank has made.
         """
         if not ranks:
             return self._group
@@ -98,12 +98,12 @@ class StreamRunner:
                     f"{self._backend.name()!r}"
                 )
             name = f"commhooks/{self._token:x}/{ranks}"
-            channel = type(self._backend)(
+            group = type(self._backend)(
                 PrefixStore(name, self._group.get_group_store()),
                 ranks.index(self._group.rank()),
                 len(ranks),
                 self._backend.options,
             )
-            # A backend only, but with a process group's methods for collectives.
-            self._subgroups[ranks] = cast("dist.ProcessGroup", channel)
+            # Only a backend, but it has a process group's methods for collectives.
+            self._subgroups[ranks] = cast("dist.ProcessGroup", group)
         return self._subgroups[ranks]

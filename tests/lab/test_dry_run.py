@@ -7,7 +7,7 @@ import torch
 
 import commhooks
 from commhooks import CommHookError, algorithms
-from commhooks.adapters.adapter import DDPAdapter
+from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members
 from commhooks.lab.simulation.dry_run import rehearse

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
-from commhooks.runtime import threaded_runner as runner_module
+from commhooks.comm.stage_groups import StageGroups
+from commhooks.runtime import scheduler
 from commhooks.testing import RankError
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
@@ -109,25 +110,20 @@ def test_delayed_ranks_keep_the_order(run_ranks: Any, size: int, stock: bool) ->
 
 
 def train_naively(rank: int, size: int) -> bool:
-    """What the runner prevents: the next collective is issued whenever the last has completed."""
+    """Issue each collective as soon as the one before it in the same bucket has completed."""
 
-    def give_turns(loop: Any) -> None:
-        for execution in list(loop._executions):
-            if execution.pending is not None and loop._failure is None:
-                loop._issue(execution, execution.pending)
+    def open_first(groups: Any, stage: int, ranks: Any) -> Any:
+        groups._options._threads = 2  # as in groups that users make; with one, Gloo keeps order
+        return open_group(groups, 0)
 
-    def open_first(channels: Any, stage: int) -> Any:
-        channels._options._threads = 2  # as in groups that users make; with one, Gloo keeps order
-        return open_channel(channels, 0)
-
-    open_channel = runner_module.StageGroups.open
-    runner_module._Loop._give_turns = give_turns
-    runner_module.StageGroups.open = open_first
+    open_group = StageGroups.open
+    scheduler.in_turn = lambda unfinished: [e for e in unfinished if e.pending is not None]
+    StageGroups.open = open_first
     return all(itertools.chain(*(train_delayed(rank, size, False) for _ in range(5))))
 
 
 def test_naive_order_fails(run_ranks: Any) -> None:
-    """So the test before this one can fail. It ends as it may: an abort, a hang, wrong numbers."""
+    """The test before this one can fail: with an abort, a hang or wrong numbers."""
     try:
         results = run_ranks(train_naively, 2, timeout=10.0)
     except (RankError, TimeoutError, RuntimeError, AssertionError):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from commhooks.adapters.adapter import DDPAdapter
+from commhooks.adapters.ddp import DDPAdapter
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
 from reducer import DistributedDataParallel, GradBucket

@@ -1,0 +1,141 @@
+"""The adapter of ``commhooks.DistributedDataParallel``."""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
+from commhooks.errors import CommHookError
+from commhooks.hook.base import CommHook
+from commhooks.runtime.recording import HookRun, Recording, Span, Stage
+from commhooks.runtime.runner import Runner, make_runner
+from commhooks.runtime.stats import HookStats, bucket_stats
+from reducer import DistributedDataParallel
+
+__all__ = ["DDPAdapter"]
+
+
+class DDPAdapter(Adapter):
+    """Puts hooks on our own reducer."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        if model.hook_registration.is_taken:
+            raise CommHookError(
+                "the model has a hook already, from register_comm_hook(), which can neither be "
+                "replaced nor removed; use commhooks.register() instead"
+            )
+        self._reducer = model.reducer
+        rows = self._reducer.bucket_stats()
+        reduced = {name for row in rows if row["lane"] == 0 for name in row["names"]}
+        names = model.parameter_names.items()
+        parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
+        super().__init__(model.device, parameters, list(model.parameter_names.values()))
+        self._keys = [0] * len(self._names)
+        self._has_own_keys = model.group_keys.are_given
+        self._registration = model.hook_registration
+        self._is_native = False
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._reducer.process_group
+
+    @property
+    def steps(self) -> int:
+        return self._reducer.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._reducer.steps = steps
+
+    def install(self, hook: CommHook, token: int) -> None:
+        native = hook.native(self.group)
+        runner = make_runner(hook, self.group, self.device, token) if native is None else None
+        self.regroup(hook.bucket_key)
+        self._set(native if runner is None else runner, runner, is_native=native is not None)
+        self._registration.averages_gradients = not hook.changes_parameters
+        self._registration.on_overwrite = hook.recover
+
+    def install_function(self, hook: TorchHook) -> None:
+        self.regroup(_no_key)
+        self._set(hook, None, is_native=False)
+
+    def clear(self) -> None:
+        self.regroup(_no_key)
+        self._set(self._registration.default(), None, is_native=True)
+
+    def regroup(self, key_of: Callable[[str], Hashable]) -> None:
+        """Rebuild the buckets so that only parameters whose names have equal keys share one.
+
+        A model that was given keys of its own keeps its buckets; hooks have to work with them.
+        """
+        numbers: dict[Hashable, int] = {}
+        keys = [numbers.setdefault(key_of(name), len(numbers)) for name in self._names]
+        if not self._has_own_keys and keys != self._keys:
+            self._reducer.set_keys(keys)
+            self._keys = keys
+
+    def stats(self) -> HookStats:
+        size = self.group.size()
+        rows = self._reducer.bucket_stats()
+        buckets = [
+            bucket_stats(
+                row["ranks"],
+                index=row["index"],
+                names=row["names"],
+                gradient_bytes=row["gradient_bytes"],
+                wire_bytes=self._wire_bytes(row),
+                hook_seconds=row["hook_seconds"] / max(row["steps"], 1),
+                exposed_seconds=row["exposed_seconds"] / max(row["steps"], 1),
+            )
+            for row in rows
+        ]
+        return HookStats.of(max((row["steps"] for row in rows), default=0), buckets, size)
+
+    def start_recording(self) -> None:
+        super().start_recording()
+        self._reducer.start_recording()
+
+    def stop_recording(self) -> Recording:
+        recording = super().stop_recording()
+        recording.spans = [Span(**span) for span in self._reducer.stop_recording()]
+        recording.runs += self._runs_in_cpp(recording)
+        return recording
+
+    def _set(self, target: Any, runner: Runner | None, *, is_native: bool) -> None:
+        self._reducer.set_hook(target)  # raises while a backward is under way
+        self._reducer.reset_stats()
+        self._use_runner(runner)
+        self._is_native = is_native
+        self._registration.averages_gradients = True
+        self._registration.on_overwrite = None
+
+    def _runs_in_cpp(self, recording: Recording) -> Iterator[HookRun]:
+        """Yield the runs of native hooks, which are one collective from beginning to end."""
+        rows = {row["key"]: row for row in self._reducer.bucket_stats()}
+        for span in recording.spans:
+            row = rows.get(span.key)
+            if row is None or not (self._is_native or row["lane"]) or recording.run_of(span):
+                continue
+            sent = self._wire_bytes(row)
+            operation = "all_gather" if row["is_sparse"] else "all_reduce"
+            stage = Stage(operation, (), span.start_ns, span.start_ns, span.end_ns, int(sent or 0))
+            yield HookRun(span.key, sent, span.start_ns, span.end_ns, (stage,))
+
+    def _wire_bytes(self, row: dict[str, Any]) -> float | None:
+        packed = row["packed_bytes"] // max(row["steps"], 1)
+        if row["is_sparse"]:  # each rank sends its rows to all others
+            return all_gather_bytes(packed, row["ranks"])
+        if row["lane"] != 0:
+            return all_reduce_bytes(packed, row["ranks"])
+        if self._runner is not None:
+            return self._collector.wire_bytes(row["key"])
+        if self._is_native:  # one all-reduce of what was packed, or nothing was packed
+            return all_reduce_bytes(packed, row["ranks"])
+        return None
+
+
+def _no_key(name: str) -> None:
+    """Return the same key for all parameters, so that they may share buckets."""

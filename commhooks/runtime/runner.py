@@ -1,0 +1,53 @@
+"""What runs a hook for a wrapped model, and which runner a backend needs."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from commhooks.hook.base import CommHook
+from commhooks.runtime.stats import StatsCollector
+from commhooks.runtime.stream_runner import StreamRunner
+from commhooks.runtime.threaded_runner import ThreadedRunner
+from reducer import GradBucket
+
+__all__ = ["Runner", "make_runner"]
+
+
+class Runner(Protocol):
+    """Runs one hook on bucket after bucket. The reducer can call it in place of a torch hook."""
+
+    name: str
+    """The hook's name, for error messages and profiles."""
+    checks_finite: bool
+    """Whether the reducer is to tell which buckets are finite: :meth:`GradBucket.all_finite`."""
+    collector: StatsCollector
+    """What the executions have cost."""
+
+    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
+        """Run the hook on ``bucket``; return a future of the average.
+
+        Does not synchronize. A step begins with the bucket of index 0 and ends with the one that
+        ``is_last()``. Errors are CommHookErrors, set in the future.
+        """
+
+    def abandon(self) -> None:
+        """End the current step early: buckets on their way fail, on all ranks."""
+
+    def close(self) -> None:
+        """Release threads and connections. The runner is not used afterwards."""
+
+
+def make_runner(
+    hook: CommHook, group: dist.ProcessGroup, device: torch.device, token: int
+) -> Runner:
+    """Return a runner for ``hook``, as the backend of ``group`` for ``device`` needs it.
+
+    ``token`` is a number that is the same on all ranks and that no other runner uses.
+    """
+    backend = group._get_backend(device).name()  # noqa: SLF001
+    if backend == "gloo" and group.size() > 1:
+        return ThreadedRunner(hook, group, device, token)
+    return StreamRunner(hook, group, device, token)
