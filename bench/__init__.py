@@ -1,1 +1,1 @@
-"""Measurements; see README.md for what each column means."""
+"""Benchmarks. README.md explains the commands and the columns."""

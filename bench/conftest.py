@@ -1,4 +1,4 @@
-"""Sets of rank processes that last for the whole session, one for each number of ranks."""
+"""Sets of rank processes that last for the whole session, one per number of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RanksOf = Callable[[int], Ranks]
 
 
 def median_of(values: Sequence[float], warm_up: int) -> float:
-    """Without the first ones; with ``--benchmark-disable``, which runs each case once, of all."""
+    """Return the median without warm-up rounds, or of all rounds with ``--benchmark-disable``."""
     return statistics.median(values[warm_up:] or values)
 
 
 @pytest.fixture(scope="session")
 def ranks_of() -> Iterator[RanksOf]:
-    """The ranks over loopback, by how many they are; started when first asked for."""
+    """Return the ranks over loopback, by their number; each set starts when it is first used."""
     running: dict[int, Ranks] = {}
     with ExitStack() as stack:
 
@@ -34,5 +34,5 @@ def ranks_of() -> Iterator[RanksOf]:
 
 @pytest.fixture(scope="session")
 def two_ranks(ranks_of: RanksOf) -> Ranks:
-    """Two ranks over loopback."""
+    """Return two ranks over loopback."""
     return ranks_of(2)

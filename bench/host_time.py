@@ -1,4 +1,4 @@
-"""What a hook costs the host per bucket: the thread that runs backward, on one rank."""
+"""The host time of a hook per bucket, on the thread that runs backward, on one rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ AIM = "at most 60 microseconds"
 
 @dataclass
 class Plain(commhooks.CommHook):
-    """One collective."""
+    """A hook with one collective."""
 
     async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
-        """Nothing but what any hook does."""
+        """Average the bucket."""
         return await comm.all_reduce(bucket.buffer())
 
 
@@ -53,7 +53,7 @@ def runner_and_bucket(
     buffer: Tensor,
     group: dist.ProcessGroup,
 ) -> tuple[StreamRunner, GradBucket]:
-    """``buffer``: the gradients, flat."""
+    """Create a runner and a bucket whose flat gradients are ``buffer``."""
     parameters = [nn.Parameter(buffer.new_zeros(shape)) for shape in shapes]
     names = [f"parameter{i}" for i in range(len(parameters))]
     hook.prepare(dict(zip(names, parameters, strict=True)), group)
@@ -64,7 +64,7 @@ def runner_and_bucket(
 def measure(
     benchmark: Any, name: str, device: str, group: dist.ProcessGroup, settle: Callable[[], Any]
 ) -> None:
-    """From handing over a bucket until its future is there. ``settle``: before each round."""
+    """Time passing a bucket until its future is returned; call ``settle`` before rounds."""
     make, shapes = SUBJECTS[name]
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     runner, bucket = runner_and_bucket(make(), shapes, torch.randn(numel, device=device), group)

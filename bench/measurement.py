@@ -1,4 +1,4 @@
-"""One row of a benchmark of hooks: verified, timed beside others, and set against its floor."""
+"""One row of the benchmark of hooks: verified, timed beside others, and compared with its floor."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Place:
     limit: float
     model: str
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the wrappers."""
+    """Options of the wrappers."""
     rounds: int = 5
 
 
 def measure(
     benchmark: Any, place: Place, subject: Subject, beside: Sequence[str] = ("bare", "torch")
 ) -> None:
-    """Verifies the first step, then times all wrappers in turn, round by round.
+    """Verify the first step, then time all wrappers in turn, round by round.
 
-    Fills ``extra_info``; see README.md for its columns. ``beside``: who else is timed, "bare" among
-    them.
+    Fills ``extra_info``, see README.md for its columns. ``beside``: the other wrappers to time,
+    which include "bare".
     """
     ranks = place.ranks
     wrappers = list(dict.fromkeys([*beside, subject.wrapper]))
@@ -70,7 +70,7 @@ def measure(
 def _time_in_turn(
     benchmark: Any, place: Place, wrappers: Sequence[str], subject: str
 ) -> dict[str, float]:
-    """Median seconds of a backward on the slowest rank."""
+    """Return the median seconds of a backward on the slowest rank, by wrapper."""
     seconds: dict[str, list[float]] = {name: [] for name in wrappers}
 
     def run(name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a hook keeps and needs, in a process that has done nothing else.
+"""The memory that a hook keeps and needs, measured in fresh processes.
 
 See docs/memory.md for the formulas.
 """
@@ -18,12 +18,12 @@ from commhooks.hook.base import tree
 
 __all__ = ["Usage", "expected_state_bytes", "usage"]
 
-STEPS = 4  # buckets are cut anew after the first
+STEPS = 4  # buckets are rebuilt after the first
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes, of one rank. ``peak`` and ``between_steps``: of resident memory, gradients cleared."""
+    """Bytes of one rank. ``peak`` and ``between_steps``: resident memory, with gradients freed."""
 
     gradient_bytes: int
     state_bytes: int
@@ -32,7 +32,7 @@ class Usage:
 
 
 def usage(rank: int, model: str, wrapper: str) -> Usage:
-    """Of a process that trains ``model`` in ``wrapper`` for some steps."""
+    """Measure a process that trains ``model`` in ``wrapper`` for a few steps."""
     gradient_bytes = steps.prepare(rank, model, [wrapper], {})
     for _ in range(STEPS):
         steps.backward(rank, wrapper, True)
@@ -43,21 +43,21 @@ def usage(rank: int, model: str, wrapper: str) -> Usage:
 
 
 def storage_bytes(hook: CommHook | None) -> dict[int, int]:
-    """Of the memory that the hook's saved state lies in, and those of the hooks in it."""
+    """Return the bytes of the saved state of a hook and its nested hooks."""
     states = [each.state for each in tree(hook)] if hook is not None else []
     tensors = [t for state in states for entry in state.values() for t in entry.values()]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None:
-    """What docs/memory.md says of a subject, for float32; None where it depends on buckets."""
+    """Return the bytes by the formula in docs/memory.md, for float32; None if buckets matter."""
     parameters = list(steps.MODELS[model]().parameters())
     numel = sum(parameter.numel() for parameter in parameters)
     errors = 4 * numel
     match hook:
         case "int8" | "int4" | "fp8" | "onebit" | "signsgd" | "schedule":
             return errors + errors / world_size
-        case "hierarchical":  # int8 among the leaders of nodes of two ranks
+        case "hierarchical":  # int8 between the leaders of nodes with two ranks
             return errors + errors / (world_size // 2)
         case "topk" | "threshold" | "push_sum" | "error_feedback":
             return errors
@@ -72,7 +72,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
 
 
 def _powersgd_elements(parameter: Tensor, rank: int = 4) -> int:
-    """The errors of a matrix (n, m), and its right factor."""
+    """Return the elements of the errors of an (n, m) matrix and of its right factor."""
     if parameter.dim() < 2:
         return 0
     rows, columns = parameter.flatten(1).shape
@@ -81,7 +81,7 @@ def _powersgd_elements(parameter: Tensor, rank: int = 4) -> int:
 
 
 def _status(field: str) -> int:
-    """Of this process, in bytes."""
+    """Return a field of the status of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     values = dict(line.split(":", 1) for line in lines)
     return 1024 * int(values[field].split()[0])

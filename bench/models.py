@@ -1,7 +1,7 @@
-"""Models whose gradients have the sizes that matter; their arithmetic is kept cheap on purpose.
+"""Models whose gradients have realistic sizes, and whose arithmetic is cheap.
 
-What is measured here is communication, so a backward should cost little besides writing gradients:
-that is the hardest case for a reducer.
+The benchmarks measure communication. A backward that does little but write gradients is the hardest
+case for a reducer.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from commhooks.lab.models import Transformer
 
 
 class ManySmall(nn.Module):
-    """2000 parameters of 256 elements each: nothing but overhead per parameter."""
+    """2000 parameters of 256 elements each, to measure the overhead per parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.vectors = nn.ParameterList(torch.randn(256) for _ in range(2000))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: (256,)."""
+        """Return the sum of all parameters times ``x`` (256,)."""
         return torch.stack([vector * x for vector in self.vectors])
 
     @staticmethod
     def example_input() -> torch.Tensor:
-        """One vector."""
+        """Return one vector."""
         return torch.randn(256)
 
 
 class ThreeLayers(Transformer):
-    """38 MB, and enough arithmetic for some of the communication to hide behind."""
+    """38 MB of parameters, with enough arithmetic to hide some of the communication."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ThreeLayers(Transformer):
 
     @staticmethod
     def example_input() -> torch.Tensor:
-        """128 vectors."""
+        """Return 128 vectors."""
         return torch.randn(128, 512)
 
 
@@ -55,6 +55,6 @@ MODELS: dict[str, Callable[[], Transformer | ManySmall]] = {
 
 
 def parameter_shapes(kind: Callable[[], nn.Module]) -> list[torch.Size]:
-    """Of a model that is not made."""
+    """Return the gradient bytes of a model without creating it."""
     with torch.device("meta"):
         return [parameter.shape for parameter in kind().parameters()]

@@ -1,12 +1,12 @@
-"""Predictions of `commhooks.lab.simulation` beside what was measured over shaped links.
+"""Predictions of `commhooks.lab.simulation` beside measurements over shaped links.
 
 ::
 
-    python -m bench.predictions measure steps.json rates.json             # what they lack
-    python -m bench.predictions judge steps.json rates.json result.json   # from what was measured
+    python -m bench.predictions measure steps.json rates.json             # measure what is missing
+    python -m bench.predictions judge steps.json rates.json result.json   # compare with predictions
 
-`steps.json`: the seconds of every step; measuring takes about five minutes. `rates.json`: what
-predictions are made of. `python -m bench.results_page result.json` shows the table.
+`steps.json` has the time of every step; measuring takes about five minutes. `rates.json` has the
+measurements that predictions use. `python -m bench.results_page result.json` shows the table.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ HOOKS: dict[str, Mapping[str, Any]] = {
         "onebit",
     )
 }
-"""By their names in `steps.wrap`."""
+"""The hooks, by their names in `steps.wrap`."""
 PLAIN = "ours allreduce"
 
 WARM_UP = 2
 _STEPS = range(3, 10)
-_SECONDS = 3.0  # for more steps than the fewest
-_OTHERS = 0.12  # cores; steps in which other processes used more do not count if there are others
+_SECONDS = 3.0  # for steps beyond the minimum
+_OTHERS = 0.12  # cores; steps in which other processes used more do not count, if others remain
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One hook among some ranks on one link."""
+    """One hook on some ranks over one link."""
 
     ranks: int
     bits_per_second: float
     hook: str
 
     def predict(self, rates: Measurements) -> Prediction:
-        """On this machine, whose cores the ranks share."""
+        """Return the network of this machine, whose cores the ranks share."""
         return self._study(rates).predictions[self.hook]
 
     def pays_below(self, rates: Measurements) -> float:
-        """The rate of links, in bits per second, below which the hook beats plain averaging."""
+        """Return the rate (bits per second) below which the hook is predicted to pay."""
         pays = self._study(rates).pays(self.hook)
         return pays.below if pays else 0.0
 
@@ -88,7 +88,7 @@ class Cell:
 
 
 def rates_of_this_machine() -> Measurements:
-    """With as many processes at work as there are cores, as in the measured steps."""
+    """Measure with as many busy processes as there are cores, as in the measured steps."""
     subject = Subject(
         "bench.models:ThreeLayers",
         ranks_per_machine=max(RANKS),
@@ -98,7 +98,7 @@ def rates_of_this_machine() -> Measurements:
 
 
 def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
-    """Seconds of each backward, and the cores that other processes used in it."""
+    """Time each backward, and the cores that other processes used meanwhile."""
     pids = [os.getpid(), *ranks(_pid)]
     timed: list[tuple[float, float]] = []
     end = time.monotonic() + _SECONDS
@@ -111,13 +111,13 @@ def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
 
 
 def typical(timed: list[tuple[float, float | None]]) -> tuple[float, bool]:
-    """The median of the steps that had the machine for themselves, or of all if none had."""
+    """Return the median of the undisturbed steps, or of all if there are none."""
     own = [seconds for seconds, others in timed if others is not None and others < _OTHERS]
     return statistics.median(own or [seconds for seconds, _ in timed]), bool(own)
 
 
 def judge(rows: list[dict[str, Any]], rates: Measurements) -> list[dict[str, Any]]:
-    """What was measured and what is predicted, cell by cell, in seconds."""
+    """Return measured and predicted seconds, cell by cell."""
     judged = []
     for row in rows:
         cell = Cell(row["ranks"], row["bits_per_second"], row["hook"])
@@ -136,7 +136,7 @@ def judge(rows: list[dict[str, Any]], rates: Measurements) -> list[dict[str, Any
 
 
 def main() -> None:
-    """See the top of the file."""
+    """Run the command that the arguments name."""
     command, *paths = sys.argv[1:]
     steps_file, rates_file = Path(paths[0]), Path(paths[1])
     if command == "measure":
@@ -151,7 +151,7 @@ def main() -> None:
 
 
 def _measure(path: Path) -> None:
-    """Adds what is missing in the file, one cell after the other."""
+    """Measure what the file lacks, and save it cell by cell."""
     rows = json.loads(path.read_text()) if path.exists() else []
     known = {(row["ranks"], row["bits_per_second"], row["hook"]) for row in rows}
     for size, rate in itertools.product(RANKS, RATES):
@@ -173,14 +173,14 @@ def _pid(rank: int) -> int:
 
 
 def _busy_seconds() -> float:
-    """Of all cores, since the machine was started."""
+    """Return the CPU seconds of all cores since the machine was started."""
     ticks = list(map(int, _first_line("/proc/stat").split()[1:]))
     idle, waiting = ticks[3:5]
     return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_seconds(pids: list[int]) -> float:
-    """That these processes have used."""
+    """Return the CPU seconds that these processes have used."""
     ticks = 0
     for pid in pids:
         fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""What the rank processes do: hold wrapped models, run one backward, say how long it took."""
+"""The functions that rank processes run: wrap models, run and time one backward."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from reducer import DistributedDataParallel, GradBucket
 _models: dict[str, nn.Module] = {}
 _handles: dict[str, commhooks.HookHandle] = {}
 _inputs: dict[str, torch.Tensor] = {}
-_means: list[torch.Tensor] = []  # of the bare model's gradients, the same in every step
-_prepared: tuple[Any, ...] = ()  # what the models were made of
+_means: list[torch.Tensor] = []  # mean gradients of the bare model, the same in every step
+_prepared: tuple[Any, ...] = ()  # what the models were prepared for
 
 TORCH_HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
     "torch noop": (lambda: None, debugging_hooks.noop_hook),
@@ -42,9 +42,10 @@ TORCH_HOOKS: dict[str, tuple[Callable[[], Any], Callable[..., Any]]] = {
 
 
 def wrap(name: str, module: nn.Module, options: dict[str, Any]) -> nn.Module:
-    """``module`` in the wrapper ``name``.
+    """Wrap ``module`` as ``name`` says.
 
-    "bare": none. "torch", or "torch" and one of its hooks. "ours", or "ours" and a hook in a line.
+    "bare": no wrapper. "torch": torch's wrapper, followed by one of its hooks or nothing. "ours":
+    our wrapper, followed by a hook specification or nothing.
     """
     if name == "bare":
         return module
@@ -56,7 +57,7 @@ def wrap(name: str, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         return stock
     wrapped = DistributedDataParallel(module, **options)
     if name == "ours noop, copying":
-        # The same Python hook as torch's row: the engine cannot know that it changes nothing.
+        # The Python function of torch's row: the engine does not know that it changes nothing.
         wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
         return wrapped
     spec = name.removeprefix("ours").strip() or "allreduce"
@@ -65,15 +66,15 @@ def wrap(name: str, module: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def example_input(model: str) -> torch.Tensor:
-    """Random, for any size of the model."""
+    """Return a random input for the model."""
     factory = MODELS[model]
     return (factory.func if isinstance(factory, functools.partial) else factory).example_input()
 
 
 def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any]) -> int:
-    """One copy of `model` per wrapper, all from the same start; returns its gradient bytes.
+    """Create one copy of `model` per wrapper with the same parameters; return its gradient bytes.
 
-    Those that were there before are kept, if the model and the options are the same.
+    Keeps existing copies if the model and the options are the same.
     """
     global _prepared
     kept = wrappers if _prepared == (model, options) else []
@@ -94,7 +95,7 @@ def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any])
 
 
 def backward(rank: int, wrapper: str, set_to_none: bool) -> float:
-    """Seconds of one backward that all ranks begin together."""
+    """Time one backward, which all ranks start together."""
     model = _models[wrapper]
     model.zero_grad(set_to_none=set_to_none)
     loss = model(_inputs["x"]).square().mean()
@@ -105,18 +106,18 @@ def backward(rank: int, wrapper: str, set_to_none: bool) -> float:
 
 
 def clear_gradients(wrapper: str) -> None:
-    """Lets go of the gradients, as an optimizer's zero_grad() does."""
+    """Free the gradients, as an optimizer's zero_grad() does."""
     _models[wrapper].zero_grad(set_to_none=True)
 
 
 def hook_of(wrapper: str) -> commhooks.CommHook | None:
-    """The hook of one of our wrappers, None of torch's."""
+    """Return the hook of one of our wrappers, or None for torch's."""
     hook = _handles[wrapper].hook if wrapper in _handles else None
     return hook if isinstance(hook, commhooks.CommHook) else None
 
 
 def largest_difference(rank: int, one: str, other: str) -> float:
-    """Between the gradients of two wrappers, relative to the largest gradient."""
+    """Return the largest difference of gradients, relative to the largest gradient."""
     pairs = [
         (_gradient(a), _gradient(b))
         for a, b in zip(_models[one].parameters(), _models[other].parameters(), strict=True)
@@ -127,9 +128,9 @@ def largest_difference(rank: int, one: str, other: str) -> float:
 
 
 def error(rank: int, wrapper: str, averages: bool) -> float:
-    """Relative L2 error of a wrapper's gradients after one backward.
+    """Return the relative L2 error of a wrapper's gradients after one backward.
 
-    Against the exact mean over ranks; or, unless it ``averages``, this rank's own gradients.
+    The reference is the exact mean over ranks or, unless it ``averages``, this rank's gradients.
     """
     bare, model = _models["bare"], _models[wrapper]
     expected = _exact_means() if averages else [_gradient(p).double() for p in bare.parameters()]
@@ -141,7 +142,7 @@ def error(rank: int, wrapper: str, averages: bool) -> float:
 
 
 def _exact_means() -> list[torch.Tensor]:
-    """Over ranks, in float64; taken once, because that takes long over a slow link."""
+    """Return the mean over ranks in float64, computed once because links may be slow."""
     if not _means:
         for parameter in _models["bare"].parameters():
             mean = _gradient(parameter).double()
@@ -156,9 +157,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def sent(rank: int, wrapper: str) -> tuple[int, float | None]:
-    """Bytes that this rank sends per step, and seconds of it in which backward only waits."""
+    """Return the bytes that this rank sends per step, and the exposed seconds."""
     handle = _handles.get(wrapper)
-    if handle is None:  # torch's own, whose traffic is known
+    if handle is None:  # a hook of torch's, whose traffic is known
         gradient_bytes = sum(p.numel() * p.element_size() for p in _models[wrapper].parameters())
         divisor = 2 if wrapper == "torch fp16" else 1
         return all_reduce_bytes(gradient_bytes // divisor, dist.get_world_size()), None
@@ -168,7 +169,7 @@ def sent(rank: int, wrapper: str) -> tuple[int, float | None]:
 
 
 def all_reduce_bandwidth(rank: int, nbytes: int) -> float:
-    """Bytes that this rank sends per second in torch's all-reduce of so many; the best of 5."""
+    """Return the bytes that this rank sends per second in torch's all-reduce; the best of 5."""
     tensor = torch.zeros(nbytes // 4)
     seconds = []
     for _ in range(5):
@@ -187,26 +188,26 @@ _small = torch.zeros(16)
 
 @dataclass
 class ManyStages(commhooks.CommHook):
-    """Dependent collectives of 64 bytes."""
+    """A hook with dependent collectives of 64 bytes."""
 
     async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> torch.Tensor:
-        """As many as STAGES."""
+        """Await STAGES collectives."""
         for _ in range(STAGES):
             await comm.all_reduce(_small)
         return bucket.buffer()
 
 
 def prepare_stages(rank: int) -> None:
-    """One bucket of one parameter."""
+    """Wrap a model with one bucket of one parameter."""
     model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
     commhooks.register(model, ManyStages())
     _models.clear()
     _models["stages"] = model
-    awaited_stages(rank)  # makes the channels
+    awaited_stages(rank)  # connects the stage groups
 
 
 def awaited_stages(rank: int) -> float:
-    """Seconds of a backward whose only bucket awaits the stages."""
+    """Time a backward whose only bucket awaits all stages."""
     loss = _models["stages"](torch.ones(1, 4)).sum()
     dist.barrier()
     start = time.perf_counter()
@@ -215,21 +216,21 @@ def awaited_stages(rank: int) -> float:
 
 
 def bare_stages(rank: int, groups: int) -> float:
-    """Seconds of the same collectives, one after the other, each on the next of so many groups.
+    """Time the same collectives one after the other, in turn on ``groups`` stage groups.
 
-    The groups are what hooks send on. A hook's stages have one each, and a group that was not used
-    a moment ago answers later, whoever uses it.
+    Each stage of a hook has its own group, and a group that was idle answers later than one that
+    was just used.
     """
-    while len(_channels) < groups:
-        _channels.append(_maker().open(len(_channels)))
+    while len(_groups) < groups:
+        _groups.append(_maker().open(len(_groups)))
     dist.barrier()
     start = time.perf_counter()
     for stage in range(STAGES):
-        _channels[stage % groups].allreduce([_small]).wait()
+        _groups[stage % groups].allreduce([_small]).wait()
     return time.perf_counter() - start
 
 
-_channels: list[dist.ProcessGroup] = []
+_groups: list[dist.ProcessGroup] = []
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""Every hook, as it is measured, and how far from the exact mean its first result may be.
+"""Every hook as it is measured, and the tolerance for the error of its first result.
 
-Errors are relative L2 norms. A result of zeros has the error 1; a hook that sends the right
-numbers, but few of them, stays below. Unbiased ones may exceed that: rounding up or down at random,
-or sending some numbers n/k times, has a variance that only the mean over steps makes up for.
+Errors are relative L2 norms. A result of zeros has the error 1, and a hook that sends some of the
+right numbers has a smaller one. Unbiased hooks may exceed 1: stochastic rounding, or sending some
+numbers n/k times, has a variance that only the mean over steps reduces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import commhooks
 
 __all__ = ["SUBJECTS", "TORCH", "Subject", "is_known"]
 
-EXACT = 1e-6  # float32, summed in another order
+EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
 EIGHT_BITS = 0.1
 SPARSE = 1.0
@@ -22,10 +22,11 @@ UNBIASED = 2.0
 
 @dataclass(frozen=True)
 class Subject:
-    """What is timed, by its name in ``steps.wrap``; ``largest_error`` of its first step.
+    """A wrapper to time, by its name in ``steps.wrap``, and the ``largest_error`` of its first
+    step.
 
-    ``first_step``: the first that does what the name says; torch's PowerSGD averages twice before.
-    ``averages``: the result is to be the mean over ranks; else this rank's own gradients, as of
+    ``first_step``: the first step in which the hook compresses; torch's PowerSGD averages twice
+    before. ``averages``: the result is the mean over ranks; otherwise this rank's gradients, for
     hooks that average parameters or nothing.
     """
 
@@ -36,12 +37,12 @@ class Subject:
 
     @property
     def hook(self) -> str:
-        """The name of ours; empty for torch's."""
+        """Return the name of our hook; empty for torch's."""
         return self.wrapper.removeprefix("ours ").partition(":")[0] if self.is_ours else ""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it runs on our engine."""
+        """Whether the wrapper is ours."""
         return self.wrapper.startswith("ours ")
 
 
@@ -53,7 +54,7 @@ TORCH = [
     Subject("torch", EXACT),
     Subject("torch fp16", HALF),
 ]
-"""Torch's own hooks that run over Gloo on CPUs: its bf16 hook is refused there, its quantizing ones
+"""Torch's hooks that run over Gloo on CPUs. Its bf16 hook is refused there, its quantization hooks
 raise an IndexError, and its PowerSGD needs all gradients in one bucket."""
 
 TORCH_POWERSGD = Subject("torch powersgd", SPARSE, first_step=2)
@@ -87,15 +88,15 @@ SUBJECTS = [
     _ours("schedule:stages=[[0,'int4']]".replace("'", '"'), SPARSE),
     _ours("skip_nonfinite:inner=bf16", HALF),
 ]
-"""At their defaults, but for what only starts later; wrappers around a common hook."""
+"""Hooks at their defaults, except those that start later; wrappers around a common hook."""
 
 
 def is_known(hook: str) -> bool:
-    """Whether ``hook`` is among those measured."""
+    """Whether ``hook`` is measured."""
     return hook in {subject.hook for subject in SUBJECTS}
 
 
 own = [getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__]
 missing = [name for name in own if not is_known(name)]
 if missing:
-    raise LookupError(f"hooks to be measured that have no line in bench/subjects.py: {missing}")
+    raise LookupError(f"expected a line for every hook in bench/subjects.py; missing: {missing}")

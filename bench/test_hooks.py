@@ -1,4 +1,4 @@
-"""Hooks side by side with torch's: over loopback, over a shaped link, and the cost of awaiting."""
+"""Hooks beside torch's: over loopback, over a shaped link, and the cost of awaiting."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from commhooks.cluster.links import Link, shaped_link, unavailable
 LARGE = "transformer-151MB"
 SMALL = "transformer-25MB"
 GIGABIT = 1e9
-LIMIT_BYTES = 25 << 20  # of the all-reduce that shows what a loopback can do
+LIMIT_BYTES = 25 << 20  # of the all-reduce that measures the loopback
 
-# Whose floors and aims are over a link, on the large model.
+# Compared with floors and aims over a link, on the large model.
 OVER_A_LINK = ("allreduce", "fp16", "bf16", "int8", "int4", "onebit", "topk", "powersgd")
 
 
@@ -30,7 +30,7 @@ def name_of(value: object) -> str | None:
 
 @functools.cache
 def loopback_limit(ranks: Ranks) -> float:
-    """Bytes per second of each rank, at best."""
+    """Return the bytes per second that each rank can send at most."""
     return min(ranks(steps.all_reduce_bandwidth, LIMIT_BYTES))
 
 
@@ -39,7 +39,7 @@ def loopback_limit(ranks: Ranks) -> float:
     "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
 )
 def test_large_model(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
-    """What hooks cost where the wire is as fast as memory."""
+    """Measure hooks over loopback, which is as fast as memory."""
     ranks = ranks_of(2)
     measure(benchmark, Place(ranks, loopback_limit(ranks), LARGE), subject)
 
@@ -62,7 +62,7 @@ def test_every_hook(
     ids=name_of,
 )
 def test_powersgd(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
-    """Torch's needs all gradients in one bucket; on several it hangs or aborts over Gloo."""
+    """Measure PowerSGD in one bucket: torch's hangs or aborts on several over Gloo."""
     ranks = ranks_of(2)
     options = {"bucket_cap_mb": 1000}
     measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options), subject)
@@ -70,7 +70,7 @@ def test_powersgd(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
 
 @pytest.fixture(scope="session")
 def gigabit() -> Iterator[tuple[Ranks, Link]]:
-    """Two hosts that are joined by a link of 1 Gbit/s."""
+    """Return two hosts with a link of 1 Gbit/s between them."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -83,7 +83,7 @@ def gigabit() -> Iterator[tuple[Ranks, Link]]:
     "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
 )
 def test_over_a_gigabit_link(benchmark: Any, gigabit: tuple[Ranks, Link], subject: Subject) -> None:
-    """The aims: see README.md in results/."""
+    """Measure hooks against the aims in results/README.md."""
     ranks, link = gigabit
     place = Place(ranks, link.bytes_per_second, LARGE, {"init_sync": False}, rounds=3)
     measure(benchmark, place, subject)
@@ -91,7 +91,7 @@ def test_over_a_gigabit_link(benchmark: Any, gigabit: tuple[Ranks, Link], subjec
 
 @pytest.mark.benchmark(group="hooks: awaiting")
 def test_awaited_stage(benchmark: Any, ranks_of: RanksOf) -> None:
-    """What Python adds to each awaited collective; the aim is at most 50 microseconds."""
+    """Measure what Python adds to each awaited collective; the aim is at most 50 microseconds."""
     ranks = ranks_of(2)
     ranks(steps.prepare_stages)
     seconds: dict[str, list[float]] = {"bare": [], "bare, one group": [], "awaited": []}

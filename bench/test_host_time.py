@@ -1,8 +1,8 @@
-"""The host's time for hooks on their way for GPUs, where there is none: kernels are left out.
+"""The host time of hooks for CUDA tensors, measured without a GPU and without kernels.
 
-CPU tensors are taken for those of a GPU, and launching a kernel does nothing. Torch's operations do
-what they do on a CPU: products of small matrices then take longer than their launch would. What
-launching costs is for a GPU to tell, see gpu/test_gpu_steps.py; this shows what Python does.
+CPU tensors stand for CUDA tensors, and launching a kernel does nothing. Torch's operations run on
+the CPU, where products of small matrices take longer than their launch would. This shows the time
+of Python; gpu/test_gpu_steps.py measures launches on a GPU.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from commhooks.kernels.source import Source
 
 
 class Nothing:
-    """Runs no kernel. Indices that one would have listed are zeros, as torch looks at them."""
+    """A backend that runs no kernel. Indices that a kernel would write are zeros."""
 
     def require(self, device: torch.device) -> None:
-        """There is nothing to install."""
+        """Do nothing: no package is needed."""
 
     def launch(
         self,
@@ -37,7 +37,7 @@ class Nothing:
         count: int,
         device_index: int,
     ) -> None:
-        """See above."""
+        """Do nothing but set indices to zero."""
         if "::list<" in kernel:
             values = (ctypes.POINTER(ctypes.c_int64) * count).from_address(parameters)
             length, indices = (values[i].contents.value for i in (3, 4))
@@ -46,7 +46,7 @@ class Nothing:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
-    """World size 1, on one thread."""
+    """Return a group of world size 1, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -61,6 +61,6 @@ def group() -> Iterator[dist.ProcessGroup]:
 def test_host_time(
     benchmark: Any, group: dist.ProcessGroup, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, but for the device."""
+    """Measure as on a GPU, with CPU tensors."""
     monkeypatch.setitem(kernels.BACKENDS, "cpu", Nothing())
     measure(benchmark, name, "cpu", group, settle=lambda: None)

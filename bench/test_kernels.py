@@ -21,7 +21,7 @@ NUMEL = 38_000_000  # 152 MB
 ROUNDS = 7
 WARM_UP = 2
 
-# As the hooks make them by default, and the share of the copy's bandwidth that is aimed at.
+# The codecs of the hooks' defaults, and the aim as a share of the bandwidth of a copy.
 CODECS: dict[str, tuple[BlockCodec, str]] = {
     "int8": (LevelCodec(8, block_size=256), "0.5"),
     "int8, stochastic": (LevelCodec(8, stochastic=True, block_size=256), "any"),
@@ -38,7 +38,7 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
 
 @pytest.fixture(scope="module")
 def gradients() -> Iterator[Tensor]:
-    """On one thread."""
+    """Use one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
@@ -54,7 +54,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 def measure(
     benchmark: Any, run: Callable[[], Any], moved_bytes: int, source: Tensor, aim: str
 ) -> None:
-    """``moved_bytes``: read plus written."""
+    """Time ``run`` against a copy. ``moved_bytes``: what it reads and writes."""
     target = torch.empty_like(source)
     copy_seconds: list[float] = []
     run_seconds: list[float] = []
@@ -81,7 +81,7 @@ def measure(
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
 @pytest.mark.parametrize("name", CODECS)
 def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) -> None:
-    """With feedback, an error is read and the residual left behind in the same pass."""
+    """Encode. With feedback, the same pass reads an error and writes the residual."""
     codec, aim = CODECS[name]
     values = gradients.clone()
     error = 0.1 * gradients if feedback else None
@@ -103,7 +103,7 @@ def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) ->
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("name", CODECS)
 def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> None:
-    """The mean of the messages of ``count`` ranks."""
+    """Decode and average the messages of ``count`` ranks."""
     codec, _ = CODECS[name]
     messages = torch.empty(count, codec.encoded_bytes(NUMEL), dtype=torch.uint8)
     for rank in range(count):

@@ -1,4 +1,4 @@
-"""Hooks over links of several rates among several ranks, beside what the simulation predicts."""
+"""Hooks over links of several rates on several ranks, beside predictions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from commhooks.lab.units import format_rate
 
 # Ranks, and bits per second. `python -m bench.predictions` measures all combinations.
 PLACES = [(2, 100e6), (2, 1e9), (4, 1e9), (2, 10e9)]
-# Ranks begin alike, so parameters need not travel before.
+# Ranks start with equal parameters, so nothing is sent before.
 OPTIONS = {"bucket_cap_mb": BUCKET_MB, "init_sync": False}
 
 
 @pytest.fixture(scope="module")
 def rates() -> Measurements:
-    """What predictions are made of."""
+    """Return the measurements that predictions use."""
     return rates_of_this_machine()
 
 
@@ -33,7 +33,7 @@ def rates() -> Measurements:
     ids=lambda place: f"{place[0]} ranks, {format_rate(place[1])}",
 )
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Ranks on a link."""
+    """Return ranks on a link."""
     reason = unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -45,7 +45,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 @pytest.mark.benchmark(group="links")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_over_a_link(benchmark: Any, place: Place, rates: Measurements, hook: str) -> None:
-    """Share of the floor, and the rate below which the hook beats the plain average."""
+    """Measure against the floor, and predict the rate below which the hook is faster."""
     measure(benchmark, place, Subject(hook, SPARSE), beside=["bare"])
     cell = Cell(place.ranks.world_size, place.limit * 8, hook)
     predicted = cell.predict(rates).backward_seconds

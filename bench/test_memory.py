@@ -1,4 +1,4 @@
-"""What hooks keep and need besides the model and its gradients, each in processes of its own."""
+"""The memory of hooks besides the model and its gradients, each in new processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bench.subjects import SUBJECTS, TORCH, Subject
 from commhooks.cluster import Ranks
 
 MODEL = "transformer-50MB"
-NOISE = 0.05  # of the gradients: what else a process allocates
+NOISE = 0.05  # share of the gradients: other allocations of the process
 RANKS = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _freed_memory_goes_back() -> Iterator[None]:
-    """Else the C library keeps some, and a peak shows how it was fragmented."""
+    """Make the C library return memory, so that peaks do not depend on fragmentation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "MALLOC_MMAP_THRESHOLD_", "65536")
         yield
@@ -28,7 +28,7 @@ def _freed_memory_goes_back() -> Iterator[None]:
 
 @functools.cache
 def measured(wrapper: str) -> Usage:
-    """Of the rank that needed most."""
+    """Return the figures of the rank that needed most."""
     with Ranks(RANKS) as ranks:
         return max(ranks(usage, MODEL, wrapper), key=lambda used: used.peak)
 
@@ -36,7 +36,7 @@ def measured(wrapper: str) -> Usage:
 @pytest.mark.benchmark(group="memory")
 @pytest.mark.parametrize("subject", [*TORCH, *SUBJECTS], ids=lambda subject: subject.wrapper)
 def test_memory(benchmark: Any, subject: Subject) -> None:
-    """The time shown is that of starting the processes."""
+    """Measure memory; the time that is shown is that of starting the processes."""
     bare = measured("bare")
     used = benchmark.pedantic(measured, (subject.wrapper,), rounds=1, iterations=1)
     said = expected_state_bytes(subject.hook, MODEL, RANKS) if subject.is_ours else None

@@ -1,7 +1,7 @@
 """The reducer against torch's: backward of two models, both gradient modes, 2 ranks over loopback.
 
-Wrappers are measured in turn, round by round, so that whatever else the machine does hits all
-alike. pytest-benchmark's columns show ours; its `extra_info` holds the others and the ratios.
+Wrappers are measured in turn, round by round, so that other load on the machine affects all of
+them. pytest-benchmark's columns show ours; `extra_info` has the others and the ratios.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLEARING = {"to none": True, "to zero": False}
 def measure_in_turn(
     benchmark: Any, ranks: Ranks, subject: str, others: list[str], set_to_none: bool
 ) -> dict[str, float]:
-    """Median seconds of a backward on the slowest rank, for the subject and each other wrapper."""
+    """Return the median seconds of a backward on the slowest rank, for each wrapper."""
     seconds: dict[str, list[float]] = {name: [] for name in [subject, *others]}
 
     def others_first() -> None:
@@ -46,7 +46,7 @@ def measure_in_turn(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model", MODELS)
 def test_averaging(benchmark: Any, two_ranks: Ranks, model: str, mode: str, clearing: str) -> None:
-    """Default averaging; the aim is at most 0.95 of torch's time."""
+    """Measure plain averaging; the aim is at most 0.95 of torch's time."""
     options = {"gradient_as_bucket_view": MODES[mode]}
     gradient_bytes = two_ranks(steps.prepare, model, ["torch", "ours"], options)[0]
     set_to_none = CLEARING[clearing]
@@ -70,7 +70,7 @@ def test_averaging(benchmark: Any, two_ranks: Ranks, model: str, mode: str, clea
 def test_added_to_backward(
     benchmark: Any, two_ranks: Ranks, model: str, mode: str, subject: str, clearing: str
 ) -> None:
-    """A hook that sends nothing, so that only the engine's own work shows.
+    """Measure a hook that sends nothing, which shows the work of the engine alone.
 
     "noop" tells the engine that nothing changes, so nothing is packed. "noop, copying" is torch's
     own hook function on our engine, which packs and unpacks everything as torch does.

@@ -1,7 +1,7 @@
 """The kernels of sparse gradients on one thread, 152 MB of float32, 1 % of them sent.
 
-`share_of_copy` is the bandwidth of a kernel, of the bytes that it cannot do without reading and
-writing, over that of a plain copy in the same run.
+`share_of_copy` is the bandwidth of a kernel, for the bytes that it must read and write, divided by
+that of a plain copy in the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = 2
 
 @dataclass
 class Case:
-    """Normal numbers, those of them that are sent, and how they are written."""
+    """Normally distributed gradients, the selected ones, and their encoded form."""
 
     gradient: Tensor
     error: Tensor
@@ -54,7 +54,7 @@ def case() -> Iterator[Case]:
 def measure(
     benchmark: Any, kernel: Callable[[], object], moved_bytes: int, like: Tensor, **extra: object
 ) -> None:
-    """Times a kernel, and a plain copy next to each round of it."""
+    """Time a kernel, and a plain copy next to each round."""
     target = torch.empty_like(like)
     copies: list[float] = []
 
@@ -81,7 +81,7 @@ def same_magnitudes(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.benchmark(group="kernels")
 @pytest.mark.parametrize("has_error", [False, True])
 def test_topk_selection(benchmark: Any, case: Case, has_error: bool) -> None:
-    """With error, the addition included."""
+    """Select. With error feedback, this includes adding the error."""
     gradient = case.gradient.clone()
     error = case.error if has_error else None
     total = gradient + case.error if has_error else gradient
@@ -89,7 +89,7 @@ def test_topk_selection(benchmark: Any, case: Case, has_error: bool) -> None:
     indices = select_largest(gradient, error, COUNT)
     assert torch.equal(gradient, total)
     assert same_magnitudes(gradient[indices.long()], expected)
-    no_error = torch.zeros_like(gradient) if has_error else None  # so that rounds are all alike
+    no_error = torch.zeros_like(gradient) if has_error else None  # so that all rounds are equal
     measure(
         benchmark,
         lambda: select_largest(gradient, no_error, COUNT),
@@ -136,7 +136,7 @@ CACHE_LINE = 64
 
 @pytest.mark.benchmark(group="kernels")
 def test_gather(benchmark: Any, case: Case) -> None:
-    """Numbers lie so far apart that each costs a cache line."""
+    """Scatter numbers that are far apart: each costs a cache line."""
 
     def gather() -> SparsePart:
         return SparsePart.of(case.gradient, case.indices, torch.float32)

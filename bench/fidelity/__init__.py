@@ -1,1 +1,1 @@
-"""Does it still learn? Every hook against plain averaging; see ../README.md."""
+"""The validation loss of every hook against plain averaging; see ../README.md."""

@@ -1,4 +1,4 @@
-"""What of the results goes into the package and into the docs: one figure per hook and task."""
+"""The figures that the package and the docs show: one per hook and task."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ _TABLE = re.compile(
 
 
 def publish(record: Record) -> None:
-    """Writes ``commhooks/fidelity.json`` and the tables of ``docs/hooks/``."""
+    """Write ``commhooks/hook/fidelity.json`` and the tables of ``docs/hooks/``."""
     PACKAGED.write_text(json.dumps(figures(record), indent=1) + "\n")
     for page in sorted(DOCS.glob("*.md")):
         page.write_text(with_tables(record, page.read_text()))
 
 
 def figures(record: Record) -> Figures:
-    """By hook, those run on all tasks: for each the change of the validation loss in percent.
+    """Return the change of the validation loss in percent, by hook and task.
 
-    ``seeds``: over how many, of the task with the fewest.
+    Only hooks that were run on all tasks. ``seeds``: the number of seeds, of the task with the
+    fewest.
     """
     by_hook = _by_hook(record)
     return {
@@ -46,7 +47,7 @@ def figures(record: Record) -> Figures:
 
 
 def with_tables(record: Record, text: str) -> str:
-    """The page with the table after each ``<!-- fidelity: HOOK ... -->`` made anew."""
+    """Return the page with a new table after each ``<!-- fidelity: HOOK ... -->``."""
     by_hook = _by_hook(record)
 
     def made(match: re.Match[str]) -> str:
@@ -77,7 +78,7 @@ def _introduction(record: Record) -> str:
 
 
 def _of_plain(record: Record) -> str:
-    """How far apart seeds are."""
+    """Say how much seeds differ."""
     known = {task: next(iter(plain_runs(record, task).values()), []) for task in TASKS}
     spreads = [f"{100 * spread(runs):.1f} % ({task})" for task, runs in known.items() if runs[1:]]
     if not spreads:

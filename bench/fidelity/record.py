@@ -1,4 +1,4 @@
-"""What was measured, in a file that grows run by run."""
+"""The measured runs, in a file that grows run by run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Record", "Run"]
 
 @dataclass(frozen=True)
 class Run:
-    """One training. ``config``: of what was registered, with all options.
+    """One training. ``config``: the registered hook with all options.
 
-    Figures are means over ranks. ``accuracy`` is None where the task has none.
+    Figures are means over ranks. ``accuracy`` is None if the task has none.
     """
 
     task: str
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Of which there is one run, with the config of the last time."""
+        """Return the key of the run. A record keeps the last run for each key."""
         return self.task, self.hook, self.recipe, self.seed
 
 
@@ -53,7 +53,7 @@ class Record:
         return cls(json.loads(path.read_text()) if path.exists() else {"about": {}, "runs": []})
 
     def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
-        """Those of a hook with these options, by seed."""
+        """Return the runs of a hook with these options, by seed."""
         return [
             run
             for key, run in sorted(self._runs.items())

@@ -1,4 +1,4 @@
-"""Each hook's runs at its present defaults, beside plain averaging on the same data."""
+"""The runs of each hook at its present defaults, and plain averaging on the same data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Row", "mean", "plain_runs", "rows", "spread"]
 
 @dataclass(frozen=True)
 class Row:
-    """A hook's runs of one task, and those that they are compared with, by seed."""
+    """The runs of a hook on one task, and the runs that they are compared with, by seed."""
 
     subject: Subject
     runs: Sequence[Run]
@@ -23,27 +23,27 @@ class Row:
 
     @property
     def changes(self) -> list[float]:
-        """Of the validation loss, by seed, as a share of that of plain averaging."""
+        """Return the relative change of the validation loss against plain averaging, by seed."""
         return [run.loss / plain.loss - 1 for run, plain in zip(self.runs, self.plain, strict=True)]
 
     @property
     def change(self) -> float:
-        """The mean over seeds."""
+        """Return the mean change over seeds."""
         return mean(self.changes)
 
     @property
     def is_within(self) -> bool:
-        """Whether that is acceptable."""
+        """Whether the mean change is within the tolerance."""
         return self.change <= self.subject.tolerance
 
     @property
     def byte_share(self) -> float:
-        """Of the bytes that plain averaging sends."""
+        """Return the bytes that the hook sends, as a share of plain averaging."""
         return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
 
 
 def rows(record: Record, task: str) -> list[Row]:
-    """Of the hooks that have been run, by name."""
+    """Return the rows of all hooks that have been run, by name."""
     plain = plain_runs(record, task)
     found = []
     for subject in subjects():
@@ -60,7 +60,7 @@ def rows(record: Record, task: str) -> list[Row]:
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
-    """The references, by recipe; the task's usual one first."""
+    """Return the reference runs by recipe, the task's usual recipe first."""
     config = Subject(REFERENCE).create().to_config()
     special = [_reference_recipe(subject, task) for subject in subjects()]
     recipes = dict.fromkeys([TASKS[task].usual, *special])
@@ -69,7 +69,7 @@ def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
 
 
 def spread(runs: Sequence[Run]) -> float:
-    """From the lowest to the highest loss, as a share of their mean."""
+    """Return the range of losses, relative to their mean."""
     losses = [run.loss for run in runs]
     return (max(losses) - min(losses)) / mean(losses)
 

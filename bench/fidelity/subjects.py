@@ -1,4 +1,4 @@
-"""Which hooks are tried, and how: at their defaults, in the way that their docs ask for."""
+"""The hooks that are compared, at their defaults and used as their docs recommend."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from commhooks import CommHook, algorithms
 __all__ = ["REFERENCE", "Subject", "subjects"]
 
 REFERENCE = "allreduce"
-"""The hook that all are compared with."""
+"""The hook that all others are compared with."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A hook, the recipe of the task that it is used with, and the one of its reference.
+    """A hook, the recipe that it is trained with, and the recipe of its reference.
 
-    ``None`` is the task's usual recipe. ``tolerance``: how much more validation loss than plain
-    averaging is acceptable, as a share of that. ``warm_up_steps``: of plain averaging before it.
-    ``remark``: on how the hook is used, after its name.
+    ``None`` is the task's usual recipe. ``tolerance``: the acceptable relative increase of the
+    validation loss over plain averaging. ``warm_up_steps``: steps of plain averaging before the
+    hook. ``remark``: how the hook is used, shown after its name.
     """
 
     hook: str
@@ -38,7 +38,7 @@ class Subject:
 
     @property
     def description(self) -> str:
-        """For tables, in Markdown: the hook, and what it is used with."""
+        """Return the hook and how it is used, in Markdown."""
         words = [f"`{self.hook}`", self._warm_up if self.warm_up_steps else self.remark]
         return " ".join(word for word in words if word)
 
@@ -47,7 +47,7 @@ class Subject:
         return f"after {self.warm_up_steps} plain steps"
 
     def create(self) -> CommHook:
-        """The hook, as a new object."""
+        """Create the hook."""
         hook = commhooks.create(self.hook, **self.options)
         if self.warm_up_steps:
             stages = [(0, REFERENCE), (self.warm_up_steps, hook)]
@@ -57,7 +57,7 @@ class Subject:
 
 _ONE_BIT_OR_ONE_PERCENT = 0.05
 _SPECIAL = [
-    # Hooks that need others to do something, in their most common form.
+    # Hooks that need inner hooks, in their most common form.
     Subject("cast", {"inner": "allreduce"}, remark="to bfloat16 around `allreduce`"),
     Subject("error_feedback", {"inner": "bf16"}, remark="around `bf16`"),
     Subject(
@@ -76,7 +76,7 @@ _SPECIAL = [
         remark="with 100 plain steps, then `int4`",
     ),
     Subject("skip_nonfinite", {"inner": "bf16"}, remark="around `bf16`"),
-    # Takes over the optimizer's momentum.
+    # Replaces the optimizer's momentum.
     Subject(
         "dgc",
         recipe="SGD without momentum",
@@ -84,7 +84,7 @@ _SPECIAL = [
         tolerance=_ONE_BIT_OR_ONE_PERCENT,
         remark="without the optimizer's momentum, against SGD with it",
     ),
-    # Warm up, as in the paper of 1-bit Adam.
+    # With a warm-up, as in the paper of 1-bit Adam.
     Subject("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
     Subject("signsgd", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
     Subject("topk", tolerance=_ONE_BIT_OR_ONE_PERCENT),
@@ -93,7 +93,7 @@ _NOT_TRIED = {"noop", REFERENCE}  # noop sends nothing
 
 
 def subjects() -> list[Subject]:
-    """One of each hook, by name, without the reference."""
+    """Return one subject per hook, by name, without the reference."""
     special = {subject.hook: subject for subject in _SPECIAL}
     own = {getattr(algorithms, kind).name for kind in algorithms.__all__}
     names = sorted(own - _NOT_TRIED)

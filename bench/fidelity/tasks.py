@@ -1,8 +1,8 @@
-"""What is learnt: two small tasks on which plain averaging hardly depends on the seed.
+"""Two small tasks on which plain averaging hardly depends on the seed.
 
-A hook that loses 2 % can only be seen where the seed alone changes less. So both tasks end with a
-learning rate of zero, see training.py, validate on thousands of examples, and never see the same
-example twice, so that the training cannot end at a loss of zero.
+A loss of 2 % is only visible if different seeds differ by less. Therefore both tasks end with a
+learning rate of zero (see training.py), validate on thousands of examples, and never see the same
+example twice, so that training does not end at a loss of zero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer, its options, and the norm to which average gradients are cut before it."""
+    """An optimizer, its options, and the norm to which averaged gradients are clipped."""
 
     kind: type[torch.optim.Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -39,33 +39,33 @@ class Recipe:
 
 
 class Task(ABC):
-    """A model, data for it, and how it is trained."""
+    """A model, its data, and how it is trained."""
 
     summary: ClassVar[str]
     steps: ClassVar[int]
     usual: ClassVar[str]
-    """The recipe for all hooks that do not need another."""
+    """Return the recipe of all hooks that do not need another one."""
     recipes: ClassVar[Mapping[str, Recipe]]
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """With parameters drawn by torch's generator."""
+        """Create the model, with parameters from torch's generator."""
 
     @abstractmethod
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        """What a rank trains on in a step; the same for every hook."""
+        """Return a rank's batch of a step, the same for every hook."""
 
     @abstractmethod
     def validation(self, rank: int, size: int) -> Batch:
-        """This rank's share of what all models are validated on."""
+        """Return this rank's share of the validation data."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean cross-entropy in nats."""
+        """Return the mean cross-entropy in nats."""
 
     @abstractmethod
     def accuracy(self, model: nn.Module, batch: Batch) -> float | None:
-        """The share that is guessed right; None where that is not known."""
+        """Return the accuracy, or None if the task has none."""
 
 
 def _sgd(**options: float) -> Recipe:
@@ -75,8 +75,8 @@ def _sgd(**options: float) -> Recipe:
 class Digits(Task):
     """A convolutional network of 38,000 parameters on scikit-learn's digits, 8 by 8 pixels.
 
-    Noise of half the range of a pixel is added, other noise each time that a digit is seen. Every
-    second digit is for validation, ten times, under noise that is the same in all runs.
+    Noise of half the range of a pixel is added, new noise each time that a digit is used. Every
+    second digit is for validation, ten times, with noise that is the same in all runs.
     """
 
     summary = "a convolutional network of 38,000 parameters, 500 steps of SGD with momentum"
@@ -84,7 +84,7 @@ class Digits(Task):
     usual = "SGD with momentum"
     recipes: ClassVar = {
         "SGD with momentum": _sgd(lr=0.1, momentum=0.9, weight_decay=1e-3),
-        # Decay that does not go through momentum is ten times weaker, see docs/hooks/sparse.md.
+        # Without momentum, weight decay is ten times weaker; see docs/hooks/sparse.md.
         "SGD without momentum": _sgd(lr=0.1, weight_decay=1e-2),
     }
     _BATCH = 16  # per rank
@@ -135,7 +135,7 @@ class Digits(Task):
 
 
 class Bytes(Task):
-    """The demo's GPT over bytes, of 120,000 parameters, on Python's standard library."""
+    """The demo's byte-level GPT with 120,000 parameters, on Python's standard library."""
 
     summary = "a GPT of 120,000 parameters, 350 steps of AdamW"
     steps = 350
@@ -174,7 +174,7 @@ class Bytes(Task):
         return loss
 
     def accuracy(self, model: nn.Module, batch: Batch) -> None:
-        """The model gives a loss only."""
+        """Return None: the model only returns a loss."""
 
 
 @functools.cache

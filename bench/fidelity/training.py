@@ -20,10 +20,11 @@ _WARM_UP = 0.1  # of all steps
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one rank. ``loss`` and ``accuracy``: of its model, on its share of the validation data.
+    """The result of one rank: ``loss`` and ``accuracy`` of its model on its share of the validation
+    data.
 
-    ``wire_bytes``: sent by it in all steps. The share is the rank's own because models of hooks
-    without consensus differ; for all others the mean over ranks is the model's loss.
+    ``wire_bytes``: sent by the rank in all steps. Each rank validates its own model because models
+    differ under hooks without consensus; for all others, the mean over ranks is the model's loss.
     """
 
     loss: float
@@ -32,7 +33,10 @@ class Outcome:
 
 
 def train(rank: int, size: int, task: str, subject: Subject, seed: int) -> Outcome:
-    """The seed decides the first parameters and the data, alike for every hook."""
+    """Train on one rank.
+
+    The seed determines the initial parameters and the data, for every hook.
+    """
     data = TASKS[task]()
     recipe = data.recipes[subject.recipe or data.usual]
     torch.manual_seed(seed)
@@ -55,5 +59,5 @@ def train(rank: int, size: int, task: str, subject: Subject, seed: int) -> Outco
 
 
 def _rate(step: int, steps: int) -> float:
-    """Of the learning rate: rises linearly, falls to zero along a cosine."""
+    """Return the factor of the learning rate: linear warm-up, then a cosine to zero."""
     return min(1.0, (step + 1) / (_WARM_UP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Elsewhere there is nothing to measure."""
+    """Skip all benchmarks without a CUDA device."""
     if not torch.cuda.is_available():
         absent = pytest.mark.skip(reason="no CUDA device")
         for item in items:
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def group() -> Iterator[dist.ProcessGroup]:
-    """World size 1."""
+    """Return a NCCL group of world size 1."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD

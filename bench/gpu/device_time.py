@@ -1,4 +1,4 @@
-"""How long a device takes for something, in turn with a plain copy of memory."""
+"""Device times of a function, measured in turn with a plain copy of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Run = Callable[[], Any]
 
 
 def seconds_of(run: Run) -> float:
-    """From the first of what ``run`` enqueues to the end of the last, by the device's clock."""
+    """Return the device time from the first kernel of ``run`` to the end of its last."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -27,7 +27,7 @@ def seconds_of(run: Run) -> float:
 
 
 def in_turn(benchmark: Any, runs: dict[str, Run]) -> dict[str, list[float]]:
-    """Seconds of each, round by round; pytest-benchmark shows the last of them."""
+    """Time each function, round by round; pytest-benchmark shows the last one."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     *others, subject = runs
 
@@ -46,7 +46,7 @@ def in_turn(benchmark: Any, runs: dict[str, Run]) -> dict[str, list[float]]:
 
 
 def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: str) -> None:
-    """``moved_bytes``: read plus written by ``run``. The copy is one of ``like``."""
+    """Time ``run`` against a copy of ``like``. ``moved_bytes``: what ``run`` reads and writes."""
     target = torch.empty_like(like)
     rounds = in_turn(benchmark, {"copy": lambda: target.copy_(like), "run": run})
     copied = 2 * like.nbytes
@@ -66,7 +66,7 @@ def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: 
 
 
 def against_other(benchmark: Any, runs: dict[str, Run], aim: str) -> None:
-    """The last of ``runs`` against the ones before it."""
+    """Time the last of ``runs`` against the others."""
     rounds = in_turn(benchmark, runs)
     *others, subject = runs
     benchmark.extra_info.update(

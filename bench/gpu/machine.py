@@ -1,4 +1,4 @@
-"""What a run took place on, and whether it can take place."""
+"""The machine of a run, and whether a run is possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# Import names, and what they are needed for.
+# Import names, and the purpose of each.
 NEEDED = {
     "torch": "everything",
     "numpy": "the kernels' tests",
@@ -26,7 +26,7 @@ DISTRIBUTIONS = ("torch", "numpy", "pytest", "pytest-benchmark", "ninja")
 
 
 def missing(names: dict[str, str]) -> list[str]:
-    """Those that this Python does not have, with what they are for."""
+    """Return the packages that this Python lacks, with their purpose."""
     return [
         f"{name} ({purpose})"
         for name, purpose in names.items()
@@ -35,7 +35,7 @@ def missing(names: dict[str, str]) -> list[str]:
 
 
 def find_sanitizer() -> str | None:
-    """Toolkits have it beside nvcc, which need not be where commands are looked for."""
+    """Find compute-sanitizer, also beside an nvcc that is not on the PATH."""
     if found := shutil.which("compute-sanitizer"):
         return found
     home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
@@ -44,7 +44,7 @@ def find_sanitizer() -> str | None:
 
 
 def describe(directory: Path) -> dict[str, object]:
-    """Machine, driver, versions and commit. In JSON's types."""
+    """Return the machine, the driver, versions and the commit, as JSON types."""
     import torch
 
     versions = {name: _version(name) for name in DISTRIBUTIONS}

@@ -1,4 +1,4 @@
-"""Commands that may hang: each has a time limit, and what the others found stays."""
+"""Commands that may hang: each has a time limit and does not affect the results of others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_CHARACTERS = 12000
-# What compute-sanitizer says where a machine does not let it look.
+# The message of compute-sanitizer on machines that do not permit profiling.
 REFUSAL = "Device not supported"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, and the seconds that are kept for it."""
+    """A command, and the seconds reserved for it."""
 
     name: str
     command: Sequence[str]
@@ -28,7 +28,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage ended. ``tail``: the last of what it printed."""
+    """How a stage ended. ``tail``: the end of its output."""
 
     name: str
     status: str  # "passed", "failed", "timed out" or "left out"
@@ -37,12 +37,12 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether somebody has to look at it."""
+        """Whether the outcome is a failure."""
         return self.status not in ("passed", "left out")
 
 
 def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> Outcome:
-    """Runs it to its end, or kills it and all that it started. Its output goes to ``log``."""
+    """Run a stage to its end or kill it with all its processes; write its output to ``log``."""
     start = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -68,7 +68,7 @@ def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) ->
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Also what the command has left behind, such as the processes of ranks."""
+    """Kill the process group, including processes that the command left behind."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

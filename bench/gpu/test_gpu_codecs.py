@@ -17,7 +17,7 @@ AIM = "share_of_copy at least 0.8"
 
 @pytest.fixture(scope="module")
 def gradients() -> Tensor:
-    """Normal numbers."""
+    """Return normally distributed numbers."""
     return torch.randn(NUMEL, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
 
@@ -25,7 +25,7 @@ def gradients() -> Tensor:
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
 @pytest.mark.parametrize("name", CODECS)
 def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) -> None:
-    """With feedback, an error is read and the residual left behind in the same pass."""
+    """Encode. With feedback, the same pass reads an error and writes the residual."""
     codec, _ = CODECS[name]
     values = gradients.clone()
     error = 0.1 * gradients if feedback else None
@@ -49,7 +49,7 @@ def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) ->
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("name", CODECS)
 def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> None:
-    """The mean of the messages of ``count`` ranks, in one launch."""
+    """Decode and average the messages of ``count`` ranks, in one launch."""
     codec, _ = CODECS[name]
     shape = (count, codec.encoded_bytes(NUMEL))
     messages = torch.empty(shape, dtype=torch.uint8, device="cuda")

@@ -23,7 +23,7 @@ def _kernels() -> None:
 
 
 def gradients(dtype: torch.dtype) -> list[Tensor]:
-    """1.5 GB of fp32 in the shapes of GPT-2 small, three times."""
+    """Return 1.5 GB of float32: three times the shapes of GPT-2 small."""
     shapes = 3 * parameter_shapes(GPT2Small)
     return [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
 
@@ -44,7 +44,7 @@ def flat_of(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
 )
 @pytest.mark.parametrize("way", ["pack", "unpack"])
 def test_large(benchmark: Any, way: str, dtype: torch.dtype, wire: torch.dtype) -> None:
-    """One launch for all parameters; buckets of 25 MB are made of the same blocks."""
+    """Pack and unpack all parameters in one launch; buckets of 25 MB consist of the same blocks."""
     tensors = gradients(dtype)
     flat = flat_of(tensors, wire)
     _C.pack(tensors, flat, 0.5)
@@ -60,7 +60,7 @@ def test_large(benchmark: Any, way: str, dtype: torch.dtype, wire: torch.dtype) 
 @pytest.mark.benchmark(group="gpu: pack and unpack, 2000 x 256")
 @pytest.mark.parametrize("way", ["pack", "unpack"])
 def test_many_small(benchmark: Any, way: str) -> None:
-    """Against one copy for each parameter, and torch's foreach operations."""
+    """Compare with one copy per parameter, and with torch's foreach operations."""
     tensors = [torch.randn(256, device="cuda") for _ in range(2000)]
     flat = flat_of(tensors, torch.float32)
     views = list(flat.split(256))

@@ -1,4 +1,4 @@
-"""Whole steps: ours against torch's wrapper, one rank on NCCL; and what hooks cost the host."""
+"""Whole steps, ours against torch's wrapper on one rank with NCCL, and the host time of hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reducer import DistributedDataParallel
 
 
 class GivenGradients(nn.Module):
-    """Parameters in the shapes of GPT-2 small; backward only writes their gradients."""
+    """A model in the shapes of GPT-2 small whose backward only writes gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,22 +34,22 @@ class GivenGradients(nn.Module):
         ]
 
     def forward(self) -> Tensor:
-        """A number whose gradients are the given ones."""
+        """A scalar whose gradients are given."""
         return Given.apply(self.gradients, *self.parts)
 
 
 class Given(torch.autograd.Function):
-    """Zero; its gradients are what it is given."""
+    """Return zero."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *parts: Tensor) -> Tensor:
-        """``parts``: the parameters."""
+        """Apply the function to all parameters."""
         ctx.gradients = gradients
         return parts[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Copies, as a matrix product would write them."""
+        """Return copies of the gradients, written as by a matrix product."""
         return None, *(given.clone() for given in ctx.gradients)
 
 
@@ -64,7 +64,7 @@ def backward_of(model: nn.Module) -> Callable[[], None]:
 @pytest.mark.benchmark(group="gpu: PowerSGD rank 4, GPT-2 small")
 @pytest.mark.usefixtures("group")
 def test_powersgd(benchmark: Any) -> None:
-    """What the hook adds to a backward that only writes gradients; ours and torch's."""
+    """Measure what the hook adds to a backward that only writes gradients, for ours and torch's."""
     bare = GivenGradients()
     theirs = TorchDDP(GivenGradients(), bucket_cap_mb=25)
     state = torch_powersgd.PowerSGDState(
@@ -89,7 +89,7 @@ def test_powersgd(benchmark: Any) -> None:
 
 @pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
 def test_selection(benchmark: Any) -> None:
-    """Which numbers are the largest: what there is to do before anything is sent."""
+    """Select the largest elements: the work before anything is sent."""
     values = torch.randn(1 << 26, device="cuda")
     count = values.numel() // 100
     indices = select_largest(values, None, count)
@@ -103,7 +103,7 @@ def test_selection(benchmark: Any) -> None:
 @pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
 def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
-    """The whole hook: it also replaces the gradients and, with feedback, keeps what is left."""
+    """Run the whole hook, which also replaces the gradients and keeps the residual."""
     buffer = torch.randn(1 << 26, device="cuda")
     hook = commhooks.create("topk", density=0.01, warmup_steps=0, error_feedback=feedback)
     runner, bucket = runner_and_bucket(hook, [(buffer.numel(),)], buffer, group)
@@ -115,7 +115,7 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
     run()
     assert buffer.count_nonzero() <= 0.0101 * buffer.numel()
     buffer.copy_(values)
-    # Gradients are read and replaced; with feedback they are written on the way, and errors are
+    # Gradients are read and replaced; with feedback they are also written once, and errors are
     # read and replaced from them.
     passes = 6 if feedback else 2
     against_copy(benchmark, run, passes * buffer.nbytes, values, "none of its own")
@@ -125,7 +125,7 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 def test_training_step(benchmark: Any, view: bool) -> None:
-    """Forward, backward and AdamW; batch of 8 times 1024 tokens."""
+    """Time forward, backward and AdamW with a batch of 8 × 1024 tokens."""
     tokens, targets = (part.repeat(8, 8).cuda() for part in GPT2Small.example_input())
     runs: dict[str, Callable[[], None]] = {}
     losses: dict[str, list[Tensor]] = {}
@@ -162,5 +162,5 @@ def training_step(
 @pytest.mark.benchmark(group="gpu: host time of Python, per bucket and hook")
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_host_time(benchmark: Any, group: dist.ProcessGroup, name: str) -> None:
-    """From handing over a bucket until its future is there."""
+    """Measure the host time from passing a bucket until its future is returned."""
     measure(benchmark, name, "cuda", group, settle=torch.cuda.synchronize)

@@ -1,1 +1,1 @@
-"""Training over a slow link: how long each hook takes to the loss of plain averaging."""
+"""Training over a slow link: the time until each hook reaches the loss of plain averaging."""

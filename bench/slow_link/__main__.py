@@ -1,9 +1,8 @@
 """Training over a slow link: ``python -m bench.slow_link RESULT.json``, as root.
 
-Trains with plain averaging for STEPS steps, then with every other hook until it has reached the
-least validation loss of plain averaging, or for as many seconds as --seconds says. Each is added to
-the file when it is done; hooks that are there already are left out, so this may be interrupted at
-any time.
+Train with plain averaging for STEPS steps, then with every other hook until it reaches the lowest
+validation loss of plain averaging, or for --seconds. Each training is added to the file when it
+ends. Hooks that the file has are not repeated, so the command may be interrupted at any time.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.models import load_model
 
 STEPS = 150
-"""About nine minutes of plain averaging."""
+"""Steps of plain averaging, which take about nine minutes."""
 
 
 def main() -> None:
-    """See above."""
+    """Train with each hook that the file lacks."""
     arguments = _parser().parse_args()
     record = Record(arguments.result)
     for hook in arguments.hook or [PLAIN, *HOOKS]:

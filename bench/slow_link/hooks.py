@@ -1,18 +1,18 @@
-"""Which hooks are trained with."""
+"""The hooks to train with."""
 
 from __future__ import annotations
 
 __all__ = ["HOOKS", "PLAIN"]
 
 PLAIN = "allreduce"
-"""What all others are held against."""
+"""The hook that all others are compared with."""
 
 _AT_DEFAULTS = (
     "bf16 fp16 fp8 int8 int4 natural qsgd terngrad onebit signsgd "
     "topk dgc threshold randomk powersgd batched_powersgd gossip push_sum local_sgd noop"
 )
 _VARIANTS = (
-    # Without the first steps in which these send everything.
+    # Without the first steps, in which these send everything.
     "topk:warmup_steps=0",
     "dgc:warmup_steps=0",
     "powersgd:rank=1,start_step=0",
@@ -20,7 +20,7 @@ _VARIANTS = (
     "powersgd:rank=8,start_step=0",
     "batched_powersgd:rank=4,start_step=0",
     "randomk:error_feedback=true",
-    # Around others, which do the saving.
+    # Wrappers around hooks that compress.
     "cast:inner=allreduce",
     "error_feedback:inner=bf16",
     "hierarchical:inner=int4,ranks_per_node=1",

@@ -28,14 +28,14 @@ BARE_STEPS = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """Training ends after so many steps, or seconds, or at this validation loss."""
+    """Training ends after ``steps``, after ``seconds``, or at the validation loss ``loss``."""
 
     steps: int
     seconds: float
     loss: float
 
     def end(self, point: TrainingPoint) -> bool:
-        """Whether the point is the last."""
+        """Whether training ends at this point."""
         return (
             point.step >= self.steps
             or point.seconds >= self.seconds
@@ -44,8 +44,9 @@ class Limits:
 
 
 def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> Course:
-    """From the first step, in processes of its own. Needs root, see
-    :mod:`commhooks.cluster.links`.
+    """Train with one hook from the first step, in new processes.
+
+    Needs root, see :mod:`commhooks.cluster.links`.
     """
     spec = parse_hook_spec(hook)
     with shaped_link(RANKS, BITS_PER_SECOND) as link, Ranks(RANKS, link) as ranks:
@@ -74,7 +75,7 @@ def _train(
 
 
 def _bare_step_seconds(ranks: Ranks) -> float:
-    """Median of some training steps in which the ranks only meet at the beginning."""
+    """Return the median of a few training steps without communication."""
     ranks(remote.begin_training, BARE, TRAINING)
     seconds = []
     for _ in range(1 + BARE_STEPS):

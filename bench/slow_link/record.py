@@ -1,4 +1,4 @@
-"""What was measured, in a file that grows hook by hook."""
+"""The measured trainings, in a file that grows hook by hook."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["Course", "Record", "courses_of"]
 
 @dataclass(frozen=True)
 class Course:
-    """The training with one hook. ``hook``: as :func:`commhooks.hook.spec.parse_hook_spec` reads.
+    """The training with one hook, which :func:`commhooks.hook.spec.parse_hook_spec` can read.
 
-    ``bare_step_seconds``: of a training step on each rank alone, just before and just after, which
-    shows whether the machine was as fast as for the others; ``load``: its load average, likewise.
+    ``bare_step_seconds``: time of a training step on each rank alone, just before and just after.
+    It shows whether the machine was equally fast for all hooks. ``load``: its load average, at the
+    same times.
     """
 
     hook: str
@@ -28,16 +29,16 @@ class Course:
 
     @property
     def lowest(self) -> TrainingPoint:
-        """Where the validation loss was least."""
+        """Return the point with the lowest validation loss."""
         return min(self.points, key=lambda point: point.validation_loss)
 
     def first_at(self, loss: float) -> TrainingPoint | None:
-        """The first point with at most this validation loss; None if there is none."""
+        """Return the first point with at most this validation loss, or None."""
         return next((point for point in self.points if point.validation_loss <= loss), None)
 
 
 def courses_of(document: dict[str, Any]) -> dict[str, Course]:
-    """Of the file's JSON, by hook."""
+    """Read the courses of a JSON document, by hook."""
     return {entry["hook"]: _course(**entry) for entry in document["courses"]}
 
 
@@ -49,7 +50,7 @@ class Record:
         self.courses = courses_of(json.loads(path.read_text())) if path.exists() else {}
 
     def add(self, course: Course, about: dict[str, object]) -> None:
-        """Writes the file, whole or not at all."""
+        """Add a course and write the file, all of it or nothing."""
         self.courses[course.hook] = course
         document = {
             "about": about | describe_machine(),

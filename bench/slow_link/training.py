@@ -1,9 +1,9 @@
-"""What is trained: the demo's GPT, enlarged. Made for :mod:`commhooks.lab.comparison.training`, so
+"""The demo's GPT, enlarged, as a training for :mod:`commhooks.lab.comparison.training`, so that
 
     commhooks compare --model bench.slow_link.training:make_gpt \\
         --train bench.slow_link.training:train --link 100mbit --hooks ...
 
-runs it too.
+runs it, too.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ LARGEST_NORM = 1.0
 
 
 def make_gpt() -> GPT:
-    """10.8 million parameters."""
+    """Create the GPT, with 10.8 million parameters."""
     return GPT(GPTConfig(layers=6, heads=6, width=384, block_size=LENGTH))
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
-    """The demo's AdamW, with a rate that stays where it is after a linear warm-up.
+    """Train with the demo's AdamW, at a constant learning rate after a linear warm-up.
 
-    So the loss after a step does not depend on how many steps are to follow. Data are the same for
-    every hook.
+    The loss after a step therefore does not depend on the number of steps planned. All hooks get
+    the same data.
     """
     corpus = load_corpus()
     held_out = validation_batches(
