@@ -1,9 +1,9 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or do not exist.
 
-A checkpoint is a folder ``step-00000200`` with ``shared.pt`` (what all ranks have in common),
-``rank-00000.pt``, ``rank-00001.pt``, ... (what each has of its own) and ``about.json``. It is
-written under another name and renamed when all ranks have flushed their part to the disk, so that
-a run that is killed meanwhile leaves the one before intact. All ranks must see the same folder.
+A checkpoint is a folder ``step-00000200`` with ``shared.pt`` (equal on all ranks),
+``rank-00000.pt``, ``rank-00001.pt``, ... (different on each rank) and ``about.json``. It is written
+under another name, and renamed when all ranks have flushed their files to disk. A run that is
+killed meanwhile leaves the previous checkpoint intact. All ranks must see the same folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds, for this rank.
+    """The content of a checkpoint, for this rank.
 
     ``about`` is small, JSON-able and describes the run; the others are what ``torch.load`` with
     ``weights_only=True`` accepts.
@@ -38,7 +38,7 @@ class Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
-    """Write a checkpoint and remove all but the ``keep`` newest. To be called on every rank."""
+    """Write a checkpoint and remove all but the ``keep`` newest. Call it on every rank."""
     rank = dist.get_rank()
     final = folder / f"step-{checkpoint.step:08d}"
     partial = folder / f"partial-{checkpoint.step:08d}"
@@ -68,11 +68,11 @@ def find_all(folder: Path) -> list[Path]:
 def load(path: Path, about: dict[str, Any]) -> Checkpoint:
     """Read this rank's part of the checkpoint at ``path``.
 
-    To be called on every rank: a failure on one is raised on all.
+    Call it on every rank: a failure on one rank is raised on all.
 
     Raises:
-        CheckpointError: it was made by a run that ``about`` does not describe, by another number of
-            ranks, or it is damaged.
+        CheckpointError: another run wrote it (see ``about``), or another number of ranks, or it is
+            damaged.
 
     """
     result = _load(path, {"world_size": dist.get_world_size(), **about})
@@ -108,7 +108,7 @@ def _first_difference(expected: dict[str, Any], found: dict[str, Any]) -> str | 
                 return difference
         elif other != value:
             return (
-                f"it was made with {key} = {other!r}, this run has {value!r}; "
+                f"it was written with {key} = {other!r}, this run has {value!r}; "
                 "use the same, or another --checkpoint-dir"
             )
     return None

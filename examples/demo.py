@@ -1,9 +1,9 @@
-"""The main job: train one GPT with three hooks and show what each cost and saved.
+"""Train one GPT with three hooks, and show what each costs and saves.
 
     python examples/demo.py            (or: make demo)
 
-Runs train_gpt.py on 2 ranks of this machine once per hook, prints one table and draws validation
-loss against bytes sent.
+Run train_gpt.py on 2 ranks of this machine, once per hook; print one table, and draw the validation
+loss against the bytes sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from run_log import read_log
 
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 
-# Only what travels differs between the runs.
+# The runs differ only in what is sent.
 HOOKS: dict[str, list[str]] = {
     "allreduce": [],
     "bf16": [],
@@ -37,7 +37,7 @@ HOOKS: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What the log of one run says; bytes and seconds are those of rank 0."""
+    """The results in the log of one run; bytes and seconds are those of rank 0."""
 
     hook: str
     evaluations: list[dict[str, Any]]
@@ -51,7 +51,7 @@ class Result:
 
 
 def run_hook(hook: str, options: list[str], folder: Path, ranks: int, more: list[str]) -> Result:
-    """Train with one hook and read the log back. Ends the program if training fails."""
+    """Train with one hook and read the log back. Exit if training fails."""
     log_file = folder / f"{hook}.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(SCRIPT), "--hook", hook]
@@ -75,13 +75,13 @@ def run_hook(hook: str, options: list[str], folder: Path, ranks: int, more: list
 def make_table(results: list[Result]) -> Table:
     """Return one row per hook; ratios are against the first."""
     plain = results[0].last["wire_bytes"]
-    table = Table(title="What each hook cost and saved", caption_justify="left")
+    table = Table(title="What each hook costs and saves", caption_justify="left")
     table.caption = (
         "Bytes: per rank, whole run. Ratio: wire bytes of allreduce / wire bytes of the hook. "
         "Exposed: time per step that backward waits for communication."
     )
     table.add_column("hook")
-    # Broken by hand, so that the table fits a terminal of 80 columns.
+    # Line breaks, so that the table fits a terminal of 80 columns.
     for name in ("validation\nloss", "gradient\nbytes", "wire\nbytes", "ratio", "step", "exposed"):
         table.add_column(name, justify="right")
     for result in results:

@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps bytes (B, T), int64, to the mean cross-entropy in nats of the bytes that follow."""
+    """Map bytes (B, T), int64, to the mean cross-entropy in nats of the bytes that follow."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
         self.apply(_initialize)
-        # Each block adds twice to the residual stream; scaled so, its variance stays near one.
+        # Each block adds twice to the residual stream; this scale keeps its variance near one.
         for block in blocks:
             for last in (block.attention.project, block.contract):
                 nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * config.layers))

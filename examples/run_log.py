@@ -1,4 +1,4 @@
-"""What a run tells: a progress bar for people and a JSON-lines file for programs."""
+"""The output of a run: a progress bar for people and a JSON-lines file for programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class RunLog:
-    """Shows and records the progress of a run. Ranks other than 0 stay silent.
+    """Show and record the progress of a run. Only rank 0 prints.
 
     Every line of the file is an object whose ``event`` is ``run`` (once per start), ``step`` or
-    ``evaluation``. When a run resumes at a step, lines of later steps are dropped first: they
-    belong to work that was lost, and each step is to appear once.
+    ``evaluation``. When a run resumes at a step, lines of later steps are removed first: that work
+    was lost, and each step should appear once.
     """
 
     def __init__(self, title: str, steps: int, path: Path | None, *, enabled: bool) -> None:
@@ -54,13 +54,13 @@ class RunLog:
             self._file.close()
 
     def start(self, step: int, about: dict[str, Any]) -> None:
-        """Begin at ``step`` steps done."""
+        """Start after ``step`` steps."""
         self._progress.update(self._task, completed=step)
         if self._enabled and self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = _lines_until(self._path, step) if step else []
             self._path.write_text("".join(kept))
-            self._file = self._path.open("a", buffering=1)  # whole lines, also when killed
+            self._file = self._path.open("a", buffering=1)  # complete lines, even if killed
         self._write({"event": "run", "step": step, **about})
 
     def step(self, record: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class RunLog:
         """Report a validation."""
         loss = f"{record['loss']:.3f}"
         self._progress.update(self._task, validation=loss)
-        if not self._console.is_terminal:  # where the bar is drawn only at the end
+        if not self._console.is_terminal:  # which would only show the final bar
             self._console.print(f"step {record['step']}: validation loss {loss}", highlight=False)
         self._write({"event": "evaluation", **record})
 
@@ -96,7 +96,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
-    """Return the whole lines of ``path`` about steps up to ``step``."""
+    """Return the complete lines of ``path`` for steps up to ``step``."""
     if not path.exists():
         return []
     lines = path.read_text().splitlines(keepends=True)

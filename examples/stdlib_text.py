@@ -1,8 +1,8 @@
-"""Real text that every machine with Python has: the source of its standard library.
+"""Text that every machine with Python has: the source code of the standard library.
 
 A file belongs to the training or the validation text by a hash of its relative path, so the split
-is the same on every rank and in every run. Batches are a pure function of (seed, step, rank): the
-step number *is* the position in the data, and a resumed run continues where it stopped.
+is the same on every rank and in every run. Batches are a pure function of (seed, step, rank), so
+the step number *is* the position in the data, and a resumed run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 VALIDATION_SHARE = 0.1
 
-# Not prose-like source: installed packages, generated tables, and test data in odd encodings.
+# Skip installed packages, generated tables, and test data in unusual encodings.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 SKIPPED_FOLDERS |= {"idle_test", "encodings", "pydoc_data"}
 
@@ -58,7 +58,7 @@ def load_corpus(root: Path | None = None, min_bytes: int = 1) -> Corpus:
 def train_batch(
     text: Tensor, batch_size: int, block_size: int, *, seed: int, step: int, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Random windows of the text, as inputs and targets: two int64 tensors (batch, block)."""
+    """Return random windows of the text as inputs and targets, both int64 (batch, block)."""
     generator = np.random.default_rng((seed, step, rank))
     starts = generator.integers(0, len(text) - block_size, size=batch_size)
     return _windows(text, torch.from_numpy(starts), block_size)

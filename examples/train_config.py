@@ -1,4 +1,4 @@
-"""The options of train_gpt.py: two dataclasses and the command line made from them."""
+"""The options of train_gpt.py: two dataclasses, and the command line derived from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def option(default: Any, parse: Callable[[str], Any], text: str) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything that decides the numbers of a run; a run resumes only under an equal one."""
+    """Everything that determines the numbers of a run; it must be equal when a run resumes."""
 
     hook: dict[str, Any] = field(default_factory=lambda: {"name": "allreduce"})
     steps: int = option(500, positive_int, "optimizer steps")
@@ -65,18 +65,18 @@ class TrainConfig:
 
     @property
     def model(self) -> GPTConfig:
-        """The part that describes the model."""
+        """Return the configuration of the model."""
         return GPTConfig(self.layers, self.heads, self.width, self.block_size, self.dropout)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the config as JSON would give it back."""
+        """Return the config as JSON types."""
         config: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return config
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run keeps its records and how often; free to change when it is resumed."""
+    """Where and how often a run writes its records; may change when it resumes."""
 
     evaluate_every: int = option(100, positive_int, "steps between validations")
     evaluate_batches: int = option(16, positive_int, "validation batches, over all ranks together")
@@ -92,13 +92,13 @@ class RunConfig:
 
 
 class Parser(argparse.ArgumentParser):
-    """Speaks on rank 0 only, instead of once per rank."""
+    """An argument parser that prints on rank 0 only."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong, once, and end every rank with status 2."""
+        """Print the error once, and exit on every rank with status 2."""
         if int(os.environ.get("RANK", "0")) != 0:
-            # The launcher stops all ranks when the first one ends; leave that to rank 0, which has
-            # something to say.
+            # The launcher stops all ranks when the first one exits. Let rank 0 exit first, so that
+            # it can print.
             time.sleep(5)
             sys.exit(2)
         super().error(message)
@@ -142,7 +142,7 @@ def make_parser() -> Parser:
 
 
 def parse_args(parser: Parser, argv: Sequence[str] | None = None) -> tuple[TrainConfig, RunConfig]:
-    """Parse the command line; a bad one ends the program with a message."""
+    """Parse the command line; print a message and exit if it is wrong."""
     args = vars(parser.parse_args(argv))
     hook = {"name": args.pop("hook"), **dict(args.pop("hook_option"))}
     run = RunConfig(**{spec.name: args.pop(spec.name) for spec in fields(RunConfig)})
@@ -157,7 +157,7 @@ def parse_args(parser: Parser, argv: Sequence[str] | None = None) -> tuple[Train
 
 
 def hook_option(text: str) -> tuple[str, Any]:
-    """Split ``key=value``; the value is JSON where it can be read so, else the text itself."""
+    """Split ``key=value``; the value is JSON if it parses, and a string otherwise."""
     key, equals, value = text.partition("=")
     if not (equals and key.isidentifier()):
         raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")

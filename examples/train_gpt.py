@@ -4,9 +4,9 @@
         --hook powersgd --hook-option rank=8 --log-file log.jsonl --checkpoint-dir checkpoints
 
 Two lines differ from a script for torch's own DDP: the import of ``DistributedDataParallel`` and
-``commhooks.register``. A run that is interrupted continues with ``--resume`` exactly as if it had
-not been: the weights, the optimizer, the random numbers, the place in the data and what the hook
-remembers are all in the checkpoint.
+``commhooks.register``. With ``--resume``, an interrupted run continues exactly as if it had not
+been interrupted: the checkpoint has the weights, the optimizer, the random numbers, the position in
+the data, and the state of the hook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import commhooks
 
 @dataclass
 class Traffic:
-    """Sums over the whole run on this rank; None where a hook's traffic cannot be seen."""
+    """Sums over the whole run on this rank; None if a hook's traffic is not known."""
 
     gradient_bytes: int = 0
     wire_bytes: int | None = 0
@@ -52,7 +52,7 @@ class Traffic:
 
 
 class Trainer:
-    """The parts of a run, and what one does with them: step, evaluate, save, restore."""
+    """A training run: step, evaluate, save, restore."""
 
     def __init__(self, config: TrainConfig, run: RunConfig) -> None:
         self.config = config
@@ -68,8 +68,8 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         self.model = GPT(config.model)
-        # Stable buckets: from its first step on, a resumed run has the buckets of the run before,
-        # and so adds numbers in the same order, to the last bit.
+        # Stable buckets: a resumed run has the same buckets from its first step on. It therefore
+        # adds numbers in the same order, and gets the same bits.
         self.ddp = commhooks.DistributedDataParallel(
             self.model,
             bucket_cap_mb=config.bucket_mb,
@@ -79,11 +79,11 @@ class Trainer:
         self.hook = commhooks.register(self.ddp, config.hook)
         self.optimizer = make_optimizer(self.model, config)
         self.steps_done = 0
-        self.traffic_before = Traffic()  # of the runs that this one resumes
+        self.traffic_before = Traffic()  # in the runs that this one resumes
         torch.manual_seed(config.seed + 1 + self.rank)  # dropout differs between ranks
 
     def step(self) -> float:
-        """Train on one batch. Returns this rank's loss in nats per byte."""
+        """Train on one batch. Return this rank's loss in nats per byte."""
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.steps_done)
@@ -114,11 +114,11 @@ class Trainer:
         return float(total[0] / total[1])
 
     def traffic(self) -> Traffic:
-        """Return what was sent so far, earlier parts of a resumed run included."""
+        """Return what was sent so far, including earlier parts of a resumed run."""
         return self.traffic_before.plus(self.hook.stats())
 
     def about(self) -> dict[str, Any]:
-        """Return what must be equal for a run to continue another."""
+        """Return what must be equal so that a run can continue another one."""
         return {"config": self.config.to_json(), "corpus": self.corpus.digest}
 
     def save(self, run: RunConfig) -> None:
@@ -126,7 +126,7 @@ class Trainer:
         assert run.checkpoint_dir is not None
         shared = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         own = {
-            "hook": self.hook.state_dict(),  # error feedback is each rank's own
+            "hook": self.hook.state_dict(),  # each rank has its own error feedback
             "random": torch.get_rng_state(),
             "traffic": asdict(self.traffic()),
         }
@@ -134,7 +134,7 @@ class Trainer:
         checkpoint.save(run.checkpoint_dir, saved, keep=run.checkpoint_keep)
 
     def restore(self, run: RunConfig) -> None:
-        """Continue from the newest checkpoint, or begin if there is none."""
+        """Continue from the newest checkpoint, or start if there is none."""
         assert run.checkpoint_dir is not None
         found = checkpoint.find_all(run.checkpoint_dir)
         if found and not run.resume:
@@ -153,7 +153,7 @@ class Trainer:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves biases and norms alone."""
+    """Return AdamW with weight decay for matrices, but not for biases and norms."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [
@@ -164,7 +164,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up, then a cosine from the peak down to a tenth of it."""
+    """Return the learning rate: linear warm-up, then a cosine to a tenth of the peak."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
@@ -207,7 +207,7 @@ def train(config: TrainConfig, run: RunConfig) -> None:
 
 
 def start_process_group() -> None:
-    """Join the ranks that torchrun started; without it, be the only one."""
+    """Join the ranks that torchrun started; without torchrun, use one rank."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
@@ -219,7 +219,7 @@ def main() -> None:
     parser = make_parser()
     config, run = parse_args(parser)
     try:
-        commhooks.create(config.hook)  # an unknown name or a bad option ends here
+        commhooks.create(config.hook)  # fail early on an unknown name or a bad option
         start_process_group()
         try:
             train(config, run)

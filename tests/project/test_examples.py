@@ -179,7 +179,7 @@ def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path, single_rank_
 
 def test_checkpoint_of_another_run_is_refused(tmp_path, single_rank_group):
     checkpoint.save(tmp_path, make_checkpoint(3), keep=1)
-    with pytest.raises(checkpoint.CheckpointError, match="made with seed = 0, this run has 1"):
+    with pytest.raises(checkpoint.CheckpointError, match="written with seed = 0, this run has 1"):
         checkpoint.load(tmp_path / "step-00000003", {"config": {"seed": 1}})
 
 
