@@ -1,39 +1,42 @@
-"""The base class of hooks, and what they can rely on.
+"""The base class of hooks, and the contract between hooks and the framework.
 
-A hook decides how the gradients of one bucket travel. The contract:
+A hook decides how the gradients of one bucket are averaged over the ranks.
 
-*When.* Once per bucket and synchronized backward, as soon as the bucket's gradients are there, in
-the same order of buckets on every rank. A hook's buckets are numbered from 0 in each step, without
-gaps. While the hook of one bucket waits for a collective, backward goes on, and so do the hooks of
-other buckets. They never run at the same time as each other (on CPU they have one thread of their
-own), so state needs no lock.
+*When it runs.* Once per bucket and synchronized backward, as soon as the bucket's gradients are
+ready, and in the same order of buckets on every rank. Buckets are numbered from 0 in each step,
+without gaps. While the hook of one bucket waits for a collective, backward continues, and so do the
+hooks of other buckets. Hooks of one model never run at the same time (on the CPU they share one
+thread), so their state needs no lock.
 
-*What.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps; the hook may
-overwrite it. It is the hook's until the result has been taken. A hook may change the bucket's
-parameters as well: Note [Parameters change in backward] in algorithms/bucket_parameters.py.
+*What it gets.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps. The hook may
+overwrite it until its result has been taken. It may also change the parameters of the bucket, see
+Note [Parameters change in backward] in algorithms/bucket_parameters.py.
 
-*Result.* The **average** over ranks, never the sum: exact, or approximate in a way that the class
-states. A tensor with the number of elements, dtype and device of the buffer; it may be the buffer.
+*What it returns.* The **average** over the ranks, never the sum: exact, or approximate in a way
+that the class documents. It is a tensor with the same number of elements, dtype and device as the
+buffer, and may be the buffer itself.
 
-*Streams.* On CUDA the hook has a stream of its own, which is the current one while it runs and
-has waited for the bucket; an ``await`` makes that stream wait for the collective, not the host.
-Nothing synchronizes the device, and backward's stream goes on meanwhile. Where the host need not
-look at a tensor either, a CUDA graph can capture the hook.
+*Streams.* On CUDA, each hook has its own stream. While the hook runs, that stream is the current
+one and has waited for the bucket. ``await`` makes the stream wait for the collective, not the host.
+Nothing synchronizes the device, and backward's stream continues in the meantime. If the host does
+not read a tensor, a CUDA graph can capture the hook.
 
-*State* is kept by parameter name in ``self.state``, because buckets are cut anew after the first
-step. *Failure:* if the hook fails on any rank the step fails on all of them, and
-:meth:`CommHook.recover` is called before the next.
+*State.* A hook keeps its state by parameter name in ``self.state``, because buckets are rebuilt
+after the first step.
+
+*Failure.* If the hook fails on any rank, the step fails on all ranks, and :meth:`CommHook.recover`
+is called before the next step.
 
 Note [Hooks around hooks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-An option annotated as ``CommHook``, or as a list, tuple or dict of them, takes a hook, its name or
-its config. In ``reduce`` the outer hook awaits ``inner.reduce(bucket, comm.within(inner))``. All
-else reaches nested hooks by itself: ``prepare``, ``recover``, ``metrics``, saved states, the check
-of the backend. What a class says of itself, such as ``lossless``, holds if it holds for the nested
-hooks as well; :func:`tree` lists them.
+An option annotated as ``CommHook``, or as a list, tuple or dict of hooks, accepts a hook, its name
+or its config. In ``reduce`` the outer hook awaits ``inner.reduce(bucket, comm.within(inner))``. The
+framework does the rest for nested hooks: ``prepare``, ``recover``, ``metrics``, saved states and
+the check of the backend. A property of a class, such as ``lossless``, holds for an instance only if
+it also holds for all nested hooks; :func:`tree` yields them.
 
-In a saved state the entries of a nested hook lie under its path, with a dot in front, which no name
-of a parameter has: ``{".inner": {"weight": {"error": ...}}}``.
+In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
+no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
@@ -58,7 +61,7 @@ TensorState = dict[str, dict[str, Tensor]]
 
 @dataclass
 class CommHook:
-    """How gradients travel. Subclasses are dataclasses whose fields are the hook's options.
+    """Average the gradients of buckets. Subclasses are dataclasses; their fields are the options.
 
     ::
 
@@ -73,19 +76,17 @@ class CommHook:
                 wire = await comm.all_reduce(wire)
                 return bucket.buffer().copy_(wire)
 
-    Options are checked against their annotations (see :mod:`commhooks.hook.options.validation`). A
-    subclass with a
-    ``__post_init__`` of its own calls ``super().__post_init__()`` first.
-
-    A hook may have hooks among its options: a wrapper, see Note [Hooks around hooks].
+    Options are checked against their annotations, see :mod:`commhooks.hook.options.types`. If a
+    subclass defines ``__post_init__``, it must call ``super().__post_init__()`` first. A hook may
+    have other hooks among its options, see Note [Hooks around hooks].
 
     Raises:
-        CommHookOptionError: an option is of the wrong type or out of range.
-        CommHookError: at class definition, when ``reduce`` is not ``async def``.
+        CommHookOptionError: an option has the wrong type or is out of range.
+        CommHookError: at class definition, if ``reduce`` is not ``async def``.
     """
 
     name: ClassVar[str] = ""
-    """Set by :func:`commhooks.register_hook`."""
+    """The registered name, set by :func:`commhooks.register_hook`."""
     lossless: ClassVar[bool] = False
     """Whether the result is the exact average, up to rounding."""
     consensus: ClassVar[bool] = True
@@ -93,18 +94,19 @@ class CommHook:
     tells_contribution: ClassVar[bool] = False
     """Whether ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``."""
     checks_finite: ClassVar[bool] = False
-    """Whether ``reduce`` begins with ``bucket.all_finite()``: packing then finds it out on the way.
+    """Whether ``reduce`` begins with ``bucket.all_finite()``, which packing then computes.
 
-    Asked of the hook that is registered. One that hands on buckets as they come says what the
-    hooks in it say.
+    Only the registered hook is asked. A wrapper that passes buckets on unchanged returns the answer
+    of its nested hooks.
     """
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl", "mpi", "ucc")
     wire: ClassVar[str] = ""
-    """What is sent, in words."""
+    """What is sent, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""
+    """The address of the paper."""
 
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Tensors by parameter name, then by a name of the hook's choice. Each rank has its own."""
+    """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,61 +122,63 @@ class CommHook:
         validate(self)
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Called on every rank when the hook is registered, before any step.
+        """Prepare for a model; called on every rank each time the hook is registered.
 
-        Raise CommHookError here for what cannot work with this model or group: then the hook is
-        refused on all ranks. Nothing may be sent. Called again each time the hook is registered.
-        Nested hooks are prepared for the same parameters, unless overridden.
+        Override it to raise CommHookError if the hook cannot work with this model or group; the
+        registration then fails on all ranks. The hook may not communicate here. By default, nested
+        hooks are prepared for the same parameters.
 
         Args:
-            parameters: those that are trained, by name, in the model's order.
+            parameters: the trained parameters by name, in the model's order.
             group: the ranks that train together.
         """
         for hook in self.nested().values():
             hook.prepare(parameters, group)
 
     def bucket_key(self, parameter: str) -> Hashable:
-        """Parameters with other keys are better not in one bucket. Asked after :meth:`prepare`.
+        """Return a key; parameters with different keys should not share a bucket.
 
-        A preference: torch's own wrapper, and ours with a ``group_key`` of its own, do not know it.
+        Called after :meth:`prepare`. This is a preference: torch's wrapper ignores it, and so does
+        ours if it is given another ``group_key``.
         """
         return tuple(hook.bucket_key(parameter) for hook in self.nested().values())
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Returns the average of ``bucket.buffer()`` over the ranks of ``comm``."""
+        """Return the average of ``bucket.buffer()`` over the ranks of ``comm``."""
         raise NotImplementedError(f"{type(self).__qualname__} has no `async def reduce`")
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:  # noqa: ARG002
-        """What this rank sends for ``bucket`` in a step, of ``size`` ranks; None if that varies.
+        """Return the bytes that each of ``size`` ranks sends for ``bucket``; None if they vary.
 
-        The cost formula of the hook, against which the conformance kit holds what is sent.
+        The conformance kit compares them with the bytes that are sent.
         """
         return None
 
     @property
     def changes_parameters(self) -> bool:
-        """Whether ``reduce`` changes the bucket's parameters too, or a nested hook does."""
+        """Whether ``reduce`` of this hook or of a nested one also changes the parameters."""
         return any(hook.changes_parameters for hook in self.nested().values())
 
     def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
-        """The same hook in C++, for our own reducer only, where there is one."""
+        """Return the same hook in C++ for our reducer, or None if there is none."""
         return None
 
     def recover(self) -> None:
-        """Called on every rank after a failed step, before the next, and at the end of ``join``.
+        """Recover from a failed step; called on every rank before the next one.
 
-        A bucket may have been finished on some ranks and not on others, so state that has to be the
-        same on all ranks must be forgotten here, or made the same. ``join`` ends with the model of
-        the last rank on all of them: so must what belongs to another. Nested hooks recover as well.
+        Some ranks may have finished a bucket that others have not. So a hook must discard state
+        here that has to be the same on all ranks, or make it the same. It is also called at the end
+        of ``join``, where all ranks take over the model of the last one, so state that belongs to
+        another model must be discarded as well. By default, nested hooks recover.
         """
         for hook in self.nested().values():
             hook.recover()
 
     def metrics(self) -> dict[str, float]:
-        """What the hook wants to be known of its work on this rank, by name.
+        """Return numbers about the hook's work on this rank, which ``handle.stats()`` shows.
 
-        Called between two steps; shown by ``handle.stats()``. Those of nested hooks have their path
-        in front: "inner.skipped_steps".
+        Called between two steps. Names of nested hooks' metrics begin with their path:
+        "inner.skipped_steps".
         """
         return {
             f"{path}.{name}": value
@@ -183,16 +187,16 @@ class CommHook:
         }
 
     def nested(self) -> dict[str, "CommHook"]:
-        """The hooks among the options, by path: "inner", or "stages.1.1" for ``stages[1][1]``."""
+        """Return the hooks among the options by path: "stages.1.1" for ``stages[1][1]``."""
         options = {name: getattr(self, name) for name in option_names(type(self))}
         return dict(instances_in(options, CommHook))
 
     def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether ``state[key]`` can belong to a model with ``parameters``."""
+        """Return whether ``state[key]`` can belong to a model with ``parameters``."""
         return key in parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; tensors are copies. Default: :attr:`state` and nested ones."""
+        """Return what a resumed run needs: copies of :attr:`state` and of nested hooks' states."""
         own = {
             parameter: {name: tensor.detach().clone() for name, tensor in tensors.items()}
             for parameter, tensors in self.state.items()
@@ -201,9 +205,9 @@ class CommHook:
         return own | {path: state for path, state in nested.items() if state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave.
+        """Load a state that :meth:`state_dict` returned.
 
-        Raises CommHookStateError if it is damaged: a nested hook's part may have been taken over.
+        Raises CommHookStateError if it is damaged; states of nested hooks may then be loaded.
         """
         entries = _mapping(state, "the state of a hook")
         nested = {f".{path}": hook for path, hook in self.nested().items()}
@@ -220,20 +224,20 @@ class CommHook:
         self.state = own
 
     def to_config(self) -> dict[str, Any]:
-        """Name and options in JSON's types; what :func:`commhooks.create` takes."""
+        """Return name and options in JSON's types, which :func:`commhooks.create` accepts."""
         options = {name: to_json(getattr(self, name)) for name in option_names(type(self))}
         return {"name": self.name, **options}
 
 
 def tree(hook: CommHook) -> Iterator[CommHook]:
-    """The hook, and all hooks in it."""
+    """Yield the hook, and all hooks nested in it."""
     yield hook
     for nested in hook.nested().values():
         yield from tree(nested)
 
 
 def has_consensus(hook: CommHook) -> bool:
-    """Whether results are the same on all ranks, and with them the models."""
+    """Return whether results, and so the models, are the same on all ranks."""
     return all(each.consensus for each in tree(hook))
 
 

@@ -1,4 +1,4 @@
-"""Buckets made of other buckets, for hooks around hooks."""
+"""Buckets derived from other buckets, for hooks around hooks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["Part", "bucket_with", "bucket_without"]
+__all__ = ["BucketPart", "bucket_with", "bucket_without"]
 
 
 def bucket_with(bucket: GradBucket, buffer: Tensor) -> GradBucket:
-    """The same bucket with other numbers in it, perhaps of another dtype."""
+    """Return the same bucket with another buffer, which may have another dtype."""
     return GradBucket(
         buffer,
         bucket.parameters(),
@@ -25,7 +25,10 @@ def bucket_with(bucket: GradBucket, buffer: Tensor) -> GradBucket:
 
 
 def bucket_without(bucket: GradBucket, withheld: Sequence[str], index: int) -> GradBucket:
-    """The same bucket for a hook that does not get others, with these parameters, of the step."""
+    """Return the same bucket for a hook from which other buckets of the step are withheld.
+
+    ``withheld`` are the names of their parameters.
+    """
     return GradBucket(
         bucket.buffer(),
         bucket.parameters(),
@@ -38,7 +41,7 @@ def bucket_without(bucket: GradBucket, withheld: Sequence[str], index: int) -> G
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketPart:
     """Some of the parameters of a bucket, by their positions in it."""
 
     whole: GradBucket
@@ -46,12 +49,12 @@ class Part:
 
     @property
     def names(self) -> list[str]:
-        """Of these parameters."""
+        """The names of these parameters."""
         names = self.whole.names
         return [names[member] for member in self.members]
 
     def bucket(self, index: int, *, is_last: bool) -> GradBucket:
-        """A bucket of these parameters; of a true part the gradients are copied."""
+        """Return a bucket of these parameters. Unless they are all, their gradients are copied."""
         parameters = self.whole.parameters()
         flat = self.whole.buffer()
         return GradBucket(
@@ -65,7 +68,7 @@ class Part:
         )
 
     def store(self, values: Tensor, flat: Tensor) -> None:
-        """Writes the numbers of these parameters into ``flat``, laid out like the whole."""
+        """Write the values of these parameters into ``flat``, which has the whole's layout."""
         if values is flat:
             return
         values = values.view(-1)
@@ -87,5 +90,8 @@ class Part:
 
 
 def _count(index: int, *, is_last: bool) -> int:
-    """A bucket does not tell how many there are, only whether it is the last."""
+    """Return a number of buckets that makes ``index`` the last one or not.
+
+    A bucket does not know how many there are, only whether it is the last.
+    """
     return index + 1 if is_last else index + 2

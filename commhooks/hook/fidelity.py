@@ -1,4 +1,4 @@
-"""What training loses with a hook: figures of ``bench/fidelity``, kept in ``fidelity.json``."""
+"""The loss that trainings end with under each hook: figures of bench/fidelity in fidelity.json."""
 
 import functools
 import json
@@ -10,10 +10,10 @@ __all__ = ["Fidelity", "fidelity_of"]
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The validation loss at the end over that with plain averaging, as a change in percent.
+    """The change of the final validation loss, relative to plain averaging, in percent.
 
-    ``digits`` and ``bytes`` are the two tasks, see ``bench/README.md``; None: not measured.
-    ``seeds``: whose mean it is.
+    ``digits`` and ``bytes`` are the two tasks, see ``bench/README.md``; None means not measured.
+    The figures are means over ``seeds`` seeds.
     """
 
     digits: float | None
@@ -29,7 +29,7 @@ class Fidelity:
 
 
 def fidelity_of(name: str) -> Fidelity | None:
-    """Of the hook of this name with its defaults; None if nobody has measured it."""
+    """Return the figures of a hook with its default options, or None if it was not measured."""
     return _measured().get(name)
 
 

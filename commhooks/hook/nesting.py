@@ -1,4 +1,4 @@
-"""Hooks around hooks: no hook may be inside itself, or in two places at once."""
+"""Check hooks around hooks: no hook may be inside itself, or in two places at once."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,21 +10,21 @@ __all__ = ["check_config", "check_nesting"]
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises CommHookOptionError for a config that contains itself, as YAML's anchors allow."""
+    """Raise CommHookOptionError if a config contains itself, as YAML's anchors allow."""
     _check_depth(config, "", ())
 
 
 def check_nesting(hook: CommHook) -> None:
-    """Raises CommHookError unless each hook in the tree of ``hook`` is there once."""
-    places: dict[int, str] = {}
+    """Raise CommHookError unless each hook in the tree of ``hook`` occurs once."""
+    paths: dict[int, str] = {}
     for path, nested in _walk(hook, "", ()):
-        if id(nested) in places:
+        if id(nested) in paths:
             raise CommHookError(
-                f"{nested!r} is both {places[id(nested)]} and {path!r} of {hook!r}, and "
-                "would mix up the states of both; make one for each place, e.g. "
+                f"{nested!r} is both {paths[id(nested)]} and {path!r} of {hook!r}, and would mix "
+                "their states; make a hook for each of them, e.g. with "
                 "commhooks.create(hook.to_config())"
             )
-        places[id(nested)] = repr(path) if path else "the whole"
+        paths[id(nested)] = repr(path) if path else "the outermost hook"
 
 
 def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tuple[str, CommHook]]:

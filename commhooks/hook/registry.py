@@ -1,4 +1,4 @@
-"""Hooks by name. Other packages add theirs through the entry-point group ``commhooks.hooks``."""
+"""Find hooks by name. Other packages add hooks by the entry-point group ``commhooks.hooks``."""
 
 import difflib
 import inspect
@@ -26,7 +26,7 @@ _hooks: dict[str, type[CommHook]] = {}
 
 @dataclass(frozen=True)
 class HookInfo:
-    """What is known of a hook without making one."""
+    """The description of a hook class."""
 
     name: str
     summary: str
@@ -37,7 +37,7 @@ class HookInfo:
     wire: str
     paper: str
     fidelity: Fidelity | None = None
-    """What training loses with it; None for hooks of other packages."""
+    """The change of the final loss; None if not measured, and for hooks of other packages."""
 
     def __str__(self) -> str:
         kind = "lossless" if self.lossless else "lossy"
@@ -53,10 +53,10 @@ class HookInfo:
 
 
 def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind]:
-    """Class decorator, above ``@dataclass``: makes a hook available under ``name``.
+    """Make a hook available under ``name``: a class decorator, above ``@dataclass``.
 
-    Raises CommHookError if the name is taken, unless ``override``, or cannot be written on a
-    command line, or if the class is no hook.
+    Raises CommHookError if the class is not a hook, if the name cannot be written on a command
+    line, or if it is taken and ``override`` is false.
     """
 
     def register(kind: Kind) -> Kind:
@@ -67,16 +67,16 @@ def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind
 
 
 def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
-    """Makes a hook from its name and options, or from what ``to_config()`` gave.
+    """Make a hook from its name and options, or from a config that ``to_config()`` returned.
 
-    Options given besides a config override those in it. Where an option is a hook, its name or
-    config will do, e.g. ``{"name": "error_feedback", "inner": {"name": "topk", "density": 0.01}}``.
+    ``options`` override those of a config. An option that is a hook accepts its name or config:
+    ``{"name": "error_feedback", "inner": {"name": "topk", "density": 0.01}}``.
 
     Raises:
-        UnknownHookError: no hook has this name; the text lists all, and the nearest one.
-        CommHookOptionError: an option is unknown, missing, ill-typed or out of range; its text, and
-            that of any error of a nested hook, begins with the path: "inner.density: ...". Or
-            ``hook`` is neither a name nor a config.
+        UnknownHookError: no hook has this name; the text lists all names, and the nearest one.
+        CommHookOptionError: an option is unknown, missing, has the wrong type or is out of range,
+            or ``hook`` is neither a name nor a config. The text of an error of a nested hook begins
+            with the path of the option: "inner.density: ...".
     """
     if isinstance(hook, Mapping):
         check_config(hook)
@@ -84,7 +84,7 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
         name = config.pop("name", None)
         if not isinstance(name, str):
             raise CommHookOptionError(
-                f"a hook's config needs its name: "
+                f"the config of a hook needs its name: "
                 f"expected {{'name': ..., option: ...}}, found {hook}"
             )
         return create(name, **config | options)
@@ -96,12 +96,12 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
 
 
 def available() -> list[str]:
-    """The names of all hooks, sorted, those of other installed packages included."""
-    return sorted({*_hooks, *_offered()})
+    """Return the sorted names of all hooks, including those of other installed packages."""
+    return sorted({*_hooks, *_provided()})
 
 
 def describe(name: str) -> HookInfo:
-    """What the hook of this name does, costs and can be told."""
+    """Return the description of the hook of this name: its summary, options and costs."""
     kind = _find(name)
     document = inspect.getdoc(kind) or ""
     return HookInfo(
@@ -127,7 +127,7 @@ def _add(name: str, kind: Any, *, override: bool) -> None:
         )
     if inspect.get_annotations(kind) and not _is_own_dataclass(kind):
         raise CommHookError(
-            f"hook {name!r}: the annotations of {kind.__qualname__} are no options yet; put "
+            f"hook {name!r}: the annotations of {kind.__qualname__} are not options yet; put "
             "@dataclass below @register_hook"
         )
     if not re.fullmatch(r"[\w.-]+", name):
@@ -150,13 +150,13 @@ def _is_own_dataclass(kind: type) -> bool:
 
 
 def _is_same(taken: type, kind: type) -> bool:
-    """Whether the module was merely loaded again."""
+    """Return whether the module was loaded again, and this is the same class."""
     return (taken.__module__, taken.__qualname__) == (kind.__module__, kind.__qualname__)
 
 
 def _find(name: str) -> type[CommHook]:
-    if name not in _hooks and name in (offered := _offered()):
-        _load(offered[name])
+    if name not in _hooks and name in (provided := _provided()):
+        _load(provided[name])
     if name in _hooks:
         return _hooks[name]
     names = available()
@@ -168,7 +168,7 @@ def _find(name: str) -> type[CommHook]:
     )
 
 
-def _offered() -> dict[str, EntryPoint]:
+def _provided() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 

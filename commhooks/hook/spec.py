@@ -1,16 +1,16 @@
-"""Hooks written in a line, as on the command line.
+"""Parse hooks from text, as on the command line.
 
 ::
 
     bf16                                             a name
     powersgd:rank=4,start_step=0                     a name and options
     error_feedback:inner=topk                        a hook in a hook, by name
-    error_feedback:inner=(topk:density=0.001)        and with options, in parentheses
-    schedule:stages=[[0,"allreduce"],[50,"int4"]]    values may be JSON
-    {"name": "powersgd", "rank": 4}                  and so may the whole
+    error_feedback:inner=(topk:density=0.001)        a hook in a hook, with options
+    schedule:stages=[[0,"allreduce"],[50,"int4"]]    a value in JSON
+    {"name": "powersgd", "rank": 4}                  a config in JSON
 
-In a list of hooks a piece ``option=value`` belongs to the hook before it, so that
-``bf16,powersgd:rank=4,start_step=0,int8`` are three hooks.
+In a list of hooks, ``option=value`` belongs to the preceding hook, so
+``bf16,powersgd:rank=4,start_step=0,int8`` is a list of three hooks.
 """
 
 import json
@@ -31,13 +31,13 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 @dataclass(frozen=True)
 class HookSpec:
-    """A hook to be made, and how it was written."""
+    """The config of a hook, and the text from which it was parsed."""
 
     text: str
     config: Mapping[str, Any]
 
     def create(self) -> CommHook:
-        """A new hook."""
+        """Make a new hook."""
         return create(self.config)
 
     def __str__(self) -> str:
@@ -45,11 +45,11 @@ class HookSpec:
 
 
 def parse_hook_spec(text: str) -> HookSpec:
-    """Reads one hook, which :func:`commhooks.create` would make.
+    """Parse one hook, and check that :func:`commhooks.create` can make it.
 
     Raises:
-        UnknownHookError, CommHookOptionError: as of ``create``, with the text in front.
-        CommHookOptionError: the text is not of one of the forms above.
+        UnknownHookError, CommHookOptionError: the errors of ``create``, preceded by the text.
+        CommHookOptionError: the text does not have one of the forms above.
     """
     spec = HookSpec(text.strip(), _config(text.strip(), text.strip()))
     try:
@@ -60,7 +60,7 @@ def parse_hook_spec(text: str) -> HookSpec:
 
 
 def parse_hook_specs(text: str) -> list[HookSpec]:
-    """Reads hooks with commas between them; errors as of :func:`parse_hook_spec`."""
+    """Parse hooks separated by commas; raises the errors of :func:`parse_hook_spec`."""
     texts: list[str] = []
     for piece in _split(text, ",", text):
         if texts and _OPTION.fullmatch(piece):
@@ -77,16 +77,16 @@ def _config(text: str, whole: str) -> dict[str, Any]:
         return config
     name, colon, options = text.partition(":")
     if not re.fullmatch(r"[\w.-]+", name):
-        raise _ill_formed(whole, f"{name!r} is no name")
+        raise _ill_formed(whole, f"{name!r} is not a name")
     pieces = _split(options, ",", whole) if colon else []
     config = {"name": name}
     for piece in pieces:
         match = _OPTION.fullmatch(piece)
         if match is None:
-            raise _ill_formed(whole, f"{piece!r} is no option=value")
+            raise _ill_formed(whole, f"{piece!r} is not option=value")
         option, value = match.groups()
         if option in config:
-            raise _ill_formed(whole, f"{option!r} is there twice")
+            raise _ill_formed(whole, f"{option!r} is given twice")
         config[option] = _value(value.strip(), whole)
     return config
 
@@ -106,11 +106,11 @@ def _json(text: str, whole: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise _ill_formed(whole, f"{text!r} is no JSON: {error}") from None
+        raise _ill_formed(whole, f"{text!r} is not JSON: {error}") from None
 
 
 def _split(text: str, separator: str, whole: str) -> list[str]:
-    """Cuts where ``separator`` is in no brackets and no quotes."""
+    """Split at each ``separator`` that is outside of brackets and quotes."""
     pieces, start, closers, quoted = [], 0, [], False
     for position, character in enumerate(text):
         if character == '"' and text[position - 1 : position] != "\\":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import ErrorFeedback, Route
-from commhooks.hook.derived_bucket import Part
+from commhooks.hook.derived_bucket import BucketPart
 from commhooks.testing.compare import differences, mean_over_ranks, same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
@@ -94,7 +94,7 @@ def test_parts_are_taken_out_and_put_back() -> None:
     flat = torch.arange(float(sum(tensor.numel() for tensor in tensors)))
     bucket = GradBucket(flat.clone(), tensors, list(PARAMETERS))
     members = [4, 0, 3, 6]  # convolution, matrix, empty, transposed
-    part = Part(bucket, members)
+    part = BucketPart(bucket, members)
     own = part.bucket(3, is_last=True)
     assert own.names == [bucket.names[i] for i in members]
     assert (own.index(), own.is_last()) == (3, True)
@@ -113,7 +113,7 @@ def test_the_whole_is_not_copied() -> None:
     tensors = list(PARAMETERS.values())
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
     bucket = GradBucket(flat, tensors, list(PARAMETERS))
-    assert Part(bucket, range(len(tensors))).bucket(0, is_last=False).buffer() is flat
+    assert BucketPart(bucket, range(len(tensors))).bucket(0, is_last=False).buffer() is flat
 
 
 # ------------------------------------------------------------------------------------- on a model

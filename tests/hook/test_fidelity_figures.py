@@ -1,4 +1,4 @@
-"""What hooks lose is told as it was measured, and of no hook of which it was not."""
+"""Figures of fidelity are those that were measured, and only for the hooks that were measured."""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def test_figures_are_those_of_the_file() -> None:
     assert fidelity_of("noop") is None
 
 
-def test_in_words() -> None:
+def test_text() -> None:
     assert str(fidelity_of("int8")) == "+0.1 % on digits, -0.4 % on bytes (3 seeds)"
     assert str(fidelity_of("topk")) == "+5.7 % on bytes (1 seed)"
     assert "plain averaging's: +0.1 % on digits, -0.4 % on bytes (3" in str(
@@ -40,7 +40,7 @@ def test_in_words() -> None:
     assert "validation loss" not in str(commhooks.describe("noop"))
 
 
-def test_not_of_a_hook_that_another_package_put_in_its_place(
+def test_a_hook_of_another_package_has_no_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(commhooks.algorithms.Int8, "__module__", "elsewhere.int8")
@@ -52,7 +52,7 @@ def test_without_the_file(tmp_path: Path) -> None:
     assert fidelity_of("int8") is None
 
 
-def test_the_list_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_command_shows_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("click")
     from click.testing import CliRunner
 

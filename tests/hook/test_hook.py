@@ -19,19 +19,19 @@ class Remembering(commhooks.CommHook):
         return bucket.buffer()
 
 
-def test_repr_is_source_and_state_is_no_option() -> None:
+def test_repr_is_source_and_state_is_not_an_option() -> None:
     hook = Remembering(0.25)
     hook.state["weight"] = {"error": torch.ones(2)}
     assert repr(hook) == "Remembering(decay=0.25)"
     assert hook == Remembering(0.25)
 
 
-def test_unregistered_hooks_have_a_name_too() -> None:
+def test_unregistered_hooks_have_a_name() -> None:
     assert Remembering.name == f"{__name__}.Remembering"
     assert Remembering().to_config() == {"name": Remembering.name, "decay": 0.5}
 
 
-def test_state_dict_is_a_copy_both_ways() -> None:
+def test_state_dict_copies_when_saving_and_when_loading() -> None:
     hook = Remembering()
     hook.state["weight"] = {"error": torch.ones(2)}
     saved = hook.state_dict()
@@ -43,7 +43,7 @@ def test_state_dict_is_a_copy_both_ways() -> None:
 
 
 @pytest.mark.parametrize("state", [None, [1], {"weight": 3}, {"weight": {"error": 3}}, {3: {}}])
-def test_damaged_state_is_refused_and_changes_nothing(state: Any) -> None:
+def test_damaged_state_raises_and_changes_nothing(state: Any) -> None:
     hook = Remembering()
     hook.state = kept = {"weight": {"error": torch.ones(2)}}
     with pytest.raises(commhooks.CommHookStateError, match="expected"):

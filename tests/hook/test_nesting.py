@@ -1,4 +1,4 @@
-"""Hooks among the options of hooks: made from configs, checked, and kept in saved states."""
+"""Hooks among the options of hooks: made from configs, checked, and stored in saved states."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ Counts = list[str]
 @commhooks.register_hook("test_counting")
 @dataclass
 class Counting(commhooks.CommHook):
-    """The average; counts steps per parameter, and what else it is told."""
+    """Average; count steps per parameter, and record the calls of other methods."""
 
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -50,7 +50,7 @@ class Counting(commhooks.CommHook):
 @commhooks.register_hook("test_outer")
 @dataclass
 class Outer(commhooks.CommHook):
-    """The average by the first of its hooks, then by the next, and so on."""
+    """Average with the first nested hook, then average the result with the next one, and so on."""
 
     inner: commhooks.CommHook
     more: list[tuple[int, commhooks.CommHook]] = field(default_factory=list)
@@ -94,7 +94,7 @@ def test_config_and_source_make_an_equal_hook() -> None:
     assert eval(repr(EXPECTED), names | {"torch": torch}) == EXPECTED
 
 
-def test_yaml() -> None:
+def test_a_config_from_yaml() -> None:
     yaml = pytest.importorskip("yaml")
     text = """
         name: test_outer
@@ -150,7 +150,11 @@ def test_description() -> None:
             commhooks.CommHookOptionError,
             "^more.0.1.seed: .*expected int; found 'x'",
         ),
-        ({"inner": "fp16", "more": [["x", "fp16"]]}, commhooks.CommHookOptionError, "it is no int"),
+        (
+            {"inner": "fp16", "more": [["x", "fp16"]]},
+            commhooks.CommHookOptionError,
+            "it is not of type int",
+        ),
         ({"inner": "fp16", "more": [[3]]}, commhooks.CommHookOptionError, "^option 'more'"),
         ({"inner": "fp16", "named": {"a": "b"}}, commhooks.UnknownHookError, "^named.a: no hook"),
     ],
@@ -197,7 +201,7 @@ def refuse(rank: int, size: int) -> None:
     del other
 
 
-def test_what_is_wrong_is_refused_at_registration(run_ranks: Any) -> None:
+def test_registration_checks_nested_hooks(run_ranks: Any) -> None:
     run_ranks(refuse, 2)
 
 
@@ -214,7 +218,7 @@ def use(rank: int, size: int) -> None:
     state = handle.state_dict()["state"]
     assert state.keys() == {".inner", ".more.0.1"}
     assert state[".inner"].keys() == state[".more.0.1"].keys() == names
-    # Each has a stream of random numbers by its own seed, the same on all ranks.
+    # Each hook has its own random numbers, by its seed; they are the same on all ranks.
     number = hook.inner.state["0.weight"]["random"]
     assert number != hook.more[0][1].state["0.weight"]["random"]
     numbers = [torch.empty(()) for _ in range(size)]
@@ -230,7 +234,7 @@ def use(rank: int, size: int) -> None:
         assert nested.told[1:] == ["recover"]  # type: ignore[attr-defined]
 
 
-def test_nested_hooks_are_told_everything(run_ranks: Any) -> None:
+def test_nested_hooks_get_all_calls(run_ranks: Any) -> None:
     run_ranks(use, 2)
 
 
@@ -304,5 +308,5 @@ def load_halfway(rank: int, size: int) -> None:
     assert str(handle.state_dict()) == str(saved)
 
 
-def test_a_state_is_taken_over_whole_or_not_at_all(run_ranks: Any) -> None:
+def test_a_state_is_loaded_completely_or_not_at_all(run_ranks: Any) -> None:
     run_ranks(load_halfway, 1)

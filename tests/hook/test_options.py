@@ -14,7 +14,7 @@ from commhooks.hook.options import Ge, Le
 @commhooks.register_hook("test_options")
 @dataclass
 class Optional(commhooks.CommHook):
-    """Has options of all kinds."""
+    """A hook with options of all kinds."""
 
     bits: Annotated[int, Ge(1), Le(8)]
     scale: float = 1.0
@@ -29,14 +29,14 @@ class Optional(commhooks.CommHook):
         return bucket.buffer()
 
 
-def test_values_are_kept() -> None:
+def test_values_of_the_right_types_are_kept() -> None:
     hook = commhooks.create("test_options", bits=3, scale=2, mode="right", other=torch.bfloat16)
     assert hook == Optional(3, 2.0, torch.float16, torch.bfloat16, "right", True)
     assert isinstance(hook, Optional)
     assert isinstance(hook.scale, float)
 
 
-def test_what_json_makes_of_tuples_and_floats() -> None:
+def test_lists_and_ints_from_json_become_tuples_and_floats() -> None:
     hook = commhooks.create("test_options", bits=3, cuts=[[0, None], [2, 1]], names={"a": [1, 2]})
     assert isinstance(hook, Optional)
     assert hook.cuts == [(0, None), (2, 1.0)]
@@ -45,7 +45,7 @@ def test_what_json_makes_of_tuples_and_floats() -> None:
     assert commhooks.create(hook.to_config()) == hook
 
 
-def test_types_and_ranges_for_people() -> None:
+def test_options_as_text() -> None:
     info = {option.name: str(option) for option in commhooks.describe("test_options").options}
     assert info["bits"] == "bits: int  (>= 1, <= 8)"
     assert info["cuts"] == "cuts: list[tuple[int, float | None]] = []"
@@ -74,14 +74,17 @@ def test_dtypes_by_name() -> None:
         ({"bits": 3, "mode": "up"}, r"option 'mode'.*Literal\['left', 'right'\]; found 'up'"),
         ({"bits": 3, "dtype": "float12"}, r"option 'dtype'.*torch has no dtype 'float12'"),
         ({"bits": 3, "dtype": None}, r"option 'dtype'.*found None"),
-        ({"bits": 3, "scale": True}, r"option 'scale'.*found True \(it is no float\)"),
+        ({"bits": 3, "scale": True}, r"option 'scale'.*found True \(it is not of type float\)"),
         ({"bits": 3, "scale": 10**400}, r"option 'scale'.*too large for a float"),
-        ({"bits": 3, "cuts": (1, None)}, r"found \(1, None\) \(it is no list\)"),
+        ({"bits": 3, "cuts": (1, None)}, r"found \(1, None\) \(it is not of type list\)"),
         ({"bits": 3, "cuts": [[1]]}, r"item 0: it has 1 items instead of 2"),
         ({"bits": 3, "cuts": [[0, 1], [-1, 2]]}, r"item 1: item 0: it is not >= 0"),
-        ({"bits": 3, "cuts": [[0, "1"]]}, r"item 0: item 1: it is no float, and it is no None"),
-        ({"bits": 3, "names": {"a": [1, 2.0]}}, r"item 'a': item 1: it is no int"),
-        ({"bits": 3, "names": {1: []}}, r"key 1: it is no str"),
+        (
+            {"bits": 3, "cuts": [[0, "1"]]},
+            r"item 0: item 1: it is not of type float, and it is not of type None",
+        ),
+        ({"bits": 3, "names": {"a": [1, 2.0]}}, r"item 'a': item 1: it is not of type int"),
+        ({"bits": 3, "names": {1: []}}, r"key 1: it is not of type str"),
         ({"bits": 3, "bit": 3}, r"no option 'bit'; did you mean 'bits'\? Its options are bits, "),
         ({"bits": 3, "state": {}}, r"no option 'state'"),
         ({"scale": 1.0}, r"needs the option 'bits', found \['scale'\]"),
@@ -93,7 +96,7 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         commhooks.create("test_options", **options)
 
 
-def test_the_constructor_checks_as_well() -> None:
+def test_the_constructor_checks_options() -> None:
     with pytest.raises(ValueError, match="option 'bits'"):
         Optional(bits=99)
 

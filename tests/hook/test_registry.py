@@ -1,4 +1,4 @@
-"""Hooks by name: created, listed, described, and offered by other packages."""
+"""Hooks by name: created, listed, described, and provided by other packages."""
 
 import json
 import sys
@@ -59,7 +59,7 @@ def define(name: str, *, override: bool = False) -> type[commhooks.CommHook]:
     return Sparse
 
 
-def test_the_hooks_of_this_package() -> None:
+def test_available_lists_the_hooks_of_this_package() -> None:
     assert set(NAMES) <= set(commhooks.available())
     assert commhooks.available() == sorted(commhooks.available())
 
@@ -96,7 +96,7 @@ def test_unknown_name_lists_all_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("hook", [None, 3, commhooks.create("allreduce")])
-def test_neither_a_name_nor_a_config(hook: Any) -> None:
+def test_create_rejects_other_types(hook: Any) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match="expected the name of a hook or its"):
         commhooks.create(hook)
 
@@ -108,18 +108,18 @@ def test_options_override_a_config() -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"rank": 3}, {"name": 3}])
-def test_config_without_name(config: dict[str, object]) -> None:
+def test_a_config_needs_a_name(config: dict[str, object]) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match="needs its name"):
         commhooks.create(config)
 
 
 @pytest.mark.parametrize("name", ["", "my hook", "mine:2", "a,b"])
-def test_a_name_that_no_command_line_could_spell(name: str) -> None:
+def test_a_name_must_be_usable_on_a_command_line(name: str) -> None:
     with pytest.raises(commhooks.CommHookError, match="expected a name of letters, digits"):
         define(name)
 
 
-def test_a_taken_name_is_refused_unless_overridden() -> None:
+def test_a_taken_name_raises_unless_overridden() -> None:
     with pytest.raises(commhooks.CommHookError, match=r"already registered.*override=True"):
         define("allreduce")
     kind = define("allreduce", override=True)
@@ -127,7 +127,7 @@ def test_a_taken_name_is_refused_unless_overridden() -> None:
 
 
 def test_defining_a_hook_again_replaces_it() -> None:
-    """As when a module is reloaded, or a notebook's cell run twice."""
+    """This happens when a module is reloaded, or the cell of a notebook runs twice."""
     define("sparse")
     kind = define("sparse")
     assert type(commhooks.create("sparse", density=0.5)) is kind
@@ -138,7 +138,7 @@ def test_only_hooks_can_be_registered() -> None:
         commhooks.register_hook("text")(str)  # type: ignore[type-var]
 
 
-def test_forgotten_reduce() -> None:
+def test_a_hook_without_reduce_raises() -> None:
     with pytest.raises(commhooks.CommHookError, match=r"Idle to have a method `async def reduce"):
 
         @commhooks.register_hook("idle")
@@ -147,7 +147,7 @@ def test_forgotten_reduce() -> None:
             rank: int = 1
 
 
-def test_forgotten_dataclass() -> None:
+def test_a_hook_that_is_not_a_dataclass_raises() -> None:
     with pytest.raises(commhooks.CommHookError, match="@dataclass below @register_hook"):
 
         @commhooks.register_hook("forgetful")
@@ -162,30 +162,30 @@ def test_forgotten_dataclass() -> None:
 
 
 @pytest.fixture
-def offers(monkeypatch: pytest.MonkeyPatch) -> dict[str, EntryPoint]:
-    """Entry points of a package that is installed, as it were."""
-    offered: dict[str, EntryPoint] = {}
-    monkeypatch.setattr(registry, "_offered", lambda: offered)
-    return offered
+def provided(monkeypatch: pytest.MonkeyPatch) -> dict[str, EntryPoint]:
+    """Return the entry points of a package that appears to be installed."""
+    points: dict[str, EntryPoint] = {}
+    monkeypatch.setattr(registry, "_provided", lambda: points)
+    return points
 
 
-def offer(offers: dict[str, EntryPoint], name: str, value: str) -> None:
-    offers[name] = EntryPoint(name, value, registry.ENTRY_POINTS)
+def provide(provided: dict[str, EntryPoint], name: str, value: str) -> None:
+    provided[name] = EntryPoint(name, value, registry.ENTRY_POINTS)
 
 
 def test_entry_points_are_loaded_on_demand(
-    offers: dict[str, EntryPoint], monkeypatch: pytest.MonkeyPatch
+    provided: dict[str, EntryPoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("other_hooks")
-    offer(offers, "elsewhere", "other_hooks:Elsewhere")
+    provide(provided, "elsewhere", "other_hooks:Elsewhere")
     assert "elsewhere" in commhooks.available()
     module.Elsewhere = define("temporary")  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "other_hooks", module)
     assert commhooks.create("elsewhere", density=0.5).name == "elsewhere"
 
 
-def test_a_module_may_register_its_hooks_itself(
-    offers: dict[str, EntryPoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_entry_point_may_name_a_module_that_registers_hooks(
+    provided: dict[str, EntryPoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "registering_hooks.py").write_text(
         "import commhooks\n"
@@ -197,12 +197,12 @@ def test_a_module_may_register_its_hooks_itself(
         "        return bucket.buffer()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    offer(offers, "registering", "registering_hooks")
+    provide(provided, "registering", "registering_hooks")
     assert commhooks.create("registering").name == "registering"
 
 
-def test_an_entry_point_that_does_not_load(offers: dict[str, EntryPoint]) -> None:
-    offer(offers, "broken", "no_such_module:Hook")
+def test_an_entry_point_that_cannot_be_loaded(provided: dict[str, EntryPoint]) -> None:
+    provide(provided, "broken", "no_such_module:Hook")
     with pytest.raises(
         commhooks.CommHookError, match=r"'broken'.*could not be loaded.*no_such_mod"
     ):

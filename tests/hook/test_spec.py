@@ -1,4 +1,4 @@
-"""Hooks in a line of text."""
+"""Hooks parsed from text."""
 
 import pytest
 
@@ -31,7 +31,7 @@ from commhooks.hook.spec import parse_hook_spec, parse_hook_specs
         ('{"name": "powersgd", "rank": 2}', {"name": "powersgd", "rank": 2}),
     ],
 )
-def test_forms(text: str, config: dict[str, object]) -> None:
+def test_all_forms(text: str, config: dict[str, object]) -> None:
     spec = parse_hook_spec(text)
     assert spec.config == config
     assert str(spec) == text
@@ -54,19 +54,19 @@ def test_commas_separate_hooks_and_options() -> None:
         ("powersg", UnknownHookError, "did you mean 'powersgd'"),
         ("powersgd:rank=x", CommHookOptionError, "expected int, >= 1; found 'x'"),
         ("powersgd:rnak=4", CommHookOptionError, "did you mean 'rank'"),
-        ("powersgd:rank", CommHookOptionError, "'rank' is no option=value"),
-        ("powersgd:", CommHookOptionError, "'' is no option=value"),
-        ("powersgd:rank=4,rank=5", CommHookOptionError, "'rank' is there twice"),
+        ("powersgd:rank", CommHookOptionError, "'rank' is not option=value"),
+        ("powersgd:", CommHookOptionError, "'' is not option=value"),
+        ("powersgd:rank=4,rank=5", CommHookOptionError, "'rank' is given twice"),
         ("error_feedback:inner=(topk:density=9)", CommHookOptionError, "inner.density"),
         ("error_feedback:inner=(topk", CommHookOptionError, r"'\)' is missing"),
         ("topk)", CommHookOptionError, r"'\)' closes nothing"),
         ('schedule:stages=[[0,"bf16]]', CommHookOptionError, "'\"' is missing"),
-        ('{"name"}', CommHookOptionError, "is no JSON"),
-        ("", CommHookOptionError, "'' is no name"),
-        ("bf16,", CommHookOptionError, "'' is no name"),
+        ('{"name"}', CommHookOptionError, "is not JSON"),
+        ("", CommHookOptionError, "'' is not a name"),
+        ("bf16,", CommHookOptionError, "'' is not a name"),
     ],
 )
-def test_errors_say_what_is_wrong(text: str, kind: type[CommHookError], says: str) -> None:
+def test_errors_name_the_mistake(text: str, kind: type[CommHookError], says: str) -> None:
     with pytest.raises(kind, match=says) as caught:
         parse_hook_specs(text)
     assert str(caught.value).startswith("hook '")

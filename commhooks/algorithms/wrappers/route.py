@@ -19,7 +19,7 @@ from torch import Tensor
 from commhooks.algorithms.wrappers.route_rules import Pattern, Rule, choose
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
-from commhooks.hook.derived_bucket import Part
+from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.options import MinLen
 from commhooks.hook.registry import register_hook
 from commhooks.precision import at_least_float32
@@ -94,7 +94,7 @@ class Route(CommHook):
         if bucket.index() == 0:
             self._begin_step()
         for i, members in self._members(bucket):
-            hook, part = self._hooks[i], Part(bucket, members)
+            hook, part = self._hooks[i], BucketPart(bucket, members)
             # Counted only now: while other hooks awaited, this one may have got a later bucket.
             index, is_last = self._progress[i].advance(part.names, bucket.left_out)
             # On torch's own wrapper others of the route may have been left out.
@@ -108,7 +108,7 @@ class Route(CommHook):
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         costs = [
-            self._hooks[i].wire_bytes(Part(bucket, members).bucket(0, is_last=True), size)
+            self._hooks[i].wire_bytes(BucketPart(bucket, members).bucket(0, is_last=True), size)
             for i, members in self._members(bucket)
         ]
         return None if None in costs else sum(cast("list[int]", costs))

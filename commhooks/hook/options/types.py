@@ -56,7 +56,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return _convert_to_any(members, value, path)
     if origin is Literal:
         if not any(value == member and type(value) is type(member) for member in members):
-            raise ValueError(f"it is none of {', '.join(map(repr, members))}")
+            raise ValueError(f"it is not one of {', '.join(map(repr, members))}")
         return value
     if origin in (list, tuple, dict):
         return _convert_items(hint, value, path)
@@ -140,7 +140,7 @@ def _convert_items(hint: Any, value: Any, path: str) -> Any:
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     accepted: Any = {list: list, tuple: list | tuple, dict: Mapping}[origin]
     if not isinstance(value, accepted):
-        raise ValueError(f"it is no {type_name(origin)}")
+        raise ValueError(f"it is not of type {type_name(origin)}")
     if origin is dict:
         return {
             _convert_item(members[0], key, "key", key, path): _convert_item(
@@ -186,4 +186,4 @@ def _parse(parser: Callable[[Any], Any], value: str | Mapping[str, Any], path: s
 def _check_instance(kind: type, hint: Any, value: Any) -> None:
     is_bool = isinstance(value, bool) and kind in (int, float)
     if is_bool or not isinstance(value, kind):
-        raise ValueError(f"it is no {type_name(hint)}")
+        raise ValueError(f"it is not of type {type_name(hint)}")
