@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.index_code import IndexCode
-from commhooks.algorithms.sparse.part import SparsePart
+from commhooks.algorithms.sparse.base import SparseVector
 from commhooks.algorithms.sparse.selection import scatter_add, select_above, select_largest
+from commhooks.codecs.index_code import IndexCode
 
 NUMEL = 38_000_000
 COUNT = NUMEL // 100
@@ -138,8 +138,8 @@ CACHE_LINE = 64
 def test_gather(benchmark: Any, case: Case) -> None:
     """Scatter numbers that are far apart: each costs a cache line."""
 
-    def gather() -> SparsePart:
-        return SparsePart.of(case.gradient, case.indices, torch.float32)
+    def gather() -> SparseVector:
+        return SparseVector.of(case.gradient, case.indices, torch.float32)
 
     assert torch.equal(gather().values, case.values)
     lines = case.indices.div(CACHE_LINE // 4, rounding_mode="floor").unique().numel()
@@ -161,14 +161,14 @@ def test_scatter_add(benchmark: Any, case: Case) -> None:
 
 @pytest.mark.benchmark(group="kernels")
 def test_keep_what_is_not_sent(benchmark: Any, case: Case) -> None:
-    part = SparsePart(case.indices, case.values)
+    vector = SparseVector(case.indices, case.values, NUMEL)
     error = torch.empty_like(case.gradient)
-    total, verdict = case.gradient.clone(), torch.tensor(True)
-    part.leave(total, error, verdict)
-    assert torch.equal(error + part.dense(error), case.gradient)
-    measure(
-        benchmark,
-        lambda: part.leave(total, error, verdict),
-        2 * case.gradient.nbytes,
-        case.gradient,
-    )
+    total = case.gradient.clone()
+
+    def keep() -> None:
+        vector.subtract_from(total)
+        error.copy_(total)
+
+    keep()
+    assert torch.equal(error + vector.dense(error.dtype), case.gradient)
+    measure(benchmark, keep, 2 * case.gradient.nbytes, case.gradient)

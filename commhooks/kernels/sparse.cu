@@ -1,7 +1,7 @@
 // What sparse hooks send and keep: indices written and read, values put in their places.
 //
 // `messages` are those of all ranks, one after the other, `pitch` bytes each: the indices as in Note
-// [Index code] in commhooks/algorithms/sparse/index_code.py, then the values, `values_at` bytes from the start.
+// [Index code] in commhooks/codecs/index_code.py, then the values, `values_at` bytes from the start.
 // Values may be in half precision, W; they are added in T.
 
 #include "codecs/sparse.h"

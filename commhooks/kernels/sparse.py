@@ -1,6 +1,8 @@
-"""Launches of sparse.cu: what sparse hooks send and keep.
+"""Launches of sparse.cu: write, read and add the elements that sparse hooks send.
 
-Indices are int32 and ascending; values are float32 or float64. Nothing here synchronizes.
+Indices are int32 and ascending; values are float32 or float64, and in messages also in half
+precision. ``high_bits``, ``low_bits`` and ``adds_rank`` describe how indices are written: Note
+[Index code] in codecs/index_code.py. Nothing here synchronizes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,6 @@ from commhooks.precision import at_least_float32
 
 __all__ = [
     "SOURCE",
-    "Code",
     "Received",
     "correct_momentum",
     "draw_indices",
@@ -56,89 +57,95 @@ _SEGMENT = 4096
 _STREAMING_BLOCKS = 2048
 
 
-@dataclass(frozen=True)
-class Code:
-    """How indices are written, see Note [Index code]; ``nbytes``: in how many bytes."""
+def pack(
+    indices: Tensor,
+    values: Tensor,
+    out: Tensor,
+    *,
+    high_bits: int,
+    low_bits: int,
+    adds_rank: bool,
+    values_at: int,
+) -> None:
+    """Write indices, and values from byte ``values_at`` on, into ``out``.
 
-    high_bits: int
-    low_bits: int
-    adds_rank: bool
-    nbytes: int
-
-
-def pack(indices: Tensor, values: Tensor | None, code: Code, out: Tensor) -> None:
-    """Writes indices, and behind them values, into ``out``: uint8, zeros, aligned to 8 bytes."""
+    ``out`` is uint8, holds zeros and is aligned to 8 bytes.
+    """
     count = indices.numel()
-    high_words, low_words = _words(code.high_bits), _words(count * code.low_bits)
+    high_words, low_words = _words(high_bits), _words(count * low_bits)
     arguments = (
         indices,
         values,
         count,
-        code.low_bits,
-        code.adds_rank,
+        low_bits,
+        adds_rank,
         high_words,
         low_words,
-        code.nbytes,
+        values_at,
         out,
     )
-    kernel = _OF_VALUES[torch.float32 if values is None else values.dtype]["pack"]
-    _launch(kernel, arguments, max(count, low_words))
+    _launch(_OF_VALUES[values.dtype]["pack"], arguments, _blocks(max(count, low_words)))
 
 
 @dataclass(frozen=True)
 class Received:
-    """The parts of all ranks. ``indices``: (ranks, capacity), filled as far as they go.
-
-    ``starts``: for each rank and segment of the result, its first index there. ``verdict``: ()
-    bool, whether all are sound: indices ascend, and values are finite.
-    """
+    """The messages of all ranks, and what has been read from them."""
 
     messages: Tensor
+    """(ranks, bytes) uint8."""
     values_at: int
+    """The byte of each message where the values begin."""
     indices: Tensor
+    """(ranks, capacity); only the first indices of each row, as many as the rank sent, are set."""
     starts: Tensor
-    verdict: Tensor
+    """(ranks, segments + 1): the position of the first index of each rank in each segment of the
+    result."""
+    all_finite: Tensor
+    """() bool: whether all values are finite and all messages intact, with ascending indices."""
 
 
 def receive(
-    messages: Tensor, code: Code, capacity: int, dtype: torch.dtype, numel: int
+    messages: Tensor,
+    dtype: torch.dtype,
+    *,
+    numel: int,
+    capacity: int,
+    high_bits: int,
+    low_bits: int,
+    adds_rank: bool,
+    values_at: int,
 ) -> Received:
-    """Reads the indices of ``messages``, (ranks, bytes) uint8; values of ``dtype`` follow them.
+    """Read the indices of ``messages``, (ranks, bytes) uint8, and check indices and values.
 
-    ``capacity``: of each, with zeros behind.
+    Each message holds up to ``capacity`` values of ``dtype``, at least 1, and zeros behind them.
     """
     ranks, pitch = messages.shape
-    high_words = _words(code.high_bits)
+    high_words = _words(high_bits)
     tiles = _blocks(high_words)
     segments = _blocks(numel, _SEGMENT)
     words = messages.new_zeros(ranks * tiles + ranks + 1, dtype=torch.int64)
     indices = messages.new_empty((ranks, capacity), dtype=torch.int32)
     starts = messages.new_empty((ranks, segments + 1), dtype=torch.int32)
-    verdict = messages.new_empty((), dtype=torch.bool)
+    all_finite = messages.new_empty((), dtype=torch.bool)
     bitmap = (messages, pitch)
     grid = (tiles, ranks, 1)
-    arguments: tuple[Argument, ...] = (*bitmap, high_words, capacity, words, verdict)
-    launch(SOURCE, _COMMON["count_indices"], arguments, grid=grid, block=_THREADS)
-    arguments = (*bitmap, code.low_bits, code.adds_rank, high_words, words, capacity, indices)
-    launch(SOURCE, _COMMON["unpack"], arguments, grid=grid, block=_THREADS)
-    arguments = (*bitmap, code.nbytes, indices, capacity, words, tiles)
-    grid = (_blocks(capacity), ranks, 1)
-    arguments = (*arguments, numel, segments, starts, verdict)
-    launch(SOURCE, _OF_VALUES[dtype]["check"], arguments, grid=grid, block=_THREADS)
-    return Received(messages, code.nbytes, indices, starts, verdict)
+    arguments: tuple[Argument, ...] = (*bitmap, high_words, capacity, words, all_finite)
+    _launch(_COMMON["count_indices"], arguments, grid)
+    arguments = (*bitmap, low_bits, adds_rank, high_words, words, capacity, indices)
+    _launch(_COMMON["unpack"], arguments, grid)
+    arguments = (*bitmap, values_at, indices, capacity, words, tiles)
+    arguments = (*arguments, numel, segments, starts, all_finite)
+    _launch(_OF_VALUES[dtype]["check"], arguments, (_blocks(capacity), ranks, 1))
+    return Received(messages, values_at, indices, starts, all_finite)
 
 
 def store_mean(
-    received: Received,
-    mean: Tensor,
-    *,
-    own_rank: int = 0,
-    total: Tensor | None = None,
-    error: Tensor | None = None,
+    received: Received, mean: Tensor, *, own_rank: int, total: Tensor, error: Tensor | None
 ) -> None:
-    """``mean`` becomes that of the parts, added by rank; NaN if they are not sound.
+    """Write the mean of the received vectors to ``mean``, added in the order of ranks.
 
-    If they are, ``error`` becomes ``total``, which may be the mean's memory, less the own part.
+    If ``received.all_finite``, ``error`` becomes ``total``, which may share the mean's memory,
+    minus the vector of ``own_rank``. Otherwise the mean becomes NaN and ``error`` stays unchanged.
     """
     ranks, capacity = received.indices.shape
     arguments = (
@@ -150,47 +157,45 @@ def store_mean(
         received.starts,
         ranks,
         mean.numel(),
-        received.verdict,
+        received.all_finite,
         own_rank,
         total,
         error,
         mean,
     )
-    blocks = _blocks(mean.numel(), _SEGMENT)
-    launch(SOURCE, _OF_VALUES[mean.dtype]["store_mean"], arguments, grid=blocks, block=_THREADS)
+    _launch(_OF_VALUES[mean.dtype]["store_mean"], arguments, _blocks(mean.numel(), _SEGMENT))
 
 
 def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
-    """``out[indices] += values``, for different indices. Those out of range are left out."""
+    """Add ``values`` to ``out[indices]``. Indices differ; those out of range are ignored."""
     count = indices.numel()
     arguments = (values, indices, count, out.numel(), out)
-    kernel = _OF_NUMBERS[out.dtype]["scatter_add"]
-    launch(SOURCE, kernel, arguments, grid=_blocks(count), block=_THREADS)
+    _launch(_OF_NUMBERS[out.dtype]["scatter_add"], arguments, _blocks(count))
 
 
 def draw_indices(seed: int, rotation: int, numel: int, out: Tensor) -> None:
-    """Fills ``out`` with different indices below ``numel``, the same as on a CPU."""
-    _launch(_COMMON["draw"], (seed, rotation, numel, out.numel(), out), out.numel())
+    """Fill ``out`` with different indices below ``numel``, the same as on a CPU."""
+    count = out.numel()
+    _launch(_COMMON["draw"], (seed, rotation, numel, count, out), _blocks(count))
 
 
 def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:
-    """``gradient`` becomes momentum · velocity + gradient; returned is that plus ``error``."""
+    """Add ``momentum * velocity`` to ``gradient`` in place; return that plus ``error``."""
     check_gradient(gradient, velocity, error)
     total = torch.empty_like(gradient)
     numel = gradient.numel()
     blocks = min(_STREAMING_BLOCKS, _blocks(numel, 4 * _THREADS))
     arguments = (gradient, velocity, error, float(momentum), numel, total)
-    kernel = _OF_NUMBERS[gradient.dtype]["correct_momentum"]
-    launch(SOURCE, kernel, arguments, grid=blocks, block=_THREADS)
+    _launch(_OF_NUMBERS[gradient.dtype]["correct_momentum"], arguments, blocks)
     return total
 
 
-def _launch(kernel: str, arguments: tuple[Argument, ...], threads: int) -> None:
-    launch(SOURCE, kernel, arguments, grid=_blocks(threads), block=_THREADS)
+def _launch(kernel: str, arguments: tuple[Argument, ...], grid: int | tuple[int, int, int]) -> None:
+    launch(SOURCE, kernel, arguments, grid=grid, block=_THREADS)
 
 
-def _blocks(threads: int, of: int = _THREADS) -> int:
-    return -(-threads // of)
+def _blocks(elements: int, per_block: int = _THREADS) -> int:
+    return -(-elements // per_block)
 
 
 def _words(bits: int) -> int:

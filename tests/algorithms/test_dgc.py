@@ -5,8 +5,8 @@ import torch
 from support.lockstep import lockstep, make_bucket
 from torch import Tensor
 
-from commhooks.algorithms.sparse.density import Density
 from commhooks.algorithms.sparse.dgc import DGC
+from commhooks.algorithms.sparse.selection import density_at
 from commhooks.algorithms.sparse.topk import TopK
 
 NUMEL = 997
@@ -87,10 +87,12 @@ def test_without_momentum_is_topk():
         assert torch.equal(found, expected)
 
 
-def test_density_falls_exponentially():
-    density = Density(last=0.001, first=0.25, warmup_steps=4)
+def test_density_decreases_exponentially():
+    def densities(density: float) -> list[float]:
+        options = {"density": density, "warmup_steps": 4, "warmup_density": 0.25}
+        return [density_at(step, **options) for step in range(6)]
+
     ratio = (0.001 / 0.25) ** 0.25
     expected = [0.25 * ratio**step for step in range(4)] + [0.001, 0.001]
-    assert [density.at(step) for step in range(6)] == pytest.approx(expected)
-    dense = Density(last=0.5, first=0.25, warmup_steps=4)
-    assert [dense.at(step) for step in range(6)] == [0.5] * 6
+    assert densities(0.001) == pytest.approx(expected)
+    assert densities(0.5) == [0.5] * 6

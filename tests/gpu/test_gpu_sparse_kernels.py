@@ -6,21 +6,21 @@ import pytest
 import torch
 from support.awkward_gradients import KINDS, draw
 from support.matrix_buckets import Bucket, check_absorb, check_products
-from support.sparse_parts import Received, choose, part_of, written
+from support.sparse_vectors import choose, gathered, random_vector, written
 from torch import Tensor
 
 from commhooks.algorithms.lowrank.matrix_plan import Side
-from commhooks.algorithms.sparse.gathered_parts import gather
-from commhooks.algorithms.sparse.part import SparseLayout, SparsePart
+from commhooks.algorithms.sparse.base import SparseVector, write_message
+from commhooks.algorithms.sparse.dgc import correct_momentum
 from commhooks.algorithms.sparse.selection import (
     add_and_check,
-    correct_momentum,
     draw_indices,
     scatter_add,
     select_above,
     select_largest,
 )
 from commhooks.codecs.finite import copy_if
+from commhooks.codecs.index_code import IndexCode
 from commhooks.testing.compare import same_bits
 
 pytestmark = [
@@ -52,39 +52,38 @@ def test_selection(kind, length, dtype):
     assert torch.equal(flag.cpu().isnan(), add_and_check(gradient, None).isnan())
 
 
-def cuda(part: SparsePart) -> SparsePart:
-    return SparsePart(part.indices.cuda(), part.values.cuda())
+def cuda(vector: SparseVector) -> SparseVector:
+    return SparseVector(vector.indices.cuda(), vector.values.cuda(), vector.numel)
 
 
-def mean_of(messages: Tensor, parts: list[SparsePart], numel: int) -> tuple[bool, Tensor]:
-    coroutine = gather(parts[0], [part.count for part in parts], numel, Received(messages))
-    with pytest.raises(StopIteration) as stop:
-        coroutine.send(None)
-    gathered = stop.value.value
-    buffer = parts[0].values.new_full((numel,), 7)
-    return bool(gathered.verdict), gathered.store_mean(buffer).cpu()
+def mean_of(messages: Tensor, vectors: list[SparseVector]) -> tuple[bool, Tensor]:
+    received = gathered(messages, vectors)
+    buffer = vectors[0].values.new_full((vectors[0].numel,), 7)
+    all_finite = bool(received.all_finite)
+    return all_finite, received.commit(buffer, None, buffer).cpu()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("numel", "count"), SIZES)
 def test_messages_and_means(numel, count, dtype):
     counts = [max(0, count - 3 * rank) for rank in range(3)]
-    parts = [part_of(numel, n, dtype, rank) for rank, n in enumerate(counts)]
-    layout = SparseLayout(numel, count, dtype)
-    assert torch.equal(layout.write(cuda(parts[0])).cpu(), layout.write(parts[0]))
-    messages = written(parts, numel)
-    expected = mean_of(messages, parts, numel)
-    found = mean_of(messages.cuda(), list(map(cuda, parts)), numel)
+    vectors = [random_vector(numel, n, dtype, rank) for rank, n in enumerate(counts)]
+    code = IndexCode.shortest(numel, count)
+    expected = write_message(vectors[0], code)
+    assert torch.equal(write_message(cuda(vectors[0]), code).cpu(), expected)
+    messages = written(vectors)
+    expected = mean_of(messages, vectors)
+    found = mean_of(messages.cuda(), list(map(cuda, vectors)))
     assert found[0]
     assert same_bits(found[1], expected[1])
-    parts[0].values[0] = math.nan
-    verdict, mean = mean_of(written(parts, numel).cuda(), list(map(cuda, parts)), numel)
-    assert not verdict
+    vectors[0].values[0] = math.nan
+    all_finite, mean = mean_of(written(vectors).cuda(), list(map(cuda, vectors)))
+    assert not all_finite
     assert mean.isnan().all()
 
 
 @pytest.mark.parametrize(("numel", "count"), SIZES)
-def test_what_is_drawn_and_placed(numel, count):
+def test_drawing_and_adding(numel, count):
     of_devices = [
         draw_indices(numel, count, torch.Generator().manual_seed(3), like=torch.empty(0).to(device))
         for device in ("cpu", "cuda")
@@ -95,10 +94,10 @@ def test_what_is_drawn_and_placed(numel, count):
     scatter_add(values.cuda(), indices.cuda(), found)
     scatter_add(values, indices, out)
     assert torch.equal(found.cpu(), out)
-    for verdict in (False, True):
+    for flag in (False, True):
         target = torch.zeros(numel, device="cuda")
-        copy_if(torch.tensor(verdict, device="cuda"), found, target)
-        assert torch.equal(target, found * verdict)
+        copy_if(torch.tensor(flag, device="cuda"), found, target)
+        assert torch.equal(target, found * flag)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

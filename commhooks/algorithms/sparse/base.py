@@ -1,79 +1,220 @@
-"""What top-k and threshold have in common: each rank sends some numbers and keeps the others.
+"""What sparse hooks share: the elements that a rank sends, their exchange, and the commit.
+
+Each rank sends one message of bytes. Its size follows from the number of elements in the bucket and
+the number of elements sent:
+
+    | indices, see Note [Index code] in codecs/index_code.py | values, in the bucket's dtype |
 
 Note [Sparse commit]
 ~~~~~~~~~~~~~~~~~~~~
-With G the gradients, E what earlier steps left, and M = G + E:
+With the gradients G, the error E of earlier steps and M = G + E:
 
-    rank i:    S_i = some of M_i, the largest       sent: S_i
-    all:       result = mean of S_i
-    rank i:    E_i = M_i - S_i
+    rank i:       S_i = the selected elements of M_i; send S_i
+    all ranks:    result = mean of all S_i
+    rank i:       E_i = M_i - S_i
 
-M is made in the bucket's buffer; E changes only when the parts of all ranks are there and finite.
-What is not finite counts as larger than any number, so it is always among what is sent: no flag
-needs to travel for all ranks to learn of it. They then return NaN, and keep E bit for bit: see Note
-[All finite] in codecs/finite.py.
+M is computed in the bucket's buffer. E changes only after the messages of all ranks have arrived
+and all values in them are finite. A non-finite element counts as larger than any number, so it is
+always sent, and no separate flag has to tell the other ranks. All ranks then return NaN and keep E
+bit for bit: see Note [All finite] in codecs/finite.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.sparse.gathered_parts import gather
-from commhooks.algorithms.sparse.part import SparsePart, to_memory_dtype
-from commhooks.algorithms.sparse.selection import require_kernels
+from commhooks.algorithms.sparse.selection import scatter_add
 from commhooks.codecs.finite import is_known_false
+from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
+from commhooks.comm.wire import all_gather_bytes
 from commhooks.hook.base import CommHook
+from commhooks.kernels import backend_of, require
+from commhooks.kernels import sparse as kernels
+from commhooks.precision import at_least_float32, fit
 from reducer import GradBucket
 
-__all__ = ["SparseHook"]
+__all__ = [
+    "GatheredVectors",
+    "SparseHook",
+    "SparseVector",
+    "gather",
+    "gather_bytes",
+    "to_memory_dtype",
+    "write_message",
+]
 
 
 @dataclass
 class SparseHook(CommHook):
-    """Average the largest numbers of each rank's bucket. Subclasses say which these are."""
-
-    error_feedback: bool = field(default=True, kw_only=True)
-    """Add what a step did not send to the next gradient. Without, small numbers are lost."""
+    """Base of hooks that send some elements of each bucket and can keep the others for later."""
 
     _errors: BucketMemory = field(
         default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
     )
 
-    @property
-    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
-        """Not with errors of its own: another error feedback would count them twice."""
-        return not self.error_feedback
-
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Refuses parameters on a GPU without CuPy."""
-        require_kernels(parameters)
+        """Refuse parameters on a GPU if CuPy is not installed."""
+        for device in {parameter.device for parameter in parameters.values()}:
+            require(device)
         super().prepare(parameters, group)
 
-    def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:
-        """Adds ``error`` to ``gradient``; the indices of what is sent, int32, ascending."""
-        raise NotImplementedError(f"{type(self).__qualname__} has no `select`")
 
-    async def counts(self, own: SparsePart, comm: Communicator) -> Sequence[int]:
-        """How many numbers each rank sends."""
-        raise NotImplementedError(f"{type(self).__qualname__} has no `async def counts`")
+def to_memory_dtype(buffer: Tensor) -> Tensor:
+    """Return the same tensor in float32 or float64: a copy only if it is in half precision."""
+    return buffer.to(at_least_float32(buffer.dtype))
 
-    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """See Note [Sparse commit]."""
-        buffer = bucket.buffer()
-        error = self._errors.of(bucket, self.state) if self.error_feedback else None
-        total = to_memory_dtype(buffer)
-        own = SparsePart.of(total, self.select(total, error, bucket.step), buffer.dtype)
-        if comm.wants_contribution and self.tells_contribution:
-            comm.contribution = own.dense(total)
-        counts = await self.counts(own, comm)
-        parts = await gather(own, counts, buffer.numel(), comm)
-        if is_known_false(parts.verdict):
+
+@dataclass(frozen=True)
+class SparseVector:
+    """A vector of ``numel`` elements that are zero, except for ``values`` at ``indices``."""
+
+    indices: Tensor
+    """(count,) int32, ascending."""
+    values: Tensor
+    """(count,)."""
+    numel: int
+
+    @classmethod
+    def of(cls, vector: Tensor, indices: Tensor, dtype: torch.dtype) -> "SparseVector":
+        """Copy ``vector[indices]``, rounded to ``dtype`` and clamped to its range."""
+        values = fit(vector.index_select(0, indices), dtype)
+        return cls(indices, values, vector.numel())
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return self.indices.numel()
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the vector with its zeros."""
+        out = self.values.new_zeros(self.numel, dtype=dtype)
+        scatter_add(self.values.to(dtype), self.indices, out)
+        return out
+
+    def subtract_from(self, vector: Tensor) -> None:
+        """Compute ``vector -= self``. Exact if ``vector`` holds the unrounded values."""
+        scatter_add(-self.values.to(vector.dtype), self.indices, vector)
+
+
+class GatheredVectors(Protocol):
+    """The sparse vectors of all ranks."""
+
+    all_finite: Tensor
+    """() bool: whether all values, and so all elements of all ranks' buckets, are finite.
+
+    A damaged message makes it false on a GPU; on the CPU it raises RuntimeError.
+    """
+
+    def commit(self, total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
+        """Finish the step as Note [Sparse commit] says.
+
+        If all values are finite, ``error`` becomes ``total`` minus this rank's vector, and
+        ``buffer`` the mean over ranks, summed in the order of ranks. Otherwise ``error`` stays as
+        it is and ``buffer`` becomes NaN. ``total`` may be ``buffer``; its contents are lost.
+
+        Returns ``buffer``. Does not wait for the device.
+        """
+
+
+async def gather(own: SparseVector, counts: Sequence[int], comm: Communicator) -> GatheredVectors:
+    """Exchange the sparse vectors of all ranks in one all-gather, padded to the longest.
+
+    ``counts`` holds the number of values on each rank. If all are zero, nothing is sent.
+    """
+    code = IndexCode.shortest(own.numel, max(counts))
+    if code.count == 0:
+        return _OneByOne(own, [])
+    messages = await comm.all_gather(write_message(own, code))
+    dtype = own.values.dtype
+    if backend_of(messages) is not None:
+        return _AllAtOnce(messages, code, dtype, comm.rank)
+    pairs = zip(messages, counts, strict=True)
+    return _OneByOne(own, [_read_message(message, code, dtype, n) for message, n in pairs])
+
+
+def gather_bytes(bucket: GradBucket, count: int, size: int) -> int:
+    """Return the bytes that each of ``size`` ranks sends to gather ``count`` elements of each."""
+    buffer = bucket.buffer()
+    code = IndexCode.shortest(buffer.numel(), count)
+    return all_gather_bytes(_message_bytes(code, buffer.dtype), size)
+
+
+def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
+    """Return the message, uint8, padded with zeros to ``code.count`` values."""
+    dtype = vector.values.dtype
+    message = vector.indices.new_zeros(_message_bytes(code, dtype), dtype=torch.uint8)
+    if backend_of(message) is not None:
+        kernels.pack(
+            vector.indices,
+            vector.values,
+            message,
+            high_bits=code.high_bits,
+            low_bits=code.low_bits,
+            adds_rank=code.adds_rank,
+            values_at=code.nbytes,
+        )
+        return message
+    code.pack(vector.indices, out=message[: code.nbytes])
+    message[code.nbytes :].view(dtype)[: vector.count] = vector.values
+    return message
+
+
+def _read_message(message: Tensor, code: IndexCode, dtype: torch.dtype, count: int) -> SparseVector:
+    """Return the ``count`` values of a message on the CPU, as a view of it."""
+    indices = code.unpack(message[: code.nbytes], count)
+    return SparseVector(indices, message[code.nbytes :].view(dtype)[:count], code.numel)
+
+
+def _message_bytes(code: IndexCode, dtype: torch.dtype) -> int:
+    return code.nbytes + code.count * dtype.itemsize
+
+
+class _OneByOne:
+    """On the CPU: reads and adds each vector by itself."""
+
+    def __init__(self, own: SparseVector, vectors: Sequence[SparseVector]) -> None:
+        self._own = own
+        self._vectors = vectors
+        self.all_finite = torch.ones((), dtype=torch.bool, device=own.values.device)
+        for vector in vectors:
+            self.all_finite &= vector.values.isfinite().all()
+
+    def commit(self, total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
+        if is_known_false(self.all_finite):
             return buffer.fill_(torch.nan)
-        if error is None:
-            return parts.store_mean(buffer)
-        return parts.end(own, total, error, buffer)
+        if error is not None:
+            self._own.subtract_from(total)
+            error.copy_(total)
+        mean = to_memory_dtype(buffer.zero_())
+        for vector in self._vectors:
+            share = vector.values.to(mean.dtype) / len(self._vectors)
+            scatter_add(share, vector.indices, mean)
+        return buffer.copy_(mean)
+
+
+class _AllAtOnce:
+    """On a GPU: reads and adds all vectors in four kernels, for any number of ranks."""
+
+    def __init__(self, messages: Tensor, code: IndexCode, dtype: torch.dtype, rank: int) -> None:
+        self._rank = rank
+        self._received = kernels.receive(
+            messages,
+            dtype,
+            numel=code.numel,
+            capacity=code.count,
+            high_bits=code.high_bits,
+            low_bits=code.low_bits,
+            adds_rank=code.adds_rank,
+            values_at=code.nbytes,
+        )
+        self.all_finite = self._received.all_finite
+
+    def commit(self, total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:
+        kernels.store_mean(self._received, buffer, own_rank=self._rank, total=total, error=error)
+        return buffer

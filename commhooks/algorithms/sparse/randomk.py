@@ -1,4 +1,16 @@
-"""Random-k: all ranks send the same few numbers, chosen at random, so that no index travels.
+"""Random-k: all ranks send the same k random elements of a bucket, so no index is sent.
+
+A step with the gradient ``g[i]`` of each rank i of N, of n elements. With error feedback::
+
+    indices = torch.randperm(n)[:k]    # the same on all ranks
+    result = torch.zeros(n)
+    for i in range(N):
+        m = g[i] + e[i]
+        result[indices] += m[indices] / N    # an all-reduce of k values
+        e[i] = m.index_fill(0, indices, 0)
+
+Without it, ``m = g[i]``, and what is sent is multiplied by n / k, so that the mean of the result
+over all choices is the mean gradient.
 
 Stich, Cordonnier, Jaggi: Sparsified SGD with Memory, NeurIPS 2018,
 https://arxiv.org/abs/1809.07599 (with error feedback); Wangni, Wang, Liu, Zhang: Gradient
@@ -6,26 +18,22 @@ Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 201
 https://arxiv.org/abs/1710.09854 (without, unbiased).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.sparse.part import kept_elements, to_memory_dtype
+from commhooks.algorithms.sparse.base import SparseHook, to_memory_dtype
 from commhooks.algorithms.sparse.selection import (
     add_and_check,
     draw_indices,
-    require_kernels,
+    kept_elements,
     scatter_add,
 )
 from commhooks.codecs.finite import copy_if, is_known_false, nan_unless
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.base import CommHook
 from commhooks.hook.options import Gt, Le
 from commhooks.hook.registry import register_hook
 from commhooks.precision import fit
@@ -36,69 +44,62 @@ __all__ = ["RandomK"]
 
 @register_hook("randomk")
 @dataclass
-class RandomK(CommHook):
-    """Average a random choice of each bucket's numbers, the same on all ranks.
+class RandomK(SparseHook):
+    """Average a random choice of each bucket's elements, the same on all ranks.
 
-    What is sent is multiplied by n/k, which makes the result unbiased, with n/k times the second
-    moment. With error feedback it is sent as it is, and what is not sent is added next time: the
-    result is biased, and consists of sums of the gradients of some n/k steps.
+    Without error feedback the elements sent are multiplied by n/k. This makes the result unbiased
+    and its second moment n/k times as large. With error feedback they are sent unchanged, and the
+    others are added to the next gradient: the result is biased, and consists of sums of the
+    gradients of about n/k steps.
 
-    SGD with momentum does not bear either at the learning rate of plain averaging, AdamW bears the
-    unbiased form; see docs/hooks/sparse.md.
+    SGD with momentum diverges or learns less with either form at the learning rate of plain
+    averaging; AdamW works with the unbiased form. See docs/hooks/sparse.md.
 
     Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
-    one says whether all gradients are finite. Memory: with error feedback, the errors, as large
+    number tells whether all gradients are finite. Memory: with error feedback, the error, as large
     as the gradients, in float32 (float64 for float64 gradients).
 
-    A bucket with a number that is not finite, on any rank, sent or not, averages to NaN on all
-    ranks and leaves the errors as they were.
+    If an element of a bucket is not finite on any rank, sent or not, the bucket averages to NaN on
+    all ranks and the error does not change.
     """
 
     density: Annotated[float, Gt(0), Le(1)] = 0.25
-    """k, as a share of the bucket's elements. At least one is sent."""
+    """k as a share of the bucket's elements. At least one element is sent."""
     error_feedback: bool = False
-    """Add what a step did not send to the next gradient, instead of multiplying what is sent. There
-    can be no other error feedback around this hook: around an unbiased form it does not converge,
-    so the contribution is not told."""
+    """Add what a step does not send to the next gradient, instead of multiplying what is sent by
+    n/k. The hook never tells its contribution, so ``error_feedback`` cannot wrap it: around the
+    unbiased form, error feedback does not converge."""
     seed: int = 0
-    """Of the choice, which also depends on the step and the bucket. All ranks need the same."""
-
-    _errors: BucketMemory = field(
-        default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
-    )
+    """Seed of the choice, which also depends on the step and the bucket. The same on all ranks."""
 
     wire = "one all-reduce of k + 1 elements"
     paper = "https://arxiv.org/abs/1809.07599"
-
-    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Refuses parameters on a GPU without CuPy."""
-        require_kernels(parameters)
-        super().prepare(parameters, group)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         error = self._errors.of(bucket, self.state) if self.error_feedback else None
         total = to_memory_dtype(buffer)
         flag = add_and_check(total, error)
-        numel = buffer.numel()
-        count = kept_elements(self.density, numel)
-        indices = draw_indices(numel, count, comm.generator, like=buffer)
+        n, k = buffer.numel(), self._k(bucket)
+        indices = draw_indices(n, k, comm.generator, like=buffer)
         own = total.index_select(0, indices) / comm.size
         if error is None:
-            own = (own * (numel / max(1, count))).to(buffer.dtype)
+            own = (own * (n / max(1, k))).to(buffer.dtype)
         else:
-            own = fit(own, buffer.dtype, share=2 * comm.size)  # half, for what is rounded up
+            # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
+            own = fit(own, buffer.dtype, share=2 * comm.size)
         mean = await comm.all_reduce(torch.cat([own, flag.to(own.dtype)]))
-        verdict = mean.isfinite().all()
-        if is_known_false(verdict):
+        all_finite = mean.isfinite().all()
+        if is_known_false(all_finite):
             return buffer.fill_(torch.nan)
         if error is not None:
             scatter_add(own.to(error.dtype) * -comm.size, indices, total)
-            copy_if(verdict, total, error)
-        buffer.fill_(nan_unless(verdict, buffer.new_zeros(())))
-        return buffer.index_copy_(0, indices.long(), nan_unless(verdict, mean[:-1]))
+            copy_if(all_finite, total, error)
+        buffer.fill_(nan_unless(all_finite, buffer.new_zeros(())))
+        return buffer.index_copy_(0, indices.long(), nan_unless(all_finite, mean[:-1]))
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        buffer = bucket.buffer()
-        elements = kept_elements(self.density, buffer.numel()) + 1
-        return all_reduce_bytes(elements * buffer.dtype.itemsize, size)
+        return all_reduce_bytes((self._k(bucket) + 1) * bucket.buffer().dtype.itemsize, size)
+
+    def _k(self, bucket: GradBucket) -> int:
+        return kept_elements(self.density, bucket.buffer().numel())

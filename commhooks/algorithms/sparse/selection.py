@@ -1,41 +1,53 @@
-"""Choosing and placing the numbers of a sparse gradient.
+"""Select elements of a flat gradient, and add selected elements back in their places.
 
 Gradients are flat, float32 or float64; indices are int32 and ascending. Infinities and NaN count as
-larger than all numbers, so that they are never left behind. On the CPU these are compiled loops, on
-a GPU kernels, with the same results bit for bit.
+larger than all numbers, so they are always selected. The CPU runs compiled loops and GPUs run
+kernels; both give the same bits.
 """
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from commhooks.kernels import backend_of, require, selection
+from commhooks.kernels import backend_of, selection
 from commhooks.kernels import sparse as kernels
 from reducer import _C
 
 __all__ = [
     "add_and_check",
-    "correct_momentum",
+    "density_at",
     "draw_indices",
-    "require_kernels",
+    "kept_elements",
     "scatter_add",
     "select_above",
     "select_largest",
 ]
 
 
-def require_kernels(parameters: Mapping[str, Tensor]) -> None:
-    """Raises CommHookError, with what to install, if the kernels for some of them cannot run."""
-    for device in {parameter.device for parameter in parameters.values()}:
-        require(device)
+def density_at(step: int, *, density: float, warmup_steps: int, warmup_density: float) -> float:
+    """Return the share of a bucket to send in a step.
+
+    During the warm-up it decreases exponentially from ``warmup_density`` to ``density``, and is
+    never less than ``density``. Gradients change fastest in the first steps, and what is not sent
+    then is out of date when it is sent: section 3.3 of https://arxiv.org/abs/1712.01887.
+    """
+    if step >= warmup_steps:
+        return density
+    ratio = density / warmup_density
+    return max(density, warmup_density * math.pow(ratio, step / warmup_steps))
+
+
+def kept_elements(density: float, numel: int) -> int:
+    """Return ``density * numel`` as an integer, at least 1 unless there are no elements."""
+    return min(numel, max(1, round(density * numel)))
 
 
 def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor:
-    """Adds ``error`` to ``gradient``; the indices of exactly ``count`` of the largest magnitude.
+    """Add ``error`` to ``gradient``; return the indices of the ``count`` largest magnitudes.
 
-    One pass over the memory. Of equal numbers the first are chosen. Does not wait for the device.
+    Of equal magnitudes the first are selected. One pass over the memory. Does not wait for the
+    device.
     """
     if backend_of(gradient) is None:
         return _C.select_largest(gradient, error, count)
@@ -43,9 +55,9 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
 
 
 def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Tensor:
-    """Adds ``error`` to ``gradient``; the indices of magnitudes of ``threshold`` or more.
+    """Add ``error`` to ``gradient``; return the indices of magnitudes of at least ``threshold``.
 
-    One pass over the memory. Waits for the device, to learn how many there are.
+    One pass over the memory. Waits for the device, to learn how many indices there are.
     """
     if backend_of(gradient) is None:
         return _C.select_above(gradient, error, threshold)
@@ -53,26 +65,19 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 
 
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
-    """Adds ``error`` to ``gradient``; (1,), NaN if some number is not finite then, else 0."""
+    """Add ``error`` to ``gradient``; return (1,): zero if all sums are finite, else NaN."""
     if backend_of(gradient) is not None:
         return selection.add_and_check(gradient, error)
     bad = _C.select_above(gradient, error, math.inf)
     return gradient.new_full((1,), math.nan if bad.numel() > 0 else 0.0)
 
 
-def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
-    """``out[indices] += values``, all of one dtype."""
-    if backend_of(out) is None:
-        _C.scatter_add(values, indices, out)
-    else:
-        kernels.scatter_add(values, indices, out)
-
-
 def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
-    """``count`` different indices below ``numel``, each of which has the same chance.
+    """Draw ``count`` different indices below ``numel``, each index with the same probability.
 
-    On the device of ``like``, the same on all devices. From each of ``count`` runs, as equal as can
-    be, of the circle of all indices, one index: see RandomIndices in codecs/sparse.h.
+    They are on the device of ``like`` and the same on all devices. The circle of all indices is
+    divided into ``count`` runs, as equal as possible, and one index is drawn from each: see
+    RandomIndices in kernels/codecs/sparse.h.
     """
     indices = like.new_empty(count, dtype=torch.int32)
     if count == 0:
@@ -87,8 +92,9 @@ def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tenso
     return indices
 
 
-def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:
-    """Adds ``momentum`` · ``velocity`` to ``gradient``; returns that plus ``error``."""
-    if backend_of(gradient) is None:
-        return gradient.add_(velocity, alpha=momentum) + error
-    return kernels.correct_momentum(gradient, velocity, error, momentum)
+def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
+    """Add ``values`` to ``out[indices]``. Values and ``out`` are of one dtype."""
+    if backend_of(out) is None:
+        _C.scatter_add(values, indices, out)
+    else:
+        kernels.scatter_add(values, indices, out)

@@ -1,26 +1,32 @@
-"""Each rank sends the numbers that reach a threshold, however many these are.
+"""Threshold: each rank sends all elements of at least a given magnitude.
+
+A step with the gradient ``g[i]`` and the error ``e[i]`` of each rank i of N::
+
+    for i in range(N):
+        m = g[i] + e[i]
+        sent[i] = torch.where(m.abs() >= value, m, 0)
+        e[i] = m - sent[i]
+    result = sum(sent) / N    # an all-gather of counts, then one of values and indices
 
 After Strom: Scalable Distributed DNN Training Using Commodity GPU Cloud Computing, Interspeech
-2015, who sends the threshold itself; here numbers are sent as they are, which is the hard threshold
-of Sahu et al.: Rethinking Gradient Sparsification as Total Error Minimization, NeurIPS 2021,
+2015, which sends the threshold itself. Here elements are sent unchanged: the hard threshold of Sahu
+et al.: Rethinking Gradient Sparsification as Total Error Minimization, NeurIPS 2021,
 https://arxiv.org/abs/2108.00951.
-
-What is not finite reaches any threshold, so Note [Sparse commit] holds.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import SparseHook
-from commhooks.algorithms.sparse.part import SparsePart
+from commhooks.algorithms.sparse.base import SparseHook, SparseVector, gather, to_memory_dtype
 from commhooks.algorithms.sparse.selection import select_above
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Gt, Lt
 from commhooks.hook.registry import register_hook
+from reducer import GradBucket
 
 __all__ = ["Threshold"]
 
@@ -28,31 +34,44 @@ __all__ = ["Threshold"]
 @register_hook("threshold")
 @dataclass
 class Threshold(SparseHook):
-    """Average the numbers that reach a threshold; what is not sent is added next time.
+    """Average the elements that reach a threshold; add the others to the next gradient.
 
-    How much is sent follows the gradients: more early in training, less later. Ranks may send
-    different amounts, and pay for the largest.
+    The number of elements sent follows the gradients: more early in training, fewer later. It may
+    differ between ranks, and each rank sends as many bytes as the rank with the most elements.
 
-    Wire, per bucket and step: an all-gather of the counts, 8 bytes from each rank; then, unless all
-    are zero, one of values in the bucket's dtype and their indices, padded to those of the rank
-    with the most. Memory: the errors, as in ``topk``. On CUDA the host
-    waits for this rank's count and for those of the others: they decide how much memory is needed.
+    Wire, per bucket and step: an all-gather of the counts, 8 bytes from each rank. Then, unless all
+    counts are zero, an all-gather of values in the bucket's dtype and their indices, padded to the
+    largest count. Memory: the error, as in ``topk``. On CUDA the host waits for this rank's count
+    and for the counts of the other ranks, because the memory needed depends on them.
 
-    A bucket with a number that is not finite, on any rank, averages to NaN on all ranks and leaves
-    the errors as they were.
+    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
+    the error does not change: a non-finite element reaches any threshold, so Note [Sparse commit]
+    in algorithms/sparse/base.py holds.
     """
 
+    error_feedback: bool = field(default=True, kw_only=True)
+    """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
     value: Annotated[float, Gt(0), Lt(math.inf)] = 0.0005
-    """Numbers of this magnitude or more are sent, of gradient plus error as they are on the rank. A
-    gradient scaler multiplies gradients, so multiply this with its scale."""
+    """Elements of at least this magnitude are sent; it applies to this rank's gradient plus error.
+    A gradient scaler multiplies gradients, so multiply this by its scale."""
 
     wire = "an all-gather of 8 bytes, then one of values and indices, padded to the longest"
     paper = "https://arxiv.org/abs/2108.00951"
 
-    def select(self, gradient: Tensor, error: Tensor | None, step: int) -> Tensor:  # noqa: ARG002
-        return select_above(gradient, error, self.value)
+    @property
+    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
+        """Whether the hook keeps no error: another error feedback would count it twice."""
+        return not self.error_feedback
 
-    async def counts(self, own: SparsePart, comm: Communicator) -> list[int]:
-        count = own.indices.new_full((), own.count, dtype=torch.int64)
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        buffer = bucket.buffer()
+        error = self._errors.of(bucket, self.state) if self.error_feedback else None
+        total = to_memory_dtype(buffer)
+        indices = select_above(total, error, self.value)  # also adds the error to the total
+        own = SparseVector.of(total, indices, buffer.dtype)
+        if comm.wants_contribution and self.tells_contribution:
+            comm.contribution = own.dense(total.dtype)
+        count = indices.new_full((), own.count, dtype=torch.int64)
         counts: list[int] = (await comm.all_gather(count)).tolist()
-        return counts
+        gathered = await gather(own, counts, comm)
+        return gathered.commit(total, error, buffer)

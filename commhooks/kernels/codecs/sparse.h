@@ -17,7 +17,7 @@ COMMHOOKS_HD u64 magnitude_bits(double value) {
   return bits & 0x7fffffffffffffffull;
 }
 
-// How ascending indices are written; see Note [Index code] in commhooks/algorithms/sparse/index_code.py.
+// How ascending indices are written; see Note [Index code] in commhooks/codecs/index_code.py.
 struct IndexCode {
   int low_bits;
   bool adds_rank;

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commhooks.algorithms.sparse.index_code import IndexCode
+from commhooks.codecs.index_code import IndexCode
 
 
 @st.composite

@@ -1,0 +1,93 @@
+"""Ascending indices in close to as few bits as possible.
+
+Note [Index code]
+~~~~~~~~~~~~~~~~~
+Each of k ascending indices below n is split into its l low bits and the remaining high bits:
+
+    high   a bitmap; the index with rank r (the number of smaller indices) sets bit (index >> l) + r
+    low    the l low bits of each index, one after the other
+
+This is the code of Elias (1974) and Fano (1971). Adding r gives indices with equal high bits
+different positions, and the reader of the bitmap knows r. The code takes n/2^l + k + k·l bits; with
+the best l that is less than 2 + log2(n/k) per index, and no code takes less than log2(n/k) on
+average. If more than about a quarter of all indices is present, a plain bitmap is shorter: l = 0,
+and r is not added.
+
+The bitmap and the low bits are little-endian words of 64 bits. The best l follows from n and k, so
+a message does not describe its format.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from reducer import _C
+
+__all__ = ["IndexCode"]
+
+_WORD_BITS = 64
+
+
+@dataclass(frozen=True)
+class IndexCode:
+    """The code for at most ``count`` ascending int32 indices below ``numel``: Note [Index code]."""
+
+    numel: int
+    count: int
+    low_bits: int
+    adds_rank: bool
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def shortest(cls, numel: int, count: int) -> "IndexCode":
+        """Return the code with the fewest bytes. The bytes never decrease with ``count``."""
+        plain = cls(numel, count, low_bits=0, adds_rank=False)
+        bits = range(max(numel, 1).bit_length())
+        codes = [plain, *(cls(numel, count, low_bits, adds_rank=True) for low_bits in bits)]
+        return min(codes, key=lambda code: code.nbytes)
+
+    @cached_property
+    def high_bits(self) -> int:
+        """The length of the bitmap."""
+        if self.count == 0:
+            return 0
+        return ((self.numel - 1) >> self.low_bits) + self.count if self.adds_rank else self.numel
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of ``count`` packed indices."""
+        return self._nbytes_of(self.count)
+
+    def pack(self, indices: Tensor, out: Tensor) -> None:
+        """Write at most ``count`` int32 indices into ``out``, (nbytes,) uint8, which holds zeros.
+
+        Both are on the CPU.
+        """
+        used = self._nbytes_of(indices.numel())
+        _C.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out[:used])
+
+    def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
+        """Return the indices, (count,) int32, on the CPU.
+
+        ``count`` is how many indices were packed, by default as many as the code is for.
+
+        Raises:
+            RuntimeError: ``packed`` does not hold that many ascending indices below ``numel``.
+        """
+        indices = packed.new_empty(self.count if count is None else count, dtype=torch.int32)
+        packed = packed[: self._nbytes_of(indices.numel())]
+        _C.unpack_indices(
+            packed, self.high_bits, self.low_bits, self.adds_rank, self.numel, indices
+        )
+        return indices
+
+    def _nbytes_of(self, count: int) -> int:
+        """The size of the whole bitmap and the low bits of ``count`` indices."""
+        words = _words(self.high_bits) + _words(count * self.low_bits)
+        return words * _WORD_BITS // 8
+
+
+def _words(bits: int) -> int:
+    return -(-bits // _WORD_BITS)
