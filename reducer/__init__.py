@@ -1,6 +1,8 @@
-"""The engine: gradients are bucketed, handed to a communication hook and written back.
+"""The engine: it packs gradients into buckets, calls a communication hook and unpacks the result.
 
-It knows nothing of any algorithm; see :mod:`commhooks` for those.
+It contains no algorithm; :mod:`commhooks` does.
+
+Imports: nothing of ``commhooks``.
 """
 
 import torch  # noqa: F401  (loads the libraries that the compiled module links to)

@@ -1,4 +1,4 @@
-"""Keeps the buffers of a module, such as running means, the same on all ranks."""
+"""Keep the buffers of a module, such as running means, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 __all__: list[str] = []
 
 BROADCAST_BYTES = 250 * 2**20
-"""Tensors are broadcast together up to this size."""
+"""The size up to which tensors are broadcast together."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,18 @@ class BufferHook:
 
 
 def broadcast(group: dist.ProcessGroup, tensors: Iterable[Tensor], root: int) -> None:
-    """Overwrites tensors with those of the group's rank ``root``."""
+    """Overwrite tensors with those of the group's rank ``root``. Collective."""
     tensors = [tensor.detach() for tensor in tensors]
     if tensors and group.size() > 1:
         _broadcast_coalesced(group, tensors, BROADCAST_BYTES, root)
 
 
 class ModuleBuffers:
-    """The buffers of a module, without the ignored ones. Ranks agree on them by a broadcast.
+    """The buffers of a module, except the ignored ones; synchronized by a broadcast or a hook.
 
-    ``hook``: a user's replacement for that, if there is one.
+    Attributes:
+        hook: the user's replacement for the broadcast, or None.
+        by_name: the buffers by their qualified names.
     """
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
@@ -49,7 +51,7 @@ class ModuleBuffers:
         self.collect()
 
     def collect(self) -> None:
-        """Anew, as modules may have put other tensors in the place of their buffers."""
+        """Update ``by_name``, because modules may have replaced their buffers."""
         self.by_name = {
             name: buffer
             for name, buffer in self._module.named_buffers()
@@ -58,14 +60,14 @@ class ModuleBuffers:
 
     @property
     def location(self) -> _BufferCommHookLocation:
-        """When ranks have to agree, before or after forward."""
+        """Whether buffers are synchronized before or after forward."""
         return _BufferCommHookLocation.PRE_FORWARD if self.hook is None else self.hook.location
 
     def sync(self, group: dist.ProcessGroup, root: int) -> list[torch.futures.Future[Any]]:
-        """Makes buffers the same on all ranks: those of the group's rank ``root``, or the hook's.
+        """Copy the buffers of the group's rank ``root`` to all ranks, or call the hook. Collective.
 
-        Returns the futures that must have completed by the end of backward. Autograd is not told
-        that buffers change: a graph that was recorded with the old values stays valid.
+        Returns the futures that must have completed by the end of backward. The versions that
+        autograd checks do not change: a graph that was recorded with the old values stays valid.
         """
         self.collect()
         with (
@@ -76,9 +78,3 @@ class ModuleBuffers:
                 broadcast(group, self.by_name.values(), root)
                 return []
             return list(self.hook.function(self.hook.state, self.by_name) or [])
-
-
-def refuse_sync_batch_norm(module: nn.Module, device: torch.device) -> None:
-    """SyncBatchNorm has no kernels for the CPU."""
-    if device.type == "cpu" and any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
-        raise ValueError("SyncBatchNorm layers only work with GPU modules")

@@ -1,4 +1,4 @@
-"""How the wrapper gets on with torch.compile."""
+"""Make the wrapper work with torch.compile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from reducer.arguments import FIRST_BUCKET_BYTES
+from reducer.options import FIRST_BUCKET_BYTES
 
 __all__: list[str] = []
 
@@ -18,27 +18,30 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(function: Function, *, recursive: bool = False) -> Function:
-    """It does not compile the function, only what that calls."""
+    """Exclude the function itself from compilation, but not the functions that it calls."""
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     return cast("Function", disable(function, recursive=recursive))
 
 
 def not_compiled(function: Function) -> Function:
-    """Nor what it calls."""
+    """Exclude the function and all that it calls from compilation."""
     return outside_graphs(function, recursive=True)
 
 
 @dataclass(frozen=True)
 class _Buckets:
-    """What it asks of a wrapper. It refuses buckets that are smaller than its first one."""
+    """The part of torch's wrapper that the compiler reads."""
 
     bucket_bytes_cap: int
 
 
 @contextmanager
 @outside_graphs
-def cut_at_buckets(bucket_bytes: int) -> Iterator[None]:
-    """Within, it cuts graphs where buckets of this size end, as it does for torch's wrapper."""
+def split_graphs_at_buckets(bucket_bytes: int) -> Iterator[None]:
+    """Let the compiler split graphs at the ends of buckets, as it does for torch's wrapper.
+
+    The compiler accepts no buckets that are smaller than torch's first one.
+    """
     before = TorchDDP._active_ddp_module  # noqa: SLF001
     buckets: Any = _Buckets(max(bucket_bytes, FIRST_BUCKET_BYTES))
     TorchDDP._active_ddp_module = buckets  # noqa: SLF001

@@ -1,8 +1,8 @@
-"""Which parameters may share a bucket, and the ranks that each bucket is averaged over."""
+"""Decide which parameters may share a bucket, and over which ranks each bucket is averaged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -17,46 +17,49 @@ _DELAYED = "reducer: delayed"
 
 @dataclass(frozen=True)
 class NumberedKeys:
-    """As the reducer takes them: one key per parameter, in the order of their first appearance."""
+    """Keys in the form that the reducer expects: integers, in the order of first appearance.
+
+    ``keys``: one per parameter. ``process_groups``: by key, for keys that have one of their own.
+    ``late``: the key of the parameters that are averaged last, if there are any.
+    """
 
     keys: list[int]
     process_groups: dict[int, dist.ProcessGroup]
     late: int | None
-    """The key of the parameters that go last."""
 
 
 class GroupKeys:
-    """Gives each parameter its key; only parameters of one key share a bucket.
+    """Assign a key to each parameter; only parameters with the same key share a bucket.
 
     Args:
-        key_of: maps (name, parameter) to a key; default: one key for all.
-        process_groups: of the keys whose parameters are averaged over other ranks.
-        delayed: parameters that go last, in buckets of their own.
+        key_of: maps (name, parameter) to a key; by default, all parameters have the same key.
+        process_groups: by key, the ranks to average over instead of the model's.
+        delayed: names of parameters that are averaged last, in buckets of their own.
     """
 
     def __init__(
         self,
         key_of: Callable[[str, nn.Parameter], Hashable] | None,
         process_groups: Mapping[Hashable, dist.ProcessGroup] | None,
-        delayed: NamedParameters | None,
+        delayed: Collection[str],
     ) -> None:
         self._key_of = key_of
-        self._delayed = frozenset(name for name, _ in delayed or ())
+        self._delayed = delayed
         self.process_groups = dict(process_groups or {})
 
     @property
     def are_given(self) -> bool:
-        """Whether the user parts parameters in any way."""
+        """Whether the user separates some parameters from others."""
         return self._key_of is not None or bool(self._delayed)
 
     def process_group(self, name: str, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        """Of its own; None: the parameter is averaged over the model's ranks."""
+        """Return the group that the parameter is averaged over, or None for the model's group."""
         return self.process_groups.get(self._key(name, parameter))
 
     def number(self, named_parameters: NamedParameters) -> NumberedKeys:
-        """The order of parameters is the same on all ranks, and so are the numbers.
+        """Return the keys as numbers, which are equal on all ranks if the parameters are.
 
-        Raises ValueError where a process group has a key that no parameter has.
+        Raises ValueError if a process group has a key that no parameter has.
         """
         keys = [self._key(name, parameter) for name, parameter in named_parameters]
         if unknown := self.process_groups.keys() - set(keys):

@@ -1,4 +1,4 @@
-"""The place for a communication hook that torch's methods fill, once."""
+"""Register a communication hook through torch's methods, which allow only one."""
 
 from __future__ import annotations
 
@@ -24,33 +24,47 @@ _WIRE_DTYPES = {
 
 
 class HookRegistration:
-    """Holds the reducer's hook; without any, that is the exact average in ``wire_dtype``.
+    """Sets the reducer's hook, and knows what the wrapper must know about it.
 
-    ``averages_gradients``: the hook does, over all ranks, in some way. ``on_overwrite``: called
-    between two steps when the parameters of all ranks have been overwritten.
+    Without a registered hook, the reducer computes the exact average, sent in ``wire_dtype``.
+
+    Attributes:
+        is_taken: whether a hook was registered through a method of torch's wrapper.
+        averages_gradients: whether the hook averages gradients, rather than parameters.
+        on_overwrite: called between two steps, after the parameters of all ranks were overwritten.
     """
 
     def __init__(self, reducer: Reducer, wire_dtype: torch.dtype | None) -> None:
         self._reducer = reducer
         self._wire_dtype = wire_dtype
+        self.reset()
+
+    def default(self) -> NativeHook:
+        """Return the hook that averages exactly over the reducer's current process group."""
+        return AverageHook(self._reducer.process_group, self._wire_dtype)
+
+    def reset(self) -> None:
+        """Return to the default hook; another hook can then be registered."""
+        self._reducer.set_hook(self.default())
         self.is_taken = False
         self.averages_gradients = True
         self.on_overwrite: Callable[[], None] | None = None
-        reducer.set_hook(self.default())
-
-    def default(self) -> NativeHook:
-        """The exact average over the ranks that the reducer has now."""
-        return AverageHook(self._reducer.process_group, self._wire_dtype)
 
     def register(self, state: object, hook: TorchHook) -> None:
-        """Raises TypeError for what cannot be called, RuntimeError the second time."""
+        """Register a torch-style hook.
+
+        Raises TypeError if ``hook`` is not callable, RuntimeError if a hook is registered already.
+        """
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, found {hook!r}.")
         self._take()
         self._reducer.set_hook(functools.partial(hook, state))
 
     def register_builtin(self, kind: BuiltinCommHookType) -> None:
-        """Raises ValueError for what is not one of torch's, RuntimeError the second time."""
+        """Register one of torch's built-in hooks.
+
+        Raises ValueError if ``kind`` is unknown, RuntimeError if a hook is registered already.
+        """
         if kind not in _WIRE_DTYPES:
             raise ValueError(
                 f"Expected one of {[known.name for known in _WIRE_DTYPES]}, found {kind}."
@@ -59,12 +73,9 @@ class HookRegistration:
         self._reducer.set_hook(AverageHook(self._reducer.process_group, _WIRE_DTYPES[kind]))
 
     def move(self, process_group: dist.ProcessGroup) -> None:
-        """Averages over other ranks from the next step on; the adapter is empty again."""
+        """Average over other ranks from the next step on, with the default hook."""
         self._reducer.process_group = process_group
-        self._reducer.set_hook(self.default())
-        self.is_taken = False
-        self.averages_gradients = True
-        self.on_overwrite = None
+        self.reset()
 
     def _take(self) -> None:
         if self.is_taken:

@@ -1,33 +1,52 @@
-"""Training with uneven inputs: a rank that has run out takes part in the steps of the others.
+"""Training with uneven inputs: a rank that has no inputs left takes part in the others' steps.
 
 Note [Uneven inputs]
 ~~~~~~~~~~~~~~~~~~~~
-At the start of each forward, ranks tell each other what they are about to do (:class:`Plans`). A
-rank without inputs *shadows* it: it rebuilds buckets, synchronizes buffers and calls the hook for
-every bucket, with gradients of zero, in the same order. So hooks, whatever they send and remember,
-need not know. Which buckets ``skip_all_reduce_unused_params`` leaves out only a forward can tell;
-after theirs, ranks with inputs do. The root of broadcasts is the highest rank that still has
-inputs; in the end the model of the last rank to run out is broadcast.
+At the start of each forward, ranks tell each other what they are about to do (:class:`StepPlan`). A
+rank without inputs *shadows* the step: it rebuilds buckets, synchronizes buffers and calls the hook
+for every bucket in the same order, with gradients of zero. Hooks therefore need not know about it,
+whatever they send or remember. Only a forward can tell which buckets
+``skip_all_reduce_unused_params`` skips; ranks with inputs send that after theirs. The root of
+broadcasts is the highest rank that still has inputs. When all ranks have finished, the model of the
+rank that finished last is broadcast.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-if TYPE_CHECKING:
-    from reducer.distributed import DistributedDataParallel
+from reducer._C import Reducer
+from reducer.hook_registration import HookRegistration
+from reducer.options import WrapperOptions
 
 __all__: list[str] = []
 
 
+class JoinableModel(Protocol):
+    """What this module uses of DistributedDataParallel."""
+
+    process_group: dist.ProcessGroup
+    device: torch.device
+    options: WrapperOptions
+    reducer: Reducer
+    hook_registration: HookRegistration
+    divide_by_initial_world_size: bool
+
+    def sync_buffers(self, root: int) -> None:
+        """Synchronize buffers."""
+
+    def broadcast_state(self, root: int) -> None:
+        """Overwrite the parameters and buffers of all ranks."""
+
+
 @dataclass(frozen=True)
-class Plans:
-    """What the ranks are about to do. ``active``: the ranks that have inputs."""
+class StepPlan:
+    """What the ranks together are about to do in a step. ``active``: the ranks that have inputs."""
 
     active: list[int]
     synchronizes: bool
@@ -36,17 +55,18 @@ class Plans:
     @classmethod
     def exchange(
         cls,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        model: JoinableModel,
         *,
         is_active: bool,
         synchronizes: bool = False,
         syncs_buffers: bool = False,
-    ) -> Plans:
-        """Collective: one all-gather of three bytes."""
-        own = torch.tensor([is_active, synchronizes, syncs_buffers], dtype=torch.uint8).to(device)
-        rows = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(rows, own, group=group)
+    ) -> StepPlan:
+        """Combine the plans of all ranks. Collective: one all-gather of three bytes."""
+        own = torch.tensor(
+            [is_active, synchronizes, syncs_buffers], dtype=torch.uint8, device=model.device
+        )
+        rows = [torch.empty_like(own) for _ in range(model.process_group.size())]
+        dist.all_gather(rows, own, group=model.process_group)
         of_ranks = torch.stack(rows).tolist()
         return cls(
             [rank for rank, row in enumerate(of_ranks) if row[0]],
@@ -56,34 +76,37 @@ class Plans:
 
     @property
     def root(self) -> int:
-        """Whose buffers count."""
+        """The rank whose buffers are broadcast."""
         return self.active[-1]
 
-    def share_skipped(self, model: DistributedDataParallel) -> list[bool]:
-        """Which buckets the step leaves out, by the root's forward. Collective, after forward."""
+    def share_skipped(self, model: JoinableModel) -> list[bool]:
+        """Return which buckets the root's step skips. Collective, after forward."""
         skipped = model.reducer.skipped_buckets
-        if model.skip_all_reduce_unused_params:
-            told = torch.tensor(skipped, dtype=torch.uint8).to(model.device)
-            dist.broadcast(told, group=model.process_group, group_src=self.root)
-            skipped = [flag != 0 for flag in told.tolist()]
+        if model.options.skip_all_reduce_unused_params:
+            of_root = torch.tensor(skipped, dtype=torch.uint8).to(model.device)
+            dist.broadcast(of_root, group=model.process_group, group_src=self.root)
+            skipped = [flag != 0 for flag in of_root.tolist()]
         return skipped
 
-    def gradient_scale(self, group: dist.ProcessGroup) -> float:
-        """Where ranks without inputs do not count, although the hook averages over all."""
-        return group.size() / len(self.active)
+    def gradient_scale(self, model: JoinableModel) -> float:
+        """Return the factor of gradients that lets the hook average over active ranks only."""
+        if model.divide_by_initial_world_size:
+            return 1.0
+        return model.process_group.size() / len(self.active)
 
 
 class ShadowHook(JoinHook):
-    """What a rank without inputs does. See Note [Uneven inputs].
+    """Lets a rank without inputs take part in the steps of the others. See Note [Uneven inputs].
 
-    ``divide_by_initial_world_size``: count ranks without inputs in the average. Join hands all
-    options to all of its objects, so there may be others. ValueError where the hook takes no
-    average of gradients.
+    ``divide_by_initial_world_size``: count ranks without inputs in the average. Join passes all
+    options to all of its objects, so this one ignores options that it does not know.
+
+    Raises ValueError if ranks without inputs shall not count, but the hook averages no gradients.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: JoinableModel,
         *,
         divide_by_initial_world_size: bool = True,
         **_of_others: Any,
@@ -91,26 +114,26 @@ class ShadowHook(JoinHook):
         super().__init__()
         if not divide_by_initial_world_size and not model.hook_registration.averages_gradients:
             raise ValueError(
-                "divide_by_initial_world_size=False lets gradients be averaged over the ranks that "
-                "have inputs, but the model's hook leaves gradients as they are and averages "
-                "parameters: leave that option out"
+                "divide_by_initial_world_size=False averages gradients over the ranks that have "
+                "inputs, but the model's hook leaves gradients as they are and averages "
+                "parameters: omit that option"
             )
         model.divide_by_initial_world_size = divide_by_initial_world_size
         self._model = model
 
     def main_hook(self) -> None:
-        """Once per forward of the others: takes part in it, and in its backward."""
+        """Take part in one forward and backward of the ranks that have inputs."""
         model = self._model
-        plans = Plans.exchange(model.process_group, model.device, is_active=False)
-        if plans.synchronizes:
+        plan = StepPlan.exchange(model, is_active=False)
+        if plan.synchronizes:
             model.reducer.rebuild_buckets()
-        if plans.syncs_buffers:
-            model.sync_buffers(plans.root)
-        if plans.synchronizes:
-            model.reducer.shadow_backward(plans.share_skipped(model))
+        if plan.syncs_buffers:
+            model.sync_buffers(plan.root)
+        if plan.synchronizes:
+            model.reducer.shadow_backward(plan.share_skipped(model))
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """When all have run out: the model of the last is everybody's."""
+        """Copy the model of the rank that finished last to all ranks."""
         model = self._model
         rank = model.process_group.rank()
         candidate = torch.tensor([rank if is_last_joiner else -1], device=model.device)

@@ -1,17 +1,16 @@
-"""What the wrapper tells of itself: torch's dictionary, filled from ours, and its buckets."""
+"""Report on a wrapper: torch's dictionary of logging data, and a table of buckets."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from reducer._C import Reducer
-
-if TYPE_CHECKING:
-    from reducer.distributed import DistributedDataParallel
+from reducer.options import WrapperOptions
 
 __all__: list[str] = []
 
@@ -32,11 +31,13 @@ _ENVIRONMENT = {
 
 
 class StepSampler:
-    """Times of steps: of the first ten, then of every ``rate``-th. Nanoseconds, as in torch."""
+    """Samples the times of the first ten steps, then those of every ``rate``-th step.
+
+    ``forward_seconds``: the duration of the current step's forward; set by the wrapper.
+    """
 
     def __init__(self) -> None:
         self.forward_seconds = 0.0
-        """Of the step that is being made."""
         self._rate = 100
         self._last_step = 0
         self._sums: dict[str, float] = {}
@@ -44,7 +45,10 @@ class StepSampler:
         self._last: dict[str, float] = {}
 
     def sample(self, step: int, times: dict[str, float]) -> None:
-        """``times``: ``Reducer.last_times()`` after ``step`` steps. Sees each step once."""
+        """Take the times of a step, unless it is not to be sampled or was taken before.
+
+        ``times``: ``Reducer.last_times()`` after ``step`` steps.
+        """
         if step == self._last_step or not times["backward_start"]:
             return
         self._last_step = step
@@ -65,7 +69,7 @@ class StepSampler:
             self._sums[name] = self._sums.get(name, 0.0) + seconds
 
     def set_rate(self, rate: int) -> None:
-        """Raises ValueError below 1."""
+        """Sample every ``rate``-th step. Raises ValueError if ``rate`` is less than 1."""
         if rate < 1:
             raise ValueError(
                 f"DDP runtime logging sample rate should be equal or greater than 1, found {rate}."
@@ -73,54 +77,57 @@ class StepSampler:
         self._rate = rate
 
     def data(self) -> dict[str, int]:
-        """The last sample, and averages over all."""
+        """Return the last sample, and averages over all samples, in nanoseconds as in torch."""
         averages = {f"avg_{name}": total / self._samples for name, total in self._sums.items()}
         seconds = self._last | averages
         return {name: int(value * 1e9) for name, value in seconds.items()}
 
 
-def logging_data(model: DistributedDataParallel) -> dict[str, Any]:
-    """Torch's keys where they make sense here; sizes in bytes, times in nanoseconds."""
-    buckets = model.reducer.bucket_stats()
-    parameters = list(model.parameter_names)
+def logging_data(
+    module: nn.Module,
+    parameters: Collection[nn.Parameter],
+    reducer: Reducer,
+    options: WrapperOptions,
+) -> dict[str, Any]:
+    """Return those of torch's keys that apply here; sizes are in bytes.
+
+    ``parameters``: those that are averaged.
+    """
+    buckets = reducer.bucket_stats()
     sizes = ", ".join(str(bucket["gradient_bytes"]) for bucket in buckets)
     indices = ", ".join(" ".join(map(str, bucket["indices"])) for bucket in buckets)
+    prefix = "rebuilt" if reducer.has_rebuilt_buckets else "initial"
     data: dict[str, Any] = {
-        "module_name": type(model.module).__name__,
-        "backend_name": dist.get_backend(model.process_group),
-        "world_size": model.process_group.size(),
-        "rank": model.process_group.rank(),
-        "bucket_cap_bytes": model.bucket_bytes_cap,
-        "find_unused_parameters": int(model.find_unused_parameters),
-        "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
-        "static_graph": int(model.static_graph),
-        "broadcast_buffers": int(model.broadcast_buffers),
-        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules())),
-        "device_ids": ", ".join(map(str, model.device_ids or [])),
-        "output_device": -1 if model.output_device is None else model.output_device,
+        "module_name": type(module).__name__,
+        "backend_name": dist.get_backend(reducer.process_group),
+        "world_size": reducer.process_group.size(),
+        "rank": reducer.process_group.rank(),
+        "bucket_cap_bytes": options.bucket_bytes_cap,
+        "find_unused_parameters": int(options.find_unused_parameters),
+        "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+        "static_graph": int(options.static_graph),
+        "broadcast_buffers": int(options.forward_sync_buffers),
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())),
+        "device_ids": ", ".join(map(str, options.device_ids or [])),
+        "output_device": -1 if options.output_device is None else options.output_device,
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
-        "comm_hook": model.comm_hook_name,
+        "comm_hook": reducer.hook_name,
         "bucket_sizes": sizes,
         "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF"),
-        "iteration": model.reducer.steps,
+        "iteration": reducer.steps,
         "unused_parameter_size": 0,
+        "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
+        f"{prefix}_bucket_sizes": sizes,
+        f"{prefix}_per_bucket_param_indices": indices,
     }
-    rebuilt = model.reducer.has_rebuilt_buckets
-    data["has_rebuilt_buckets"] = int(rebuilt)
-    prefix = "rebuilt_" if rebuilt else "initial_"
-    data[f"{prefix}bucket_sizes"] = sizes
-    data["rebuilt_per_bucket_param_indices" if rebuilt else "initial_per_bucket_param_indices"] = (
-        indices
-    )
-    data |= {key: os.environ.get(name, "N/A") for key, name in _ENVIRONMENT.items()}
-    return data | model.step_sampler.data()
+    return data | {key: os.environ.get(name, "N/A") for key, name in _ENVIRONMENT.items()}
 
 
 def bucket_table(reducer: Reducer) -> str:
-    """Which parameter is in which bucket, for people."""
+    """Return a readable table of the parameters in each bucket."""
     lines = []
     for bucket in reducer.bucket_stats():
         kind = ", sparse" if bucket["is_sparse"] else ""

@@ -1,17 +1,18 @@
-"""Runs a module in low precision, with parameters and gradients kept in full precision.
+"""Run a module in low precision while parameters and gradients stay in full precision.
 
 Note [Mixed precision]
 ~~~~~~~~~~~~~~~~~~~~~~
-For the time of a forward and its backward, the attributes of the modules are not the parameters but
+During a forward and its backward, the attributes of the modules are not the parameters, but
 differentiable casts of them:
 
     parameter (fp32) --cast--> attribute (bf16) --forward--> loss
     .grad (fp32)     <--cast-- gradient (bf16)  <--backward--
 
-So autograd itself brings gradients back to full precision, where they accumulate, are averaged (in
-``reduce_dtype``, or by the user's hook) and are seen by the optimizer; parameters never change
-their type, and optimizers, hooks and checkpoints need not know. The casts stay in place until
-backward is over because activation checkpointing runs parts of forward again.
+Autograd itself therefore casts gradients back to full precision. They accumulate in full precision,
+are averaged (sent in ``reduce_dtype``, or by the user's hook) and are used by the optimizer.
+Parameters never change their dtype, so optimizers, hooks and checkpoints need not know about the
+casts. The casts stay until backward has ended, because activation checkpointing runs parts of the
+forward again.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reducer.outputs import map_tensors, tensors_in
+from reducer.nested_tensors import map_tensors, tensors_in
 
 __all__ = ["MixedPrecision"]
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Which dtypes to use; None: the parameters' own. Torch's ``_MixedPrecision`` does as well.
+    """The dtypes of mixed-precision training; torch's ``_MixedPrecision`` is accepted as well.
 
-    ``param_dtype``: of parameters and inputs, and so of the computation. ``reduce_dtype``: of the
-    default average on the wire; by default ``param_dtype``. ``buffer_dtype``: of buffers.
+    Args:
+        param_dtype: dtype of parameters and inputs during the computation; None: unchanged.
+        reduce_dtype: dtype in which the default average is sent; None: ``param_dtype``.
+        buffer_dtype: dtype of buffers; None: unchanged.
     """
 
     param_dtype: torch.dtype | None = None
@@ -43,37 +46,40 @@ class MixedPrecision:
 
     @classmethod
     def of(cls, config: Any) -> MixedPrecision:
-        """From anything with these three attributes."""
+        """Convert any object that has these three attributes."""
         return cls(config.param_dtype, config.reduce_dtype, config.buffer_dtype)
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """In which the default average travels."""
+        """The dtype in which the default average is sent; None: that of the gradients."""
         return self.reduce_dtype or self.param_dtype
 
 
 def casts_of(module: nn.Module, mixed_precision: Any, ignored: set[str]) -> CastModule | NoCasts:
-    """``mixed_precision``: as :class:`MixedPrecision`, or None for a module that runs as it is."""
+    """Return what casts ``module``.
+
+    ``mixed_precision``: as :class:`MixedPrecision`, or None to run the module unchanged.
+    """
     if mixed_precision is None:
         return NoCasts()
     return CastModule(module, MixedPrecision.of(mixed_precision), ignored)
 
 
 class NoCasts:
-    """Runs the module as it is."""
+    """Runs the module unchanged."""
 
     wire_dtype: torch.dtype | None = None
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """As they are."""
+        """Return the inputs."""
         return inputs
 
     def casting(self) -> AbstractContextManager[Callable[[Any], None]]:
-        """For a forward."""
+        """Return a context for a forward."""
         return nullcontext(_keep_nothing)
 
     def restore(self) -> None:
-        """Nothing is to be restored."""
+        """Do nothing."""
 
 
 def _keep_nothing(_outputs: Any) -> None:
@@ -81,19 +87,19 @@ def _keep_nothing(_outputs: Any) -> None:
 
 
 class CastModule:
-    """Puts casts of parameters in the place of parameters. See Note [Mixed precision]."""
+    """Replaces parameters with casts during forward and backward. See Note [Mixed precision]."""
 
     def __init__(self, module: nn.Module, dtypes: MixedPrecision, ignored: set[str]) -> None:
         self._dtypes = dtypes
         self.wire_dtype = dtypes.wire_dtype
-        self._places = [
+        self._attributes = [
             (owner, name)
             for prefix, owner in module.named_modules()
             for name, parameter in owner.named_parameters(recurse=False)
             if f"{prefix}.{name}".lstrip(".") not in ignored and parameter.is_floating_point()
         ]
         self._originals: list[nn.Parameter] = []
-        # No checkpoint may hold casts, also of a forward that no backward followed.
+        # A checkpoint must not contain casts, even if no backward followed the last forward.
         module.register_state_dict_pre_hook(self._restore_before_saving)  # type: ignore[no-untyped-call]
         if dtypes.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
@@ -101,7 +107,7 @@ class CastModule:
                     buffer.data = buffer.to(dtypes.buffer_dtype)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Floating-point tensors in ``param_dtype``, whatever they are nested in."""
+        """Cast all floating-point tensors in a nested structure to ``param_dtype``."""
         dtype = self._dtypes.param_dtype
         if dtype is None:
             return inputs
@@ -109,7 +115,10 @@ class CastModule:
 
     @contextmanager
     def casting(self) -> Iterator[Callable[[Any], None]]:
-        """For a forward. Call what it gives with the outputs: casts stay until backward is over."""
+        """Return a context for a forward. It gives a function to call with the outputs.
+
+        The casts of the outputs' graph then stay until backward has ended.
+        """
         self.restore()
         self._cast()
         keeps = False
@@ -128,7 +137,7 @@ class CastModule:
                 self.restore()
 
     def restore(self) -> None:
-        """Puts the parameters back in their places."""
+        """Replace the casts with the parameters."""
         if self._originals:
             self._put(self._originals)
             self._originals = []
@@ -137,14 +146,14 @@ class CastModule:
         dtype = self._dtypes.param_dtype
         if dtype is None:
             return
-        self._originals = [owner._parameters[name] for owner, name in self._places]  # noqa: SLF001
+        self._originals = [owner._parameters[name] for owner, name in self._attributes]  # noqa: SLF001
         shared = {parameter: parameter.to(dtype) for parameter in self._originals}
         self._put([shared[parameter] for parameter in self._originals])
 
     def _put(self, tensors: list[Any]) -> None:
-        for (owner, name), tensor in zip(self._places, tensors, strict=True):
+        for (owner, name), tensor in zip(self._attributes, tensors, strict=True):
             owner._parameters[name] = tensor  # noqa: SLF001
-            if isinstance(owner, nn.RNNBase):  # keeps a list of its own
+            if isinstance(owner, nn.RNNBase):  # has a list of its own
                 owner._flat_weights[owner._flat_weights_names.index(name)] = tensor  # noqa: SLF001
 
     def _restore_before_saving(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Optimizer steps inside backward: each parameter's as soon as its gradient has been averaged.
+"""Step optimizers inside backward: each parameter as soon as its gradient has been averaged.
 
 ::
 
@@ -6,8 +6,9 @@
     bucket 1        |-- hook --|step|
     backward   |---------------------------|wait|
 
-An optimizer steps the parameters of one bucket at a time, by seeing only these in its groups, so
-its state, its options and the schedulers around it are those of one ordinary optimizer.
+An optimizer steps the parameters of one bucket at a time: its parameter groups are restricted to
+them for the call of ``step()``. Its state, its options and its learning-rate schedulers are
+therefore those of one ordinary optimizer.
 """
 
 from __future__ import annotations
@@ -15,26 +16,35 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from reducer.distributed import DistributedDataParallel
+from reducer.observers import GradientObservers
 
 __all__ = ["OverlappedOptimizer", "overlap_optimizer"]
 
 
-class OverlappedOptimizer:
-    """An optimizer that steps in backward; ``optimizer`` is the ordinary one that does the work.
+class ObservedModel(Protocol):
+    """What this module uses of DistributedDataParallel."""
 
-    Use that for learning-rate schedulers and checkpoints, and do not call its ``step()``.
+    gradient_observers: GradientObservers
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return all parameters."""
+
+
+class OverlappedOptimizer:
+    """Steps an optimizer in backward. Made by :func:`overlap_optimizer`.
+
+    ``optimizer`` is the ordinary optimizer that does the work: use it for learning-rate schedulers
+    and checkpoints, and do not call its ``step()``.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        observers: GradientObservers,
         optimizer: torch.optim.Optimizer,
         *,
         clear_gradients: bool,
@@ -42,12 +52,12 @@ class OverlappedOptimizer:
         self.optimizer = optimizer
         self._clear_gradients = clear_gradients
         self._parameters = {p for group in optimizer.param_groups for p in group["params"]}
-        # Weakly, as the model's reducer, in C++, keeps the observers.
-        self._model = weakref.ref(model)
-        model.add_gradient_observer(self.step)
+        # A weak reference, because the reducer, in C++, keeps a reference to the observers.
+        self._observers = weakref.ref(observers)
+        observers.add(self.step)
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Steps those of ``parameters`` that this optimizer has. Called by the reducer."""
+        """Step those of ``parameters`` that this optimizer has. Called by the reducer."""
         ready = self._parameters.intersection(parameters)
         if not ready:
             return
@@ -58,56 +68,55 @@ class OverlappedOptimizer:
                 parameter.grad = None
 
     def remove(self) -> None:
-        """Back to calling ``optimizer.step()`` after backward."""
-        if model := self._model():
-            model.remove_gradient_observer(self.step)
+        """Stop stepping in backward; call ``optimizer.step()`` after backward from now on."""
+        if observers := self._observers():
+            observers.remove(self.step)
 
 
 def overlap_optimizer(
-    model: DistributedDataParallel,
+    model: ObservedModel,
     optim_cls: type[torch.optim.Optimizer],
     params: Iterable[Any] | None = None,
     *args: Any,
     clear_gradients: bool = True,
     **kwargs: Any,
 ) -> OverlappedOptimizer:
-    """Steps each parameter in backward, as soon as the average of its gradient is there.
+    """Step each parameter in backward, as soon as its averaged gradient is available.
 
     Works with any communication hook and optimizer. Under ``no_sync()`` gradients accumulate, and
     the step follows in the first synchronized backward. May be called several times, for disjoint
-    sets of parameters. What needs all gradients before the first step does not fit: clipping by the
-    global norm, ``GradScaler``. If a backward fails, parameters whose buckets were done have been
-    updated.
+    sets of parameters. Methods that need all gradients before the first step cannot be used:
+    clipping by the global norm, ``GradScaler``. If a backward fails, the parameters of buckets that
+    were complete have already been updated.
 
     Args:
         model: a ``commhooks.DistributedDataParallel``.
         optim_cls: the class of the optimizer, made as ``optim_cls(params, *args, **kwargs)``.
         params: parameters or groups, as for any optimizer; default: all of the model's.
-        *args: passed on.
-        **kwargs: passed on.
-        clear_gradients: set ``.grad`` to None after the step, which frees their memory.
+        *args: passed to ``optim_cls``.
+        **kwargs: passed to ``optim_cls``.
+        clear_gradients: set ``.grad`` to None after the step, which frees its memory.
 
     Raises:
         TypeError: ``model`` is not wrapped.
         ValueError: ``model`` does not average a parameter, or another optimizer steps it already.
     """
-    from reducer.distributed import DistributedDataParallel
-
-    if not isinstance(model, DistributedDataParallel):
+    observers = getattr(model, "gradient_observers", None)
+    if not isinstance(observers, GradientObservers):
         raise TypeError(
             f"Expected a commhooks.DistributedDataParallel, found {type(model).__name__}; torch's "
             "own wrapper has no way to step in backward under a hook."
         )
-    trained = [p for p in model.module.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optim_cls(trained if params is None else params, *args, **kwargs)
-    _check_parameters(model, optimizer)
-    return OverlappedOptimizer(model, optimizer, clear_gradients=clear_gradients)
+    _check_parameters(observers, optimizer)
+    return OverlappedOptimizer(observers, optimizer, clear_gradients=clear_gradients)
 
 
-def _check_parameters(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    names = model.parameter_names
+def _check_parameters(observers: GradientObservers, optimizer: torch.optim.Optimizer) -> None:
+    names = observers.parameter_names
     taken: set[Tensor] = set()
-    for observer in model.gradient_observers:
+    for observer in observers:
         owner = getattr(observer, "__self__", None)
         if isinstance(owner, OverlappedOptimizer):
             taken |= owner._parameters  # noqa: SLF001
@@ -116,7 +125,7 @@ def _check_parameters(model: DistributedDataParallel, optimizer: torch.optim.Opt
             if parameter not in names:
                 raise ValueError(
                     f"A parameter of shape {tuple(parameter.shape)} is not one whose gradients the "
-                    "model averages; leave it to an optimizer that steps after backward."
+                    "model averages; use an optimizer that steps after backward for it."
                 )
             if parameter in taken:
                 raise ValueError(
@@ -127,7 +136,7 @@ def _check_parameters(model: DistributedDataParallel, optimizer: torch.optim.Opt
 
 @contextmanager
 def _only(optimizer: torch.optim.Optimizer, parameters: set[Any]) -> Iterator[None]:
-    """As if the optimizer had no other parameters."""
+    """Restrict the optimizer's groups to ``parameters``."""
     all_parameters = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p in parameters]
@@ -138,9 +147,12 @@ def _only(optimizer: torch.optim.Optimizer, parameters: set[Any]) -> Iterator[No
             group["params"] = params
 
 
-def take_over_in_backward_optimizers(model: DistributedDataParallel) -> None:
-    """Those of torch's ``_apply_optimizer_in_backward``, which would step before the average."""
-    waiting = {p for p in model.parameter_names if hasattr(p, "_in_backward_optimizers")}
+def take_over_in_backward_optimizers(observers: GradientObservers) -> None:
+    """Step the optimizers of torch's ``_apply_optimizer_in_backward`` after the average.
+
+    Torch's own autograd hooks, which are removed, would step them before it.
+    """
+    waiting = {p for p in observers.parameter_names if hasattr(p, "_in_backward_optimizers")}
     if not waiting:
         return
     from torch.distributed.optim import apply_optimizer_in_backward
@@ -157,4 +169,4 @@ def take_over_in_backward_optimizers(model: DistributedDataParallel) -> None:
                 optimizer.step()
             parameter.grad = None
 
-    model.add_gradient_observer(step)
+    observers.add(step)

@@ -1,10 +1,10 @@
-"""Lets backward reach everything that forward returned, whatever the loss makes use of.
+"""Let backward reach all outputs of a forward, including those that the loss does not use.
 
 Note [Sink]
 ~~~~~~~~~~~
-All outputs pass through one autograd node. When backward reaches it, outputs that the loss does
-not use have no gradient, and as "no gradient" that travels on to their parameters, which so arrive
-at the reducer like all others::
+All outputs pass through one autograd node. When backward reaches that node, an output that the
+loss does not use has no gradient. The node passes "no gradient" on, down to the parameters, so that
+these arrive at the reducer like all others::
 
     forward   ---> output 0 ---+--------+---> loss
               ---> output 1 ---| sink   |---> (unused)
@@ -26,7 +26,7 @@ __all__: list[str] = []
 class _Sink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, clones: bool, *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # none stays none, and does not become zeros
+        ctx.set_materialize_grads(False)  # None stays None instead of becoming zeros
         return tuple(output.clone() if clones else output for output in outputs)
 
     @staticmethod
@@ -35,15 +35,17 @@ class _Sink(torch.autograd.Function):
 
 
 def through_sink(outputs: Any, *, clones: bool) -> Any:
-    """``outputs``, in whatever structure torch's pytree knows, behind the sink.
+    """Return ``outputs``, in any structure that torch's pytree knows, passed through the sink.
 
-    ``clones``: so that they may be modified in place.
+    ``clones``: clone the tensors, so that the caller may modify them in place.
     """
     leaves, spec = tree_flatten(outputs)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not places:
+    indices = [
+        i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not indices:
         return outputs
     apply: Any = _Sink.apply
-    for place, tensor in zip(places, apply(clones, *[leaves[i] for i in places]), strict=True):
-        leaves[place] = tensor
+    for index, tensor in zip(indices, apply(clones, *[leaves[i] for i in indices]), strict=True):
+        leaves[index] = tensor
     return tree_unflatten(leaves, spec)

@@ -1,12 +1,13 @@
-"""Start-up check: all ranks must have the same parameters."""
+"""Check at start-up that all ranks have the same parameters."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+
+from reducer.agreement import check_agreement
 
 __all__: list[str] = []
 
@@ -14,53 +15,40 @@ __all__: list[str] = []
 Description = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
-def describe(name: str, parameter: torch.Tensor) -> Description:
-    """What must agree between ranks for gradients to be exchanged."""
-    return name, tuple(parameter.shape), parameter.stride(), str(parameter.dtype)
-
-
 def verify_parameters(
     named_parameters: Sequence[tuple[str, torch.Tensor]], process_group: dist.ProcessGroup
 ) -> None:
-    """Raise RuntimeError on every rank unless names, shapes, strides and dtypes agree everywhere.
+    """Raise RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
 
-    Costs one all-gather of eight bytes when they do; the details travel only when they do not.
+    Collective over ``process_group``; see :func:`reducer.agreement.check_agreement`.
     """
-    size = process_group.size()
-    if size == 1:
-        return
-    mine = [describe(name, parameter) for name, parameter in named_parameters]
-    digest = hashlib.sha256(repr(mine).encode()).digest()[:8]
+    descriptions = [
+        (name, tuple(parameter.shape), parameter.stride(), str(parameter.dtype))
+        for name, parameter in named_parameters
+    ]
     device = named_parameters[0][1].device
-    value = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=device)
-    gathered = [torch.empty_like(value) for _ in range(size)]
-    dist.all_gather(gathered, value, group=process_group)
-    if all(torch.equal(value, other) for other in gathered):
-        return
-    everyone: list[list[Description]] = [[] for _ in range(size)]
-    dist.all_gather_object(everyone, mine, group=process_group)
-    raise RuntimeError(_first_difference(everyone))
+    check_agreement(descriptions, process_group, device, _explain)
 
 
-def _first_difference(everyone: Sequence[Sequence[Description]]) -> str:
-    reference = everyone[0]
-    advice = "Build the model in the same way on all ranks (same configuration, same order)."
-    for rank, theirs in enumerate(everyone[1:], start=1):
-        for index, (a, b) in enumerate(zip(reference, theirs, strict=False)):
-            if a != b:
-                return (
-                    "Ranks have different parameters: parameter "
-                    f"{index} is {_text(a)} on rank 0 but {_text(b)} on rank {rank}. {advice}"
-                )
-        if len(theirs) != len(reference):
-            longer = max(reference, theirs, key=len)
-            extra = longer[min(len(reference), len(theirs))][0]
-            return (
-                f"Ranks have different parameters: {len(reference)} require gradients on rank 0, "
-                f"{len(theirs)} on rank {rank}; the first that only one of them has is "
-                f'"{extra}". {advice}'
-            )
-    raise AssertionError("digests differ, descriptions do not")
+def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:
+    """Describe the first difference between rank 0 and another rank."""
+    reference = of_ranks[0]
+    rank = next(rank for rank, theirs in enumerate(of_ranks) if theirs != reference)
+    theirs = of_ranks[rank]
+    for index, (a, b) in enumerate(zip(reference, theirs, strict=False)):
+        if a != b:
+            difference = f"parameter {index} is {_text(a)} on rank 0 but {_text(b)} on rank {rank}"
+            break
+    else:
+        extra = max(reference, theirs, key=len)[min(len(reference), len(theirs))]
+        difference = (
+            f"{len(reference)} require gradients on rank 0, {len(theirs)} on rank {rank}; the "
+            f'first that only one of them has is "{extra[0]}"'
+        )
+    return RuntimeError(
+        f"Ranks have different parameters: {difference}. Build the model in the same way on all "
+        "ranks (same configuration, same order)."
+    )
 
 
 def _text(description: Description) -> str:

@@ -34,7 +34,7 @@ class DDPAdapter(Adapter):
         parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
         super().__init__(model.device, parameters, list(model.parameter_names.values()))
         self._keys = [0] * len(self._names)
-        self._has_own_keys = model.group_keys.are_given
+        self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration
         self._is_native = False
 

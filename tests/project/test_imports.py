@@ -1,6 +1,7 @@
 """Who may import whom in ``commhooks`` and ``reducer``."""
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,6 +123,11 @@ def test_packages_state_what_they_import(package: str) -> None:
 def test_the_engine_knows_no_hook() -> None:
     engine = [module for module in MODULES if on_floors(module) == "reducer"]
     assert imports_of("reducer", engine) == set()
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    graph = {module: names - {module} for module, names in IMPORTED.items()}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_few_modules_lie_beside_the_packages() -> None:

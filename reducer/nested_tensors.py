@@ -1,4 +1,4 @@
-"""Finds the tensors in whatever a module's forward takes or returns."""
+"""Find and replace tensors in the nested structures that a forward takes or returns."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__: list[str] = []
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples (named ones too), mappings and dataclasses.
+    """Yield the tensors in nested lists, tuples, sets, mappings and dataclasses.
 
-    And in remote references that this process owns.
+    Also yields the tensors in remote references that this process owns.
     """
     if isinstance(value, Tensor):
         yield value
@@ -33,10 +33,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same nesting, with ``function`` of each tensor; other things stay what they are."""
+    """Return a copy of a nested structure with ``function`` applied to each tensor."""
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, list | tuple | set | frozenset):
         return type(value)(map_tensors(function, item) for item in value)

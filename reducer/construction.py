@@ -1,7 +1,8 @@
-"""Checks what DistributedDataParallel is constructed with."""
+"""Check what DistributedDataParallel wraps, and make its reducer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -9,19 +10,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from reducer._C import Reducer
 from reducer.group_keys import NamedParameters
+from reducer.options import WrapperOptions
 
 __all__: list[str] = []
-
-MIB = 2**20
-DEFAULT_BUCKET_MB = 25.0
-FIRST_BUCKET_BYTES = MIB
 
 
 def choose_process_group(
     process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> dist.ProcessGroup:
-    """The group that was given, that of a one-dimensional mesh, or the default one."""
+    """Return the given group, the group of a one-dimensional mesh, or the default group.
+
+    Raises RuntimeError for two groups or a mesh of more dimensions, and ValueError if there is no
+    default group.
+    """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -33,15 +36,15 @@ def choose_process_group(
         return process_group
     if not dist.is_initialized():
         raise ValueError(
-            "No process group: call torch.distributed.init_process_group(...) on every rank before "
-            "wrapping the module (torchrun sets the environment that it reads)."
+            "There is no process group: call torch.distributed.init_process_group(...) on every "
+            "rank before wrapping the module (torchrun sets the environment that it reads)."
         )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
 
-def check_parameters(named_parameters: NamedParameters) -> None:
-    """Raises unless gradients of these parameters can be averaged."""
+def check_module(module: nn.Module, named_parameters: NamedParameters) -> None:
+    """Raise RuntimeError or ValueError unless the parameters' gradients can be averaged."""
     for name, parameter in named_parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
@@ -61,6 +64,10 @@ def check_parameters(named_parameters: NamedParameters) -> None:
                 "DistributedDataParallel's input module must be on the same type of devices, but "
                 f'"{first_name}" is on {first.device}, "{name}" on {parameter.device}.'
             )
+    if first.device.type == "cpu" and any(
+        isinstance(m, nn.SyncBatchNorm) for m in module.modules()
+    ):
+        raise ValueError("SyncBatchNorm layers only work with GPU modules")
 
 
 def choose_devices(
@@ -68,7 +75,11 @@ def choose_devices(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> tuple[list[int] | None, int | None]:
-    """The one device that inputs are moved to, and that of outputs; None where nothing is moved."""
+    """Return the index of the GPU for inputs, in a list, and that of the GPU for outputs.
+
+    Both are None if inputs are not moved. Raises ValueError for arguments that do not fit the
+    devices of the parameters.
+    """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             f"device_ids can only be None or contain a single element, found {device_ids}."
@@ -79,7 +90,8 @@ def choose_devices(
             raise ValueError(
                 "device_ids and output_device are for modules on one GPU; found device_ids="
                 f"{device_ids}, output_device={output_device} and parameters on "
-                f"{sorted(map(str, devices))}: leave them out, or move the module to a GPU first."
+                f"{sorted(map(str, devices))}: omit both arguments, or move the module to a GPU "
+                "first."
             )
         return None, None
     ids = [_device_index(device) for device in device_ids]
@@ -93,37 +105,51 @@ def _device_index(device: int | torch.device) -> int:
     return index
 
 
-def bucket_sizes(
-    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
-) -> list[int]:
-    """Bytes of the first bucket, the second, and so on; the last one is for all that follow.
+def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
+    """Prepare a module for data parallelism over one dimension of a larger mesh, as torch does."""
+    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
-    The first is small by default, so that communication starts early.
+        _pre_dp_module_transform(module)
+
+
+def make_reducer(
+    module: nn.Module,
+    named_parameters: NamedParameters,
+    process_group: dist.ProcessGroup,
+    options: WrapperOptions,
+) -> Reducer:
+    """Return a reducer of those of the parameters that require a gradient.
+
+    The environment variable ``DDP_SET_LAST_BUCKET_CAP=1`` makes the last bucket the small one.
     """
-    if bucket_cap_mb_list:
-        megabytes = list(bucket_cap_mb_list)
-    else:
-        megabytes = [DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb]
-    if any(size <= 0 for size in megabytes):
-        raise ValueError(f"Bucket sizes must be positive, found {megabytes} MiB.")
-    sizes = [int(size * MIB) for size in megabytes]
-    if not bucket_cap_mb_list:
-        sizes.insert(0, min(FIRST_BUCKET_BYTES, sizes[0]))
-    return sizes
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    numbered = options.group_keys.number(trained)
+    sparse = _sparse_parameters(module)
+    return Reducer(
+        [parameter for _, parameter in trained],
+        process_group,
+        names=[name for name, _ in trained],
+        keys=numbered.keys,
+        sparse=[parameter in sparse for _, parameter in trained],
+        key_groups=numbered.process_groups,
+        late_key=numbered.late,
+        bucket_bytes=options.bucket_bytes,
+        small_last_bucket=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        stable_buckets=options.stable_buckets,
+        skip_unused_buckets=options.skip_all_reduce_unused_params,
+        release_buckets=options.lazy_bucket_allocation,
+        frozen={name: p for name, p in named_parameters if not p.requires_grad},
+    )
 
 
-def sparse_parameters(module: nn.Module) -> set[Tensor]:
-    """Parameters whose gradients autograd makes sparse."""
+def _sparse_parameters(module: nn.Module) -> set[Tensor]:
+    """Return the parameters whose gradients are sparse tensors."""
     return {
         layer.weight
         for layer in module.modules()
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse
     }
-
-
-def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
-    """For data parallelism over one dimension of a larger mesh, as torch's wrapper does."""
-    if device_mesh._get_root_mesh() != device_mesh:  # noqa: SLF001
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)

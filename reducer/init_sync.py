@@ -1,4 +1,4 @@
-"""All ranks start from the same model."""
+"""Give all ranks the same parameters and buffers before the first step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from reducer.verify import verify_parameters
 __all__: list[str] = []
 
 
-def start_alike(
+def sync_initial_state(
     named_parameters: NamedParameters,
     buffers: Iterable[Tensor],
     group: dist.ProcessGroup,
     keys: GroupKeys,
 ) -> None:
-    """Verifies that ranks train the same parameters, and broadcasts everything from rank 0.
+    """Verify that ranks train the same parameters, then broadcast parameters and buffers.
 
-    Parameters that are averaged over other ranks come from the first of those.
+    The root is rank 0 of ``group``; for parameters that are averaged over a process group of their
+    own, it is the first rank of that group. Collective.
     """
     verify_parameters([(name, p) for name, p in named_parameters if p.requires_grad], group)
     owners = [(p, keys.process_group(name, p)) for name, p in named_parameters]
