@@ -1,5 +1,6 @@
-"""Names that torch's users call, underscored ones included."""
+"""The names of torch's wrapper that its users need, underscored ones included."""
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
 
-# What torch's class needs for itself, and nobody calls from outside.
+# Names that torch's class needs for itself, and that are not called from outside.
 INTERNAL = {
     "_active_ddp_module",
     "_assign_modules_buffers",
@@ -55,21 +56,88 @@ INTERNAL = {
     "_sync_final_model",
     "_sync_module_buffers",
 }
+# Names of later versions of torch than the oldest one that is supported.
+LATER = {
+    "_check_manual_backward_finalization_supported",
+    "finalize_backward",
+    "require_manual_backward_finalization",
+    "should_finalize_after_backward",
+}
+# Public attributes of torch's objects that say how it works inside.
+INTERNAL_ATTRIBUTES = {
+    "broadcast_bucket_size",
+    "bucket_bytes_cap_default",
+    "bucket_bytes_cap_list",
+    "device_type",
+    "is_multi_device_module",
+    "named_module_buffers",
+    "use_side_stream_for_tensor_copies",
+}
 
 
-def test_every_name_of_torchs_class_is_there() -> None:
+def test_torchs_class_has_no_other_names() -> None:
     inherited = set(dir(nn.Module))
-    theirs = {name for name in dir(TorchDDP) if name not in inherited}
+    theirs = {name for name in dir(TorchDDP) if name not in inherited} | LATER
     assert theirs - INTERNAL - set(dir(DistributedDataParallel)) == set()
 
 
-def test_every_argument_of_torchs_constructor_is_there() -> None:
+def test_torchs_constructor_has_no_other_arguments() -> None:
     ours, theirs = (
         list(inspect.signature(wrapper).parameters)
         for wrapper in (DistributedDataParallel, TorchDDP)
     )
     assert set(theirs) <= set(ours)
     assert ours[: len(theirs)] == theirs
+
+
+def attributes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    net = make_net()
+    theirs, ours = (wrapper(net, **options) for wrapper in (TorchDDP, DistributedDataParallel))
+    names = {name for name in vars(theirs) if not name.startswith("_")} - vars(net).keys()
+    for name in names - INTERNAL_ATTRIBUTES:
+        value = getattr(ours, name)
+        if isinstance(getattr(theirs, name), bool | int | str | torch.device | None):
+            assert value == getattr(theirs, name), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "dim": 1,
+            "forward_sync_buffers": False,
+            "bucket_cap_mb": 3,
+            "find_unused_parameters": True,
+            "skip_all_reduce_unused_params": True,
+            "gradient_as_bucket_view": True,
+        },
+        {"broadcast_buffers": False, "static_graph": True},
+    ],
+)
+def test_attributes_have_torchs_values(options: dict[str, Any]) -> None:
+    run_ranks(attributes, 1, options)
+
+
+def options_are_replaced(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(make_net())
+    before = model.options
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.options.static_graph = True  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="static_graph"):
+        model.static_graph = True
+    model._set_static_graph()
+    model.broadcast_buffers = False
+    assert model.options == dataclasses.replace(
+        before, static_graph=True, forward_sync_buffers=False
+    )
+    assert (before.static_graph, before.forward_sync_buffers) == (False, True)
+    assert (model.static_graph, model.broadcast_buffers) == (True, False)
+
+
+def test_options_are_replaced_and_not_modified() -> None:
+    run_ranks(options_are_replaced, 1)
 
 
 def make_net() -> nn.Module:
@@ -131,12 +199,12 @@ def names(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides")
-def test_names_do_what_they_do_in_torch() -> None:
+def test_names_behave_as_in_torch() -> None:
     run_ranks(names, 2)
 
 
 def positional(rank: int, world_size: int) -> Any:
-    """In the order of torch's signature."""
+    """Pass arguments in the order of torch's signature."""
     model = DistributedDataParallel(
         make_net(), None, None, 1, False, False, None, 10, True, False, True, False
     )

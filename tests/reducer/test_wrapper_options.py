@@ -265,8 +265,15 @@ def test_init_sync_can_be_left_out() -> None:
     run_ranks(no_init_sync, 2)
 
 
-def manual(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(make_net())
+def manual(rank: int, world_size: int, delay: bool) -> None:
+    net = make_net()
+    options: dict[str, Any] = {}
+    if delay:  # torch has no reducer then, and refuses
+        options["delay_all_reduce_named_params"] = list(net.named_parameters())
+        options["param_to_hook_all_reduce"] = net[0].weight
+    model = DistributedDataParallel(net, **options)
+    assert model.require_manual_backward_finalization is False
+    model._check_manual_backward_finalization_supported()
     model.require_manual_backward_finalization = True
     reference = DistributedDataParallel(make_net())
     for step in range(3):
@@ -285,8 +292,9 @@ def manual(rank: int, world_size: int) -> None:
     model.finalize_backward()
 
 
-def test_manual_finalization() -> None:
-    run_ranks(manual, 2)
+@pytest.mark.parametrize("delay", [False, True])
+def test_manual_finalization(delay: bool) -> None:
+    run_ranks(manual, 2, delay)
 
 
 def update_group(rank: int, world_size: int) -> None:
