@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in $(VENV) with the package installed in
-# place and its C++ extension compiled. Nothing but Python 3.11, a C++ compiler and make is expected.
+# place and its C++ extensions compiled. Nothing but Python 3.11, a C++ compiler and make is expected.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +27,7 @@ demo: $(INSTALLED) ## Train a small GPT on 2 ranks with three hooks, show what e
 test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-build: $(INSTALLED) ## Set up the virtual environment and compile the extension
+build: $(INSTALLED) ## Set up the virtual environment and compile the extensions
 
 lint: $(INSTALLED) ## Check style, formatting and types
 	$(BIN)/ruff check .
@@ -54,7 +54,7 @@ gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the p
 
 cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an error
 	$(BIN)/python -m commhooks.kernels
-	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/cuda not compiled"; \
+	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/packing/cuda not compiled"; \
 	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \
 	  nvcc -std=c++20 -O3 -Werror all-warnings -I csrc -arch=$$arch -cubin -o /dev/null \
@@ -66,10 +66,10 @@ docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link 
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
-	rm -f reducer/*.so
+	rm -f reducer/_C*.so commhooks/_C*.so reducer/built_with.json commhooks/built_with.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch goes first: the extension is compiled against the torch that will load it, which build
+# torch goes first: the extensions are compiled against the torch that will load it, which build
 # isolation would replace with a download of its own.
 $(INSTALLED): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) $(CUDA_SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --constraint constraints.txt torch numpy ninja setuptools wheel

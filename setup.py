@@ -1,9 +1,9 @@
-"""Builds ``reducer._C`` from ``csrc``; everything else stands in pyproject.toml.
+"""Build ``reducer._C`` and ``commhooks._C`` from ``csrc``; the rest is in pyproject.toml.
 
-With a torch for CUDA and an nvcc of the same major version, ``csrc/cuda`` is part of it; without,
-gradients on CUDA devices are packed by torch's own operations. COMMHOOKS_WITH_CUDA=0 or 1 decides
-otherwise. TORCH_CUDA_ARCH_LIST names the devices to compile for: by default those that are present,
-or else Ampere, Hopper and whatever comes later.
+If torch is built for CUDA and nvcc has the same major version, ``csrc/packing/cuda`` is compiled
+too; otherwise gradients on CUDA devices are packed by torch's operations. COMMHOOKS_WITH_CUDA=0 or
+1 overrides this. TORCH_CUDA_ARCH_LIST names the architectures to compile for. It defaults to those
+of the devices present, or to Ampere, Hopper and later ones if there is no device.
 """
 
 import json
@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setuptools import setup
+from setuptools import Extension, setup
 from torch.utils import cpp_extension
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
 
-STANDARD = "-std=c++20"  # torch before 2.13 would take an older one
-# No -march: one binary serves every x86-64 (and other) CPU; hot loops choose their instructions at
-# run time (csrc/cpu). Nobody reads errno, for the sake of which roots would be calls.
+STANDARD = "-std=c++20"  # torch before 2.13 defaults to an older one
+# No -march: one binary runs on every x86-64 (and other) CPU; hot loops choose their instructions at
+# run time (csrc/shared/instruction_sets.h). -fno-math-errno: square roots are instructions, not
+# calls that set errno.
 CXX_FLAGS = [
     STANDARD,
     "-O3",
+    "-g0",  # Python's own flags may ask for debug symbols, which take 80 MB
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-Wall",
@@ -35,11 +37,12 @@ CXX_FLAGS = [
     "-Wno-psabi",
     "-DUSE_DISTRIBUTED",
 ]
+LINK_FLAGS = ["-Wl,--strip-all"]
 NVCC_FLAGS = [STANDARD, "-O3", "-Werror", "all-warnings"]
 
 
 def ask_nvcc(*arguments: str) -> str:
-    """What it answers; nothing where there is none."""
+    """Return the output of nvcc, or an empty string if there is no nvcc."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
     if nvcc is None:
@@ -49,7 +52,7 @@ def ask_nvcc(*arguments: str) -> str:
 
 
 def nvcc_version() -> int:
-    """Its major version, 0 where there is none."""
+    """Return the major version of nvcc, 0 if there is none."""
     found = re.search(r"release (\d+)", ask_nvcc("--version"))
     return int(found.group(1)) if found else 0
 
@@ -63,10 +66,10 @@ def with_cuda() -> bool:
 
 
 def cuda_extension(**arguments: Any) -> CppExtension:
-    """As torch makes it, in the toolkit that nvcc says it belongs to.
+    """Return torch's CUDAExtension for the toolkit that nvcc reports.
 
-    Torch takes the folder above nvcc's for it, wherever a script of that name stands. A toolkit
-    from wheels has a runtime library without the name that linkers look for.
+    Torch takes the parent folder of nvcc for the toolkit, even if nvcc there is a script. A toolkit
+    installed from wheels has a runtime library without the name that linkers look for.
     """
     found = re.search(r"TOP=(.+)", ask_nvcc("--dryrun", "-x", "cu", "-c", os.devnull))
     if found:
@@ -81,39 +84,85 @@ def cuda_extension(**arguments: Any) -> CppExtension:
     return extension
 
 
-def sources(*patterns: str) -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for p in patterns for path in ROOT.glob(p))
+def sources(*folders: str) -> list[str]:
+    """Return the C++ and CUDA files directly in these folders of csrc."""
+    files = [path for folder in folders for path in (ROOT / "csrc" / folder).iterdir()]
+    return sorted(str(path.relative_to(ROOT)) for path in files if path.suffix in (".cpp", ".cu"))
 
 
-def extension() -> CppExtension:
-    cpp = [path for path in sources("csrc/**/*.cpp") if not path.startswith("csrc/cuda/")]
-    include_dirs = [str(ROOT / "csrc"), str(ROOT / "commhooks" / "kernels")]
+def merged(name: str, *folders: str) -> str:
+    """Write a file that includes all sources of these folders, and return its path.
+
+    Parsing the headers of torch takes longer than compiling these sources, so it is done once.
+    """
+    path = ROOT / "build" / "merged" / f"{name}.cpp"
+    includes = (source.removeprefix("csrc/") for source in sources(*folders))
+    text = "".join(f'#include "{include}"\n' for include in includes)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(path.relative_to(ROOT))
+
+
+def engine() -> Extension:
+    """Return ``reducer._C``: the reducer, packing and their bindings, and no other algorithm."""
+    arguments: dict[str, Any] = {
+        "name": "reducer._C",
+        "sources": [
+            merged("reducer", "reducer"),
+            merged("reducer_bindings", "bindings", "bindings/reducer"),
+            *sources("packing", "shared"),
+        ],
+        "include_dirs": [str(ROOT / "csrc")],
+        "extra_compile_args": {"cxx": CXX_FLAGS},
+        "extra_link_args": LINK_FLAGS,
+    }
     if not with_cuda():
-        return CppExtension(
-            name="reducer._C",
-            sources=cpp,
-            include_dirs=include_dirs,
-            extra_compile_args={"cxx": CXX_FLAGS},
-        )
+        return CppExtension(**arguments)
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    return cuda_extension(
-        name="reducer._C",
-        sources=cpp + sources("csrc/cuda/*.cpp", "csrc/cuda/*.cu"),
-        include_dirs=include_dirs,
-        extra_compile_args={"cxx": [*CXX_FLAGS, "-DCOMMHOOKS_WITH_CUDA"], "nvcc": NVCC_FLAGS},
+    arguments["sources"] += sources("packing/cuda")
+    arguments["extra_compile_args"] = {
+        "cxx": [*CXX_FLAGS, "-DCOMMHOOKS_WITH_CUDA"],
+        "nvcc": NVCC_FLAGS,
+    }
+    return cuda_extension(**arguments)
+
+
+def kernels() -> Extension:
+    """Return ``commhooks._C``: the arithmetic of hooks and helpers for collectives, no engine."""
+    return CppExtension(
+        name="commhooks._C",
+        sources=[
+            merged("comm", "comm"),
+            merged("commhooks_bindings", "bindings", "bindings/commhooks"),
+            *sources("codecs", "lowrank", "shared", "sparse"),
+        ],
+        # Arithmetic that the CPU shares with the GPU is in commhooks/kernels/codecs.
+        include_dirs=[str(ROOT / folder) for folder in ("csrc", "commhooks", "commhooks/kernels")],
+        extra_compile_args={"cxx": CXX_FLAGS},
+        extra_link_args=LINK_FLAGS,
     )
 
 
 class Build(BuildExtension):
-    """Says next to the extension what it was compiled for; see reducer/extension.py."""
+    """Write next to each extension what it was compiled for; see reducer/extension.py."""
+
+    def build_extension(self, ext: Extension) -> None:
+        shared = self.build_temp
+        self.build_temp = str(Path(shared) / ext.name)  # files of csrc/shared are compiled twice
+        try:
+            super().build_extension(ext)
+        finally:
+            self.build_temp = shared
 
     def run(self) -> None:
         super().run()
-        cuda = torch.version.cuda if with_cuda() else None
-        versions = {"torch": torch.__version__, "cuda": cuda}
-        path = Path(self.get_ext_fullpath("reducer._C")).with_name("built_with.json")
-        path.write_text(json.dumps(versions) + "\n")
+        for extension in self.extensions:
+            cuda = torch.version.cuda if extension.name == "reducer._C" and with_cuda() else None
+            versions = {"torch": torch.__version__, "cuda": cuda}
+            path = Path(self.get_ext_fullpath(extension.name)).with_name("built_with.json")
+            path.write_text(json.dumps(versions) + "\n")
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
+setup(ext_modules=[engine(), kernels()], cmdclass={"build_ext": Build})

@@ -8,7 +8,16 @@
     print(handle.stats())
 """
 
+from commhooks.extensions import load_extensions
+from reducer.extension import unavailable
+
 try:
+    load_extensions()
+except ImportError as error:
+    # `commhooks doctor` still runs. Not a plain `def`, or type checkers would think that the
+    # package has any attribute.
+    globals()["__getattr__"] = unavailable(error)
+else:
     from commhooks import algorithms
     from commhooks.adapters.handle import HookHandle, handle_of, register
     from commhooks.adapters.trace import merge_traces
@@ -33,15 +42,7 @@ try:
         overlap_optimizer,
     )
     from reducer.distributed import set_hook_resolver
-except ImportError as error:
-    if error.name != "reducer._C":
-        raise
-    from commhooks.unavailable import refusal
 
-    # `commhooks doctor` goes on from here. Not a plain `def`, or type checkers would think that
-    # the package has any attribute.
-    globals()["__getattr__"] = refusal(error)
-else:
     set_hook_resolver(lambda model, hook, options: register(model, hook, **options))
 
 __all__ = [

@@ -5,16 +5,19 @@ It contains no algorithm; :mod:`commhooks` does.
 Imports: nothing of ``commhooks``.
 """
 
-import torch  # noqa: F401  (loads the libraries that the compiled module links to)
+from reducer.extension import ENGINE, unavailable
 
-from reducer.extension import explained
-
-with explained():
+try:
+    ENGINE.load()
+except ImportError as error:
+    # `commhooks doctor` still runs. Not a plain `def`, or type checkers would think that the
+    # package has any attribute.
+    globals()["__getattr__"] = unavailable(error)
+else:
     from reducer._C import GradBucket, Reducer
-
-from reducer.distributed import DistributedDataParallel
-from reducer.mixed_precision import MixedPrecision
-from reducer.optim import OverlappedOptimizer, overlap_optimizer
+    from reducer.distributed import DistributedDataParallel
+    from reducer.mixed_precision import MixedPrecision
+    from reducer.optim import OverlappedOptimizer, overlap_optimizer
 
 __all__ = [
     "DistributedDataParallel",

@@ -1,54 +1,81 @@
-"""The compiled module ``reducer._C``: what it was compiled for, and why it does not load."""
+"""Loading of compiled modules: what they were compiled for, and why one does not load.
 
+``commhooks._C`` is loaded in the same way; see :mod:`commhooks.extensions`.
+"""
+
+import importlib
 import json
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-import torch
+import torch  # loads the libraries that the compiled modules link to
 
-__all__ = ["BUILT_WITH", "NAME", "REMEDY", "built_with", "explained"]
+__all__ = ["ENGINE", "REMEDY", "Extension", "unavailable"]
 
-NAME = "reducer._C"
-BUILT_WITH = Path(__file__).with_name("built_with.json")
-"""Written by setup.py, next to the compiled module."""
 REMEDY = (
     "compile commhooks for this Python and torch: `pip install --no-build-isolation "
     "--force-reinstall --no-deps .` in its source folder, or `make build`"
 )
 
 
-def built_with() -> dict[str, str | None]:
-    """Versions of "torch" and "cuda" (None: without) that it was compiled for; empty if unknown."""
-    if not BUILT_WITH.exists():
-        return {}
-    versions: dict[str, str | None] = json.loads(BUILT_WITH.read_text())
-    return versions
+@dataclass(frozen=True)
+class Extension:
+    """A compiled module of this project, in the package whose files are in ``folder``."""
+
+    name: str
+    folder: Path
+
+    def load(self) -> None:
+        """Import the module.
+
+        Raises ImportError with its ``name``, the reason in the message and the remedy as a note.
+        """
+        try:
+            importlib.import_module(self.name)
+        except ImportError as error:
+            explanation = ImportError(self._reason(error), name=self.name, path=error.path)
+            explanation.add_note(REMEDY)
+            raise explanation from error
+
+    def built_with(self) -> dict[str, str | None]:
+        """Return the versions of "torch" and "cuda" (None: without) that it was compiled for.
+
+        They are in a file that setup.py writes; the result is empty if there is none.
+        """
+        path = self.folder / "built_with.json"
+        if not path.exists():
+            return {}
+        versions: dict[str, str | None] = json.loads(path.read_text())
+        return versions
+
+    def _reason(self, error: ImportError) -> str:
+        expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if not (self.folder / expected).exists():
+            others = ", ".join(sorted(path.name for path in self.folder.glob("_C*.so")))
+            missing = f"{self.name} is not compiled: {self.folder} has no {expected}"
+            return missing + (f", but {others} for another Python" * bool(others))
+        text = f"{self.name} does not load: {error}"
+        torch_then = self.built_with().get("torch")
+        if torch_then not in (None, torch.__version__):
+            text += f"; it was compiled against torch {torch_then}, and this is {torch.__version__}"
+        return text
 
 
-@contextmanager
-def explained() -> Iterator[None]:
-    """Around the import of the compiled module.
-
-    Raises ImportError, whose ``name`` is :data:`NAME`, with the reason, and the remedy as a note.
-    """
-    try:
-        yield
-    except ImportError as error:
-        explanation = ImportError(_reason(error), name=NAME, path=error.path)
-        explanation.add_note(REMEDY)
-        raise explanation from error
+ENGINE = Extension("reducer._C", Path(__file__).parent)
 
 
-def _reason(error: ImportError) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        folder = Path(__file__).parent
-        wanted = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-        others = ", ".join(sorted(path.name for path in folder.glob("_C*.so")))
-        return f"{folder} has no {wanted}" + (f", but {others} for another Python" * bool(others))
-    text = f"{NAME} does not load: {error}"
-    torch_then = built_with().get("torch")
-    if torch_then not in (None, torch.__version__):
-        text += f"; it was compiled against torch {torch_then}, and this is {torch.__version__}"
-    return text
+def unavailable(error: ImportError) -> Callable[[str], NoReturn]:
+    """Return a ``__getattr__`` for a package whose extension does not load; it raises ``error``."""
+
+    def raise_error(name: str) -> NoReturn:
+        if name.startswith("__"):  # asked for by Python itself
+            raise AttributeError(name)
+        again = ImportError(str(error), name=error.name, path=error.path)
+        for note in getattr(error, "__notes__", ()):
+            again.add_note(note)
+        raise again
+
+    return raise_error

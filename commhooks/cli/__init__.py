@@ -7,6 +7,8 @@ import signal
 import sys
 from typing import NoReturn
 
+from commhooks.extensions import EXTENSIONS
+
 __all__ = ["main"]
 
 _EXTRA = ("click", "matplotlib", "rich")
@@ -27,7 +29,7 @@ def main() -> None:
     try:
         commands(prog_name="commhooks")
     except ImportError as error:
-        if error.name != "reducer._C":
+        if error.name not in (extension.name for extension in EXTENSIONS):
             raise
         sys.exit(f"commhooks: {error}. `commhooks doctor` says what to do.")
 

@@ -5,10 +5,9 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks import kernels
+from commhooks import _C, kernels
 from commhooks.hook.options import Ge, Le, MultipleOf
 from commhooks.kernels.block_codec import BlockKernels
-from reducer import _C
 
 __all__ = ["BlockCodec", "BlockSize"]
 
@@ -37,7 +36,7 @@ class BlockCodec:
     torch's current stream without synchronizing.
     """
 
-    def __init__(self, loops: _C.BlockCodec, gpu: BlockKernels) -> None:
+    def __init__(self, loops: _C.CpuBlockCodec, gpu: BlockKernels) -> None:
         self._loops = loops
         self._gpu = gpu
 
@@ -87,5 +86,5 @@ class BlockCodec:
         finite = self._backend(values).assemble(messages, values, part_length, kept)
         return finite if isinstance(finite, Tensor) else torch.tensor([finite])
 
-    def _backend(self, values: Tensor) -> _C.BlockCodec | BlockKernels:
+    def _backend(self, values: Tensor) -> _C.CpuBlockCodec | BlockKernels:
         return self._loops if kernels.backend_of(values) is None else self._gpu

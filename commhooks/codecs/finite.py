@@ -12,8 +12,8 @@ what it always sends, and passes the answer to the operations that write.
 import torch
 from torch import Tensor
 
+from commhooks import _C
 from commhooks.kernels import backend_of, masked
-from reducer import _C
 
 __all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless"]
 

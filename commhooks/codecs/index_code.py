@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from reducer import _C
+from commhooks import _C
 
 __all__ = ["IndexCode"]
 

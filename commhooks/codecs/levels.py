@@ -3,9 +3,9 @@
 import math
 from typing import Literal
 
+from commhooks import _C
 from commhooks.codecs.block import BlockCodec
 from commhooks.kernels.block_codec import BlockKernels, Norm
-from reducer import _C
 
 __all__ = ["LevelCodec"]
 

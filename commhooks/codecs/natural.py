@@ -1,8 +1,8 @@
 """Powers of two, times the scale of their block."""
 
+from commhooks import _C
 from commhooks.codecs.block import BlockCodec
 from commhooks.kernels.block_codec import BlockKernels
-from reducer import _C
 
 __all__ = ["NaturalCodec"]
 

@@ -2,9 +2,9 @@
 
 from typing import Literal
 
+from commhooks import _C
 from commhooks.codecs.block import BlockCodec
 from commhooks.kernels.block_codec import BlockKernels, Norm
-from reducer import _C
 
 __all__ = ["SignCodec"]
 

@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
+from commhooks._C import join_works, ring_gather
 from commhooks.errors import CommHookPeerError
-from reducer._C import join_works, ring_gather
 
 __all__ = ["all_gather", "all_to_all", "is_possible", "send_and_receive"]
 

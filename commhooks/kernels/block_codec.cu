@@ -1,5 +1,5 @@
 // Numbers to blocks of codes with one scale each, and back. The messages are those of
-// csrc/cpu/block_codec.h, byte for byte; the arithmetic is in codecs/.
+// csrc/codecs/block_codec.h, byte for byte; the arithmetic is in codecs/.
 //
 // Note [Teams]
 // A team of threads holds a block in registers, so that all of it is read once: 16 numbers per thread,

@@ -1,4 +1,4 @@
-"""Blocks of codes on a GPU: what ``_C.BlockCodec`` does on the CPU, with the same bytes."""
+"""Blocks of codes on a GPU: what ``_C.CpuBlockCodec`` does on the CPU, with the same bytes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,10 +5,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from commhooks import _C
 from commhooks.errors import CommHookError
 from commhooks.kernels.loader import CudaBackend
 from commhooks.kernels.source import Source
-from reducer import _C
 
 __all__ = ["BACKENDS", "Argument", "Backend", "backend_of", "launch", "require"]
 

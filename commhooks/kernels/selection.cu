@@ -1,4 +1,4 @@
-// Which numbers of a gradient a sparse hook sends: as csrc/cpu/selection.cpp, the same indices.
+// Which numbers of a gradient a sparse hook sends: as csrc/sparse/selection.cpp, the same indices.
 //
 // Note [Selection on the device]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

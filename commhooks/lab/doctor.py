@@ -1,6 +1,5 @@
 """What this machine can do, what does not fit together, and what to install."""
 
-import importlib
 import importlib.metadata
 import os
 import shutil
@@ -9,11 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from commhooks.cluster.links import LinkError, shaped_link
+from commhooks.extensions import EXTENSIONS
+from reducer.extension import REMEDY, Extension
 
 __all__ = ["Finding", "Health", "diagnose"]
 
@@ -48,7 +50,7 @@ def diagnose() -> list[Finding]:
     checks: list[Callable[[], Finding]] = [
         _python,
         _torch,
-        _extension,
+        *(partial(_extension, extension) for extension in EXTENSIONS),
         _backends,
         _cuda,
         _cupy,
@@ -71,22 +73,21 @@ def _torch() -> Finding:
     return _versioned("torch", torch.__version__, here, _TORCH, remedy)
 
 
-def _extension() -> Finding:
+def _extension(extension: Extension) -> Finding:
     try:
-        importlib.import_module("reducer")
-    except ImportError as error:  # which has the remedy as a note, see reducer/extension.py
+        extension.load()
+    except ImportError as error:  # the remedy is a note of the error
         remedy = "; ".join(getattr(error, "__notes__", ()))
-        return Finding("engine", Health.BROKEN, str(error), remedy)
-    extension = importlib.import_module("reducer.extension")
+        return Finding(extension.name, Health.BROKEN, str(error), remedy)
     versions = extension.built_with()
     torch_then, cuda = versions.get("torch"), versions.get("cuda")
     if torch_then is None:
-        return Finding("engine", Health.FINE, "loads")
+        return Finding(extension.name, Health.FINE, "loads")
     if torch_then.split(".")[:2] != torch.__version__.split(".")[:2]:
         found = f"was compiled against torch {torch_then}, and this is {torch.__version__}"
-        return Finding("engine", Health.BROKEN, found, extension.REMEDY)
+        return Finding(extension.name, Health.BROKEN, found, REMEDY)
     kind = f"CUDA {cuda}" if cuda else "CPU"
-    return Finding("engine", Health.FINE, f"compiled against torch {torch_then}, for {kind}")
+    return Finding(extension.name, Health.FINE, f"compiled against torch {torch_then}, for {kind}")
 
 
 def _versioned(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from commhooks._C import CompletionQueue
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.hook.base import CommHook
 from commhooks.runtime.execution import HookExecution
@@ -18,7 +19,6 @@ from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
-from reducer._C import CompletionQueue
 
 __all__ = ["ThreadedRunner"]
 

@@ -1,7 +1,7 @@
 // Gradients that travel together, and the memory they travel in.
 #pragma once
 
-#include "reducer/copier.h"
+#include "packing/copier.h"
 #include "reducer/gradient.h"
 #include "reducer/hook.h"
 #include "reducer/streams.h"

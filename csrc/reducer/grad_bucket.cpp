@@ -1,6 +1,6 @@
 #include "reducer/grad_bucket.h"
 
-#include "reducer/finite.h"
+#include "shared/finite.h"
 #include "reducer/streams.h"
 
 #include <optional>

@@ -1,9 +1,9 @@
-// The kernels of csrc/cuda for the host, as C functions that return how many they launched.
+// The kernels of csrc/packing/cuda for the host, as C functions that return how many they launched.
 #include "cuda_emulation.h"
 #define __grid_constant__
 
-#include "cuda/convert.cu"
-#include "cuda/convert_strided.cu"
+#include "packing/cuda/convert.cu"
+#include "packing/cuda/convert_strided.cu"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -1,4 +1,4 @@
-// As much of CUDA's runtime as csrc/cuda uses, for g++.
+// As much of CUDA's runtime as csrc/packing/cuda uses, for g++.
 #pragma once
 
 enum cudaError_t { cudaSuccess, cudaErrorUnknown };

@@ -45,7 +45,7 @@ def library() -> ctypes.CDLL:
     includes = ["tests/cuda_on_host", "tests/emulation", "csrc"]
     sources = [
         *ROOT.glob("tests/cuda_on_host/**/*.*"),
-        *ROOT.glob("csrc/cuda/*"),
+        *ROOT.glob("csrc/packing/cuda/*"),
         ROOT / "tests/emulation/cuda_emulation.h",
     ]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(sources))).hexdigest()

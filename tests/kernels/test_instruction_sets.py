@@ -9,19 +9,21 @@ from hypothesis import strategies as st
 from support.codec_runs import CODECS, numbers, run
 from torch import Tensor
 
+from commhooks._C import select_largest
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.sign import SignCodec
 from commhooks.testing.compare import same_bits
-from reducer import _C
+from commhooks.testing.instruction_sets import instruction_sets, use_instruction_set
+from reducer._C import pack, unpack
 
-PLAIN, *WIDER = _C.instruction_sets()
+PLAIN, *WIDER = instruction_sets()
 KINDS = ("usual", "any size", "tiny", "zeros", "not finite")
 
 
 @pytest.fixture(autouse=True)
 def widest_again() -> Iterator[None]:
     yield
-    _C.use_instruction_set(_C.instruction_sets()[-1])
+    use_instruction_set(instruction_sets()[-1])
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
@@ -35,7 +37,7 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 def test_every_machine_has_one_and_others_are_refused():
     assert PLAIN == "plain"
     with pytest.raises(RuntimeError, match=r"an instruction set that this machine has, .*plain.*"):
-        _C.use_instruction_set("abacus")
+        use_instruction_set("abacus")
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -56,7 +58,7 @@ def test_codecs(name, block, blocks, more, kind, dtype, with_error, parts, offse
     error = numbers(values.numel(), "usual", dtype) * 1e-2 if with_error else None
 
     def on(instruction_set: str) -> list[Tensor]:
-        _C.use_instruction_set(instruction_set)
+        use_instruction_set(instruction_set)
         return list(run(codec, values, error, parts, offset, "cpu"))
 
     expected = on(PLAIN)
@@ -74,8 +76,8 @@ def test_every_code_of_fp8(name, dtype):
     scale = torch.tensor([3.0]).view(torch.uint8)
     message = torch.cat([scale, scale, codes, codes.flip(0)])[None]
     found = []
-    for instruction_set in _C.instruction_sets():
-        _C.use_instruction_set(instruction_set)
+    for instruction_set in instruction_sets():
+        use_instruction_set(instruction_set)
         found.append(torch.full((512,), 7.0))
         Fp8Codec(name, block_size=256).average(message, found[-1], 512)
     for values in found[1:]:
@@ -96,8 +98,8 @@ def test_signs_with_and_without_a_zero(dtype, zeros, kind):
     values[values == 0] = 2.0**-80
     values[200 : 200 + zeros] = 0
     found = []
-    for name in _C.instruction_sets():
-        _C.use_instruction_set(name)
+    for name in instruction_sets():
+        use_instruction_set(name)
         found.append(list(run(codec, values, values / 8, 1, 0, "cpu")))
     for tensors in found[1:]:
         for one, other in zip(tensors, found[0], strict=True):
@@ -109,12 +111,12 @@ def test_signs_with_and_without_a_zero(dtype, zeros, kind):
 def test_conversions(kind, dtype):
     """On the way into a bucket, and back."""
     found = []
-    for name in _C.instruction_sets():
-        _C.use_instruction_set(name)
+    for name in instruction_sets():
+        use_instruction_set(name)
         there = torch.empty(1003, dtype=dtype)
         back = torch.empty(1003)
-        _C.pack([numbers(1003, kind, torch.float32)], there, 0.3)
-        _C.unpack(there, [back], 3.0)
+        pack([numbers(1003, kind, torch.float32)], there, 0.3)
+        unpack(there, [back], 3.0)
         found.append((there, back))
     for there, back in found[1:]:
         assert same_numbers(there, found[0][0])
@@ -124,10 +126,10 @@ def test_conversions(kind, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_selection(dtype):
     found = []
-    for name in _C.instruction_sets():
-        _C.use_instruction_set(name)
+    for name in instruction_sets():
+        use_instruction_set(name)
         gradient = numbers(70_001, "usual", dtype)
-        found.append((_C.select_largest(gradient, gradient / 3, 700), gradient))
+        found.append((select_largest(gradient, gradient / 3, 700), gradient))
     for indices, gradient in found[1:]:
         assert torch.equal(indices, found[0][0])
         assert same_bits(gradient, found[0][1])

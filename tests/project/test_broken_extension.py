@@ -17,6 +17,7 @@ from reducer.extension import REMEDY
 
 pytest.importorskip("click")
 
+SOURCE = Path(commhooks.__file__).parents[1]
 COMPILED = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -30,8 +31,9 @@ def garbage(folder: Path) -> None:
 
 def of_another_torch(folder: Path) -> None:
     """Asks for a symbol that this torch does not have."""
-    ours = Path(commhooks.__file__).parents[1] / "reducer" / COMPILED
-    (folder / COMPILED).write_bytes(ours.read_bytes().replace(b"_ZN5torch", b"_ZN5tarch"))
+    working = (SOURCE / folder.name / COMPILED).read_bytes()
+    assert b"_ZN3c10" in working
+    (folder / COMPILED).write_bytes(working.replace(b"_ZN3c10", b"_ZN3c11"))
     (folder / "built_with.json").write_text(json.dumps({"torch": "2.10.9", "cuda": None}))
 
 
@@ -48,11 +50,10 @@ sys.meta_path[:] = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With the packages, but nothing compiled."""
-    source = Path(commhooks.__file__).parents[1]
+    """A folder with the packages, but nothing compiled."""
     left_out = shutil.ignore_patterns("*.so", "__pycache__", "built_with.json")
     for package in ("commhooks", "reducer"):
-        shutil.copytree(source / package, tmp_path / package, ignore=left_out)
+        shutil.copytree(SOURCE / package, tmp_path / package, ignore=left_out)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return tmp_path
 
@@ -68,40 +69,68 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def provide(package: Path) -> None:
+    """Put the compiled module of this installation into a package of the copy."""
+    for name in (COMPILED, "built_with.json"):
+        (package / name).symlink_to(SOURCE / package.name / name)
+
+
+@pytest.mark.parametrize(
+    ("broken", "working"), [("reducer", "commhooks"), ("commhooks", "reducer")]
+)
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
         (of_another_python, f"no {COMPILED}, but _C.cpython-38-x86_64-linux-gnu.so for another"),
-        (garbage, "reducer._C does not load"),
+        (garbage, "_C does not load"),
         (of_another_torch, f"against torch 2.10.9, and this is {torch.__version__}"),
     ],
 )
 def test_the_doctor_says_what_is_wrong_and_what_to_do(
-    folder: Path, damage: Callable[[Path], None], reason: str
+    folder: Path, damage: Callable[[Path], None], reason: str, broken: str, working: str
 ) -> None:
-    damage(folder / "reducer")
+    damage(folder / broken)
+    provide(folder / working)
     result = python(folder, "-m", "commhooks", "doctor")
     assert result.returncode == 1
-    (engine,) = [line for line in result.stdout.splitlines() if "engine" in line]
-    assert "broken" in engine
-    assert reason in engine
+    lines = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert lines[f"{broken}._C"].split()[1] == "broken"
+    assert reason in lines[f"{broken}._C"]
+    assert lines[f"{working}._C"].split()[1] == "fine"
     assert REMEDY in result.stdout
     assert torch.__version__ in result.stdout  # the rest is looked at as well
 
 
-def test_everybody_else_is_told(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "working"), [("reducer", "commhooks"), ("commhooks", "reducer")]
+)
+def test_everybody_else_is_told(folder: Path, missing: str, working: str) -> None:
+    provide(folder / working)
+    reason = f"{missing}._C is not compiled: {folder / missing} has no {COMPILED}"
     command = python(folder, "-m", "commhooks", "list")
     assert command.returncode == 1
-    assert f"has no {COMPILED}" in command.stderr
+    assert reason in command.stderr
     assert len(command.stderr.splitlines()) == 1
 
-    use = python(folder, "-c", "import commhooks; commhooks.register")
-    assert f"has no {COMPILED}\n{REMEDY}" in use.stderr
+    for code in (
+        "import commhooks; commhooks.register",
+        "from commhooks import register",
+        f"from {missing} import DistributedDataParallel",
+    ):
+        use = python(folder, "-c", code)
+        assert f"{reason}\n{REMEDY}" in use.stderr
+
+
+def test_the_engine_works_alone(folder: Path) -> None:
+    """Without ``commhooks._C``, which it does not know."""
+    provide(folder / "reducer")
+    code = "import reducer, sys; assert 'commhooks' not in sys.modules; print(reducer.Reducer)"
+    assert "Reducer" in python(folder, "-c", code).stdout
 
 
 def test_other_errors_of_import_are_not_taken_for_it(tmp_path: Path) -> None:
-    source = str(Path(commhooks.__file__).parents[1])
-    code = f"import sys; sys.path.append({source!r}); sys.modules['commhooks.hook.registry'] = None"
-    result = python(tmp_path, "-c", f"{code}; import commhooks")
+    missing = "sys.modules['commhooks.hook.registry'] = None"
+    code = f"import sys; sys.path.append({str(SOURCE)!r}); {missing}; import commhooks"
+    result = python(tmp_path, "-c", code)
     assert result.returncode == 1
     assert "import of commhooks.hook.registry halted" in result.stderr

@@ -1,18 +1,30 @@
-"""The typed stub says what the compiled module has: no more, no less, with the same arguments."""
+"""The typed stubs list the names of the compiled modules and their arguments, no more, no less."""
 
 import ast
+import importlib
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch  # noqa: F401
 
-import reducer
-from reducer import _C
+from commhooks.extensions import EXTENSIONS
 
-STUB = ast.parse((Path(reducer.__file__).parent / "_C.pyi").read_text())
-CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDef)}
+MODULES = {extension.name: importlib.import_module(extension.name) for extension in EXTENSIONS}
+STUBS = {
+    extension.name: ast.parse((extension.folder / "_C.pyi").read_text()) for extension in EXTENSIONS
+}
+
+
+NODES = [(name, node) for name, stub in STUBS.items() for node in stub.body]
+CLASSES = {(module, node.name): node for module, node in NODES if isinstance(node, ast.ClassDef)}
+FUNCTIONS = {
+    (module, node.name): node for module, node in NODES if isinstance(node, ast.FunctionDef)
+}
+
+
+def compiled(where: tuple[str, str]) -> Any:
+    module, name = where
+    return getattr(MODULES[module], name)
 
 
 def public(names: Any) -> set[str]:
@@ -28,32 +40,31 @@ def functions(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return found
 
 
-FUNCTIONS = {node.name: node for node in STUB.body if isinstance(node, ast.FunctionDef)}
+@pytest.mark.parametrize("module", MODULES)
+def test_same_names(module: str) -> None:
+    stubbed = {name for where, name in (*CLASSES, *FUNCTIONS) if where == module}
+    assert stubbed == public(vars(MODULES[module]))
 
 
-def test_same_names() -> None:
-    assert {*CLASSES, *FUNCTIONS} == public(vars(_C))
+@pytest.mark.parametrize("where", FUNCTIONS, ids=".".join)
+def test_same_function_arguments(where: tuple[str, str]) -> None:
+    arguments = [argument.arg for argument in FUNCTIONS[where].args.args]
+    assert [argument for argument, _ in documented_arguments(compiled(where))] == arguments
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_same_function_arguments(name: str) -> None:
-    arguments = [argument.arg for argument in FUNCTIONS[name].args.args]
-    assert [argument for argument, _ in documented_arguments(getattr(_C, name))] == arguments
+@pytest.mark.parametrize("where", CLASSES, ids=".".join)
+def test_same_members(where: tuple[str, str]) -> None:
+    assert public(functions(CLASSES[where])) == public(vars(compiled(where)))
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_same_members(name: str) -> None:
-    assert public(functions(CLASSES[name])) == public(vars(getattr(_C, name)))
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_same_bases(name: str) -> None:
+@pytest.mark.parametrize("where", CLASSES, ids=".".join)
+def test_same_bases(where: tuple[str, str]) -> None:
     bases = [
         base.__name__
-        for base in getattr(_C, name).__bases__
+        for base in compiled(where).__bases__
         if base.__module__ != "pybind11_builtins"
     ]
-    assert [ast.unparse(base).split(".")[-1] for base in CLASSES[name].bases] == bases
+    assert [ast.unparse(base).split(".")[-1] for base in CLASSES[where].bases] == bases
 
 
 def documented_arguments(function: Any) -> list[tuple[str, str | None]]:
@@ -81,12 +92,12 @@ def stub_arguments(function: ast.FunctionDef) -> list[tuple[str, str | None]]:
 
 
 @pytest.mark.parametrize(
-    ("class_name", "name"),
-    [(c, f) for c, node in CLASSES.items() for f in functions(node)],
+    ("where", "name"), [(where, f) for where, node in CLASSES.items() for f in functions(node)]
 )
-def test_same_arguments(class_name: str, name: str) -> None:
-    member = vars(getattr(_C, class_name))[name]
+def test_same_arguments(where: tuple[str, str], name: str) -> None:
+    member = vars(compiled(where))[name]
+    stub = functions(CLASSES[where])[name]
     if isinstance(member, property):
-        assert "property" in ast.unparse(functions(CLASSES[class_name])[name].decorator_list[0])
+        assert "property" in ast.unparse(stub.decorator_list[0])
     else:
-        assert documented_arguments(member) == stub_arguments(functions(CLASSES[class_name])[name])
+        assert documented_arguments(member) == stub_arguments(stub)

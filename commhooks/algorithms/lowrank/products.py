@@ -20,10 +20,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from commhooks import _C
 from commhooks.algorithms.lowrank.matrix_plan import Side
 from commhooks.codecs.finite import nan_unless
 from commhooks.kernels import backend_of
-from reducer import _C
 
 __all__ = ["Factors", "absorb", "deflate", "orthonormalize", "project"]
 
@@ -84,7 +84,7 @@ def absorb(E: Tensor | None, G: Tensor, own: Factors, mean: Factors, verdict: Te
     P, Q = own
     mean_P, mean_Q = mean
     if _has_kernels(G):
-        _C.absorb(E, G, P, Q, mean_P, mean_Q)
+        _C.apply_factors(E, G, P, Q, mean_P, mean_Q)
         return
     if backend_of(G) is not None:
         P, Q = (torch.where(verdict, F, 0) for F in own)

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
+from commhooks import _C
 from commhooks.kernels import backend_of, selection
 from commhooks.kernels import sparse as kernels
-from reducer import _C
 
 __all__ = [
     "add_and_check",

@@ -1,0 +1,79 @@
+#include "bindings/commhooks/register.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <cstring>
+
+namespace py = pybind11;
+
+namespace commhooks {
+namespace {
+
+constexpr size_t kMostArguments = 32;
+
+// What a launch passes to the driver, which copies it: values of 8 bytes, and the address of each.
+struct Parameters {
+  std::array<uint64_t, kMostArguments> values;
+  std::array<void*, kMostArguments> addresses;
+
+  Parameters() {
+    for (size_t i = 0; i < kMostArguments; ++i) {
+      addresses[i] = &values[i];
+    }
+  }
+};
+
+py::tuple write_arguments(const py::tuple& arguments) {
+  thread_local Parameters parameters;
+  TORCH_CHECK_VALUE(
+      arguments.size() <= kMostArguments, "expected at most ", kMostArguments, " arguments, found ",
+      arguments.size());
+  auto* to = parameters.values.data();
+  const at::Tensor* first = nullptr;
+  const auto write = [&](auto value) {
+    static_assert(sizeof(value) == sizeof(*to));
+    std::memcpy(to++, &value, sizeof(value));
+  };
+  for (const py::handle argument : arguments) {
+    if (THPVariable_Check(argument.ptr())) {
+      const at::Tensor& tensor = THPVariable_Unpack(argument.ptr());
+      first = first == nullptr ? &tensor : first;
+      TORCH_CHECK_VALUE(
+          tensor.is_contiguous() && tensor.device() == first->device(),
+          "expected contiguous tensors on one device, found shape ", tensor.sizes(),
+          " with strides ", tensor.strides(), " on ", tensor.device(), ", beside one on ",
+          first->device());
+      write(tensor.data_ptr());
+    } else if (PyFloat_Check(argument.ptr())) {
+      write(PyFloat_AS_DOUBLE(argument.ptr()));
+    } else if (argument.is_none()) {
+      write(uint64_t{0});
+    } else {
+      const unsigned long long bits = PyLong_AsUnsignedLongLongMask(argument.ptr());
+      if (PyErr_Occurred() != nullptr) {
+        throw py::error_already_set();
+      }
+      write(bits);
+    }
+  }
+  TORCH_CHECK_VALUE(first != nullptr, "expected tensors on a GPU, found none");
+  const c10::Device device = first->device();
+  return py::make_tuple(
+      c10::DeviceTypeName(device.type(), /*lower_case=*/true),
+      device.has_index() ? device.index() : 0,
+      reinterpret_cast<uintptr_t>(parameters.addresses.data()));
+}
+
+}  // namespace
+
+void register_kernel_arguments(py::module_& module) {
+  module.def("write_arguments", &write_arguments, py::arg("arguments"), R"(
+Writes the arguments of a kernel to memory of this thread, 8 bytes for each: of a tensor where its
+memory is, of a float a double, of an int its lowest 64 bits, of None zeros. Returns the type and the
+index of the tensors' device, and the address of an array with that of each value; all of it is there
+until the next call. Raises ValueError unless there are tensors, contiguous, on one device.)");
+}
+
+}  // namespace commhooks

@@ -1,0 +1,180 @@
+#include "bindings/reducer/python_hook.h"
+
+#include "reducer/grad_bucket.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+namespace py = pybind11;
+
+namespace commhooks {
+namespace {
+
+// Autograd carries `python_error`, and no other type, from its threads to the caller of backward with
+// the Python exception intact. Needs the GIL.
+[[noreturn]] void throw_python_error(py::error_already_set& error) {
+  error.restore();
+  python_error persisted;
+  persisted.persist();
+  throw std::move(persisted);
+}
+
+void add_note(py::error_already_set& error, const BucketCall& call) {
+  if (!py::hasattr(error.value(), "add_note")) {
+    return;
+  }
+  const auto& names = call.layout->names;
+  error.value().attr("add_note")(c10::str(
+      "Raised in the communication hook of bucket ", call.index, " (parameters ", names.front(),
+      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", call.step,
+      "."));
+}
+
+std::string name_of(const py::object& function) {
+  for (const char* attribute : {"name", "__qualname__"}) {
+    const py::object name = py::getattr(function, attribute, py::none());
+    if (py::isinstance<py::str>(name)) {
+      return name.cast<std::string>();
+    }
+  }
+  return py::str(py::type::of(function).attr("__qualname__"));
+}
+
+// Whether Python takes objects back. A thread that asks for the GIL while the interpreter goes down is
+// ended on the spot, and in a destructor that ends the process.
+bool takes_back() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
+// From a destructor, which need not hold the GIL.
+void give_back(py::object& function) {
+  if (!takes_back()) {
+    function.release();
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  function = py::object();
+}
+
+// A Python future, and what the exception of a failing one is annotated with.
+class PythonResult final : public PendingResult {
+ public:
+  PythonResult(std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper, BucketCall call)
+      : wrapper_(std::move(wrapper)), call_(std::move(call)) {}
+
+  ~PythonResult() override {
+    if (!takes_back()) {
+      new std::shared_ptr<torch::jit::PythonFutureWrapper>(std::move(wrapper_));  // never freed
+      return;
+    }
+    py::gil_scoped_acquire gil;
+    wrapper_.reset();
+  }
+
+  c10::ivalue::Future& future() override {
+    return *wrapper_->fut;
+  }
+
+  at::Tensor result() override {
+    py::gil_scoped_acquire gil;
+    try {
+      const py::object value = wrapper_->value();
+      if (!THPVariable_Check(value.ptr())) {
+        throw py::type_error(
+            c10::str(
+                "Expected the future that a communication hook returns to hold one tensor, found ",
+                py::repr(py::type::of(value)).cast<std::string>(),
+                ". `Work.get_future()` holds a list of tensors: add `.then(lambda f: "
+                "f.value()[0])`."));
+      }
+      return THPVariable_Unpack(value.ptr());
+    } catch (py::error_already_set& error) {
+      add_note(error, call_);
+      throw_python_error(error);
+    } catch (py::builtin_exception& exception) {
+      exception.set_error();
+      py::error_already_set error;
+      add_note(error, call_);
+      throw_python_error(error);
+    }
+  }
+
+ private:
+  std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper_;
+  BucketCall call_;
+};
+
+}  // namespace
+
+PythonHook::PythonHook(py::object function)
+    : function_(std::move(function)), name_(name_of(function_)) {
+  const py::object checks = py::getattr(function_, "checks_finite", py::none());
+  format_.checks_finite = checks.is(py::handle(Py_True));
+}
+
+PythonHook::~PythonHook() {
+  give_back(function_);
+}
+
+std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
+  py::gil_scoped_acquire gil;
+  try {
+    auto bucket = std::make_shared<GradBucket>(
+        call.layout, call.buffer, call.index, call.bucket_count, call.step, call.left_out,
+        call.finite);
+    const py::object answer = function_(std::move(bucket));
+    if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
+      throw py::type_error(
+          c10::str(
+              "Expected the communication hook to return a torch.futures.Future, found ",
+              py::repr(py::type::of(answer)).cast<std::string>(), "."));
+    }
+    return std::make_unique<PythonResult>(
+        answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>(), call);
+  } catch (py::error_already_set& error) {
+    add_note(error, call);
+    throw_python_error(error);
+  } catch (py::builtin_exception& exception) {
+    exception.set_error();
+    py::error_already_set error;
+    add_note(error, call);
+    throw_python_error(error);
+  }
+}
+
+void PythonHook::abandon() {
+  if (!takes_back()) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  if (py::hasattr(function_, "abandon")) {
+    try {
+      function_.attr("abandon")();
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("the abandon() of a communication hook");
+    }
+  }
+}
+
+std::function<void(const std::vector<size_t>&)> python_observer(py::object function) {
+  const std::shared_ptr<py::object> shared(
+      new py::object(std::move(function)), [](py::object* owned) {
+        give_back(*owned);
+        delete owned;
+      });
+  return [shared](const std::vector<size_t>& indices) {
+    py::gil_scoped_acquire gil;
+    try {
+      (*shared)(indices);
+    } catch (py::error_already_set& error) {
+      throw_python_error(error);
+    }
+  };
+}
+
+}  // namespace commhooks

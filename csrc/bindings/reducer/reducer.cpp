@@ -1,0 +1,233 @@
+#include "bindings/reducer/python_hook.h"
+#include "bindings/reducer/register.h"
+#include "reducer/reducer.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+namespace py = pybind11;
+
+namespace commhooks {
+namespace {
+
+std::shared_ptr<Reducer> make_reducer(
+    std::vector<at::Tensor> parameters,
+    GroupPtr process_group,
+    std::vector<std::string> names,
+    std::vector<int64_t> keys,
+    std::vector<bool> sparse,
+    std::map<int64_t, GroupPtr> key_groups,
+    std::optional<int64_t> late_key,
+    std::vector<int64_t> bucket_bytes,
+    bool small_last_bucket,
+    bool find_unused_parameters,
+    bool static_graph,
+    bool gradient_as_bucket_view,
+    bool stable_buckets,
+    bool skip_unused_buckets,
+    bool release_buckets,
+    std::map<std::string, at::Tensor> frozen) {
+  ReducerOptions options;
+  options.names = std::move(names);
+  options.keys = std::move(keys);
+  options.sparse.assign(sparse.begin(), sparse.end());
+  options.key_groups = std::move(key_groups);
+  options.late_key = late_key;
+  options.caps = std::move(bucket_bytes);
+  options.small_last_bucket = small_last_bucket;
+  options.find_unused_parameters = find_unused_parameters;
+  options.static_graph = static_graph;
+  options.gradient_as_bucket_view = gradient_as_bucket_view;
+  options.stable_buckets = stable_buckets;
+  options.skip_unused_buckets = skip_unused_buckets;
+  options.release_buckets = release_buckets;
+  options.frozen = std::move(frozen);
+  return Reducer::create(std::move(parameters), std::move(options), std::move(process_group));
+}
+
+void set_hook(Reducer& reducer, const py::object& hook) {
+  std::shared_ptr<Hook> native;
+  if (py::isinstance<Hook>(hook)) {
+    native = hook.cast<std::shared_ptr<Hook>>();
+  } else if (PyCallable_Check(hook.ptr())) {
+    native = std::make_shared<PythonHook>(hook);
+  } else {
+    throw py::type_error(
+        c10::str(
+            "Expected a native hook or a callable that takes a GradBucket, found ",
+            py::repr(hook).cast<std::string>(), "."));
+  }
+  py::gil_scoped_release no_gil;
+  reducer.set_hook(std::move(native));
+}
+
+void set_observer(Reducer& reducer, const py::object& observer) {
+  Reducer::Observer native;
+  if (!observer.is_none()) {
+    native = python_observer(observer);
+  }
+  py::gil_scoped_release no_gil;
+  reducer.set_observer(std::move(native));
+}
+
+double seconds(Span::Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+int64_t nanoseconds(Span::Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+py::dict last_times(const Reducer& reducer) {
+  const StepTimes times = reducer.last_times();
+  py::dict row;
+  row["backward_start"] = seconds(times.backward_start);
+  row["backward_end"] = seconds(times.backward_end);
+  row["communication_start"] = seconds(times.communication_start);
+  row["communication_end"] = seconds(times.communication_end);
+  return row;
+}
+
+py::list stop_recording(Reducer& reducer) {
+  py::list rows;
+  for (const Span& span : reducer.stop_recording()) {
+    py::dict row;
+    row["activity"] = name_of(span.activity);
+    row["index"] = span.index;
+    row["start_ns"] = nanoseconds(span.start);
+    row["end_ns"] = nanoseconds(span.end);
+    if (span.layout) {
+      row["key"] = span.layout->key;
+      row["names"] = span.layout->names;
+      row["hook"] = span.hook;
+    }
+    rows.append(std::move(row));
+  }
+  return rows;
+}
+
+py::list bucket_stats(const Reducer& reducer) {
+  std::vector<Reducer::BucketInfo> infos;
+  {
+    py::gil_scoped_release no_gil;
+    infos = reducer.buckets();
+  }
+  py::list rows;
+  for (size_t index = 0; index < infos.size(); ++index) {
+    const auto& info = infos[index];
+    py::dict row;
+    row["index"] = index;
+    row["names"] = info.layout->names;
+    row["key"] = info.layout->key;
+    row["indices"] = info.indices;
+    row["gradient_bytes"] = info.bytes;
+    row["lane"] = info.lane;
+    row["is_sparse"] = info.is_sparse;
+    row["ranks"] = info.ranks;
+    row["packed_bytes"] = info.stats.packed_bytes;
+    row["steps"] = info.stats.steps;
+    row["hook_seconds"] = info.stats.hook_seconds;
+    row["exposed_seconds"] = info.stats.exposed_seconds;
+    rows.append(std::move(row));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void register_reducer(py::module_& module) {
+  using release_gil = py::call_guard<py::gil_scoped_release>;
+
+  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", R"(
+Buckets the gradients of `parameters`, hands each bucket to the hook as soon as it is complete, in
+bucket order, and writes the averages back into `.grad`. See Note [How a gradient travels].)")
+      .def(
+          py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
+          py::arg("names"), py::arg("keys"), py::arg("sparse"), py::arg("key_groups"),
+          py::arg("late_key"), py::arg("bucket_bytes"), py::arg("small_last_bucket") = false,
+          py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
+          py::arg("gradient_as_bucket_view") = false, py::arg("stable_buckets") = false,
+          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false,
+          py::arg("frozen") = std::map<std::string, at::Tensor>())
+      .def(
+          "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
+          py::arg("scale") = 1.0, release_gil(),
+          R"(
+Announce that the next backward synchronizes. `outputs`: the tensors that forward returned where
+`needs_outputs`, else empty. `scale`: what gradients are multiplied by before they are averaged. Raises
+RuntimeError, naming the parameters, if the previous backward left some without a gradient; the reducer
+is usable afterwards.)")
+      .def("shadow_backward", &Reducer::shadow_backward, py::arg("skipped"), release_gil(), R"(
+Take part in a backward of the other ranks with gradients of zero. `.grad` stays as it is. `skipped`:
+what `skipped_buckets` is on those ranks.)")
+      .def_property_readonly("skipped_buckets", &Reducer::skipped_buckets, R"(
+For each bucket, whether the step that is expected leaves it out, as `skip_unused_buckets` asks.)")
+      .def_property_readonly(
+          "needs_outputs", &Reducer::needs_outputs,
+          "Whether `prepare_for_backward` looks at the outputs of forward.")
+      .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
+After the first synchronized step: cut buckets anew in the order in which rank 0 saw gradients arrive;
+with `find_unused_parameters` once it has seen the same order twice. Collective; a no-op, on all ranks
+alike, when there is nothing to do. Returns whether it did.)")
+      .def_property_readonly(
+          "has_rebuilt_buckets", &Reducer::has_rebuilt, "Whether `rebuild_buckets` has cut any.")
+      .def("set_hook", &set_hook, py::arg("hook"), R"(
+Use `hook` from the next step on: a native one, or a callable that takes a GradBucket and returns a
+torch.futures.Future of one tensor like `bucket.buffer()`, the average. The callable runs with the GIL
+on the thread that runs backward, in bucket order. Raises RuntimeError while a backward is under way.)")
+      .def("set_keys", &Reducer::set_keys, py::arg("keys"), release_gil(), R"(
+Cut the buckets anew: only parameters of equal keys share one. Between two steps, on all ranks.)")
+      .def("set_static_graph", &Reducer::set_static_graph, release_gil(), R"(
+As the argument `static_graph`; before the first forward.)")
+      .def_property(
+          "process_group", &Reducer::process_group,
+          [](Reducer& reducer, GroupPtr process_group) {
+            py::gil_scoped_release no_gil;
+            reducer.set_process_group(std::move(process_group));
+          },
+          R"(
+The ranks that gradients are averaged over. Setting it goes back to the plain average.)")
+      .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
+Detach from autograd: later backwards do not synchronize.)")
+      .def("set_observer", &set_observer, py::arg("observer"), R"(
+Call `observer(indices)` on the thread that runs backward, as soon as the gradients of the parameters
+with these indices have been averaged and written back; None: no longer.)")
+      .def(
+          "await_after_backward",
+          [](Reducer& reducer,
+             const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
+            std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited;
+            for (const auto& future : futures) {
+              awaited.push_back(future->fut);
+            }
+            reducer.await_after_backward(std::move(awaited));
+          },
+          py::arg("futures"), "Wait for these futures at the end of the next backward.")
+      .def("set_manual_finalization", &Reducer::set_manual_finalization, py::arg("manual"), R"(
+Whether backward returns without waiting for the buckets; then call `finalize_backward` after each.)")
+      .def("finalize_backward", &Reducer::finalize_backward, release_gil(), R"(
+Wait for all buckets and write the averages into `.grad`. Does nothing if no backward is unfinished.)")
+      .def("check_finalized", &Reducer::check_finalized, release_gil(), R"(
+Raise RuntimeError, naming the parameters, if the last backward left some without a gradient.)")
+      .def("last_times", &last_times, R"(
+When, in seconds of a monotonic clock, the last step's backward started and ended, and communication.)")
+      .def("start_recording", &Reducer::start_recording, release_gil(), R"(
+Note when what happens, until `stop_recording`. Each activity takes 80 bytes until then.)")
+      .def("stop_recording", &stop_recording, R"(
+End the recording; returns a dict for each activity: activity (backward, drain, gradient, pack, launch,
+hook, wait or unpack), index (of the parameter for a gradient, of the step for backward and drain, else
+of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for a gradient); and for a hook key
+and names of its bucket, and hook, its name. In no particular order.)")
+      .def_property_readonly("hook_name", &Reducer::hook_name, "Of the hook in use, for people.")
+      .def("abandon", &Reducer::abandon, release_gil(), R"(
+End the current step, if there is one: wait for the buckets that are with the hook and forget them.)")
+      .def("bucket_stats", &bucket_stats, R"(
+One dict per bucket: index, names, key, indices (of parameters), gradient_bytes, lane (0: that of the
+hook which was set), is_sparse, ranks (that it is averaged over), and since the last reset: steps, packed_bytes
+(handed to the hook), hook_seconds (from handing over to completion), exposed_seconds (time that the
+thread running backward spent in the hook or waiting for it).)")
+      .def("reset_stats", &Reducer::reset_stats, release_gil(), "Start `bucket_stats` from zero.")
+      .def_property("steps", &Reducer::steps, &Reducer::set_steps, R"(
+Synchronized backward passes so far, the `step` of the next GradBucket. Set it when training resumes.)");
+}
+
+}  // namespace commhooks

@@ -1,0 +1,102 @@
+// Sums over blocks, in the order that codecs/block.h gives, of several blocks at once.
+#pragma once
+
+#include "codecs/blocks.h"
+
+namespace commhooks {
+
+// How many blocks there are at most: whole vectors on any machine, two of the longest, so that one's
+// sums and roots overlap with the other's.
+constexpr int64_t kMostBlocks = 32;
+
+static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
+
+// Of two vectors, each of which is made of runs of 2 * half numbers: adds the halves of each run. Runs
+// of the first and the second take turns in the result.
+template <typename Set, int half>
+COMMHOOKS_INLINE auto add_halves(
+    typename Vectors<Set>::Floats one, typename Vectors<Set>::Floats other) {
+  const auto lower = for_lanes<typename Vectors<Set>::Places>([](int lane) {
+    const int run = lane / half;
+    return run % 2 * Set::kFloats + run / 2 * 2 * half + lane % half;
+  });
+  return __builtin_shuffle(one, other, lower) + __builtin_shuffle(one, other, lower + half);
+}
+
+// The sum of each of as many vectors as one has lanes, by halves: that of vector i in lane i.
+template <typename Set, int half = Set::kFloats / 2>
+COMMHOOKS_INLINE auto sum_each(typename Vectors<Set>::Floats* vectors) {
+  for (int i = 0; i < half; ++i) {
+    vectors[i] = add_halves<Set, half>(vectors[i], vectors[i + half]);
+  }
+  if constexpr (half > 1) {
+    return sum_each<Set, half / 2>(vectors);
+  } else {
+    return vectors[0];
+  }
+}
+
+// What the halves of a chunk are added up to until it is a vector, in registers: numbers `step` apart
+// meet after those that are twice as far apart.
+template <typename Set, bool squares, int width, int step = Set::kFloats>
+COMMHOOKS_INLINE auto sum_to_vector(const float* y, float inverse) {
+  if constexpr (step < width) {
+    return sum_to_vector<Set, squares, width, 2 * step>(y, inverse) +
+        sum_to_vector<Set, squares, width, 2 * step>(y + step, inverse);
+  } else {
+    using Words = typename Vectors<Set>::Words;
+    using Floats = typename Vectors<Set>::Floats;
+    const Floats ratios = load<Floats>(y) * inverse;
+    if constexpr (squares) {
+      return ratios * ratios;
+    } else {
+      return reinterpret_cast<Floats>(reinterpret_cast<Words>(ratios) & 0x7fffffffu);
+    }
+  }
+}
+
+// That of each chunk of all blocks. Their width is a power of two from kTile on, found among constants.
+template <typename Set, bool squares, int constant = codecs::kChunk>
+COMMHOOKS_INLINE void sum_chunks(
+    const float* y,
+    int64_t width,
+    int64_t chunks,
+    int64_t blocks,
+    const float* inverses,
+    typename Vectors<Set>::Floats* vectors) {
+  if (width == constant) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      for (int64_t i = block * chunks; i < (block + 1) * chunks; ++i) {
+        vectors[i] = sum_to_vector<Set, squares, constant>(y + i * constant, inverses[block]);
+      }
+    }
+  } else if constexpr (constant > kTile) {
+    sum_chunks<Set, squares, constant / 2>(y, width, chunks, blocks, inverses, vectors);
+  }
+}
+
+// See Note [Order of sums]. sums[i] = the sum over block i of |y| * inverses[i], or of its square.
+template <typename Set, bool squares>
+COMMHOOKS_INLINE void sum_blocks(
+    const float* y, int64_t block_size, int64_t blocks, const float* inverses, float* sums) {
+  using Floats = typename Vectors<Set>::Floats;
+  const int64_t width = std::min<int64_t>(block_size, codecs::kChunk);
+  const int64_t chunks = block_size / width;
+  Floats vectors[kMostBlocks] = {};
+  sum_chunks<Set, squares>(y, width, chunks, blocks, inverses, vectors);
+  alignas(64) float of_chunks[kMostBlocks];
+  for (int64_t i = 0; i < kMostBlocks; i += Set::kFloats) {
+    store(of_chunks + i, sum_each<Set>(vectors + i));
+  }
+  for (int64_t block = 0; block < blocks; ++block) {
+    float* const terms = of_chunks + block * chunks;
+    for (int64_t half = chunks / 2; half > 0; half /= 2) {
+      for (int64_t i = 0; i < half; ++i) {
+        terms[i] += terms[half + i];
+      }
+    }
+    sums[block] = terms[0];
+  }
+}
+
+}  // namespace commhooks

@@ -1,0 +1,225 @@
+// The loop that decodes blocks and averages what several messages tell of them, for any codec.
+#pragma once
+
+#include "codecs/blocks.h"
+#include "codecs/half_codes.h"
+
+#include <type_traits>
+#include <vector>
+
+namespace commhooks {
+
+// How many bytes of codes ahead of their use memory is asked for. Messages are as many streams as there
+// are ranks, more than the CPU's own prefetching follows.
+constexpr int64_t kCodesAhead = 320;
+
+struct alignas(64) Tile {
+  float numbers[kTile];
+};
+
+// value(code) * weight of the numbers of a tile, added up for the codes of one message after the other;
+// the sums stay in registers.
+template <typename Set, typename Codec>
+class TileSum {
+ public:
+  COMMHOOKS_INLINE explicit TileSum(const Codec& codec) : codec_(codec) {
+    for (Floats& sum : sums_) {
+      sum = -Floats{};  // plus any x, also -0, is x
+    }
+    if constexpr (kLooksUp) {
+      for (uint32_t code = 0; code < 16; ++code) {
+        tables_[code / kLanes][code % kLanes] = codec.value(code & kMask);
+      }
+    }
+  }
+
+  COMMHOOKS_INLINE void add(const uint8_t* packed, float weight) {
+    if constexpr (kLooksUp) {
+      look_up(packed, weight);
+    } else if constexpr (kWidens) {
+      if (are_halves(codec_, packed)) {
+        widen(packed, weight);
+      } else {
+        compute(packed, weight);
+      }
+    } else {
+      compute(packed, weight);
+    }
+  }
+
+  COMMHOOKS_INLINE Tile total() const {
+    return load<Tile>(sums_);
+  }
+
+ private:
+  static constexpr int kLanes = Set::kFloats;
+  static constexpr int kBits = Codec::kBits;
+  static constexpr uint32_t kMask = (1u << kBits) - 1;
+  // Codes of at most four bits, by the lowest four bits of their lanes, in one or two registers; one
+  // instruction does so for a whole vector. The table repeats where codes have fewer bits.
+  static constexpr bool kLooksUp = kBits <= 4 && kLanes >= 8;
+  static constexpr int kTables = 16 / kLanes;
+  // Codes of fp8, where halves are converted by an instruction.
+  static constexpr bool kWidens =
+      kLanes >= 8 && (std::is_same_v<Codec, codecs::E4M3> || std::is_same_v<Codec, codecs::E5M2>);
+
+  using Floats = typename Vectors<Set>::Floats;
+  using Words = typename Vectors<Set>::Words;
+  using Places = typename Vectors<Set>::Places;
+
+  COMMHOOKS_INLINE void look_up(const uint8_t* packed, float weight) {
+    Floats tables[kTables];
+    for (int64_t i = 0; i < kTables; ++i) {
+      tables[i] = tables_[i] * weight;
+    }
+    for (int64_t i = 0; i < kTile / kLanes; ++i) {
+      const auto codes = reinterpret_cast<Places>(codes_of(packed, i));
+      sums_[i] += __builtin_shuffle(tables[0], tables[kTables - 1], codes);
+    }
+  }
+
+  // The codes of vector i in the lowest bits of its lanes, with those that follow above.
+  COMMHOOKS_INLINE static Words codes_of(const uint8_t* packed, int64_t i) {
+    constexpr int per_word = 32 / kBits;
+    const uint8_t* const from = packed + i * kLanes / per_word * 4;
+    Words words = Words{} + load<uint32_t>(from);
+    if constexpr (kLanes > per_word) {  // then it is twice as many
+      const Words others = Words{} + load<uint32_t>(from + 4);
+      const auto is_first = for_lanes<Words>([](int lane) { return lane < per_word ? ~0u : 0u; });
+      words = (words & is_first) | (others & ~is_first);
+    }
+    const auto shifts =
+        for_lanes<Words>([](int lane) { return static_cast<uint32_t>(lane % per_word * kBits); });
+    return words >> (shifts + static_cast<uint32_t>(i * kLanes % per_word * kBits));
+  }
+
+  COMMHOOKS_INLINE void widen(const uint8_t* packed, float weight) {
+    for (int64_t i = 0; i < kTile / kLanes; ++i) {
+      sums_[i] += widened(Set(), codec_, packed + i * kLanes) * weight;
+    }
+  }
+
+  COMMHOOKS_INLINE void compute(const uint8_t* packed, float weight) {
+    uint32_t
+        codes[kTile];  // as wide as numbers, or compilers compute in bytes and widen what they find
+    for (int64_t i = 0; i < kTile * kBits / 8; ++i) {
+      for (int64_t k = 0; k < 8 / kBits; ++k) {
+        codes[i * (8 / kBits) + k] = (packed[i] >> (k * kBits)) & kMask;
+      }
+    }
+    Tile tile;
+    for (int64_t i = 0; i < kTile; ++i) {
+      tile.numbers[i] = codec_.value(codes[i]);
+    }
+#pragma GCC unroll 16  // else the sums are in memory, and each message waits for the one before
+    for (int64_t i = 0; i < kTile / kLanes; ++i) {
+      sums_[i] += load<Floats>(tile.numbers + kLanes * i) * weight;
+    }
+  }
+
+  Codec codec_;
+  Floats tables_[kTables];
+  Floats sums_[kTile / kLanes];
+};
+
+// Whether several messages are averaged, or vote on the sign.
+enum class Several { kMean, kMajority };
+
+// What a message tells of a block.
+struct Share {
+  const uint8_t* codes;
+  float weight;
+};
+
+// The shares of all messages of the block's part. Returns the mean of their scales.
+template <Several several, int bits>
+COMMHOOKS_INLINE float find_shares(
+    const DecodeCall& call, const Place& place, std::vector<Share>& shares) {
+  const int64_t code_bytes = call.parts.block_size * bits / 8;
+  const float share = 1.0f / static_cast<float>(call.message_count);
+  const uint8_t* message = call.messages + place.part * call.message_count * call.message_bytes;
+  float mean_scale = 0.0f;
+  for (Share& own : shares) {
+    const auto scale = load<float>(message + 4 * place.block);
+    const bool is_vote = several == Several::kMajority;
+    own.codes = message + call.codes_offset + place.block * code_bytes;
+    own.weight = is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share;
+    mean_scale += scale * share;
+    prefetch(own.codes + kCodesAhead, code_bytes);
+    message += call.message_bytes;
+  }
+  return mean_scale;
+}
+
+// Numbers of a block whose codes begin `offset` bytes behind the block's.
+template <typename Set, typename Codec>
+COMMHOOKS_INLINE Tile
+sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t offset) {
+  TileSum<Set, Codec> sum(codec);
+  for (const Share& share : shares) {
+    sum.add(share.codes + offset, share.weight);
+  }
+  return sum.total();
+}
+
+// The same where a block ends: nothing is read behind the codes of `count` numbers.
+template <typename Set, typename Codec>
+COMMHOOKS_INLINE Tile sum_part_of_tile(
+    const Codec& codec, const std::vector<Share>& shares, int64_t offset, int64_t count) {
+  TileSum<Set, Codec> sum(codec);
+  for (const Share& share : shares) {
+    uint8_t whole[kTile] = {};
+    std::memcpy(whole, share.codes + offset, static_cast<size_t>((count * Codec::kBits + 7) / 8));
+    sum.add(whole, share.weight);
+  }
+  return sum.total();
+}
+
+template <typename T>
+COMMHOOKS_INLINE void store_tile(
+    const Tile& tile, T* __restrict values, T* __restrict kept, int64_t count) {
+  if (kept != nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      kept[i] = values[i];
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    values[i] = static_cast<T>(tile.numbers[i]);
+  }
+}
+
+template <typename Set, typename T, Several several, typename Codec>
+COMMHOOKS_INLINE void decode_blocks(
+    const Codec& codec, const DecodeCall& call, int64_t begin, int64_t end) {
+  std::vector<Share> shares(static_cast<size_t>(call.message_count));
+  for (int64_t index = begin; index < end; ++index) {
+    const Place place = place_of(call.parts, index);
+    const float mean_scale = find_shares<several, Codec::kBits>(call, place, shares);
+    for (int64_t i = 0; i < place.count; i += kTile) {
+      const int64_t offset = i * Codec::kBits / 8;
+      const int64_t count = std::min(kTile, place.count - i);
+      const bool is_whole = count == kTile;
+      Tile tile = is_whole ? sum_tile<Set>(codec, shares, offset)
+                           : sum_part_of_tile<Set>(codec, shares, offset, count);
+      if constexpr (several == Several::kMajority) {
+        // In two loops: in one, compilers multiply the bounds, and branch on which of them it is.
+        for (float& number : tile.numbers) {
+          number = codecs::clamp(number, 1.0f);
+        }
+        for (float& number : tile.numbers) {
+          number *= mean_scale;
+        }
+      }
+      const int64_t first = place.first + i;
+      T* const values = static_cast<T*>(call.values) + first;
+      T* const kept = call.kept == nullptr ? nullptr : static_cast<T*>(call.kept) + first;
+      if (is_whole) {  // a constant, for which copying is a few instructions
+        store_tile(tile, values, kept, kTile);
+      } else {
+        store_tile(tile, values, kept, count);
+      }
+    }
+  }
+}
+
+}  // namespace commhooks

@@ -1,0 +1,252 @@
+// The loop that encodes blocks, for any codec.
+//
+// It goes through a few blocks at a time: a scale is a sum, a root and two divisions, each of which waits
+// for the one before. Those of several blocks are vectors, and overlap.
+#pragma once
+
+#include "kernels/codecs/sign.h"
+#include "codecs/block_sums.h"
+#include "codecs/blocks.h"
+#include "codecs/sign_bits.h"
+
+#include <type_traits>
+
+namespace commhooks {
+
+// Numbers of the blocks that are encoded at a time. What is read and made of them is to stay in the
+// first-level cache, which errors make tight; only scales of sums have so long chains of operations that
+// many blocks are worth it all the same.
+constexpr int64_t group_numbers(codecs::Norm norm, bool has_error) {
+  return has_error && norm == codecs::Norm::kLargest ? kMaxBlockSize / 4 : kMaxBlockSize;
+}
+
+// How many elements ahead of its use memory is asked for: while codes are written, for the next blocks.
+constexpr int64_t kAhead = 4096;
+
+// Scratch memory of some blocks.
+struct Group {
+  Group(int64_t block_size, int64_t numbers)
+      : spacing(
+            static_cast<int64_t>(
+                std::bit_ceil(static_cast<uint64_t>(std::max(block_size, kTile))))),
+        most(std::clamp<int64_t>(numbers / spacing, 1, kMostBlocks)) {}
+
+  const int64_t spacing;  // of blocks in y
+  const int64_t most;     // blocks
+  int64_t blocks = 0;
+  Place places[kMostBlocks];
+  uint32_t largest[kMostBlocks] = {};  // the bits of the largest |y|
+  int counts[kMostBlocks] = {};
+  alignas(64) float norms[kMostBlocks];
+  alignas(64) float scales[kMostBlocks];
+  alignas(64) float inverses[kMostBlocks];
+  alignas(64) float y[kMaxBlockSize];  // what is encoded, zeros behind each block
+};
+
+// y = values + error, or values alone; returns the bits of the largest |y|.
+template <typename T>
+COMMHOOKS_INLINE uint32_t load_sums(
+    const T* __restrict values, const T* __restrict error, float* __restrict y, int64_t count) {
+  int32_t largest = 0;  // magnitudes have no sign bit, and signed maxima are an instruction
+  if (error == nullptr) {
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = static_cast<float>(values[i]);
+      largest = std::max(largest, static_cast<int32_t>(codecs::magnitude_bits(y[i])));
+    }
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      y[i] = static_cast<float>(values[i] + error[i]);
+      largest = std::max(largest, static_cast<int32_t>(codecs::magnitude_bits(y[i])));
+    }
+  }
+  return static_cast<uint32_t>(largest);
+}
+
+template <typename T>
+COMMHOOKS_INLINE void load_group(const EncodeCall& call, int64_t begin, Group& group) {
+  for (int64_t i = 0; i < group.blocks; ++i) {
+    Place& place = group.places[i];
+    place = place_of(call.parts, begin + i);
+    const T* const values = static_cast<const T*>(call.values) + place.first;
+    const T* const error =
+        call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + place.first;
+    float* const y = group.y + i * group.spacing;
+    group.counts[i] = static_cast<int>(place.count);
+    group.largest[i] = load_sums(values, error, y, place.count);
+    if (place.count < group.spacing) {
+      std::fill(y + place.count, y + group.spacing, 0.0f);
+    }
+  }
+}
+
+// The loops over kMostBlocks are vectors; what is in the places of blocks that the group has not does not
+// matter.
+template <typename Set, codecs::Norm norm>
+COMMHOOKS_INLINE void find_norms(Group& group) {
+  if constexpr (norm == codecs::Norm::kLargest) {
+    std::memcpy(group.norms, group.largest, sizeof(group.norms));
+  } else {
+    alignas(64) float inverses[kMostBlocks];
+    alignas(64) float sums[kMostBlocks] = {};
+    for (int64_t i = 0; i < kMostBlocks; ++i) {
+      inverses[i] = 1.0f / codecs::float_of(group.largest[i]);
+    }
+    sum_blocks<Set, codecs::sums_squares(norm)>(
+        group.y, group.spacing, group.blocks, inverses, sums);
+    for (int64_t i = 0; i < kMostBlocks; ++i) {
+      group.norms[i] =
+          codecs::norm_from(norm, codecs::float_of(group.largest[i]), sums[i], group.counts[i]);
+    }
+  }
+}
+
+template <typename Set, typename Codec>
+COMMHOOKS_INLINE void find_scales(const Codec& codec, Group& group) {
+  switch (codec.norm) {
+    case codecs::Norm::kLargest:
+      find_norms<Set, codecs::Norm::kLargest>(group);
+      break;
+    case codecs::Norm::kMean:
+      find_norms<Set, codecs::Norm::kMean>(group);
+      break;
+    case codecs::Norm::kRootMean:
+      find_norms<Set, codecs::Norm::kRootMean>(group);
+      break;
+    case codecs::Norm::kEuclidean:
+      find_norms<Set, codecs::Norm::kEuclidean>(group);
+      break;
+  }
+  for (int64_t i = 0; i < kMostBlocks; ++i) {
+    group.scales[i] = codec.scale(codecs::float_of(group.largest[i]), group.norms[i]);
+    group.inverses[i] = 1.0f / group.scales[i];
+  }
+}
+
+// The codes of a tile, one per byte, into `bits` each, lowest bits first.
+template <int bits>
+COMMHOOKS_INLINE void pack_tile(const uint8_t* __restrict codes, uint8_t* __restrict packed) {
+  for (int64_t i = 0; i < kTile * bits / 8; ++i) {
+    if constexpr (bits == 1) {
+      // The product gathers bit 0 of byte k in bit 56 + k.
+      const auto eight = load<uint64_t>(codes + 8 * i);
+      packed[i] = static_cast<uint8_t>((eight * 0x0102040810204080u) >> 56);
+    } else if constexpr (bits == 2) {
+      const auto four = load<uint32_t>(codes + 4 * i);
+      packed[i] = static_cast<uint8_t>(four | (four >> 6) | (four >> 12) | (four >> 18));
+    } else if constexpr (bits == 4) {
+      const auto two = load<uint16_t>(codes + 2 * i);
+      packed[i] = static_cast<uint8_t>(two | (two >> 4));
+    } else {
+      packed[i] = codes[i];
+    }
+  }
+}
+
+// `codes` has room for whole tiles, and zeros behind those that count.
+template <int bits>
+COMMHOOKS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t count) {
+  for (; count >= kTile; count -= kTile) {
+    pack_tile<bits>(codes, packed);
+    codes += kTile;
+    packed += kTile * bits / 8;
+  }
+  if (count > 0) {
+    uint8_t last[kTile];
+    pack_tile<bits>(codes, last);
+    std::memcpy(packed, last, static_cast<size_t>((count * bits + 7) / 8));
+  }
+}
+
+// One per byte, zeros behind them up to whole tiles.
+template <typename Codec>
+COMMHOOKS_INLINE void find_codes(
+    const Codec& codec,
+    const float* __restrict y,
+    float inverse,
+    uint64_t seed,
+    const Place& place,
+    uint8_t* __restrict codes) {
+  const codecs::Random random = codecs::random_for(seed, static_cast<uint64_t>(place.first));
+  const auto first = static_cast<uint32_t>(place.first);
+  const auto padded = static_cast<int32_t>((place.count + kTile - 1) / kTile * kTile);
+  for (int32_t i = 0; i < padded; ++i) {  // an index as wide as the numbers
+    codes[i] =
+        static_cast<uint8_t>(codec.code(y[i] * inverse, random, first + static_cast<uint32_t>(i)));
+  }
+  if (place.count < padded) {
+    std::fill(codes + place.count, codes + padded, uint8_t{0});
+  }
+}
+
+// What block i of the group is in the message of its part, and what stays behind.
+template <typename Set, typename Codec, typename T>
+COMMHOOKS_INLINE void write_block(
+    const Codec& codec, const EncodeCall& call, const Group& group, int64_t i) {
+  const auto& [part, block, first, count] = group.places[i];
+  uint8_t* const message = call.messages + part * call.message_bytes;
+  const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
+  const int64_t codes_begin = call.codes_offset + block * code_bytes;
+  uint8_t* const packed = message + codes_begin;
+  // Those of the numbers there are; then zeros, for those that the part has not.
+  const int64_t packed_bytes = (count * Codec::kBits + 7) / 8;
+  const int64_t room = std::min(code_bytes, call.message_bytes - codes_begin);
+  if (packed_bytes < room) {
+    std::memset(packed + packed_bytes, 0, static_cast<size_t>(room - packed_bytes));
+  }
+  T* __restrict const values = static_cast<T*>(call.values) + first;
+  const T* __restrict const error =
+      call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + first;
+  prefetch(values + kAhead, count);
+  if (error != nullptr) {
+    prefetch(error + kAhead, count);
+  }
+  const bool has_scale = codecs::has_scale(group.largest[i]);
+  const float scale = has_scale ? group.scales[i] : codecs::scale_without(group.largest[i]);
+  store(message + 4 * block, scale);
+  const float* __restrict const y = group.y + i * group.spacing;
+  const float inverse = group.inverses[i];
+  // Whether codes are but the signs of y, in which case they are packed by then.
+  const bool are_signs = std::is_same_v<Codec, codecs::Sign> && has_scale &&
+      count % Set::kFloats == 0 && pack_signs(Set(), y, inverse, count, packed);
+  alignas(64) uint8_t codes[kMaxBlockSize];
+  if (!has_scale) {
+    std::memset(packed, 0, static_cast<size_t>(packed_bytes));
+  } else if (!are_signs) {
+    find_codes(codec, y, inverse, call.seed, group.places[i], codes);
+    pack<Codec::kBits>(codes, packed, count);
+  }
+
+  if (!call.keep_residual) {
+    return;
+  }
+  if (error != nullptr) {
+    for (int64_t k = 0; k < count; ++k) {
+      values[k] += error[k];
+    }
+  }
+  if (are_signs) {
+    for (int64_t k = 0; k < count; ++k) {
+      values[k] -= static_cast<T>(codec.value(codecs::bits_of(y[k]) >> 31) * scale);
+    }
+  } else if (has_scale) {
+    for (int64_t k = 0; k < count; ++k) {
+      values[k] -= static_cast<T>(codec.value(codes[k]) * scale);
+    }
+  }
+}
+
+template <typename Set, typename T, typename Codec>
+COMMHOOKS_INLINE void encode_blocks(
+    const Codec& codec, const EncodeCall& call, int64_t begin, int64_t end) {
+  Group group(call.parts.block_size, group_numbers(codec.norm, call.error != nullptr));
+  for (; begin < end; begin += group.blocks) {
+    group.blocks = std::min(group.most, end - begin);
+    load_group<T>(call, begin, group);
+    find_scales<Set>(codec, group);
+    for (int64_t i = 0; i < group.blocks; ++i) {
+      write_block<Set, Codec, T>(codec, call, group, i);
+    }
+  }
+}
+
+}  // namespace commhooks

@@ -1,0 +1,68 @@
+// Codes of fp8 as numbers of half precision, which are widened by an instruction that compilers do not
+// choose by themselves.
+#pragma once
+
+#include "kernels/codecs/fp8.h"
+#include "codecs/blocks.h"
+
+#ifdef COMMHOOKS_X86
+#include <immintrin.h>
+#endif
+
+namespace commhooks {
+
+// Whether the codes of a tile are decoded alike as halves: not those of infinity and NaN, which nobody
+// sends, and which other loops take for numbers. e4m3 leaves room for these in a half.
+COMMHOOKS_INLINE bool are_halves(codecs::E4M3 /*codec*/, const uint8_t* /*codes*/) {
+  return true;
+}
+
+COMMHOOKS_INLINE bool are_halves(codecs::E5M2 /*codec*/, const uint8_t* codes) {
+  uint8_t above = 0;
+  for (int64_t i = 0; i < kTile; ++i) {
+    above |=
+        static_cast<uint8_t>((codes[i] & 0x7f) + 4);  // bit 7 where the exponent is the largest
+  }
+  return above < 0x80;
+}
+
+#ifdef COMMHOOKS_X86
+// What kFloats codes stand for; one of each per instruction set, by its type. A half has as many bits of
+// exponent as e5m2. It has one more than e4m3, and is 2^8 times smaller, also where it is subnormal.
+
+__attribute__((target("arch=x86-64-v3"))) inline __m128i upper_bytes(
+    Avx2 /*set*/, const uint8_t* codes) {
+  const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+  return _mm_unpacklo_epi8(_mm_setzero_si128(), eight);
+}
+
+__attribute__((target("arch=x86-64-v3"))) inline __m256 widened(
+    Avx2 set, codecs::E5M2 /*codec*/, const uint8_t* codes) {
+  return _mm256_cvtph_ps(upper_bytes(set, codes));
+}
+
+__attribute__((target("arch=x86-64-v3"))) inline __m256 widened(
+    Avx2 set, codecs::E4M3 /*codec*/, const uint8_t* codes) {
+  const __m128i signs_twice = _mm_srai_epi16(upper_bytes(set, codes), 1);
+  return _mm256_cvtph_ps(_mm_andnot_si128(_mm_set1_epi16(0x4000), signs_twice)) * 256.0f;
+}
+
+__attribute__((target("arch=x86-64-v4"))) inline __m256i upper_bytes(
+    Avx512 /*set*/, const uint8_t* codes) {
+  const __m128i sixteen = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  return _mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen), 8);
+}
+
+__attribute__((target("arch=x86-64-v4"))) inline __m512 widened(
+    Avx512 set, codecs::E5M2 /*codec*/, const uint8_t* codes) {
+  return _mm512_cvtph_ps(upper_bytes(set, codes));
+}
+
+__attribute__((target("arch=x86-64-v4"))) inline __m512 widened(
+    Avx512 set, codecs::E4M3 /*codec*/, const uint8_t* codes) {
+  const __m256i signs_twice = _mm256_srai_epi16(upper_bytes(set, codes), 1);
+  return _mm512_cvtph_ps(_mm256_andnot_si256(_mm256_set1_epi16(0x4000), signs_twice)) * 256.0f;
+}
+#endif
+
+}  // namespace commhooks

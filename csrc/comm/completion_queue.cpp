@@ -1,0 +1,122 @@
+#include "comm/completion_queue.h"
+
+#include <ATen/core/ivalue_inl.h>
+
+namespace commhooks {
+
+// Held by the callbacks as well, which may outlive the queue.
+struct CompletionQueue::Tokens {
+  std::mutex mutex;
+  std::condition_variable arrived;
+  std::deque<int64_t> tokens;
+
+  void put(int64_t token) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      tokens.push_back(token);
+    }
+    arrived.notify_one();
+  }
+};
+
+struct CompletionQueue::Waiter {
+  struct Item {
+    c10::intrusive_ptr<c10d::Work> work;
+    int64_t token;
+  };
+
+  // The state is shared with the thread, which is detached: a Work that never ends must not keep the
+  // queue's owner from going away.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Item> items;
+    bool closed = false;
+  };
+
+  explicit Waiter(const std::shared_ptr<Tokens>& tokens) : state(std::make_shared<State>()) {
+    std::thread([state = state, tokens] {
+      while (true) {
+        Item item;
+        {
+          std::unique_lock<std::mutex> lock(state->mutex);
+          state->changed.wait(lock, [&] { return state->closed || !state->items.empty(); });
+          if (state->closed) {
+            return;
+          }
+          item = std::move(state->items.front());
+          state->items.pop_front();
+        }
+        try {
+          item.work->wait();
+        } catch (const std::exception&) {
+          // The reader of the token asks the Work, and gets the error from it.
+        }
+        tokens->put(item.token);
+      }
+    }).detach();
+  }
+
+  ~Waiter() {
+    {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      state->closed = true;
+    }
+    state->changed.notify_one();
+  }
+
+  void add(Item item) {
+    {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      state->items.push_back(std::move(item));
+    }
+    state->changed.notify_one();
+  }
+
+  std::shared_ptr<State> state;
+};
+
+CompletionQueue::CompletionQueue() : tokens_(std::make_shared<Tokens>()) {}
+
+CompletionQueue::~CompletionQueue() = default;
+
+void CompletionQueue::put(int64_t token) {
+  tokens_->put(token);
+}
+
+void CompletionQueue::watch(
+    const c10::intrusive_ptr<c10d::Work>& work, int64_t token, int64_t stage) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  try {
+    future = work->getFuture();
+  } catch (const c10::Error&) {
+    // Raised by Works that have none; see below.
+  }
+  if (future) {
+    future->addCallback(
+        [tokens = tokens_, token](c10::ivalue::Future&) { tokens->put(token); },
+        /*uses_future=*/false);  // so no stream is made to wait for it
+    return;
+  }
+  std::lock_guard<std::mutex> lock(waiters_mutex_);
+  std::unique_ptr<Waiter>& waiter = waiters_[stage];
+  if (!waiter) {
+    waiter = std::make_unique<Waiter>(tokens_);
+  }
+  waiter->add({work, token});
+}
+
+std::optional<int64_t> CompletionQueue::get(std::optional<std::chrono::duration<double>> timeout) {
+  std::unique_lock<std::mutex> lock(tokens_->mutex);
+  const auto some = [&] { return !tokens_->tokens.empty(); };
+  if (!timeout) {
+    tokens_->arrived.wait(lock, some);
+  } else if (!tokens_->arrived.wait_for(lock, *timeout, some)) {
+    return std::nullopt;
+  }
+  const int64_t token = tokens_->tokens.front();
+  tokens_->tokens.pop_front();
+  return token;
+}
+
+}  // namespace commhooks

@@ -1,0 +1,200 @@
+#include "packing/convert.h"
+
+#include "packing/finite_elements.h"
+#include "packing/half.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <type_traits>
+
+namespace commhooks {
+namespace {
+
+// Enough work for a thread to be worth waking: about 10 microseconds of copying.
+constexpr int64_t kGrainElements = 1 << 15;
+
+// So few that they are in the innermost cache still when they are looked at.
+constexpr int64_t kTileElements = 1 << 11;
+
+using Kernel = void (*)(const void* source, void* destination, int64_t numel, double scale);
+
+// The general case, one element at a time; the common pairs have faster kernels in half.cpp.
+template <typename From, typename To>
+void convert_elements(const void* source, void* destination, int64_t numel, double scale) {
+  using Math =
+      std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
+  const auto* in = static_cast<const From*>(source);
+  auto* out = static_cast<To*>(destination);
+  const auto factor = static_cast<Math>(scale);
+  for (int64_t i = 0; i < numel; ++i) {
+    out[i] = static_cast<To>(static_cast<Math>(in[i]) * factor);
+  }
+}
+
+template <size_t element_size>
+void copy(const void* source, void* destination, int64_t numel, double /*scale*/) {
+  if (source != destination) {
+    std::memcpy(destination, source, static_cast<size_t>(numel) * element_size);
+  }
+}
+
+template <size_t element_size>
+void copy_streaming(const void* source, void* destination, int64_t numel, double /*scale*/) {
+  stream_bytes(source, destination, static_cast<size_t>(numel) * element_size);
+}
+
+template <typename From>
+Kernel kernel_from(c10::ScalarType to) {
+  switch (to) {
+    case c10::kDouble:
+      return convert_elements<From, double>;
+    case c10::kFloat:
+      return convert_elements<From, float>;
+    case c10::kHalf:
+      return convert_elements<From, c10::Half>;
+    case c10::kBFloat16:
+      return convert_elements<From, c10::BFloat16>;
+    default:
+      TORCH_CHECK(false, "Expected a floating type to convert to, found ", to, ".");
+  }
+}
+
+Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale, bool stream) {
+  if (from == to && scale == 1.0) {
+    switch (c10::elementSize(from)) {
+      case 2:
+        return stream ? copy_streaming<2> : copy<2>;
+      case 4:
+        return stream ? copy_streaming<4> : copy<4>;
+      case 8:
+        return stream ? copy_streaming<8> : copy<8>;
+      default:
+        break;
+    }
+  }
+  if (from == c10::kFloat && to == c10::kFloat) {
+    return stream ? scale_float_streaming : scale_float;
+  }
+  if (from == c10::kFloat && to == c10::kBFloat16) {
+    return float_to_bfloat16;
+  }
+  if (from == c10::kBFloat16 && to == c10::kFloat) {
+    return bfloat16_to_float;
+  }
+  if (from == c10::kFloat && to == c10::kHalf) {
+    return float_to_half;
+  }
+  if (from == c10::kHalf && to == c10::kFloat) {
+    return half_to_float;
+  }
+  switch (from) {
+    case c10::kDouble:
+      return kernel_from<double>(to);
+    case c10::kFloat:
+      return kernel_from<float>(to);
+    case c10::kHalf:
+      return kernel_from<c10::Half>(to);
+    case c10::kBFloat16:
+      return kernel_from<c10::BFloat16>(to);
+    default:
+      TORCH_CHECK(false, "Expected a floating type to convert from, found ", from, ".");
+  }
+}
+
+// What becomes of consecutive numbers: `run` says whether all that it wrote are finite, if anybody asks.
+class Conversion {
+ public:
+  Conversion(c10::ScalarType from, c10::ScalarType to, double scale, bool stream, bool checks)
+      : from_(from),
+        to_(to),
+        scale_(scale),
+        checks_(checks),
+        // Numbers are looked at where they were written, so they have to be in a cache there.
+        kernel_(choose_kernel(from, to, scale, stream && !checks)),
+        // What is in place has just been read, so it is in a cache already.
+        kernel_in_place_(choose_kernel(from, to, scale, /*stream=*/false)) {}
+
+  bool run(const char* source, char* destination, int64_t numel) const {
+    const Kernel kernel = source == destination ? kernel_in_place_ : kernel_;
+    if (!checks_) {
+      kernel(source, destination, numel, scale_);
+      return true;
+    }
+    const auto from_size = static_cast<int64_t>(c10::elementSize(from_));
+    const auto to_size = static_cast<int64_t>(c10::elementSize(to_));
+    bool finite = true;
+    for (int64_t start = 0; start < numel; start += kTileElements) {
+      const int64_t tile = std::min(kTileElements, numel - start);
+      char* out = destination + start * to_size;
+      kernel(source + start * from_size, out, tile, scale_);
+      finite &= all_finite(out, tile, to_);
+    }
+    return finite;
+  }
+
+ private:
+  c10::ScalarType from_;
+  c10::ScalarType to_;
+  double scale_;
+  bool checks_;
+  Kernel kernel_;
+  Kernel kernel_in_place_;
+};
+
+}  // namespace
+
+void convert(
+    const std::vector<Piece>& pieces,
+    c10::ScalarType from,
+    c10::ScalarType to,
+    double scale,
+    bool stream,
+    bool* finite) {
+  if (pieces.empty()) {
+    return;
+  }
+  const Conversion conversion(from, to, scale, stream, finite != nullptr);
+  const size_t from_size = c10::elementSize(from);
+  const size_t to_size = c10::elementSize(to);
+  std::atomic<bool> all_finite{true};
+
+  // ends[i]: number of elements up to and including piece i; the pieces laid end to end are cut into
+  // even ranges, whatever their own sizes.
+  std::vector<int64_t> ends;
+  ends.reserve(pieces.size());
+  int64_t total = 0;
+  for (const auto& piece : pieces) {
+    ends.push_back(total += piece.numel);
+  }
+
+  at::parallel_for(0, total, kGrainElements, [&](int64_t begin, int64_t end) {
+    size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    while (begin < end) {
+      const Piece& piece = pieces[i];
+      const int64_t start = begin - (ends[i] - piece.numel);
+      const int64_t numel = std::min(end, ends[i]) - begin;
+      auto* destination = static_cast<char*>(piece.destination) + start * to_size;
+      if (piece.source == nullptr) {
+        std::memset(destination, 0, static_cast<size_t>(numel) * to_size);
+      } else {
+        const auto* source = static_cast<const char*>(piece.source) + start * from_size;
+        if (!conversion.run(source, destination, numel)) {
+          all_finite = false;
+        }
+      }
+      begin += numel;
+      ++i;
+    }
+  });
+  if (!all_finite) {
+    *finite = false;
+  }
+}
+
+}  // namespace commhooks

@@ -1,0 +1,196 @@
+#include "packing/cuda/convert.h"
+#include "packing/cuda/element.cuh"
+#include "packing/cuda/launch.h"
+#include "packing/cuda/table.cuh"
+
+#include <algorithm>
+
+namespace commhooks::cuda {
+namespace {
+
+// See Note [Tiles]. Arguments of a kernel take 4 KiB, or 32764 bytes since CUDA 12.1; what they take is
+// copied with every launch, so a short list has a small table.
+template <int capacity_>
+struct Table {
+  static constexpr int capacity = capacity_;
+
+  const void* source[capacity];
+  void* destination[capacity];
+  uint32_t first_tile[capacity];
+  uint32_t numel[capacity];
+  int count;
+};
+using SmallTable = Table<168>;
+using LargeTable = Table<1360>;
+static_assert(sizeof(SmallTable) + sizeof(double) + sizeof(bool*) <= 4096);
+static_assert(sizeof(LargeTable) + sizeof(double) + sizeof(bool*) <= 32764);
+
+template <typename T, unsigned width>
+struct alignas(sizeof(T) * width) Vector {
+  T values[width];
+};
+
+// The `count` vectors of one tile, at most kTileElements / width. All are read before the first is
+// written, so that their ways through memory overlap. Whether what this thread wrote is finite: next to
+// memory that costs nothing, so it is found out whether or not anybody asks.
+template <unsigned width, typename From, typename To>
+__device__ bool convert_vectors(
+    const From* source, To* destination, unsigned count, Math<From, To> scale) {
+  constexpr unsigned kRounds = kTileElements / width / kThreads;
+  const auto* in = reinterpret_cast<const Vector<From, width>*>(source);
+  auto* out = reinterpret_cast<Vector<To, width>*>(destination);
+  Vector<From, width> read[kRounds];
+  bool finite = true;
+#pragma unroll
+  for (unsigned round = 0; round < kRounds; ++round) {
+    const unsigned i = round * kThreads + threadIdx.x;
+    if (i < count) {
+      read[round] = in[i];
+    }
+  }
+#pragma unroll
+  for (unsigned round = 0; round < kRounds; ++round) {
+    const unsigned i = round * kThreads + threadIdx.x;
+    if (i < count) {
+      Vector<To, width> converted;
+#pragma unroll
+      for (unsigned j = 0; j < width; ++j) {
+        converted.values[j] = convert_element<To>(read[round].values[j], scale);
+        finite &= is_finite(converted.values[j]);
+      }
+      out[i] = converted;
+    }
+  }
+  return finite;
+}
+
+template <typename T>
+__device__ bool is_aligned(const T* pointer, unsigned width) {
+  return reinterpret_cast<uintptr_t>(pointer) % (sizeof(T) * width) == 0;
+}
+
+// Buckets have no padding, so a parameter of odd length shifts all that follow: then source and
+// destination are not aligned alike, and elements travel one by one, still side by side in a warp.
+template <typename From, typename To>
+__device__ bool convert_tile(
+    const From* source, To* destination, unsigned numel, Math<From, To> scale) {
+  constexpr unsigned kWidth = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
+  unsigned done = 0;
+  bool finite = true;
+  if (is_aligned(source, kWidth) && is_aligned(destination, kWidth)) {
+    finite = convert_vectors<kWidth>(source, destination, numel / kWidth, scale);
+    done = numel - numel % kWidth;
+  }
+  return convert_vectors<1>(source + done, destination + done, numel - done, scale) && finite;
+}
+
+template <typename To>
+__device__ void zero_tile(To* destination, unsigned numel) {
+  constexpr unsigned kWidth = 16 / sizeof(To);
+  unsigned done = 0;
+  if (is_aligned(destination, kWidth)) {
+    for (unsigned i = threadIdx.x; i < numel / kWidth; i += kThreads) {
+      reinterpret_cast<Vector<To, kWidth>*>(destination)[i] = {};
+    }
+    done = numel - numel % kWidth;
+  }
+  for (unsigned i = done + threadIdx.x; i < numel; i += kThreads) {
+    destination[i] = To{};
+  }
+}
+
+template <typename From, typename To, typename Pieces>
+__global__ void __launch_bounds__(kThreads)
+    convert_pieces(const __grid_constant__ Pieces table, Math<From, To> scale, bool* finite) {
+  const int i = find_piece(table.first_tile, table.count, blockIdx.x);
+  const unsigned start = (blockIdx.x - table.first_tile[i]) * kTileElements;
+  const unsigned rest = table.numel[i] - start;
+  const unsigned numel = rest < kTileElements ? rest : kTileElements;
+  To* destination = static_cast<To*>(table.destination[i]) + start;
+  if (table.source[i] == nullptr) {
+    zero_tile(destination, numel);
+  } else {
+    const From* source = static_cast<const From*>(table.source[i]) + start;
+    report(convert_tile(source, destination, numel, scale), finite);
+  }
+}
+
+// Fills tables, and starts a kernel for each.
+template <typename From, typename To, typename Pieces>
+class Batch {
+ public:
+  Batch(double scale, bool* finite, cudaStream_t stream)
+      : scale_(scale), finite_(finite), stream_(stream) {}
+
+  void add(const From* source, To* destination, int64_t numel) {
+    if (table_.count == Pieces::capacity) {
+      start();
+    }
+    const int i = table_.count++;
+    table_.source[i] = source;
+    table_.destination[i] = destination;
+    table_.first_tile[i] = tiles_;
+    table_.numel[i] = static_cast<uint32_t>(numel);
+    tiles_ += tiles_of(numel);
+  }
+
+  cudaError_t finish() {
+    start();
+    return error_;
+  }
+
+ private:
+  void start() {
+    if (tiles_ > 0 && error_ == cudaSuccess) {
+      const auto scale = static_cast<Math<From, To>>(scale_);
+      error_ = launch(
+          convert_pieces<From, To, Pieces>, tiles_, kThreads, stream_, table_, scale, finite_);
+    }
+    table_.count = 0;
+    tiles_ = 0;
+  }
+
+  double scale_;
+  bool* finite_;
+  cudaStream_t stream_;
+  Pieces table_{};
+  uint32_t tiles_ = 0;
+  cudaError_t error_ = cudaSuccess;
+};
+
+template <typename From, typename To, typename Pieces>
+cudaError_t convert_all(
+    const Piece* pieces, size_t count, double scale, bool* finite, cudaStream_t stream) {
+  Batch<From, To, Pieces> batch(scale, finite, stream);
+  for (size_t i = 0; i < count; ++i) {
+    const auto* source = static_cast<const From*>(pieces[i].source);
+    auto* destination = static_cast<To*>(pieces[i].destination);
+    for (int64_t start = 0; start < pieces[i].numel; start += kLongestPiece) {
+      const int64_t numel = std::min(pieces[i].numel - start, kLongestPiece);
+      batch.add(source == nullptr ? nullptr : source + start, destination + start, numel);
+    }
+  }
+  return batch.finish();
+}
+
+}  // namespace
+
+const char* convert(
+    const Piece* pieces,
+    size_t count,
+    Element from,
+    Element to,
+    double scale,
+    bool* finite,
+    cudaStream_t stream) {
+  const cudaError_t error = with_elements(from, to, [&](auto source, auto destination) {
+    using From = decltype(source);
+    using To = decltype(destination);
+    return count <= SmallTable::capacity
+        ? convert_all<From, To, SmallTable>(pieces, count, scale, finite, stream)
+        : convert_all<From, To, LargeTable>(pieces, count, scale, finite, stream);
+  });
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace commhooks::cuda

@@ -1,0 +1,98 @@
+// Floating types in kernels: what they are multiplied in, and how they get there and back.
+#pragma once
+
+#include "packing/cuda/convert.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+namespace commhooks::cuda {
+
+__device__ inline double widen(double value) {
+  return value;
+}
+__device__ inline float widen(float value) {
+  return value;
+}
+__device__ inline float widen(__half value) {
+  return __half2float(value);
+}
+__device__ inline float widen(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+
+__device__ inline void narrow(double value, double* to) {
+  *to = value;
+}
+__device__ inline void narrow(double value, float* to) {
+  *to = static_cast<float>(value);
+}
+// By way of fp32, as torch casts.
+__device__ inline void narrow(double value, __half* to) {
+  *to = __float2half_rn(static_cast<float>(value));
+}
+__device__ inline void narrow(double value, __nv_bfloat16* to) {
+  *to = __float2bfloat16_rn(static_cast<float>(value));
+}
+__device__ inline void narrow(float value, double* to) {
+  *to = value;
+}
+__device__ inline void narrow(float value, float* to) {
+  *to = value;
+}
+__device__ inline void narrow(float value, __half* to) {
+  *to = __float2half_rn(value);
+}
+__device__ inline void narrow(float value, __nv_bfloat16* to) {
+  *to = __float2bfloat16_rn(value);
+}
+
+// The type in which elements are multiplied.
+template <typename From, typename To>
+using Math =
+    std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
+
+template <typename To, typename From>
+__device__ To convert_element(From value, Math<From, To> scale) {
+  To converted;
+  narrow(static_cast<Math<From, To>>(widen(value)) * scale, &converted);
+  return converted;
+}
+
+template <typename T>
+__device__ bool is_finite(T value) {
+  return isfinite(widen(value));
+}
+
+// Calls `function(From(), To())` for the types that `from` and `to` stand for.
+template <typename From, typename Function>
+auto with_element_to(Element to, Function function) {
+  switch (to) {
+    case Element::fp64:
+      return function(From(), double());
+    case Element::fp32:
+      return function(From(), float());
+    case Element::fp16:
+      return function(From(), __half());
+    default:
+      return function(From(), __nv_bfloat16());
+  }
+}
+
+template <typename Function>
+auto with_elements(Element from, Element to, Function function) {
+  switch (from) {
+    case Element::fp64:
+      return with_element_to<double>(to, function);
+    case Element::fp32:
+      return with_element_to<float>(to, function);
+    case Element::fp16:
+      return with_element_to<__half>(to, function);
+    default:
+      return with_element_to<__nv_bfloat16>(to, function);
+  }
+}
+
+}  // namespace commhooks::cuda

@@ -1,0 +1,51 @@
+#include "shared/instruction_sets.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <atomic>
+
+namespace commhooks {
+namespace {
+
+// In the order of InstructionSet.
+std::vector<std::string> find_instruction_sets() {
+  std::vector<std::string> names = {"plain"};
+#ifdef COMMHOOKS_X86
+  if (__builtin_cpu_supports("x86-64-v3")) {
+    names.emplace_back("avx2");
+  }
+  if (__builtin_cpu_supports("x86-64-v4")) {
+    names.emplace_back("avx512");
+  }
+#endif
+  return names;
+}
+
+std::atomic<InstructionSet>& chosen() {
+  static std::atomic<InstructionSet> set(
+      static_cast<InstructionSet>(find_instruction_sets().size() - 1));
+  return set;
+}
+
+}  // namespace
+
+InstructionSet instruction_set() {
+  return chosen().load(std::memory_order_relaxed);
+}
+
+std::vector<std::string> instruction_sets() {
+  return find_instruction_sets();
+}
+
+void use_instruction_set(const std::string& name) {
+  const std::vector<std::string> names = find_instruction_sets();
+  const auto found = std::find(names.begin(), names.end(), name);
+  TORCH_CHECK(
+      found != names.end(), "Expected an instruction set that this machine has, ",
+      c10::Join(", ", names), "; found '", name, "'.");
+  chosen() = static_cast<InstructionSet>(found - names.begin());
+}
+
+}  // namespace commhooks

@@ -1,0 +1,236 @@
+#include "sparse/indices.h"
+
+#include "kernels/codecs/sparse.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <limits>
+
+namespace commhooks {
+namespace {
+
+using codecs::IndexCode;
+
+constexpr int64_t kWordBits = 64;
+constexpr int64_t kGrainElements = 1 << 18;
+
+int64_t words_of(int64_t bits) {
+  return (bits + kWordBits - 1) / kWordBits;
+}
+
+// Words at any address.
+uint64_t load(const uint8_t* words, int64_t index) {
+  uint64_t word;
+  std::memcpy(&word, words + index * sizeof(word), sizeof(word));
+  return word;
+}
+
+void store(uint8_t* words, int64_t index, uint64_t word) {
+  std::memcpy(words + index * sizeof(word), &word, sizeof(word));
+}
+
+// Writes fields of one width one after the other.
+class BitWriter {
+ public:
+  BitWriter(uint8_t* words, int width) : words_(words), width_(width) {}
+
+  void put(uint64_t field) {
+    word_ |= field << used_;
+    used_ += width_;
+    if (used_ >= kWordBits) {
+      used_ -= kWordBits;
+      store(words_, index_++, word_);
+      word_ = used_ == 0 ? 0 : field >> (width_ - used_);
+    }
+  }
+
+  void flush() {
+    if (used_ > 0) {
+      store(words_, index_, word_);
+    }
+  }
+
+ private:
+  uint8_t* words_;
+  int width_;
+  int used_ = 0;
+  int64_t index_ = 0;
+  uint64_t word_ = 0;
+};
+
+// Field `index` of those that a BitWriter wrote.
+uint64_t read_field(const uint8_t* words, int width, int64_t index) {
+  if (width == 0) {
+    return 0;
+  }
+  const int64_t bit = index * width;
+  const int64_t shift = bit % kWordBits;
+  uint64_t field = load(words, bit / kWordBits) >> shift;
+  if (shift + width > kWordBits) {
+    field |= load(words, bit / kWordBits + 1) << (kWordBits - shift);
+  }
+  return field & ((uint64_t{1} << width) - 1);
+}
+
+void pack(
+    const int32_t* indices, int64_t count, IndexCode code, int64_t high_words, uint8_t* packed) {
+  uint64_t word = 0;
+  int64_t at = 0;
+  BitWriter low(packed + high_words * sizeof(word), code.low_bits);
+  for (int64_t rank = 0; rank < count; ++rank) {
+    const auto position = static_cast<int64_t>(code.position(indices[rank], rank));
+    for (; at < position / kWordBits; ++at) {
+      store(packed, at, word);
+      word = 0;
+    }
+    word |= uint64_t{1} << (position % kWordBits);
+    low.put(code.low(indices[rank]));
+  }
+  for (; at < high_words; ++at) {
+    store(packed, at, word);
+    word = 0;
+  }
+  low.flush();
+}
+
+// Returns whether the result is `count` ascending indices below `numel`.
+bool unpack(
+    const uint8_t* packed,
+    int64_t count,
+    IndexCode code,
+    int64_t high_words,
+    int64_t numel,
+    int32_t* indices) {
+  const uint8_t* const low = packed + high_words * sizeof(uint64_t);
+  int64_t rank = 0;
+  int64_t previous = -1;
+  bool ascends = true;
+  for (int64_t at = 0; at < high_words; ++at) {
+    for (uint64_t bits = load(packed, at); bits != 0; bits &= bits - 1) {
+      if (rank == count) {
+        return false;
+      }
+      const int64_t position = at * kWordBits + std::countr_zero(bits);
+      const auto index =
+          static_cast<int64_t>(code.index(position, rank, read_field(low, code.low_bits, rank)));
+      ascends &= index > previous;
+      previous = index;
+      indices[rank++] = static_cast<int32_t>(index);
+    }
+  }
+  return ascends && rank == count && previous < numel;
+}
+
+void check_cpu(const char* name, const at::Tensor& tensor, at::ScalarType type) {
+  TORCH_CHECK(
+      tensor.device().is_cpu() && tensor.scalar_type() == type && tensor.dim() == 1 &&
+          tensor.is_contiguous(),
+      "Expected ", name, " to be flat ", type, " on the CPU, found shape ", tensor.sizes(), " in ",
+      tensor.scalar_type(), " on ", tensor.device(), ".");
+}
+
+void check_packed(
+    const at::Tensor& packed, const at::Tensor& indices, int64_t high_bits, int64_t low_bits) {
+  check_cpu("indices", indices, at::kInt);
+  check_cpu("packed indices", packed, at::kByte);
+  TORCH_CHECK(0 <= low_bits && low_bits < 32, "Expected 0 to 31 low bits, found ", low_bits, ".");
+  const int64_t bytes =
+      (words_of(high_bits) + words_of(indices.numel() * low_bits)) * kWordBits / 8;
+  TORCH_CHECK(
+      packed.numel() == bytes, "Expected ", bytes, " bytes for ", indices.numel(),
+      " packed indices, found ", packed.numel(), ".");
+}
+
+}  // namespace
+
+void pack_indices(
+    const at::Tensor& indices,
+    int64_t high_bits,
+    int64_t low_bits,
+    bool adds_rank,
+    at::Tensor& packed) {
+  check_packed(packed, indices, high_bits, low_bits);
+  const IndexCode code{static_cast<int>(low_bits), adds_rank};
+  const int64_t count = indices.numel();
+  const auto* const from = indices.const_data_ptr<int32_t>();
+  TORCH_CHECK(
+      count == 0 ||
+          (from[0] >= 0 && from[count - 1] >= 0 &&
+           static_cast<int64_t>(code.position(from[count - 1], count - 1)) < high_bits),
+      "Expected indices that ", high_bits, " bits can hold, found ", from[0], " to ",
+      from[count - 1], ".");
+  pack(from, count, code, words_of(high_bits), packed.mutable_data_ptr<uint8_t>());
+}
+
+void unpack_indices(
+    const at::Tensor& packed,
+    int64_t high_bits,
+    int64_t low_bits,
+    bool adds_rank,
+    int64_t numel,
+    at::Tensor& indices) {
+  check_packed(packed, indices, high_bits, low_bits);
+  const IndexCode code{static_cast<int>(low_bits), adds_rank};
+  TORCH_CHECK(
+      unpack(
+          packed.const_data_ptr<uint8_t>(), indices.numel(), code, words_of(high_bits), numel,
+          indices.mutable_data_ptr<int32_t>()),
+      "Expected ", indices.numel(), " ascending indices below ", numel,
+      ", found others: the message is damaged, or ranks have different options.");
+}
+
+void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor& out) {
+  check_cpu("values", values, out.scalar_type());
+  check_cpu("indices", indices, at::kInt);
+  check_cpu("out", out, out.scalar_type());
+  TORCH_CHECK(
+      values.numel() == indices.numel(), "Expected as many values as indices, found ",
+      values.numel(), " and ", indices.numel(), ".");
+  const auto* const first = indices.const_data_ptr<int32_t>();
+  const auto* const last = first + indices.numel();
+  TORCH_CHECK(
+      first == last || (*first >= 0 && *(last - 1) < out.numel()), "Expected indices below ",
+      out.numel(), ", found ", *first, " to ", *(last - 1), ".");
+  AT_DISPATCH_FLOATING_TYPES(out.scalar_type(), "scatter_add", [&] {
+    const auto* const from = values.const_data_ptr<scalar_t>();
+    auto* const to = out.mutable_data_ptr<scalar_t>();
+    // Each thread adds to a range of its own.
+    at::parallel_for(0, out.numel(), kGrainElements, [&](int64_t begin, int64_t end) {
+      const auto* const stop = std::lower_bound(first, last, end);
+      for (const auto* at = std::lower_bound(first, last, begin); at < stop; ++at) {
+        to[*at] += from[at - first];
+      }
+    });
+  });
+}
+
+void draw_indices(int64_t seed, int64_t rotation, int64_t numel, at::Tensor& indices) {
+  check_cpu("indices", indices, at::kInt);
+  const int64_t count = indices.numel();
+  TORCH_CHECK(
+      count <= numel && numel <= std::numeric_limits<int32_t>::max(),
+      "Expected to draw at most as many indices as there are, fewer than 2^31, found ", count,
+      " of ", numel, ".");
+  TORCH_CHECK(
+      0 <= rotation && rotation < std::max<int64_t>(numel, 1), "Expected a rotation below ", numel,
+      ", found ", rotation, ".");
+  if (count == 0) {
+    return;
+  }
+  const codecs::RandomIndices random(
+      static_cast<uint64_t>(seed), static_cast<uint64_t>(rotation), static_cast<uint64_t>(numel),
+      static_cast<uint64_t>(count));
+  auto* const out = indices.mutable_data_ptr<int32_t>();
+  at::parallel_for(0, count, kGrainElements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      out[i] = static_cast<int32_t>(random.at(static_cast<uint64_t>(i)));
+    }
+  });
+}
+
+}  // namespace commhooks

@@ -1,0 +1,292 @@
+#include "sparse/selection.h"
+
+#include "kernels/codecs/sparse.h"
+#include "shared/instruction_sets.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+namespace commhooks {
+namespace {
+
+using codecs::magnitude_bits;
+
+constexpr int64_t kWord = 64;        // elements that one word of marks stands for
+constexpr int64_t kBlock = 1 << 10;  // elements whose flags stay in the first-level cache
+constexpr int64_t kChunk = 1 << 16;  // elements that a thread takes at a time
+constexpr int64_t kSamples = 1 << 16;
+
+template <typename T>
+using Key = decltype(magnitude_bits(T{}));
+
+// Eight bytes, each 0 or 1, as eight bits: the product moves byte i to bit 56 + i.
+COMMHOOKS_INLINE uint64_t gather_bits(const uint8_t* flags) {
+  uint64_t bytes;
+  std::memcpy(&bytes, flags, sizeof(bytes));
+  return bytes * 0x0102040810204080ull >> 56;
+}
+
+// Adds `error`, and sets bit i of `marks` where the magnitude of the sum i is `bound` or more.
+// Returns how many there are.
+template <typename T>
+COMMHOOKS_INLINE int64_t mark(
+    T* __restrict gradient,
+    const T* __restrict error,
+    int64_t numel,
+    Key<T> bound,
+    uint64_t* marks) {
+  int64_t marked = 0;
+  for (int64_t begin = 0; begin < numel; begin += kBlock) {
+    const int64_t count = std::min(kBlock, numel - begin);
+    T* const sums = gradient + begin;
+    if (error != nullptr) {
+      for (int64_t i = 0; i < count; ++i) {
+        sums[i] += error[begin + i];
+      }
+    }
+    uint8_t flags[kBlock];
+    for (int64_t i = 0; i < count; ++i) {
+      flags[i] = magnitude_bits(sums[i]) >= bound;
+    }
+    const int64_t words = (count + kWord - 1) / kWord;
+    std::fill(flags + count, flags + words * kWord, uint8_t{0});
+    for (int64_t word = 0; word < words; ++word) {
+      uint64_t bits = 0;
+      for (int64_t i = 0; i < kWord; i += 8) {
+        bits |= gather_bits(flags + word * kWord + i) << i;
+      }
+      marks[begin / kWord + word] = bits;
+      marked += std::popcount(bits);
+    }
+  }
+  return marked;
+}
+
+at::Tensor empty_indices(int64_t count) {
+  return at::empty({count}, at::kInt);
+}
+
+// The elements of a tensor whose magnitude is `bound` or more, one bit for each element.
+class Marks {
+ public:
+  template <typename T>
+  Marks(T* gradient, const T* error, int64_t numel, Key<T> bound)
+      : words_(static_cast<size_t>((numel + kWord - 1) / kWord)),
+        ends_(static_cast<size_t>((numel + kChunk - 1) / kChunk)) {
+    at::parallel_for(0, std::ssize(ends_), 1, [&](int64_t first, int64_t last) {
+      for (int64_t chunk = first; chunk < last; ++chunk) {
+        const int64_t begin = chunk * kChunk;
+        ends_[chunk] = on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+          return mark(
+              gradient + begin, error == nullptr ? nullptr : error + begin,
+              std::min(kChunk, numel - begin), bound, &words_[begin / kWord]);
+        });
+      }
+    });
+    std::partial_sum(ends_.begin(), ends_.end(), ends_.begin());
+  }
+
+  int64_t count() const {
+    return ends_.empty() ? 0 : ends_.back();
+  }
+
+  at::Tensor indices() const {
+    at::Tensor found = empty_indices(count());
+    auto* const out = found.data_ptr<int32_t>();
+    at::parallel_for(0, std::ssize(ends_), 1, [&](int64_t first, int64_t last) {
+      list(
+          first * kChunk / kWord, last * kChunk / kWord, out + (first == 0 ? 0 : ends_[first - 1]));
+    });
+    return found;
+  }
+
+ private:
+  void list(int64_t first, int64_t last, int32_t* out) const {
+    last = std::min<int64_t>(last, std::ssize(words_));
+    for (int64_t word = first; word < last; ++word) {
+      for (uint64_t bits = words_[word]; bits != 0; bits &= bits - 1) {
+        *out++ = static_cast<int32_t>(word * kWord + std::countr_zero(bits));
+      }
+    }
+  }
+
+  std::vector<uint64_t> words_;
+  std::vector<int64_t> ends_;  // marks up to the end of each chunk
+};
+
+// The `rank`-th largest, from 1, of the keys `key_at(0)` to `key_at(count - 1)`. Finds its digits
+// from the top; each pass looks at those keys that agree so far.
+template <typename KeyAt>
+auto kth_largest(int64_t count, int64_t rank, const KeyAt& key_at) {
+  using K = decltype(key_at(0));
+  K found = 0;
+  for (int shift = std::numeric_limits<K>::digits; shift > 0;) {
+    const int width = std::min(11, shift);
+    shift -= width;
+    std::array<int64_t, 1 << 11> histogram{};
+    for (int64_t i = 0; i < count; ++i) {
+      const K key = key_at(i);
+      if (key >> shift >> width == found >> shift >> width) {
+        ++histogram[key >> shift & ((K{1} << width) - 1)];
+      }
+    }
+    K digit = (K{1} << width) - 1;
+    while (rank > histogram[digit]) {
+      rank -= histogram[digit--];
+    }
+    found |= digit << shift;
+  }
+  return found;
+}
+
+// A bound that most likely a few more than `count` elements reach, judged by a sample; never 0, so
+// that zeros are not marked. The sample has one element out of each of kSamples runs, at places that
+// no pattern in the gradient can follow.
+template <typename T>
+Key<T> sample_bound(const T* gradient, const T* error, int64_t numel, int64_t count) {
+  if (numel <= kSamples) {
+    return 1;
+  }
+  std::vector<Key<T>> keys(kSamples);
+  for (int64_t i = 0; i < kSamples; ++i) {
+    const int64_t begin = i * numel / kSamples;
+    const int64_t end = (i + 1) * numel / kSamples;
+    const uint64_t hash = static_cast<uint64_t>(i) * 0x9e3779b97f4a7c15ull;  // Weyl's sequence
+    const int64_t at =
+        begin + static_cast<int64_t>((hash >> 32) % static_cast<uint64_t>(end - begin));
+    keys[i] = magnitude_bits(error == nullptr ? gradient[at] : gradient[at] + error[at]);
+  }
+  // Four standard deviations of the number of samples above the `count`-th largest element.
+  const double expected = static_cast<double>(count) / numel * kSamples;
+  const auto rank = static_cast<int64_t>(expected + 4 * std::sqrt(expected) + 8);
+  const auto bound =
+      kth_largest(kSamples, std::min(rank, kSamples), [&](int64_t i) { return keys[i]; });
+  return std::max<Key<T>>(bound, 1);
+}
+
+// Those of the ascending `candidates` that are the `count` largest; of equal ones the first.
+template <typename T>
+at::Tensor keep_largest(const T* gradient, const at::Tensor& candidates, int64_t count) {
+  const int64_t numel = candidates.numel();
+  if (numel == count) {
+    return candidates;
+  }
+  const auto* const from = candidates.data_ptr<int32_t>();
+  std::vector<Key<T>> keys(static_cast<size_t>(numel));
+  for (int64_t i = 0; i < numel; ++i) {
+    keys[i] = magnitude_bits(gradient[from[i]]);
+  }
+  const auto smallest = kth_largest(numel, count, [&](int64_t i) { return keys[i]; });
+  const auto above =
+      std::count_if(keys.begin(), keys.end(), [&](auto key) { return key > smallest; });
+  int64_t equal = count - above;
+  at::Tensor kept = empty_indices(count);
+  auto* to = kept.data_ptr<int32_t>();
+  for (int64_t i = 0; i < numel; ++i) {
+    if (keys[i] > smallest || (keys[i] == smallest && equal-- > 0)) {
+      *to++ = from[i];
+    }
+  }
+  return kept;
+}
+
+// All non-zeros are `found`; to make up `count`, the first zeros join them.
+at::Tensor add_zeros(const at::Tensor& found, int64_t count) {
+  const auto* from = found.data_ptr<int32_t>();
+  const auto* const end = from + found.numel();
+  at::Tensor kept = empty_indices(count);
+  auto* to = kept.data_ptr<int32_t>();
+  int64_t zeros = count - found.numel();
+  for (int32_t index = 0; zeros > 0; ++index) {
+    if (from != end && *from == index) {
+      ++from;
+    } else {
+      --zeros;
+    }
+    *to++ = index;
+  }
+  std::copy(from, end, to);
+  return kept;
+}
+
+template <typename T>
+at::Tensor largest(T* gradient, const T* error, int64_t numel, int64_t count) {
+  // A sample may mislead, and many elements may be equal: then the bound is found exactly.
+  const int64_t most = 4 * count + kSamples;
+  const auto bound = sample_bound(gradient, error, numel, count);
+  Marks marks(gradient, error, numel, bound);
+  const bool too_few = marks.count() < count && bound > 1;
+  if (too_few || marks.count() > most) {
+    const auto exact =
+        kth_largest(numel, count, [&](int64_t i) { return magnitude_bits(gradient[i]); });
+    marks = Marks(gradient, static_cast<const T*>(nullptr), numel, std::max<Key<T>>(exact, 1));
+  }
+  const at::Tensor found = marks.indices();
+  return marks.count() < count ? add_zeros(found, count) : keep_largest(gradient, found, count);
+}
+
+void check(const at::Tensor& gradient, const std::optional<at::Tensor>& error) {
+  TORCH_CHECK(
+      gradient.device().is_cpu() &&
+          (gradient.scalar_type() == at::kFloat || gradient.scalar_type() == at::kDouble),
+      "Expected gradients in float32 or float64 on the CPU, found ", gradient.scalar_type(), " on ",
+      gradient.device(), ".");
+  TORCH_CHECK(
+      gradient.dim() == 1 && gradient.is_contiguous(),
+      "Expected flat, contiguous gradients, found shape ", gradient.sizes(), " with strides ",
+      gradient.strides(), ".");
+  TORCH_CHECK(
+      gradient.numel() <= std::numeric_limits<int32_t>::max(),
+      "Expected fewer than 2^31 gradient elements in a bucket, found ", gradient.numel(), ".");
+  TORCH_CHECK(
+      !error ||
+          (error->device().is_cpu() && error->scalar_type() == gradient.scalar_type() &&
+           error->sizes() == gradient.sizes() && error->is_contiguous()),
+      "Expected errors like the gradients, ", gradient.sizes(), " in ", gradient.scalar_type(),
+      ", found ", error ? error->sizes() : at::IntArrayRef(), ".");
+}
+
+// Calls `body(gradient, error)` with pointers of the tensors' type; without errors, null.
+template <typename Body>
+at::Tensor dispatch(
+    at::Tensor& gradient, const std::optional<at::Tensor>& error, const Body& body) {
+  check(gradient, error);
+  if (gradient.scalar_type() == at::kFloat) {
+    return body(gradient.data_ptr<float>(), error ? error->const_data_ptr<float>() : nullptr);
+  }
+  return body(gradient.data_ptr<double>(), error ? error->const_data_ptr<double>() : nullptr);
+}
+
+}  // namespace
+
+at::Tensor select_largest(
+    at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t count) {
+  const int64_t numel = gradient.numel();
+  TORCH_CHECK(
+      0 <= count && count <= numel, "Expected to select 0 to ", numel, " elements, found ", count,
+      ".");
+  return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
+    return largest(sums, errors, numel, count);
+  });
+}
+
+at::Tensor select_above(
+    at::Tensor& gradient, const std::optional<at::Tensor>& error, double threshold) {
+  TORCH_CHECK(threshold > 0, "Expected a threshold above 0, found ", threshold, ".");
+  return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
+    const auto bound = std::max<Key<T>>(magnitude_bits(static_cast<T>(threshold)), 1);
+    return Marks(sums, errors, gradient.numel(), bound).indices();
+  });
+}
+
+}  // namespace commhooks
