@@ -1,6 +1,6 @@
 """The command line, ``commhooks``; needs the extra ``commhooks[cli]``.
 
-Imports: errors, hook, lab, lab.comparison, lab.models, lab.simulation.
+Imports: errors, extensions, hook, lab, lab.comparison, lab.models, lab.simulation.
 """
 
 import signal

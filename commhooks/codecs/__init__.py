@@ -1,4 +1,4 @@
 """Codecs, which turn numbers into few bits and back, and the check that numbers are finite.
 
-Imports: hook, kernels, reducer.
+Imports: _C, hook, kernels.
 """

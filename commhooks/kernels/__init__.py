@@ -2,7 +2,7 @@
 
 Each ``name.cu`` here has a ``name.py`` beside it, whose ``SOURCE`` lists the kernels that are used.
 
-Imports: errors, precision, reducer.
+Imports: _C, errors, precision.
 """
 
 from commhooks.kernels.launcher import BACKENDS, Backend, backend_of, launch, require

@@ -1,4 +1,4 @@
 """Choosing a hook: comparisons, simulations, models to measure with, and the doctor.
 
-Imports: cluster, costs.
+Imports: cluster, costs, extensions, reducer.
 """

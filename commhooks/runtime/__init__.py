@@ -1,4 +1,4 @@
 """Runs hooks while backward goes on, and records what they cost.
 
-Imports: comm, errors, hook, reducer.
+Imports: _C, comm, errors, hook, reducer.
 """

@@ -1,6 +1,6 @@
 """What an author of hooks needs to test them.
 
-Imports: cluster, commhooks, hook.
+Imports: _C, cluster, commhooks, hook, reducer.
 """
 
 from commhooks.testing.conformance import ConformanceError, check_hook

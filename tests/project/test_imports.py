@@ -13,7 +13,7 @@ import commhooks
 ROOT = Path(commhooks.__file__).parents[1]
 
 FLOORS = """
-    errors precision unavailable _C
+    errors precision extensions _C
     comm
     hook
     kernels
@@ -45,7 +45,7 @@ EXCEPTIONS = {("algorithms.averaging", "algorithms.wrappers")}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for top in ("commhooks", "reducer")
-    for path in sorted((ROOT / top).rglob("*.py"))
+    for path in sorted([*(ROOT / top).rglob("*.py"), ROOT / top / "_C.pyi"])
 }
 PACKAGES = sorted(
     name

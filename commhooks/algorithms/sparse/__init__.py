@@ -1,4 +1,4 @@
 """Hooks that send some of the elements.
 
-Imports: algorithms, codecs, comm, hook, kernels, precision, reducer.
+Imports: _C, algorithms, codecs, comm, hook, kernels, precision, reducer.
 """
