@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from commhooks.extensions import EXTENSIONS
+from commhooks.extensions import load_extensions
 
 __all__ = ["main"]
 
@@ -28,10 +28,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end)  # in order, as after Ctrl-C
     try:
         commands(prog_name="commhooks")
-    except ImportError as error:
-        if error.name not in (extension.name for extension in EXTENSIONS):
-            raise
-        sys.exit(f"commhooks: {error}. `commhooks doctor` says what to do.")
+    except ImportError:
+        try:
+            load_extensions()
+        except ImportError as error:
+            sys.exit(f"commhooks: {error}. `commhooks doctor` says what to do.")
+        raise
 
 
 def _end(number: int, _frame: object) -> NoReturn:
