@@ -1,4 +1,4 @@
 """What a hook sends through: the communicator, its process groups, and who sends to whom.
 
-Imports: _C, errors, precision.
+Imports: _C, errors, precision, reducer.
 """

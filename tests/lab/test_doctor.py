@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commhooks.cluster.links import unavailable
 from commhooks.lab import doctor as diagnosis
 from commhooks.lab.doctor import Finding, Health, diagnose
-from reducer.extension import REMEDY
+from reducer.extension import REMEDY, Extension
 
 
 def find(part: str) -> Finding:
@@ -96,19 +96,22 @@ def test_links_are_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Operation not permitted" in finding.found
 
 
-def test_an_engine_that_loads_but_was_compiled_against_another_torch(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("extension", ["reducer._C", "commhooks._C"])
+def test_an_extension_that_loads_but_was_compiled_against_another_torch(
+    monkeypatch: pytest.MonkeyPatch, extension: str
 ) -> None:
-    monkeypatch.setattr("reducer.extension.built_with", lambda: {"torch": "2.10.9", "cuda": None})
-    finding = find("engine")
+    versions = {"torch": "2.10.9", "cuda": None}
+    monkeypatch.setattr(Extension, "built_with", lambda self: versions)
+    finding = find(extension)
     assert finding.health is Health.BROKEN
     assert f"compiled against torch 2.10.9, and this is {torch.__version__}" in finding.found
     assert finding.remedy == REMEDY
 
 
-def test_an_engine_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("extension", ["reducer._C", "commhooks._C"])
+def test_an_extension_for_cuda(monkeypatch: pytest.MonkeyPatch, extension: str) -> None:
     versions = {"torch": torch.__version__, "cuda": "13.0"}
-    monkeypatch.setattr("reducer.extension.built_with", lambda: versions)
-    finding = find("engine")
+    monkeypatch.setattr(Extension, "built_with", lambda self: versions)
+    finding = find(extension)
     assert finding.health is Health.FINE
     assert finding.found == f"compiled against torch {torch.__version__}, for CUDA 13.0"
