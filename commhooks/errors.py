@@ -1,6 +1,7 @@
-"""What can go wrong with hooks.
+"""The exceptions of this package.
 
-Texts say what was expected, what was found, on which rank, bucket or parameter, and what to do.
+Messages state what was expected, what was found, on which rank, bucket or parameter, and what to
+do.
 """
 
 __all__ = [
@@ -15,22 +16,22 @@ __all__ = [
 
 
 class CommHookError(RuntimeError):
-    """Base of all errors of this package; raised as such when a hook's own code raises."""
+    """Base class of all errors of this package; also raised if a hook's own code fails."""
 
     path: str = ""
-    """Of the option that it is about, in a hook's config: "rank", "inner.density"."""
+    """The path of the affected option in a hook's config, such as "inner.density"."""
 
 
 class UnknownHookError(CommHookError, LookupError):
-    """No hook has this name."""
+    """No hook has the given name."""
 
 
 class CommHookOptionError(CommHookError, ValueError):
-    """An option of a hook is unknown, missing, of the wrong type or out of range."""
+    """An option of a hook is unknown, missing, has the wrong type or is out of range."""
 
 
 class CommHookStateError(CommHookError, ValueError):
-    """A saved state is damaged, or belongs to another hook, model or rank."""
+    """A saved state is damaged, or belongs to a different hook, model or rank."""
 
 
 class CommHookMismatchError(CommHookError):
@@ -38,8 +39,8 @@ class CommHookMismatchError(CommHookError):
 
 
 class CommHookResultError(CommHookError):
-    """A hook returned something that is not the average of its bucket, or awaited something odd."""
+    """A hook returned a tensor that does not fit its bucket, or awaited an unsupported object."""
 
 
 class CommHookPeerError(CommHookError):
-    """A step failed on this rank because it failed, or ended, on another."""
+    """A step failed on this rank because another rank failed or ended."""

@@ -1,4 +1,4 @@
-"""From half precision to what is computed and kept in, and back."""
+"""Choose the precision of sums and of state, and cast to the precision that is sent."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,16 @@ __all__ = ["at_least_float32", "fit"]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers are kept that are added up over ranks and steps."""
+    """Return the dtype for sums over ranks and steps: ``dtype``, but not less than float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def fit(values: Tensor, dtype: torch.dtype, share: int = 1) -> Tensor:
-    """Rounded to ``dtype``; finite numbers beyond its range, or that share of it, are cut.
+    """Cast to ``dtype``; clamp finite numbers to its range, divided by ``share``.
 
-    With error feedback, what is rounded or cut off remains to be sent. Infinity there would be the
-    end: the error would stay as it is, and be too large again in the next step.
+    With error feedback, the difference between the numbers and their cast is sent in later steps.
+    A cast to infinity would make that impossible: the error would keep its size, and be out of
+    range again in the next step. NaN and infinity are not changed.
     """
     if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
         largest = torch.finfo(dtype).max / share

@@ -1,4 +1,4 @@
-"""Averages that are exact up to rounding, and no communication at all.
+"""Hooks that average exactly, up to rounding, and a hook that communicates nothing.
 
 Imports: comm, hook, reducer.
 """

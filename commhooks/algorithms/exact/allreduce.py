@@ -1,4 +1,9 @@
-"""The plain average. Wire: one all-reduce of the gradients."""
+"""Exact average, as without a hook. Wire: one all-reduce of the gradients.
+
+::
+
+    all_reduce(gradients / size)
+"""
 
 from dataclasses import dataclass
 
@@ -25,7 +30,7 @@ class AllReduce(CommHook):
     wire = "one all-reduce of the gradients"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        # Divided first, so that sums of large half-precision numbers do not overflow.
+        # Divide first, so that sums of large half-precision numbers do not overflow.
         share = bucket.buffer().div_(comm.size)
         comm.contribute(share)
         return await comm.all_reduce(share)

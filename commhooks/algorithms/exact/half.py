@@ -1,8 +1,12 @@
-"""The average in half precision. Wire: one all-reduce of 2 bytes per element.
+"""Average in half precision. Wire: one all-reduce of 2 bytes per element.
 
-Gradients are divided by the number of ranks before they are cast, so that the sum stays in range
-where the gradients do. What is beyond 65504 in float16 becomes infinite on all ranks, as a gradient
-scaler expects; bfloat16 has the range of float32 and three digits.
+::
+
+    all_reduce((gradients / size).to(float16 or bfloat16)).to(gradients.dtype)
+
+Gradients are divided by the number of ranks before the cast, so that the sum stays in range if the
+gradients do. In float16, numbers beyond 65504 become infinite on all ranks, as a gradient scaler
+expects; bfloat16 has the range of float32, and 2 digits.
 """
 
 from dataclasses import dataclass
@@ -24,7 +28,7 @@ __all__ = ["Bfloat16", "Float16"]
 
 @dataclass
 class _Half(CommHook):
-    """Average in ``wire_dtype``."""
+    """Average in ``wire_dtype``; the base class of the hooks below."""
 
     wire_dtype: ClassVar[torch.dtype]
     tells_contribution = True

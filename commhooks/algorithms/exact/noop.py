@@ -1,4 +1,4 @@
-"""No communication at all. Wire: nothing."""
+"""No communication. Wire: nothing."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ __all__ = ["Noop"]
 @register_hook("noop")
 @dataclass
 class Noop(CommHook):
-    """Send nothing: each rank keeps its own gradients. Shows what everything but the wire costs."""
+    """Send nothing: each rank keeps its own gradients. Measures all costs but communication."""
 
     consensus = False
     wire = "nothing"
