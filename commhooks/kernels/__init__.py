@@ -1,6 +1,6 @@
-"""What runs on GPUs: CUDA sources, and how they are compiled and launched.
+"""Kernels for GPUs: CUDA sources, and the code that compiles and launches them.
 
-Each ``name.cu`` here has a ``name.py`` beside it, whose ``SOURCE`` lists the kernels that are used.
+Each ``name.cu`` has a ``name.py`` beside it, in which ``SOURCE`` lists the kernels that are used.
 
 Imports: _C, errors, precision.
 """

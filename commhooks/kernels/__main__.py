@@ -1,10 +1,10 @@
-"""Compiles every kernel that is used, for the GPUs that are supported; needs no GPU.
+"""Compile every kernel for the supported GPUs; no GPU is needed.
 
     python -m commhooks.kernels
 
-With NVRTC of CuPy's package, as on a user's machine, and with nvcc; whichever is installed. Prints
-the registers, spills and shared memory of each kernel. Fails on a warning, and above the bounds in
-report.py.
+Uses NVRTC from CuPy's package, as on a user's machine, and nvcc, if they are installed. Prints the
+registers, spills and shared memory of each kernel. Fails if there is a warning, or if a kernel
+exceeds the bounds in report.py.
 """
 
 import sys
@@ -22,7 +22,7 @@ ARCHITECTURES = ("sm_80", "sm_90")
 
 
 def main() -> int:
-    """The exit status: 1 if something is wrong with a kernel."""
+    """Compile all kernels; return the exit status, 1 if a kernel has a problem."""
     try:
         compilers = [name for name, is_there in (("NVRTC", _has_nvrtc()), ("nvcc", find_nvcc()))
                      if is_there]  # fmt: skip

@@ -1,16 +1,17 @@
-// Numbers to blocks of codes with one scale each, and back. The messages are those of
-// csrc/codecs/block_codec.h, byte for byte; the arithmetic is in codecs/.
+// Encodes numbers as blocks of codes with one scale each, and decodes them. The messages are the
+// same as those of the C++ loops on the CPU, byte for byte; the arithmetic is in codecs/.
 //
 // Note [Teams]
-// A team of threads holds a block in registers, so that all of it is read once: 16 numbers per thread,
-// as four quads of 16 bytes. Neighbors hold neighboring quads, so that a warp's accesses are of
-// whole sectors:
+//
+// A team of threads holds a block in registers, so that the block is read once. Each thread holds
+// 16 numbers as four quads of 16 bytes. Neighboring threads hold neighboring quads, so that a warp
+// accesses whole sectors of memory:
 //
 //     block size     team                  a thread block has
 //     32 .. 512      2 .. 32 lanes         several teams
 //     544 .. 4096    2 .. 8 warps          one; a warp holds a chunk of 512 numbers
 //
-// Parts of the numbers are along the y axis of the grid, the blocks of a part along x.
+// The y axis of the grid counts the parts of the numbers, the x axis the blocks of a part.
 #include "codecs/fp8.h"
 #include "codecs/levels.h"
 #include "codecs/natural.h"
@@ -22,9 +23,9 @@ namespace {
 
 using i64 = long long;
 
-constexpr int kThreads = 256;  // at most
-// On a multiprocessor together: enough that some read while others compute. Three leave a thread 80
-// registers, which codes of two bits would have to spill.
+constexpr int kThreads = 256;  // the most per thread block
+// Thread blocks per multiprocessor: enough that some read while others compute. Three leave 80
+// registers per thread; codes of two bits need more and would spill.
 template <typename Codec, typename T>
 constexpr int kBlocks = sizeof(T) == 4 && Codec::kBits != 2 ? 3 : 2;
 constexpr int kQuad = 4;
@@ -33,49 +34,49 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 static_assert(kQuad * kSlots * kWarp == kChunk, "a chunk is what a warp holds");
 
-// How numbers are cut; `blocks` are per part.
-struct Cut {
+// How numbers are divided into parts and blocks.
+struct Partition {
   i64 numel;
   i64 part_length;
-  i64 blocks;
+  i64 blocks;  // per part
   int block_size;
   int lane_bits;  // a team has 2^lane_bits lanes of a warp
 };
 
-// What one thread has to do with its block.
+// The share of one thread in its block.
 struct Share {
   i64 part;
-  i64 block;   // of the part
+  i64 block;   // index in the part
   i64 offset;  // of the block's first number in the part
-  i64 first;   // and among all numbers
-  int count;   // of the block's numbers; none for a thread without a block
+  i64 first;   // index of that number among all numbers
+  int count;   // numbers in the block; 0 for a thread without a block
   int lane;
   int lanes;
   int chunk;
   int first_quad;
 
-  __device__ bool has_block(const Cut& cut) const {
-    return block < cut.blocks;
+  __device__ bool has_block(const Partition& partition) const {
+    return block < partition.blocks;
   }
   __device__ int quad(int slot) const {
     return first_quad + slot * lanes;
   }
 };
 
-__device__ Share share_of(const Cut& cut) {
+__device__ Share share_of(const Partition& partition) {
   Share share;
-  const bool is_wide = cut.block_size > kChunk;
-  share.lanes = 1 << cut.lane_bits;
+  const bool is_wide = partition.block_size > kChunk;
+  share.lanes = 1 << partition.lane_bits;
   share.lane = (int)threadIdx.x & (share.lanes - 1);
   share.chunk = is_wide ? (int)threadIdx.x / kWarp : 0;
   share.part = blockIdx.y;
-  share.block = is_wide
-      ? (i64)blockIdx.x
-      : (i64)blockIdx.x * (blockDim.x >> cut.lane_bits) + (threadIdx.x >> cut.lane_bits);
-  share.offset = share.block * cut.block_size;
-  share.first = share.part * cut.part_length + share.offset;
-  const i64 left = min(cut.part_length - share.offset, cut.numel - share.first);
-  share.count = (int)max((i64)0, min(left, (i64)cut.block_size));
+  share.block = is_wide ? (i64)blockIdx.x
+                        : (i64)blockIdx.x * (blockDim.x >> partition.lane_bits) +
+          (threadIdx.x >> partition.lane_bits);
+  share.offset = share.block * partition.block_size;
+  share.first = share.part * partition.part_length + share.offset;
+  const i64 left = min(partition.part_length - share.offset, partition.numel - share.first);
+  share.count = (int)max((i64)0, min(left, (i64)partition.block_size));
   share.first_quad = share.chunk * (kChunk / kQuad) + share.lane;
   return share;
 }
@@ -106,16 +107,16 @@ __device__ void store_quad(double* to, const double (&quad)[kQuad]) {
   reinterpret_cast<double2*>(to)[1] = make_double2(quad[2], quad[3]);
 }
 
-// Whether the block that begins here can be accessed by quads: not the last of a part that ends
-// within it, nor a block of a part that begins at an odd place.
-__device__ bool is_in_quads(const void* begin, const Share& share, const Cut& cut) {
-  return share.count == cut.block_size && reinterpret_cast<u64>(begin) % 16 == 0;
+// Whether the block at `begin` can be accessed by quads: it must be full and aligned to 16 bytes.
+__device__ bool is_in_quads(const void* begin, const Share& share, const Partition& partition) {
+  return share.count == partition.block_size && reinterpret_cast<u64>(begin) % 16 == 0;
 }
 
-// This thread's numbers of a block, zeros where it has none.
+// Loads this thread's numbers of a block, and zeros beyond its end.
 template <typename T>
-__device__ void load(const T* begin, const Share& share, const Cut& cut, T (&x)[kSlots][kQuad]) {
-  const bool in_quads = is_in_quads(begin, share, cut);
+__device__ void load(
+    const T* begin, const Share& share, const Partition& partition, T (&x)[kSlots][kQuad]) {
+  const bool in_quads = is_in_quads(begin, share, partition);
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
     const int at = kQuad * share.quad(slot);
@@ -139,8 +140,9 @@ __device__ void load(const T* begin, const Share& share, const Cut& cut, T (&x)[
 }
 
 template <typename T>
-__device__ void store(T* begin, const Share& share, const Cut& cut, const T (&x)[kSlots][kQuad]) {
-  const bool in_quads = is_in_quads(begin, share, cut);
+__device__ void store(
+    T* begin, const Share& share, const Partition& partition, const T (&x)[kSlots][kQuad]) {
+  const bool in_quads = is_in_quads(begin, share, partition);
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
     const int at = kQuad * share.quad(slot);
@@ -159,9 +161,10 @@ __device__ void store(T* begin, const Share& share, const Cut& cut, const T (&x)
   }
 }
 
-// The largest magnitude of the block, as bits. For all threads of the thread block together.
+// Returns the bits of the block's largest magnitude. All threads of the thread block must call it.
 template <typename T>
-__device__ u32 largest_of(const T (&x)[kSlots][kQuad], const Share& share, const Cut& cut) {
+__device__ u32
+largest_of(const T (&x)[kSlots][kQuad], const Share& share, const Partition& partition) {
   u32 largest = 0;
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
@@ -173,7 +176,7 @@ __device__ u32 largest_of(const T (&x)[kSlots][kQuad], const Share& share, const
   for (int step = share.lanes / 2; step > 0; step /= 2) {
     largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
   }
-  if (cut.block_size > kChunk) {
+  if (partition.block_size > kChunk) {
     __shared__ u32 of_chunk[kMaxChunks];
     if (share.lane == 0) {
       of_chunk[share.chunk] = largest;
@@ -186,10 +189,10 @@ __device__ u32 largest_of(const T (&x)[kSlots][kQuad], const Share& share, const
   return largest;
 }
 
-// See Note [Order of sums]. For all threads of the thread block together.
+// See Note [Order of sums]. All threads of the thread block must call it.
 template <bool squares, typename T>
 __device__ float sum_of_ratios(
-    const T (&x)[kSlots][kQuad], const Share& share, const Cut& cut, float largest) {
+    const T (&x)[kSlots][kQuad], const Share& share, const Partition& partition, float largest) {
   const float inverse = 1.0f / largest;
   float sums[kQuad];
 #pragma unroll
@@ -209,7 +212,7 @@ __device__ float sum_of_ratios(
     }
   }
   const float sum = (sums[0] + sums[2]) + (sums[1] + sums[3]);
-  if (cut.block_size <= kChunk) {
+  if (partition.block_size <= kChunk) {
     return sum;
   }
   __shared__ float of_chunk[kMaxChunks];
@@ -227,16 +230,20 @@ __device__ float sum_of_ratios(
 
 template <typename T>
 __device__ float norm_of(
-    Norm norm, const T (&x)[kSlots][kQuad], const Share& share, const Cut& cut, float largest) {
+    Norm norm,
+    const T (&x)[kSlots][kQuad],
+    const Share& share,
+    const Partition& partition,
+    float largest) {
   if (norm == Norm::kLargest) {
     return largest;
   }
-  const float sum = sums_squares(norm) ? sum_of_ratios<true>(x, share, cut, largest)
-                                       : sum_of_ratios<false>(x, share, cut, largest);
+  const float sum = sums_squares(norm) ? sum_of_ratios<true>(x, share, partition, largest)
+                                       : sum_of_ratios<false>(x, share, partition, largest);
   return norm_from(norm, largest, sum, share.count);
 }
 
-// The codes of one quad, lowest bits first, into the block's codes. For all lanes of a warp together.
+// Stores the codes of one quad, lowest bits first. All lanes of a warp must call it.
 template <int bits>
 __device__ void store_codes(u8* codes, int quad, u32 four, bool is_in_room) {
   if constexpr (bits == 1) {
@@ -293,8 +300,8 @@ __device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 
 }  // namespace
 
-// messages: (parts, message_bytes), multiples of 4. error: may be null. Values become what the
-// messages leave out, if that is to be kept.
+// Encodes values + error into messages of shape (parts, message_bytes), where message_bytes is a
+// multiple of 4. error may be null. With keep_residual, values become what the messages leave out.
 template <typename Codec, typename T>
 __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     T* values,
@@ -312,16 +319,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     double levels,
     double clip) {
   constexpr int bits = Codec::kBits;
-  const Cut cut{numel, part_length, blocks, (int)block_size, (int)lane_bits};
-  const Share share = share_of(cut);
+  const Partition partition{numel, part_length, blocks, (int)block_size, (int)lane_bits};
+  const Share share = share_of(partition);
   Codec codec{};
   configure(codec, {(Norm)norm, (float)levels, (float)clip});
 
   T x[kSlots][kQuad];
-  load(values + share.first, share, cut, x);
+  load(values + share.first, share, partition, x);
   if (error != nullptr) {
     T added[kSlots][kQuad];
-    load(error + share.first, share, cut, added);
+    load(error + share.first, share, partition, added);
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
@@ -331,16 +338,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     }
   }
 
-  const u32 largest = largest_of(x, share, cut);
-  // Of no use without a scale, but all lanes of a warp have to take part in the sum.
-  const float size = norm_of(codec.norm, x, share, cut, float_of(largest));
+  const u32 largest = largest_of(x, share, partition);
+  // Unused if the block has no scale, but all lanes of a warp must take part in the sum.
+  const float size = norm_of(codec.norm, x, share, partition, float_of(largest));
   const bool has_scale = commhooks::codecs::has_scale(largest);
   const float scale = has_scale ? codec.scale(float_of(largest), size) : scale_without(largest);
   const float inverse = 1.0f / scale;
 
   u8* const message = messages + share.part * message_bytes;
-  u8* const codes = message + 4 * blocks + share.block * (cut.block_size * bits / 8);
-  // A part with fewer numbers than the others has room for as many codes.
+  u8* const codes = message + 4 * blocks + share.block * (partition.block_size * bits / 8);
+  // A part with fewer numbers has room for as many codes as the others.
   const i64 room = (message_bytes - 4 * blocks) * 8 / bits - share.offset;
   const Random random = random_for((u64)seed, (u64)share.first);
   u32 fours[kSlots];
@@ -355,11 +362,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
         four |= codec.code(ratio, random, (u32)share.first + (u32)(at + i)) << (bits * i);
       }
     }
-    const bool is_in_room = share.has_block(cut) && at < cut.block_size && at < room;
+    const bool is_in_room = share.has_block(partition) && at < partition.block_size && at < room;
     store_codes<bits>(codes, share.quad(slot), four, is_in_room);
     fours[slot] = four;
   }
-  if (share.has_block(cut) && share.lane == 0 && share.chunk == 0) {
+  if (share.has_block(partition) && share.lane == 0 && share.chunk == 0) {
     *reinterpret_cast<float*>(message + 4 * share.block) = scale;
   }
   if (keep_residual == 0) {
@@ -373,12 +380,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
       x[slot][i] -= has_scale ? (T)value : (T)0;
     }
   }
-  store(values + share.first, share, cut, x);
+  store(values + share.first, share, partition, x);
 }
 
-// values = mean, or majority, of the `count` messages of each part, which follow each other. finite:
-// may be null; what it points to says whether to write NaN instead, and leave `kept` alone. kept: may
-// be null, for what values were before.
+// Decodes to `values` the mean, or the majority vote, of the `count` consecutive messages of each
+// part. Copies the previous values to `kept`, unless it is null. If `finite` is not null and points
+// to 0, writes NaN instead and does not change `kept`.
 template <typename Codec, typename T>
 __global__ void __launch_bounds__(kThreads) decode(
     const u8* messages,
@@ -394,8 +401,8 @@ __global__ void __launch_bounds__(kThreads) decode(
     i64 lane_bits,
     i64 is_vote) {
   constexpr int bits = Codec::kBits;
-  const Cut cut{numel, part_length, blocks, (int)block_size, (int)lane_bits};
-  const Share share = share_of(cut);
+  const Partition partition{numel, part_length, blocks, (int)block_size, (int)lane_bits};
+  const Share share = share_of(partition);
   if (share.count == 0) {
     return;
   }
@@ -404,8 +411,8 @@ __global__ void __launch_bounds__(kThreads) decode(
   const bool is_finite = finite == nullptr || *finite != 0;
   if (kept != nullptr && is_finite) {
     T before[kSlots][kQuad];
-    load(begin, share, cut, before);
-    store(kept + share.first, share, cut, before);
+    load(begin, share, partition, before);
+    store(kept + share.first, share, partition, before);
   }
 
   float sums[kSlots][kQuad];
@@ -413,14 +420,14 @@ __global__ void __launch_bounds__(kThreads) decode(
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      sums[slot][i] = -0.0f;  // to which anything can be added without a change
+      sums[slot][i] = -0.0f;  // the neutral element of addition, unlike 0.0f
     }
   }
   const float of_each = 1.0f / (float)count;
   float mean_scale = 0.0f;
   for (i64 k = 0; k < count; ++k) {
     const u8* const message = messages + (share.part * count + k) * message_bytes;
-    const u8* const codes = message + 4 * blocks + share.block * (cut.block_size * bits / 8);
+    const u8* const codes = message + 4 * blocks + share.block * (partition.block_size * bits / 8);
     const float scale = *reinterpret_cast<const float*>(message + 4 * share.block);
     const float share_of_scale = scale * of_each;
     const float vote = scale == 0.0f ? 0.0f : 1.0f;
@@ -446,10 +453,11 @@ __global__ void __launch_bounds__(kThreads) decode(
       x[slot][i] = (T)(is_finite ? voted : float_of(0x7fc00000u));
     }
   }
-  store(begin, share, cut, x);
+  store(begin, share, partition, x);
 }
 
-// *finite = 0 if a scale of any message is not. Messages are along y, the scales of each along x.
+// Sets *finite to 0 if a scale of any message is not finite. The y axis of the grid counts the
+// messages, the x axis the scales of a message.
 __global__ void __launch_bounds__(kThreads)
     find_not_finite(const u8* messages, i64 message_bytes, i64 blocks, u8* finite) {
   const i64 block = (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -459,6 +467,6 @@ __global__ void __launch_bounds__(kThreads)
   const u8* const message = messages + blockIdx.y * message_bytes;
   const float scale = *reinterpret_cast<const float*>(message + 4 * block);
   if (magnitude_bits(scale) >= 0x7f800000u) {
-    *finite = 0;  // all who write, write the same
+    *finite = 0;  // all threads that write it write the same value
   }
 }

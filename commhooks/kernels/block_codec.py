@@ -1,4 +1,4 @@
-"""Blocks of codes on a GPU: what ``_C.CpuBlockCodec`` does on the CPU, with the same bytes."""
+"""Encode and decode blocks of codes on a GPU, with the same bytes as the C++ loops on a CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ SOURCE = Source(
 
 
 class Norm(IntEnum):
-    """As in codecs/block.h."""
+    """The norm of a block that a codec needs for the scale, as in codecs/block.h."""
 
     LARGEST = 0
     MEAN = 1
@@ -43,10 +43,10 @@ class Norm(IntEnum):
 class BlockKernels:
     """The kernels of one codec.
 
-    ``encoder``, ``decoder``: the C++ types in codecs/. ``levels``, ``clip``: of ``Levels``.
-    ``is_vote``: several messages vote, and are not averaged.
+    ``encoder`` and ``decoder`` are the names of C++ types in codecs/; ``levels`` and ``clip`` are
+    options of ``Levels``. With ``is_vote``, several messages vote instead of being averaged.
 
-    Everything is queued on torch's current stream, and nothing synchronizes.
+    Everything is queued on torch's current stream without synchronizing.
     """
 
     encoder: str
@@ -67,24 +67,24 @@ class BlockKernels:
         seed: int,
         keep_residual: bool,
     ) -> None:
-        """One launch for all parts: reads values and error once, writes what it writes once."""
+        """Encode all parts in one launch, which reads and writes the memory once."""
         number = self._check(values, messages, part_length, error)
         parts, message_bytes = messages.shape
-        cut, grid, block = self._geometry(values.numel(), part_length, parts)
+        partition, grid, block = self._geometry(values.numel(), part_length, parts)
         launch(
             SOURCE,
             f"encode<{self.encoder}, {number}>",
-            (values, error, messages, message_bytes, *cut, seed, keep_residual,
+            (values, error, messages, message_bytes, *partition, seed, keep_residual,
              int(self.norm), float(self.levels), float(self.clip)),
             grid=grid,
             block=block,
         )  # fmt: skip
 
     def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
-        """One launch for all messages."""
+        """Average all messages in one launch."""
         if values.numel() > part_length:
             raise CommHookError(
-                f"expected at most {part_length} values, as many as a message has, found "
+                f"expected at most {part_length} values, the number in a message, found "
                 f"{values.numel()}"
             )
         number = self._check(values, messages, part_length, None)
@@ -93,7 +93,7 @@ class BlockKernels:
     def assemble(
         self, messages: Tensor, values: Tensor, part_length: int, kept: Tensor | None
     ) -> Tensor:
-        """Two launches for all parts, of which the first reads the scales only."""
+        """Assemble all parts in two launches; the first one reads only the scales."""
         number = self._check(values, messages, part_length, kept)
         finite = torch.ones(1, dtype=torch.bool, device=values.device)
         blocks = -(-part_length // self.block_size)
@@ -119,11 +119,11 @@ class BlockKernels:
         finite: Tensor | None,
     ) -> None:
         parts, message_bytes = messages.shape
-        cut, grid, block = self._geometry(values.numel(), part_length, parts // count)
+        partition, grid, block = self._geometry(values.numel(), part_length, parts // count)
         launch(
             SOURCE,
             f"decode<{self.decoder}, {number}>",
-            (messages, count, message_bytes, values, kept, finite, *cut, self.is_vote),
+            (messages, count, message_bytes, values, kept, finite, *partition, self.is_vote),
             grid=grid,
             block=block,
         )
@@ -131,19 +131,19 @@ class BlockKernels:
     def _geometry(
         self, numel: int, part_length: int, parts: int
     ) -> tuple[Sequence[int], tuple[int, int, int], int]:
-        """How numbers are cut, the grid, and the threads of a block. See Note [Teams]."""
+        """Return the ``Partition``, the grid, and the threads of a block. See Note [Teams]."""
         blocks = -(-part_length // self.block_size)
         lane_bits = min(5, (self.block_size // 16 - 1).bit_length())
-        cut = (numel, part_length, blocks, self.block_size, lane_bits)
+        partition = (numel, part_length, blocks, self.block_size, lane_bits)
         if self.block_size > 512:
-            return cut, (blocks, parts, 1), 32 * -(-self.block_size // 512)
+            return partition, (blocks, parts, 1), 32 * -(-self.block_size // 512)
         teams = 256 >> lane_bits
-        return cut, (-(-blocks // teams), parts, 1), 256
+        return partition, (-(-blocks // teams), parts, 1), 256
 
     def _check(
         self, values: Tensor, messages: Tensor, part_length: int, companion: Tensor | None
     ) -> str:
-        """The kernel's name for the dtype. Raises CommHookError if the tensors do not fit."""
+        """Return the C++ type of the values. Raise CommHookError if the tensors do not fit."""
         number = _TYPES.get(values.dtype)
         if number is None or values.dim() != 1:
             raise CommHookError(
@@ -154,7 +154,7 @@ class BlockKernels:
             companion.dtype != values.dtype or companion.shape != values.shape
         ):
             raise CommHookError(
-                f"expected as many of the same dtype as values, {tuple(values.shape)} of "
+                f"expected the shape and dtype of the values, {tuple(values.shape)} of "
                 f"{values.dtype}, found {tuple(companion.shape)} of {companion.dtype}"
             )
         message_bytes = 4 * (-(-part_length // self.block_size) + -(-part_length * self.bits // 32))
@@ -168,7 +168,7 @@ class BlockKernels:
         ):
             raise CommHookError(
                 f"expected messages of uint8, in rows of {message_bytes} bytes for {part_length} "
-                f"of the {values.numel()} values, at a multiple of 4 bytes; found shape "
+                f"of the {values.numel()} values, aligned to 4 bytes; found shape "
                 f"{tuple(messages.shape)} of {messages.dtype} at {messages.data_ptr():#x}"
             )
         return number

@@ -1,4 +1,4 @@
-"""Launches kernels on torch's tensors and torch's current stream."""
+"""Launch kernels with torch's tensors on torch's current stream."""
 
 from typing import Protocol
 
@@ -13,14 +13,15 @@ from commhooks.kernels.source import Source
 __all__ = ["BACKENDS", "Argument", "Backend", "backend_of", "launch", "require"]
 
 Argument = Tensor | int | float | None
-"""Of a kernel: a pointer to the tensor's memory, ``long long``, ``double``, a null pointer."""
+"""An argument of a kernel: a pointer to a tensor's memory, an integer of type ``long long``, a
+``double``, or a null pointer."""
 
 
 class Backend(Protocol):
-    """Runs kernels on tensors of one type of device."""
+    """Runs kernels on one type of device."""
 
     def require(self, device: torch.device) -> None:
-        """Raises CommHookError, with what to install, if kernels cannot run there."""
+        """Raise CommHookError, which says what to install, if kernels cannot run there."""
 
     def launch(
         self,
@@ -33,23 +34,23 @@ class Backend(Protocol):
         count: int,
         device_index: int,
     ) -> None:
-        """Runs one of the source's kernels.
+        """Run a kernel of ``source``.
 
-        ``parameters``: the address of an array with that of each of ``count`` values.
+        ``parameters`` is the address of an array of ``count`` pointers to the arguments.
         """
 
 
 BACKENDS: dict[str, Backend] = {"cuda": CudaBackend()}
-"""By type of device. Tensors on others are for compiled loops on the CPU."""
+"""The backends by type of device. Other tensors are processed by compiled loops on the CPU."""
 
 
 def backend_of(tensor: Tensor) -> Backend | None:
-    """What runs kernels on this tensor; None: nothing, it is for a loop on the CPU."""
+    """Return the backend for this tensor, or None if a loop on the CPU processes it."""
     return BACKENDS.get(tensor.device.type)
 
 
 def require(device: torch.device) -> None:
-    """Raises CommHookError if tensors there are for kernels which cannot run."""
+    """Raise CommHookError if tensors on ``device`` need kernels that cannot run."""
     backend = BACKENDS.get(device.type)
     if backend is not None:
         backend.require(device)
@@ -64,13 +65,14 @@ def launch(
     block: int,
     shared_bytes: int = 0,
 ) -> None:
-    """Queues a kernel on torch's current stream of the tensors' device. Does not synchronize.
+    """Queue a kernel on torch's current stream of the tensors' device. Does not synchronize.
 
-    ``kernel``: one of ``source.kernels``. ``grid``: thread blocks; with none nothing is launched.
-    ``block``: threads in each. ``shared_bytes``: of dynamic shared memory. Tensors must be on one
-    device and contiguous; they may be freed at once, as torch's allocator keeps to stream order.
+    ``kernel`` is one of ``source.kernels``, ``grid`` the number of thread blocks (nothing is
+    launched if it is 0), ``block`` the number of threads per block, and ``shared_bytes`` the size
+    of the dynamic shared memory. Tensors must be contiguous and on one device. They may be freed
+    right after the call, because torch's allocator follows the order of the stream.
 
-    Raises CommHookError if they are not, or if the launch is refused.
+    Raises CommHookError if the tensors do not fit, or if the driver rejects the launch.
     """
     try:
         device, index, parameters = _C.write_arguments(arguments)

@@ -1,4 +1,4 @@
-"""Loads kernels on a GPU, with CuPy, and passes them to the driver."""
+"""Compile kernels, load them on a GPU with CuPy, and launch them through the driver."""
 
 import atexit
 import hashlib
@@ -21,16 +21,17 @@ __all__ = ["CudaBackend"]
 
 
 class CudaBackend:
-    """Runs kernels on CUDA devices. A kernel is compiled when it is first launched.
+    """Runs kernels on CUDA devices, and compiles each one when it is first launched.
 
-    Machine code is kept on disk, beside CuPy's own. Note [Contexts]: a thread that has not called
-    the CUDA runtime yet has no context, and the driver takes no launch from it; ``setDevice`` binds
-    one. torch's guard alone does nothing where the device is the current one already, and takes
-    longer than the launch.
+    Machine code is cached on disk, beside CuPy's own.
+
+    Note [Contexts]: a thread that has not called the CUDA runtime has no context, and the driver
+    rejects its launches. ``setDevice`` binds a context. torch's device guard would not help: it
+    does nothing if the device is the current one, and otherwise takes longer than the launch.
     """
 
     def require(self, device: torch.device) -> None:  # noqa: ARG002
-        """Raises CommHookError, with what to install, if kernels cannot run there."""
+        """Raise CommHookError, which says what to install, if kernels cannot run there."""
         _check_cupy()
 
     def launch(
@@ -44,7 +45,7 @@ class CudaBackend:
         count: int,  # noqa: ARG002
         device_index: int,
     ) -> None:
-        """On torch's current stream. See Note [Contexts]."""
+        """Launch a kernel on torch's current stream. See Note [Contexts]."""
         _check_cupy()
         cuda = _cuda()
         stream = torch._C._cuda_getCurrentRawStream(device_index)  # noqa: SLF001
@@ -65,7 +66,7 @@ def _cuda() -> Any:
 
 @cache
 def _check_cupy() -> None:
-    """Raises CommHookError unless there is a CuPy for the CUDA of torch."""
+    """Raise CommHookError unless there is a CuPy for the CUDA version of torch."""
     version = torch.version.cuda
     if version is None:
         raise CommHookError(
@@ -75,21 +76,22 @@ def _check_cupy() -> None:
     remedy = f"pip install 'commhooks[cuda{wanted}]'"
     try:
         found = str(nvrtc().getVersion()[0])
-    except Exception as error:  # of imports, and of whatever looks for CUDA's libraries
+    except Exception as error:  # from imports, or from looking for CUDA's libraries
         raise CommHookError(
             f"kernels on CUDA tensors need CuPy for CUDA {wanted}, which cannot be used "
             f"({error}): {remedy}"
         ) from error
     if found != wanted:
         raise CommHookError(
-            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, as torch {torch.__version__} "
-            f"has; found CuPy for CUDA {found}: pip uninstall cupy-cuda{found}x, then {remedy}"
+            f"kernels on CUDA tensors need CuPy for CUDA {wanted}, the version of torch "
+            f"{torch.__version__}; found CuPy for CUDA {found}: pip uninstall cupy-cuda{found}x, "
+            f"then {remedy}"
         )
 
 
 @cache
 def _function(source: Source, kernel: str, device_index: int) -> int:
-    """The driver's handle of a kernel, in the context of a device, which is the current one."""
+    """Return the driver's handle of a kernel, in the context of a device, the current one."""
     major, minor = torch.cuda.get_device_capability(device_index)
     cubin, name = _machine_code(source, kernel, f"sm_{major}{minor}")
     return int(_module(cubin, device_index).get_function(name).kernel.ptr)
@@ -97,12 +99,12 @@ def _function(source: Source, kernel: str, device_index: int) -> int:
 
 @cache
 def _module(cubin: Path, device_index: int) -> Any:  # noqa: ARG001
-    """Loaded on the current device; kept for as long as the process lives."""
+    """Load machine code on the current device; it stays loaded until the process ends."""
     return import_module("cupy").RawModule(path=str(cubin))
 
 
 def _machine_code(source: Source, kernel: str, arch: str) -> tuple[Path, str]:
-    """A file with the kernel's machine code, and its name therein."""
+    """Return a file with the kernel's machine code, and the name of the kernel in it."""
     key = repr((source.digest, kernel, options_for(arch), nvrtc().getVersion()))
     digest = hashlib.sha256(key.encode()).hexdigest()
     cubin = _cache_directory() / f"commhooks-{digest}.cubin"
@@ -115,26 +117,26 @@ def _machine_code(source: Source, kernel: str, arch: str) -> tuple[Path, str]:
 
 
 def _cache_directory() -> Path:
-    """CuPy's; for this process alone where that cannot be written to."""
+    """Return CuPy's cache directory, or a temporary one if it is not writable."""
     directory = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if os.access(directory, os.W_OK):
             return directory
-    except OSError:  # such as a home that is read-only, or none
+    except OSError:  # e.g. the home directory is read-only or missing
         pass
-    return _own_directory()
+    return _temporary_directory()
 
 
 @cache
-def _own_directory() -> Path:
+def _temporary_directory() -> Path:
     directory = Path(tempfile.mkdtemp(prefix="commhooks-kernels-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, as other processes may read it."""
+    """Write a file in one step, because other processes may read it."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.write_bytes(content)
     part.replace(path)

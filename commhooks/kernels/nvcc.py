@@ -1,4 +1,4 @@
-"""CUDA sources to machine code with nvcc, which says more than NVRTC about what is dubious."""
+"""Compile CUDA sources with nvcc, which warns about more than NVRTC."""
 
 import shutil
 import subprocess
@@ -12,13 +12,16 @@ __all__ = ["compile_with_nvcc", "find_nvcc"]
 
 
 def find_nvcc() -> str | None:
-    """Where nvcc is, if it is installed."""
+    """Return the path of nvcc, or None if it is not installed."""
     return shutil.which("nvcc")
 
 
 def compile_with_nvcc(nvcc: str, source: Source, arch: str) -> str:
-    """What ptxas tells of all kernels of a source. Raises CommHookError also on a warning."""
-    # Templates are compiled where their address is taken.
+    """Return the output of ptxas for all kernels of a source.
+
+    Raises CommHookError on an error or a warning.
+    """
+    # Taking the address of a template instantiates it.
     kernels = "".join(f"  (const void*)&{kernel},\n" for kernel in source.kernels)
     text = f'#include "{source.file}"\nextern const void* const kernels[] = {{\n{kernels}}};\n'
     with TemporaryDirectory() as directory:

@@ -1,7 +1,7 @@
-"""CUDA sources to machine code. NVRTC comes with CuPy's package; no GPU or driver is needed.
+"""Compile CUDA sources with NVRTC, which comes with CuPy; no GPU or driver is needed.
 
-CuPy could compile as well, but it adds ``-ftz=true``, with which a GPU takes tiny numbers for zero
-and a CPU does not; and it keeps what it has compiled when a header changes.
+CuPy's own compilation is not used for two reasons. It adds ``-ftz=true``, with which a GPU flushes
+subnormal numbers to zero and a CPU does not. And it does not recompile when a header changes.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,16 @@ __all__ = ["Compiled", "compile_source", "nvrtc", "options_for"]
 
 @cache
 def nvrtc() -> Any:
-    """CuPy's binding of it. Raises ImportError without CuPy."""
+    """Return CuPy's binding of NVRTC. Raises ImportError without CuPy."""
     return import_module("cupy.cuda").nvrtc
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """``names``: of the kernels in the machine code, by their C++ expressions.
+    """The machine code of some kernels.
 
-    ``log``: warnings of the compiler, and what ptxas tells of registers and memory.
+    ``names`` are the names of the kernels in it, by their C++ expressions. ``log`` has the warnings
+    of the compiler, and the registers and memory that ptxas reports.
     """
 
     cubin: bytes
@@ -35,19 +36,19 @@ class Compiled:
 
 
 def options_for(arch: str) -> tuple[str, ...]:
-    """Of the compiler, for an architecture such as "sm_90".
+    """Return the compiler's options for an architecture such as "sm_90".
 
     Arithmetic is rounded as on a CPU, so that both give the same bits: no fused multiply-add, no
-    approximate division or square root, nothing tiny taken for zero.
+    approximate division or square root, and no flush of subnormal numbers to zero.
     """
     exact = ("-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false")
     return ("-std=c++17", f"-arch={arch}", f"-I{DIRECTORY}", *exact, "--ptxas-options=-v")
 
 
 def compile_source(source: Source, kernels: Sequence[str], arch: str) -> Compiled:
-    """Some kernels of a source, for one architecture.
+    """Compile some kernels of a source for one architecture.
 
-    Raises CommHookError with the compiler's words if it refuses.
+    Raises CommHookError with the compiler's messages if that fails.
     """
     binding = nvrtc()
     program = binding.createProgram(source.path.read_text(), source.file, (), ())

@@ -1,4 +1,4 @@
-"""What ptxas tells of each kernel: registers, spills, shared memory."""
+"""Parse the registers, spills and shared memory of each kernel from the output of ptxas."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["MOST_REGISTERS", "Usage", "usages"]
 
 MOST_REGISTERS = 128
-"""Per thread. With so many, thread blocks of 256 still leave a multiprocessor half of its loads."""
+"""The most registers per thread with which a multiprocessor can run enough thread blocks of 256."""
 
 _KERNEL = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -17,7 +17,10 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one kernel on one architecture. Bytes of spills: stored and loaded, per thread."""
+    """The resources of one kernel on one architecture.
+
+    ``spilled_bytes`` counts stores and loads of spilled registers, per thread.
+    """
 
     kernel: str
     registers: int
@@ -26,12 +29,15 @@ class Usage:
 
     @property
     def is_within_bounds(self) -> bool:
-        """Nothing spilled, and no more registers than :data:`MOST_REGISTERS`."""
+        """Whether nothing is spilled, and at most :data:`MOST_REGISTERS` registers are used."""
         return self.spilled_bytes == 0 and self.registers <= MOST_REGISTERS
 
 
 def usages(log: str, names: Mapping[str, str]) -> Iterator[Usage]:
-    """Of all kernels in a log of ptxas. ``names``: of kernels, by what the log calls them."""
+    """Yield the usage of all kernels in a log of ptxas.
+
+    ``names`` maps names in the log to names of kernels.
+    """
     kernel, spilled_bytes = "", 0
     for line in log.splitlines():
         if match := _KERNEL.search(line):

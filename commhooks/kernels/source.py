@@ -1,4 +1,4 @@
-"""CUDA sources of this package."""
+"""The CUDA sources of this package."""
 
 import hashlib
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from pathlib import Path
 __all__ = ["DIRECTORY", "Source"]
 
 DIRECTORY = Path(__file__).parent
-"""Of the sources, and what their ``#include`` lines start from."""
+"""The directory of the sources, to which their ``#include`` lines are relative."""
 
 
 @dataclass(frozen=True, eq=False)  # a key by identity, in launches
 class Source:
     """A CUDA file of this folder, and the kernels in it that are used.
 
-    ``kernels``: C++ expressions that name them, template arguments included. Their parameters are
-    pointers, ``long long`` and ``double`` only, of 8 bytes each; see launcher.py.
+    ``kernels`` are C++ expressions that name them, including template arguments. All parameters of
+    a kernel have 8 bytes: pointers, ``long long`` and ``double``; see launcher.py.
     """
 
     file: str
@@ -24,12 +24,12 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """The path of the file."""
         return DIRECTORY / self.file
 
     @cached_property
     def digest(self) -> str:
-        """Of the file and of all headers that it may include."""
+        """A digest of the file and of all headers that it may include."""
         digest = hashlib.sha256(self.path.read_bytes())
         for header in sorted(DIRECTORY.rglob("*.h")):
             digest.update(header.read_bytes())

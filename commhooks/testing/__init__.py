@@ -1,4 +1,4 @@
-"""What an author of hooks needs to test them.
+"""Tools for authors of hooks to test them: the conformance kit, and tests on several ranks.
 
 Imports: _C, cluster, commhooks, hook, reducer.
 """

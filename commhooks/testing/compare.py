@@ -1,4 +1,4 @@
-"""Comparisons of named tensors, exact or to within rounding; what differs is said in words."""
+"""Compare named tensors, exactly or up to rounding, and describe the differences."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ __all__ = [
 
 Gradients = Mapping[str, Tensor]
 
-# Normal numbers are smaller than this, nearly always.
+# Nearly all normally distributed numbers have a magnitude below this.
 _LARGEST_NORMAL = 6
 
 
 def mean_over_ranks(of_ranks: Sequence[Gradients], like: Gradients) -> dict[str, Tensor]:
-    """The mean in float64; who has no gradient counts as zero."""
+    """Return the mean over ranks in float64. A missing gradient counts as zero."""
     zero = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in like.items()}
     return {
         name: torch.stack([named.get(name, zero[name]).double() for named in of_ranks]).mean(0)
@@ -33,9 +33,10 @@ def mean_over_ranks(of_ranks: Sequence[Gradients], like: Gradients) -> dict[str,
 
 
 def differences(found: Gradients, expected: Gradients, terms: int) -> list[str]:
-    """Where ``found`` is further from ``expected`` than rounding after each of ``terms`` allows.
+    """Describe where ``found`` differs from ``expected`` by more than ``terms`` roundings allow.
 
-    For normal numbers. A rounding errs by at most eps times the largest partial sum.
+    The numbers must be normally distributed. The error of a rounding is at most eps times the
+    largest partial sum.
     """
     problems = []
     for name, exact in expected.items():
@@ -54,7 +55,7 @@ def differences(found: Gradients, expected: Gradients, terms: int) -> list[str]:
 
 
 def disagreement(found: Gradients) -> str | None:
-    """Names the first tensor that is not the same on all ranks. A collective."""
+    """Describe the first tensor that differs between ranks, or return None. A collective."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, dict(found))
     for name in sorted({name for named in of_ranks for name in named}):
@@ -65,12 +66,12 @@ def disagreement(found: Gradients) -> str | None:
 
 
 def layout_of(tensor: Tensor) -> tuple[object, ...]:
-    """Dtype, shape, device and strides."""
+    """Return dtype, shape, device and strides."""
     return tensor.dtype, tuple(tensor.shape), str(tensor.device), tensor.stride()
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Whether these are equal, tensors inside dicts and sequences bit for bit."""
+    """Return whether two values are equal; tensors in dicts and sequences, bit for bit."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):
         same_kind = left.dtype == right.dtype and left.shape == right.shape
         return same_kind and torch.equal(_bytes(left), _bytes(right))
@@ -82,7 +83,7 @@ def same_bits(left: Any, right: Any) -> bool:
 
 
 def through_file(state: Any) -> Any:
-    """What is left of ``state`` after it has been saved and loaded."""
+    """Return ``state`` after saving it to a file and loading it."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

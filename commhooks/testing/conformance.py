@@ -1,4 +1,4 @@
-"""The conformance kit: one line tells whether a hook keeps to the rules that all hooks keep to.
+"""The conformance kit: check in one line that a hook follows the rules for all hooks.
 
 ::
 
@@ -27,7 +27,7 @@ __all__ = ["ConformanceError", "check_hook"]
 
 
 class ConformanceError(AssertionError):
-    """A hook breaks a rule; the text names the rule, what it asks for, and what was found."""
+    """A hook breaks a rule. The text names the rule, what it requires, and what was found."""
 
 
 def check_hook(
@@ -38,32 +38,35 @@ def check_hook(
     device: str = "cpu",
     backend: str = "gloo",
 ) -> None:
-    """Trains on ``world_size`` ranks of this machine to see whether a hook is sound.
+    """Check that a hook follows all rules, by training on ``world_size`` ranks of this machine.
 
-    ``factory`` makes the hook, on every rank, in other processes: a class, a function of a module,
-    or a ``functools.partial`` of these, with options that put the hook to work from the first step.
+    ``factory`` makes the hook on every rank, in other processes. It is a class, a function of a
+    module, or a ``functools.partial`` of these, with options that make the hook active from the
+    first step.
 
-    The rules are the functions of :mod:`commhooks.testing.rules`. Those about the exact mean are
-    for hooks with ``lossless = True``, those about equal results on all ranks for hooks with
-    ``consensus = True``. ``timeout`` is in seconds, per rule. All ranks share the ``device``; on
-    "cuda", over NCCL, each has the one of its number.
+    The rules are the functions in :mod:`commhooks.testing.rules`. Rules about the exact mean apply
+    to hooks with ``lossless = True``, and rules about equal results on all ranks to hooks with
+    ``consensus = True``. ``timeout`` is in seconds per rule. All ranks share the ``device``; on
+    "cuda" with the backend "nccl", each rank uses the device with its number.
 
-    In a script, call it under ``if __name__ == "__main__":``, as the other processes import that.
+    In a script, call it under ``if __name__ == "__main__":``, because the other processes import
+    the script.
 
     Raises:
-        ConformanceError: for the first rule that is broken.
-        TypeError: ``factory`` makes no hook, or cannot be sent to other processes.
+        ConformanceError: the hook breaks a rule; later rules are not checked.
+        TypeError: ``factory`` does not make a hook, or cannot be sent to other processes.
         RankStartError: the processes cannot be started.
     """
     if not callable(factory):
         raise TypeError(
-            f"check_hook: expected what makes a hook, such as its class, found {factory!r}"
+            "check_hook: expected a function that makes a hook, such as its class, found "
+            f"{factory!r}"
         )
     try:
         pickle.dumps(factory)
     except Exception as error:
         raise TypeError(
-            f"check_hook: {factory!r} is called in other processes, so it has to be a class, a "
+            f"check_hook: {factory!r} is called in other processes, so it must be a class, a "
             f"function of a module, or a functools.partial of these ({error})"
         ) from error
     hook = factory()
@@ -76,20 +79,20 @@ def check_hook(
             try:
                 run_ranks(_check, size, name, factory, device, timeout=timeout, backend=backend)
             except RankStartError:
-                raise  # no fault of the hook's
+                raise  # not caused by the hook
             except Exception as error:
                 raise ConformanceError(_explain(hook, name, error)) from error
 
 
 def _check(rank: int, size: int, name: str, factory: Factory, device: str) -> None:
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
-    RULES[name](RuleContext(rank, size, factory, place))
+    own_device = torch.device(device)
+    if own_device.type == "cuda" and own_device.index is None:
+        own_device = torch.device("cuda", torch.cuda.current_device())
+    RULES[name](RuleContext(rank, size, factory, own_device))
 
 
 def _exempt(hook: CommHook) -> set[str]:
-    """The rules that do not concern this hook."""
+    """Return the names of the rules that do not apply to this hook."""
     exempt = set() if is_lossless(hook) else {"mean"}
     return exempt if has_consensus(hook) else exempt | {"consensus", "wire"}
 
@@ -98,8 +101,8 @@ def _explain(hook: CommHook, name: str, error: Exception) -> str:
     if isinstance(error, BrokenRuleError):
         found = str(error)
     elif isinstance(error, TimeoutError):
-        found = f"it hangs: {error}"
+        found = f"a hang: {error}"
     else:
         found = f"{type(error).__name__}: {error}"
     rule = inspect.getdoc(RULES[name])
-    return f"{hook!r} breaks the rule {name!r}. {rule} But: {found}"
+    return f"{hook!r} breaks the rule {name!r}. {rule} Found: {found}"

@@ -1,4 +1,4 @@
-"""A model whose gradients are whatever it is given, to see what a hook makes of them."""
+"""A model whose gradients are given by its input, to test what a hook makes of them."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _BUCKET_MB = 0.0003
 def probe_parameters(
     dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Zeros of every awkward kind: odd sizes, no dimension, no element, other memory layouts."""
+    """Return zeros in awkward forms: odd sizes, no dimension, no element, various layouts."""
     shapes: dict[str, tuple[int, ...]] = {
         "matrix": (12, 10),
         "vector": (7,),
@@ -37,7 +37,7 @@ def probe_parameters(
 
 
 def draw_gradients(like: Mapping[str, Tensor], *seeds: int) -> dict[str, Tensor]:
-    """Normal numbers in the shapes, dtypes and layouts of ``like``; others for any other seeds."""
+    """Draw normal numbers with the shapes, dtypes and layouts of ``like``, for these seeds."""
     generator = torch.Generator()
     seed = 0
     for part in seeds:
@@ -52,7 +52,7 @@ def draw_gradients(like: Mapping[str, Tensor], *seeds: int) -> dict[str, Tensor]
 
 
 class GradientProbe(nn.Module):
-    """The gradient of each parameter is the tensor of its name in the input; absent ones unused."""
+    """The gradient of each parameter is the input of its name; without input it is unused."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GradientProbe(nn.Module):
 
     def forward(self, gradients: Mapping[str, Tensor]) -> Tensor:
         terms = [
-            # Summed in one precision, so that no term is lost by the dtype of another one.
+            # Sum in one precision, so that no term is lost in the dtype of another one.
             (parameter * gradients[name]).sum().float()
             for name, parameter in self.named_parameters()
             if name in gradients
@@ -70,7 +70,7 @@ class GradientProbe(nn.Module):
 
 
 class Trainer:
-    """A :class:`GradientProbe` on our wrapper, or on torch's if ``torch_ddp``, under a hook."""
+    """A :class:`GradientProbe` in our wrapper, or in torch's if ``torch_ddp``, with a hook."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Trainer:
     def step(
         self, gradients: Mapping[str, Tensor], *, before: Iterable[Mapping[str, Tensor]] = ()
     ) -> dict[str, Tensor]:
-        """One backward, after those of ``before`` without synchronizing; what became of them."""
+        """Return the results of one backward, after those of ``before`` under no_sync()."""
         for parameter in self.parameters.values():
             parameter.grad = None
         for accumulated in before:

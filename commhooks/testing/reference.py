@@ -1,6 +1,6 @@
-"""What hooks compute, written as the papers do: one matrix and one loop at a time, in plain torch.
+"""The algorithms of hooks in plain torch, one matrix and one loop at a time, as in the papers.
 
-These are oracles for tests. They take the gradients of all ranks at once and are slow.
+These are references for tests. They take the gradients of all ranks at once, and are slow.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ __all__ = ["powersgd_one_sided", "powersgd_two_sided"]
 def powersgd_two_sided(
     gradients: Sequence[Tensor], errors: Sequence[Tensor], Q: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One step of Algorithms 1 and 2 of https://arxiv.org/abs/1905.13727.
+    """Run one step of Algorithms 1 and 2 of https://arxiv.org/abs/1905.13727.
 
     Args:
         gradients: of every rank, (n, m).
-        errors: of every rank, (n, m), as the step before has left them.
-        Q: (m, r), the factor that the step before has left.
+        errors: of every rank, (n, m), from the previous step.
+        Q: (m, r), the factor from the previous step.
 
     Returns:
         The average that all ranks get, the new errors of every rank, and the new factor.
@@ -34,12 +34,12 @@ def powersgd_two_sided(
 def powersgd_one_sided(
     gradients: Sequence[Tensor], errors: Sequence[Tensor], factor: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """One step of https://github.com/epfml/powersgd, from the right factor to the left one.
+    """Run one step of https://github.com/epfml/powersgd, from the right factor to the left one.
 
-    For the steps in between, which go from left to right, transpose all matrices.
+    Transpose all matrices for every second step, which goes from the left factor to the right one.
 
-    Arguments and results are those of :func:`powersgd_two_sided`, except that the ``factor`` of
-    the step before is (m, r), and the new one (n, r).
+    Arguments and results are those of :func:`powersgd_two_sided`, except that the previous
+    ``factor`` is (m, r), and the new one is (n, r).
     """
     M = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
     Q = _gram_schmidt(factor)
@@ -53,7 +53,7 @@ def _mean(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _gram_schmidt(A: Tensor) -> Tensor:
-    """An orthonormal basis of the columns of A, which are independent."""
+    """Return an orthonormal basis of the columns of A, which must be linearly independent."""
     columns: list[Tensor] = []
     for column in A.T:
         for earlier in columns:

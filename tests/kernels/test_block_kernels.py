@@ -90,12 +90,12 @@ def test_mistakes_are_named(machine):
             codec.encode(values, room, 96)
         with pytest.raises(CommHookError, match=r"in rows of 8 bytes for 3 of the 4 values"):
             codec.encode(values, room, 3)
-        with pytest.raises(CommHookError, match=r"as many of the same dtype as values"):
+        with pytest.raises(CommHookError, match=r"the shape and dtype of the values"):
             codec.encode(values, room, 4, error=torch.ones(3, device=device))
         unaligned = torch.empty(9, dtype=torch.uint8, device=device)[1:][None]
-        with pytest.raises(CommHookError, match=r"at a multiple of 4 bytes; found .* at 0x"):
+        with pytest.raises(CommHookError, match=r"aligned to 4 bytes; found .* at 0x"):
             codec.encode(values, unaligned, 4)
-        with pytest.raises(CommHookError, match=r"at most 2 values, as many as a message has"):
+        with pytest.raises(CommHookError, match=r"at most 2 values, the number in a message"):
             codec.average(room, values, 2)
         with pytest.raises(CommHookError, match=r"contiguous tensors on one device"):
             codec.encode(torch.ones(8, device=device)[::2], room, 4)

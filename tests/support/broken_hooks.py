@@ -12,7 +12,7 @@ import commhooks
 
 @dataclass
 class Average(commhooks.CommHook):
-    """A sound hook, for the others to spoil."""
+    """A correct hook, the base class of the broken ones."""
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
         return await comm.all_reduce(bucket.buffer().div_(comm.size))
@@ -57,7 +57,7 @@ class ReturnsTheSum(Average):
 @commhooks.register_hook("broken_order")
 @dataclass
 class IgnoresTheMemoryFormat(Average):
-    """Writes results row by row, as torch's own bucket views suggest."""
+    """Write results row by row, as the views of torch's buckets suggest."""
 
     lossless = True
 
@@ -80,7 +80,7 @@ class NeedsPeers(Average):
 @commhooks.register_hook("broken_sizes")
 @dataclass
 class DividesByTheDeviation(Average):
-    """Which one element does not have."""
+    """Divide by the standard deviation, which one element does not have."""
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
         deviation = bucket.buffer().float().std() if bucket.buffer().numel() else torch.ones(())
@@ -124,7 +124,7 @@ class RemembersInfinity(Average):
 @commhooks.register_hook("broken_non_finite_elsewhere")
 @dataclass
 class LooksAtItsOwnGradient(Average):
-    """So the state changes on all ranks but the one with the bad gradient."""
+    """Change the state on all ranks except the one whose gradient is not finite."""
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
         own = bucket.buffer().clone()
@@ -160,7 +160,7 @@ class KeepsStateElsewhere(Average):
 @commhooks.register_hook("broken_wire")
 @dataclass
 class SendsOnItsOwn(Average):
-    """Past the communicator, which neither counts nor orders what is sent."""
+    """Send without the communicator, which then neither counts nor orders it."""
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
         average = bucket.buffer().div_(comm.size)
@@ -171,7 +171,7 @@ class SendsOnItsOwn(Average):
 @commhooks.register_hook("broken_cost")
 @dataclass
 class StatesTooLittle(Average):
-    """What each rank has to send, but not what it passes on for others."""
+    """State only half of the bytes: not those that a rank forwards for others."""
 
     def wire_bytes(self, bucket: commhooks.GradBucket, size: int) -> int:
         return bucket.buffer().nbytes // 2
@@ -190,7 +190,7 @@ class NeedsEveryGradient(Average):
 @commhooks.register_hook("broken_failure")
 @dataclass
 class CountsBeforeItSends(Average):
-    """Takes the count back after a step that was not finite, but not after one that failed."""
+    """Restore the count after a step that was not finite, but not after one that failed."""
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
         counts = [self.state.setdefault(name, {"n": torch.zeros(())})["n"] for name in bucket.names]
@@ -207,7 +207,7 @@ class CountsBeforeItSends(Average):
 @commhooks.register_hook("broken_nested")
 @dataclass
 class IsSetUpByTheEngine(Average):
-    """Which asks hooks for their form in C++, but not those inside other hooks."""
+    """Rely on ``native``, which the engine does not call for hooks inside other hooks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -234,7 +234,7 @@ class ClaimsToHaveSentAll(Average):
 @commhooks.register_hook("broken_contribution_told_unasked")
 @dataclass
 class TellsUnasked(Average):
-    """Works inside error_feedback, which would refuse it."""
+    """Set the contribution without ``tells_contribution``, so that error_feedback rejects it."""
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: Any) -> Tensor:
         comm.contribution = bucket.buffer().clone()
@@ -243,8 +243,8 @@ class TellsUnasked(Average):
 
 @commhooks.register_hook("broken_torch_ddp")
 @dataclass
-class NeedsOneBucketForEver(Average):
-    """Torch's first bucket is of 1 MiB whatever one asks for, and is cut after the first step."""
+class NeedsOneBucketForever(Average):
+    """Fail when buckets are rebuilt: torch's first bucket has 1 MiB until after the first step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""The kit passes every hook there is, and names the rule that a broken one breaks."""
+"""The conformance kit accepts every hook, and names the rule that a broken hook breaks."""
 
 import functools
 import importlib
@@ -14,8 +14,8 @@ from commhooks.testing import check_hook
 from commhooks.testing.conformance import ConformanceError
 from commhooks.testing.rules import RULES
 
-# One line per hook: options that put it to work from the first step, `{}` for its defaults. Hooks
-# that are not listed are checked with their defaults.
+# Options that make each hook active from the first step, `{}` for its defaults. Hooks that are not
+# listed are checked with their defaults.
 POWERSGD = {"name": "powersgd", "rank": 2, "min_compression_rate": 1.0, "start_step": 0}
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
@@ -93,12 +93,12 @@ def test_nodes_of_two_ranks(inner):
 
 
 def make_nodes_of_two(inner):
-    """On one rank, where the kit checks what a hook does alone, there is one node of one rank."""
+    """Make a hook for nodes of two ranks, or of one rank if the kit runs it on one rank."""
     ranks_per_node = 2 if dist.is_initialized() and dist.get_world_size() > 1 else 1
     return commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)
 
 
-# -------------------------------------------------------------------- one broken hook per rule
+# -------------------------------------------------------------------- broken hooks
 
 BROKEN = {
     "Unregistered": "registered",
@@ -123,13 +123,13 @@ BROKEN = {
     "IsSetUpByTheEngine": "nested",
     "ClaimsToHaveSentAll": "contribution",
     "TellsUnasked": "contribution",
-    "NeedsOneBucketForEver": "torch_ddp",
+    "NeedsOneBucketForever": "torch_ddp",
 }
 
 
 @pytest.fixture(scope="module")
 def broken_hooks() -> Iterator[ModuleType]:
-    """Loaded here and forgotten again, so that no other test finds these hooks by name."""
+    """Register the broken hooks for this module only, so that no other test finds them by name."""
     before = dict(registry._hooks)
     yield importlib.import_module("support.broken_hooks")
     registry._hooks.clear()
@@ -138,7 +138,7 @@ def broken_hooks() -> Iterator[ModuleType]:
 
 @pytest.mark.usefixtures("run_ranks")
 @pytest.mark.parametrize(("name", "rule"), BROKEN.items())
-def test_broken_hook_is_told_its_rule(broken_hooks, name, rule):
+def test_the_error_names_the_broken_rule(broken_hooks, name, rule):
     with pytest.raises(ConformanceError, match=f"breaks the rule '{rule}'"):
         check_hook(getattr(broken_hooks, name))
 
@@ -147,10 +147,12 @@ def test_there_is_a_broken_hook_for_every_rule():
     assert set(BROKEN.values()) == set(RULES)
 
 
-def test_factory_that_cannot_be_sent_is_refused():
+def test_a_factory_that_cannot_be_sent_raises():
     with pytest.raises(TypeError, match=r"functools\.partial"):
         check_hook(lambda: commhooks.create("allreduce"))
-    with pytest.raises(TypeError, match=r"expected what makes a hook.*found AllReduce\(\)"):
+    with pytest.raises(
+        TypeError, match=r"expected a function that makes a hook.*found AllReduce\(\)"
+    ):
         check_hook(commhooks.create("allreduce"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="'int'> to make a CommHook, found 0"):
         check_hook(int)  # type: ignore[arg-type]

@@ -1,14 +1,14 @@
-// What all block codecs share: a block of numbers is sent as one float32 scale and a code of a few
-// bits per number, and
+// The arithmetic that all block codecs share. A block of numbers is sent as one float32 scale and a
+// code of a few bits per number, and
 //
 //     decoded number = scale * Codec::value(code)
 //
 // A codec is a struct with
 //
 //     static constexpr int kBits;                          1, 2, 4 or 8
-//     Norm norm;                                           what of the block it needs for the scale
+//     Norm norm;                                           the norm of the block that scale() takes
 //     float scale(float largest, float norm) const;
-//     u32 code(float ratio, Random, u32 index) const;      of a number divided by the scale
+//     u32 code(float ratio, Random, u32 index) const;      the code of a number / scale
 //     float value(u32 code) const;
 #pragma once
 
@@ -24,14 +24,14 @@ enum class Norm {
   kEuclidean,  // sqrt(sum x^2)
 };
 
-// Numbers beyond this are taken for an overflow: sums and products with them would be one.
+// Larger magnitudes are treated as an overflow, because sums and products with them may overflow.
 constexpr float kLargestNumber = 0x1p126f;
-// Blocks without a number of this size are sent as zeros: a scale for them, or its inverse, would be
-// too small or too large for float32.
+// If all magnitudes of a block are smaller than this, it is sent as zeros: its scale would be too
+// small for float32, or the inverse of the scale too large.
 constexpr float kSmallestLargest = 0x1p-100f;
 
-// Whether a block whose largest magnitude has these bits has a scale. If not, the scale is 0 or NaN
-// and codes are 0, so the block is decoded to zeros or to NaN.
+// Whether a block has a scale, given the bits of its largest magnitude. Otherwise the scale is 0 or
+// NaN and the codes are 0, so that the block is decoded to zeros or to NaN.
 COMMHOOKS_HD bool has_scale(u32 largest_bits) {
   return largest_bits >= bits_of(kSmallestLargest) && largest_bits <= bits_of(kLargestNumber);
 }
@@ -42,11 +42,11 @@ COMMHOOKS_HD float scale_without(u32 largest_bits) {
 
 // Note [Order of sums]
 //
-// A norm needs the sum over a block of |x| / max |x|, or of its square: sizes that neither overflow
-// nor vanish. Rounding depends on the order, which is therefore the same on every machine: a block is
-// cut into chunks; the halves of a chunk are added element by element, then the halves of what that
-// gives, until one number is left; and then those of the chunks are added likewise. Zeros behind the
-// last number, up to any power of two, change nothing.
+// A norm needs the sum over a block of |x| / max |x|, or of its square, which neither overflows nor
+// underflows. Rounding depends on the order of the sum, so the order is the same on every machine:
+// a block is divided into chunks. The two halves of a chunk are added element by element, then the
+// two halves of the result, until one number is left. The numbers of the chunks are added in the
+// same way. Padding a block with zeros to a power of two does not change the sum.
 constexpr int kChunk = 512;
 constexpr int kMaxChunks = 8;
 
@@ -60,7 +60,7 @@ COMMHOOKS_CONSTEXPR bool sums_squares(Norm norm) {
   return norm == Norm::kRootMean || norm == Norm::kEuclidean;
 }
 
-// The norm of `count` numbers, of which `largest` is the largest, from that sum.
+// Returns the norm of `count` numbers from that sum; `largest` is their largest magnitude.
 COMMHOOKS_HD float norm_from(Norm norm, float largest, float sum, int count) {
   const double size = largest;
   const double terms = count;
@@ -70,8 +70,8 @@ COMMHOOKS_HD float norm_from(Norm norm, float largest, float sum, int count) {
   return (float)(size * square_root(norm == Norm::kRootMean ? sum / terms : (double)sum));
 }
 
-// Adding this to a number below 2^22 rounds it to an integer, to nearest even, which then stands in
-// the lowest bits of the sum, in two's complement.
+// Adding this to a number below 2^22 rounds it to the nearest integer, ties to even. The lowest
+// bits of the sum are this integer in two's complement.
 constexpr float kRounder = 0x1.8p23f;
 
 }  // namespace commhooks::codecs

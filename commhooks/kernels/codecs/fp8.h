@@ -1,11 +1,12 @@
-// 8-bit floating point: the two formats of Micikevicius et al. 2022, "FP8 formats for deep learning".
+// 8-bit floating point: the two formats of Micikevicius et al. 2022, "FP8 formats for deep
+// learning".
 //
 //              sign  exponent  mantissa  bias  largest
 //     e4m3        1         4         3     7      448   as torch.float8_e4m3fn: no infinity
 //     e5m2        1         5         2    15    57344   as torch.float8_e5m2
 //
-// Numbers are scaled so that the largest of the block becomes the largest of the format, so what
-// overflows, and the codes of infinity and NaN, do not occur.
+// The scale maps the largest number of the block to the largest number of the format, so overflow
+// and the codes of infinity and NaN do not occur.
 #pragma once
 
 #include "codecs/block.h"
@@ -26,7 +27,7 @@ struct Fp8 {
     const u32 magnitude = magnitude_bits(ratio);
     const u32 is_odd = (magnitude >> kShift) & 1;
     const u32 normal = (magnitude - kRebias + (1u << (kShift - 1)) - 1 + is_odd) >> kShift;
-    // The last bit of the sum is the last bit of subnormal numbers, so the addition rounds.
+    // The lowest bit of the sum is that of subnormal numbers, so the addition rounds.
     const u32 subnormal = bits_of(float_of(magnitude) + kAnchor) - bits_of(kAnchor);
     const u32 sign = (bits_of(ratio) >> 24) & 0x80u;
     return sign | select(magnitude < kSmallestNormal, subnormal, normal);

@@ -1,8 +1,8 @@
 // Evenly spaced levels: integers from -levels to levels, times the scale.
 //
-// With the largest number as norm this is block-wise integer quantization, with the Euclidean norm
-// and stochastic rounding QSGD (Alistarh et al. 2017, section 3.1), with one level TernGrad (Wen et
-// al. 2017, section 3.1).
+// With the largest number as the norm, this is block-wise integer quantization. With the Euclidean
+// norm and stochastic rounding it is QSGD (Alistarh et al. 2017, section 3.1), and with one level
+// TernGrad (Wen et al. 2017, section 3.1).
 #pragma once
 
 #include "codecs/block.h"
@@ -15,7 +15,7 @@ struct Levels {
 
   Norm norm;     // kLargest, kEuclidean, or kRootMean to clip
   float levels;  // at most 2^(bits - 1) - 1
-  float clip;    // the largest number kept, in root mean squares of the block
+  float clip;    // the bound for clamping, in root mean squares of the block
 
   COMMHOOKS_HD float scale(float largest, float size) const {
     if (norm == Norm::kEuclidean) {
@@ -31,7 +31,7 @@ struct Levels {
     if constexpr (!stochastic) {
       return bits_of(shifted) & kMask;
     } else {
-      // The level below, then one up with the probability that makes the mean exact.
+      // Take the level below, or the next one with the probability that makes the mean exact.
       const float nearest = shifted - kRounder;
       const u32 is_above = nearest > wanted ? 1 : 0;
       const float below = nearest - (float)(int)is_above;

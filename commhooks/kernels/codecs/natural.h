@@ -1,7 +1,7 @@
 // Natural compression: a sign and a power of two (Horvath et al. 2019, section 2).
 //
-// Between two powers of two the upper one is taken with the probability that makes the mean exact.
-// Exponents count from the block's largest, of which 127 are kept: 7 bits instead of the 8 of float32.
+// A number is rounded to the power of two above it with the probability that makes the mean exact.
+// Exponents count down from the block's largest one, in 7 bits instead of the 8 of float32.
 #pragma once
 
 #include "codecs/block.h"
@@ -17,10 +17,10 @@ struct Natural {
     return float_of((bits_of(largest) + kMantissa) & ~kMantissa);
   }
 
-  // `ratio` is at most 1. The bits of a float below its exponent are its distance from the power of
-  // two below, as a share of the distance between the two powers; a random number that carries over
-  // from them into the exponent does so with just that probability. The same holds for the subnormal
-  // numbers below 2^-126, the smallest power.
+  // `ratio` is at most 1. The mantissa bits of a float are its distance from the power of two
+  // below, relative to the distance between the two powers. Adding random bits to them carries into
+  // the exponent with exactly that probability. The same holds for the subnormal numbers below
+  // 2^-126, the smallest power.
   COMMHOOKS_HD u32 code(float ratio, Random random, u32 index) const {
     const u32 carried = magnitude_bits(ratio) + (random.bits(index) & kMantissa);
     return ((bits_of(ratio) >> 24) & 0x80u) | (carried >> 23);

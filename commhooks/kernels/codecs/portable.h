@@ -1,12 +1,12 @@
-// What lets the arithmetic of codecs be compiled by C++ compilers, nvcc and NVRTC alike: no headers,
-// no calls that only one of them knows.
+// Definitions that let C++ compilers, nvcc and NVRTC compile the arithmetic of codecs: it includes
+// no headers, and calls nothing that only one of them knows.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define COMMHOOKS_HD __host__ __device__ __forceinline__
 #define COMMHOOKS_CONSTEXPR __host__ __device__ constexpr
 #else
-// Always, so that it is compiled for the instruction set of the loop that calls it.
+// Always inline, so that it is compiled for the instruction set of the loop that calls it.
 #define COMMHOOKS_HD inline __attribute__((always_inline))
 #define COMMHOOKS_CONSTEXPR constexpr
 #endif
@@ -37,7 +37,7 @@ COMMHOOKS_HD float float_of(u32 bits) {
 #endif
 }
 
-// The bits of |value|. They are ordered as the numbers are, infinity and then NaN last.
+// Returns the bits of |value|. They are ordered as the numbers, with infinity and then NaN last.
 COMMHOOKS_HD u32 magnitude_bits(float value) {
   return bits_of(value) & 0x7fffffffu;
 }
@@ -50,7 +50,7 @@ COMMHOOKS_HD double square_root(double value) {
 #endif
 }
 
-// condition ? yes : no, without a branch, which would keep compilers from vectorizing the loop.
+// Returns condition ? yes : no without a branch, which would prevent vectorization of the loop.
 COMMHOOKS_HD u32 select(bool condition, u32 yes, u32 no) {
   return no ^ ((yes ^ no) & (0u - (u32)condition));
 }

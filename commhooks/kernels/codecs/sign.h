@@ -1,8 +1,8 @@
-// One bit per number: its sign, times the mean size of the block.
+// One bit per number: its sign, times a mean magnitude of the block.
 //
-// With the mean of |x| the decoded block is the nearest one of its kind (Karimireddy et al. 2019,
-// section 4); with the root mean square it is as long as what was encoded (Tang et al. 2021, 1-bit
-// Adam, section 3).
+// With the mean of |x|, the decoded block is as close to the block as signs times a scale can be
+// (Karimireddy et al. 2019, section 4). With the root mean square it has the norm of the block
+// (Tang et al. 2021, 1-bit Adam, section 3).
 #pragma once
 
 #include "codecs/block.h"
@@ -18,7 +18,7 @@ struct Sign {
     return size;
   }
 
-  // 1 for negative numbers. Zeros have random signs: always the same one would add up over steps.
+  // Returns 1 for negative numbers. Zeros get random signs; a fixed sign would add up over steps.
   COMMHOOKS_HD u32 code(float ratio, Random random, u32 index) const {
     return select(magnitude_bits(ratio) == 0, random.coin(index) << 31, bits_of(ratio)) >> 31;
   }

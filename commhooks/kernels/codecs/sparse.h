@@ -6,7 +6,7 @@
 
 namespace commhooks::codecs {
 
-// As for floats: the bits of |value|, in the order of the numbers, infinity and then NaN last.
+// Returns the bits of |value|. They are ordered as the numbers, with infinity and then NaN last.
 COMMHOOKS_HD u64 magnitude_bits(double value) {
 #ifdef __CUDA_ARCH__
   const u64 bits = __double_as_longlong(value);
@@ -17,12 +17,12 @@ COMMHOOKS_HD u64 magnitude_bits(double value) {
   return bits & 0x7fffffffffffffffull;
 }
 
-// How ascending indices are written; see Note [Index code] in commhooks/codecs/index_code.py.
+// The code of ascending indices; see Note [Index code] in commhooks/codecs/index_code.py.
 struct IndexCode {
   int low_bits;
   bool adds_rank;
 
-  // Which bit of the bitmap stands for the index that `rank` smaller ones precede.
+  // Returns the bit of the bitmap for an index that `rank` smaller ones precede.
   COMMHOOKS_HD u64 position(u64 index, u64 rank) const {
     return (index >> low_bits) + (adds_rank ? rank : 0);
   }
@@ -36,22 +36,23 @@ struct IndexCode {
   }
 };
 
-// `count` different indices below `numel`, ascending, each of which has the same chance.
+// `count` different indices below `numel`, ascending, all with the same probability.
 //
-// The circle of all indices is cut into `count` runs as equal as can be, from a random start, and one
-// index is drawn out of each. An index falls into a given run of s with probability s/numel and is
-// drawn there with 1/s. Costs `count` random numbers; a permutation would cost `numel`.
+// From a random start, the circle of all indices is divided into `count` runs of nearly equal
+// length, and one index is drawn from each. An index falls into a given run of length s with
+// probability s/numel, and is drawn from it with probability 1/s. This takes `count` random
+// numbers; a permutation would take `numel`.
 struct RandomIndices {
   Random random;
   u64 rotation;  // below numel: where the first run starts
   u64 numel;
   u64 count;
-  u64 first;  // the run with the smallest index
+  u64 first;  // the run that contains the smallest index
 
   COMMHOOKS_HD RandomIndices(u64 seed, u64 rotation, u64 numel, u64 count)
       : random(seed), rotation(rotation), numel(numel), count(count), first(0) {
     if (rotation > 0) {
-      // Runs that end beyond the last index begin anew at 0; this one may be cut in two there.
+      // Runs that end beyond the last index continue at 0; this run may be split in two there.
       first = (numel - rotation) * count / numel;
       first += draw(first) + rotation < numel;
     }
@@ -61,7 +62,7 @@ struct RandomIndices {
     return run * numel / count;
   }
 
-  // Of the run, before the rotation.
+  // Returns the index drawn from a run, before the rotation.
   COMMHOOKS_HD u64 draw(u64 run) const {
     const u64 begin = start(run);
     return begin + (random.bits((u32)run) * (start(run + 1) - begin) >> 32);

@@ -1,7 +1,7 @@
-"""What every hook has to keep to, one function per rule.
+"""The rules that every hook must follow, one function per rule.
 
-Each runs on every rank, and raises :class:`BrokenRuleError` only after its last collective, so that
-no rank is left waiting for one that has already found out.
+Each rule runs on every rank, and raises :class:`BrokenRuleError` only after its last collective, so
+that no other rank waits for this one.
 
 Imports: comm, commhooks, hook, reducer.
 """

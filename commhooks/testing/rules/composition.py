@@ -1,4 +1,4 @@
-"""A hook within other hooks."""
+"""Rules for a hook inside other hooks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from reducer import GradBucket
 __all__ = ["contribution", "nested"]
 
 _STEPS = 3
-# Of the largest contribution: room for a sum in bfloat16, but not for what was never sent.
+# Relative to the largest contribution: enough for a sum in bfloat16, too little for a lie.
 _TOLERANCE = 0.02
 
 
 def nested(context: RuleContext) -> None:
-    """Inside another hook it does the same, bit for bit, and its state is in that hook's."""
+    """Return the same bits inside another hook, whose state includes this hook's."""
     alone = as_coroutine(context.make_hook())
     wrapper = commhooks.create("schedule", stages=[(0, alone.to_config())])
     path, inside = next(iter(wrapper.nested().items()))
@@ -42,38 +42,38 @@ def nested(context: RuleContext) -> None:
 
 
 def contribution(context: RuleContext) -> None:
-    """A hook that says what of a gradient it sends (tells_contribution) tells the truth.
+    """Set comm.contribution to what was sent, if tells_contribution = True.
 
-    The average is the mean over ranks of what they say, as far as a sum on the wire is exact.
+    The average is the mean of the ranks' contributions, up to the rounding of sums on the wire.
     """
     hook = context.make_hook()
-    listener = _Listener(hook)
+    recorder = _Recorder(hook)
     parameters = context.parameters()
-    trainer = Trainer(listener, parameters)
+    trainer = Trainer(recorder, parameters)
     for step in range(_STEPS):
         trainer.step(draw_gradients(parameters, context.rank, step))
     of_ranks: list[Any] = [None] * context.size
-    dist.all_gather_object(of_ranks, listener.said)
+    dist.all_gather_object(of_ranks, recorder.contributions)
     if not hook.tells_contribution:
         require(
-            all(said is None for said in listener.said.values()),
-            "expected tells_contribution = True of a hook that sets comm.contribution",
+            all(told is None for told in recorder.contributions.values()),
+            "expected tells_contribution = True for a hook that sets comm.contribution",
         )
     elif all(each.tells_contribution for each in tree(hook)) and has_consensus(hook):
-        lies = [
-            _lie([said[at] for said in of_ranks], average)
-            for at, average in listener.returned.items()
+        differences = [
+            _difference([told[at] for told in of_ranks], average)
+            for at, average in recorder.returned.items()
         ]
-        require(not any(lies), "; ".join(filter(None, lies)))
+        require(not any(differences), "; ".join(filter(None, differences)))
 
 
 @dataclass
-class _Listener(CommHook):
-    """Hears what the inner hook says it sent, and what it returns, by step and bucket."""
+class _Recorder(CommHook):
+    """Record the contributions and the results of the inner hook, by step and bucket."""
 
     inner: CommHook
 
-    said: dict[tuple[int, int], Tensor | None] = field(
+    contributions: dict[tuple[int, int], Tensor | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     returned: dict[tuple[int, int], Tensor] = field(
@@ -84,14 +84,17 @@ class _Listener(CommHook):
         within = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, within)
         at = bucket.step, bucket.index()
-        self.said[at] = None if within.contribution is None else within.contribution.clone()
+        self.contributions[at] = (
+            None if within.contribution is None else within.contribution.clone()
+        )
         self.returned[at] = average.clone()
         return average
 
 
-def _lie(said: Sequence[Tensor | None], average: Tensor) -> str | None:
-    tensors = [tensor for tensor in said if tensor is not None]
-    if len(tensors) < len(said):
+def _difference(contributions: Sequence[Tensor | None], average: Tensor) -> str | None:
+    """Describe how the mean of the contributions differs from the average, if it does."""
+    tensors = [tensor for tensor in contributions if tensor is not None]
+    if len(tensors) < len(contributions):
         return "expected comm.contribution to be set, found None"
     if any(tensor.numel() != average.numel() for tensor in tensors):
         return f"expected {average.numel()} elements in comm.contribution, found another number"
@@ -103,6 +106,6 @@ def _lie(said: Sequence[Tensor | None], average: Tensor) -> str | None:
     if error <= _TOLERANCE * largest:
         return None
     return (
-        f"expected the average to be the mean of what ranks said they sent, found it off by "
-        f"{error:.1e}, where the largest number sent was {largest:.1e}"
+        f"expected the average to be the mean of the ranks' contributions, found a difference of "
+        f"{error:.1e}, where the largest contribution is {largest:.1e}"
     )

@@ -1,4 +1,4 @@
-"""Where rules are checked, and how a broken one is told."""
+"""The context in which rules are checked, and the error that a broken rule raises."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class BrokenRuleError(AssertionError):
-    """What was expected and what was found."""
+    """A hook breaks a rule; the text says what was expected and what was found."""
 
 
 @dataclass(frozen=True)
 class RuleContext:
-    """Where a rule is checked: one rank of ``size``, with a maker of hooks, on a device."""
+    """The context of a check: one rank of ``size``, a factory of the hook, and a device."""
 
     rank: int
     size: int
@@ -43,11 +43,11 @@ class RuleContext:
     device: torch.device
 
     def parameters(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """:func:`probe_parameters` on the device."""
+        """Return :func:`probe_parameters` on the device."""
         return probe_parameters(dtype, self.device)
 
     def train(self, steps: int) -> tuple[dict[str, Tensor], Trainer]:
-        """Trains a new hook; the results of the last step."""
+        """Train with a new hook; return the results of the last step, and the trainer."""
         parameters = self.parameters()
         trainer = Trainer(self.make_hook(), parameters)
         found: dict[str, Tensor] = {}
@@ -56,12 +56,12 @@ class RuleContext:
         return found, trainer
 
     def mean(self, parameters: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """The exact mean over ranks of the gradients of that step."""
+        """Return the exact mean over ranks of the gradients of a step."""
         of_ranks = [draw_gradients(parameters, peer, step) for peer in range(self.size)]
         return mean_over_ranks(of_ranks, parameters)
 
     def problems(self, hook: CommHook, found: Mapping[str, Tensor], step: int) -> list[str]:
-        """What is wrong with the results of a step of ``draw_gradients``. A collective."""
+        """Describe what is wrong with the results of a step of ``draw_gradients``. A collective."""
         problems = not_finite(found)
         if is_lossless(hook):
             problems += differences(found, self.mean(found, step), self.size)
@@ -71,16 +71,16 @@ class RuleContext:
 
 
 Rule = Callable[[RuleContext], None]
-"""Runs on every rank; its docstring says what it asks for."""
+"""A rule runs on every rank. Its docstring says what it requires."""
 
 
 def is_lossless(hook: CommHook) -> bool:
-    """With the hooks in it."""
+    """Return whether the hook and all hooks nested in it are lossless."""
     return all(each.lossless for each in tree(hook))
 
 
 def as_coroutine(hook: CommHook) -> Any:
-    """The hook, of which the engine is to call ``reduce`` even if there is a form in C++."""
+    """Make the engine call ``reduce`` of the hook, even if there is a version in C++."""
     native = hook.native
     changed: Any = hook
     changed.native = lambda group: native(group) and None
@@ -88,9 +88,11 @@ def as_coroutine(hook: CommHook) -> Any:
 
 
 def require(holds: bool, message: str) -> None:
+    """Raise BrokenRuleError unless the rule ``holds``."""
     if not holds:
         raise BrokenRuleError(message)
 
 
 def not_finite(found: Mapping[str, Tensor]) -> list[str]:
+    """Describe each tensor that is not finite."""
     return [f"{name} is not finite" for name, g in found.items() if not g.isfinite().all()]

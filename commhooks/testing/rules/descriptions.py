@@ -1,4 +1,4 @@
-"""A hook is known by its name, its config and its source."""
+"""Rules for the name, the config and the source of a hook."""
 
 import json
 
@@ -12,7 +12,7 @@ __all__ = ["config", "registered", "representation"]
 
 
 def registered(context: RuleContext) -> None:
-    """The hook can be made by its name, so the class carries @register_hook("name")."""
+    """Be available by name: decorate the class with @register_hook("name")."""
     hook = context.make_hook()
     kind = type(hook)
     names = commhooks.available()
@@ -25,7 +25,7 @@ def registered(context: RuleContext) -> None:
 
 
 def config(context: RuleContext) -> None:
-    """The hook is rebuilt equal from its to_config() after that went through JSON."""
+    """Be rebuilt equal by create(hook.to_config()), also through JSON."""
     hook = context.make_hook()
     try:
         stored = json.loads(json.dumps(hook.to_config()))
@@ -36,11 +36,11 @@ def config(context: RuleContext) -> None:
 
 
 def representation(context: RuleContext) -> None:
-    """repr(hook) is source that makes an equal hook."""
+    """Have a repr(hook) that is source code of an equal hook."""
     hook = context.make_hook()
     try:
         kinds = {type(each).__name__: type(each) for each in tree(hook)}
         found = eval(repr(hook), kinds | {"torch": torch})
     except Exception as error:
-        raise BrokenRuleError(f"{hook!r} is no valid source: {error}") from error
+        raise BrokenRuleError(f"{hook!r} is not valid source code: {error}") from error
     require(found == hook, f"expected the source {hook!r} to make that hook, found {found!r}")

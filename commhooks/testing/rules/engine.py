@@ -1,4 +1,4 @@
-"""How a hook gets on with what is around it."""
+"""Rules for how a hook works with the engine and the wrapper."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ __all__ = ["cost", "failure", "torch_ddp", "unused", "wire"]
 
 
 def wire(context: RuleContext) -> None:
-    """Every rank sends something."""
+    """Send through the communicator, on every rank."""
     _, trainer = context.train(steps=2)
     of_ranks: list[Any] = [None] * context.size
     dist.all_gather_object(of_ranks, trainer.handle.stats().total.wire_bytes)
     require(
         all(of_ranks),
-        f"expected more than no bytes on every rank, found {of_ranks}",
+        f"expected bytes sent by every rank, found {of_ranks}",
     )
 
 
 def cost(context: RuleContext) -> None:
-    """Each bucket costs as many bytes as the hook's own wire_bytes() says, where it says it."""
+    """Send the bytes that wire_bytes() returns, unless it returns None."""
     hook = as_coroutine(context.make_hook())
     reduce = hook.reduce
     problems: list[str] = []
@@ -43,8 +43,8 @@ def cost(context: RuleContext) -> None:
         average: Tensor = await reduce(bucket, comm)
         if expected not in (None, comm.wire_bytes):
             problems.append(
-                f"{bucket.names} in step {bucket.step}: wire_bytes() said {expected} bytes, "
-                f"{comm.wire_bytes} were sent"
+                f"{bucket.names} in step {bucket.step}: wire_bytes() returned {expected}, but "
+                f"{comm.wire_bytes} bytes were sent"
             )
         return average
 
@@ -57,7 +57,7 @@ def cost(context: RuleContext) -> None:
 
 
 def unused(context: RuleContext) -> None:
-    """Parameters that some or all ranks do not use, and backwards under no_sync(), do no harm."""
+    """Accept parameters that some or all ranks do not use, and backwards under no_sync()."""
     parameters = context.parameters()
     used = {name: tensor for name, tensor in parameters.items() if name != "spare"}
     used_by_first = {name: tensor for name, tensor in used.items() if name != "vector"}
@@ -86,7 +86,7 @@ def unused(context: RuleContext) -> None:
 
 
 def failure(context: RuleContext) -> None:
-    """If the hook raises on one rank, none hangs, and the next step is sound on all."""
+    """Let no rank hang if the hook raises on one, and take the next step correctly on all."""
     parameters = context.parameters()
     hook = as_coroutine(context.make_hook())
     trainer = Trainer(hook, parameters)
@@ -107,14 +107,14 @@ def failure(context: RuleContext) -> None:
     problem = disagreement(found) if has_consensus(hook) else None
     require(
         context.rank != 0 or raised is not None,
-        "expected backward() to raise what the hook raised, found that it did not",
+        "expected backward() to raise the error of the hook, found that it did not",
     )
     require(not not_finite(found), f"in the step after a failure: {not_finite(found)}")
     require(problem is None, f"in the step after a failure: {problem}")
 
 
 def torch_ddp(context: RuleContext) -> None:
-    """The hook works on torch.nn.parallel.DistributedDataParallel as well."""
+    """Work on torch.nn.parallel.DistributedDataParallel."""
     parameters = context.parameters()
     hook = context.make_hook()
     trainer = Trainer(hook, parameters, torch_ddp=True)

@@ -1,4 +1,4 @@
-"""What becomes of gradients."""
+"""Rules for the results of a hook."""
 
 import torch
 
@@ -16,7 +16,7 @@ __all__ = ["alone", "consensus", "deterministic", "mean", "result", "sizes", "ze
 
 
 def result(context: RuleContext) -> None:
-    """Results are finite, in the dtype, shape, device and memory layout of the gradients."""
+    """Return finite results with the dtype, shape, device and memory layout of the gradients."""
     problems = []
     for dtype in DTYPES:
         parameters = context.parameters(dtype)
@@ -32,7 +32,7 @@ def result(context: RuleContext) -> None:
 
 
 def sizes(context: RuleContext) -> None:
-    """Buckets of any size are reduced, among them of one element and of none."""
+    """Reduce buckets of any size, including those of one element or none."""
     lengths = (129, 5, 1, 0, 64, 3, 2, 31)
     problems = []
     for dtype in (torch.float32, torch.float16):
@@ -49,7 +49,7 @@ def sizes(context: RuleContext) -> None:
 
 
 def mean(context: RuleContext) -> None:
-    """A hook that says lossless = True returns the mean over ranks, up to rounding."""
+    """Return the mean over ranks, up to rounding, if lossless = True."""
     problems = []
     for dtype in DTYPES:
         parameters = context.parameters(dtype)
@@ -61,7 +61,7 @@ def mean(context: RuleContext) -> None:
 
 
 def alone(context: RuleContext) -> None:
-    """On one rank nothing is sent, and gradients stay as they are if the hook is lossless."""
+    """Send nothing on one rank, and leave gradients unchanged if lossless = True."""
     parameters = context.parameters()
     hook = context.make_hook()
     trainer = Trainer(hook, parameters)
@@ -71,26 +71,26 @@ def alone(context: RuleContext) -> None:
         found = trainer.step(gradients)
         problems += not_finite(found)
         if is_lossless(hook) and not same_bits(found, gradients):
-            problems.append("expected the gradients unchanged, found other numbers")
+            problems.append("expected unchanged gradients, found other numbers")
     if sent := trainer.handle.stats().total.wire_bytes:
         problems.append(f"expected no bytes sent, found {sent}")
     require(not problems, "; ".join(problems))
 
 
 def deterministic(context: RuleContext) -> None:
-    """Two runs on the same gradients give the same bits."""
+    """Return the same bits for the same gradients."""
     runs = [context.train(steps=3)[0] for _ in range(2)]
     require(same_bits(*runs), "expected two runs to agree bit for bit, found other numbers")
 
 
 def consensus(context: RuleContext) -> None:
-    """All ranks get the same bits (a hook with consensus = False says that they need not)."""
+    """Return the same bits on all ranks, unless consensus = False."""
     problem = disagreement(context.train(steps=4)[0])
     require(problem is None, str(problem))
 
 
 def zeros(context: RuleContext) -> None:
-    """Gradients of zeros give zeros."""
+    """Return zeros for zero gradients."""
     parameters = context.parameters()
     trainer = Trainer(context.make_hook(), parameters)
     problems = []

@@ -1,4 +1,4 @@
-"""What a hook remembers."""
+"""Rules for the state of a hook."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,11 @@ __all__ = ["keys", "non_finite", "resume"]
 
 
 def non_finite(context: RuleContext) -> None:
-    """Where a gradient of any rank is not finite, results show it and no rank's state changes.
+    """Change no state if a gradient is not finite on any rank, and show it in the results.
 
-    Results are not finite, so that a gradient scaler notices, or zeros for that gradient. Within a
-    bucket: others are reduced before the number is seen, or know nothing of it. With consensus =
-    False other ranks may know nothing of it either, and go on; but no state may take it in.
+    The results of its bucket are not finite, so that a gradient scaler notices, or the results for
+    that gradient are zeros. Other buckets are not affected. With consensus = False, other ranks may
+    not learn of it and continue, but the state must stay finite.
     """
     parameters = context.parameters()
     hook = context.make_hook()
@@ -53,27 +53,29 @@ def non_finite(context: RuleContext) -> None:
 
 
 def _is_finite(state: Any) -> bool:
-    """Of nested dicts of tensors, as state_dict() gives them."""
+    """Return whether all tensors in the nested dicts of a state_dict() are finite."""
     if isinstance(state, Mapping):
         return all(map(_is_finite, state.values()))
     return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
 def keys(context: RuleContext) -> None:
-    """State is kept by names of parameters, so that it outlives the buckets."""
+    """Store state by parameter name, so that it does not depend on the buckets."""
     _, trainer = context.train(steps=3)
     saved = through_file(trainer.handle.state_dict())
     hook = context.make_hook()
     fresh = Trainer(hook, context.parameters())
-    fresh.handle.load_state_dict(saved)  # raises where a key is neither that nor known to the hook
+    fresh.handle.load_state_dict(
+        saved
+    )  # raises if a key is neither a parameter name nor known to the hook
     require(
         same_bits(hook.state_dict(), saved["state"]),
-        "expected state_dict() to give what load_state_dict() took, found something else",
+        "expected state_dict() to return what load_state_dict() was given, found something else",
     )
 
 
 def resume(context: RuleContext) -> None:
-    """Training goes on bit for bit from a saved state_dict()."""
+    """Continue from a saved state_dict() with the same bits."""
     parameters = context.parameters()
     trainer = Trainer(context.make_hook(), parameters, stable_buckets=True)
     for step in range(3):
@@ -88,5 +90,5 @@ def resume(context: RuleContext) -> None:
     require(
         not changed,
         f"expected the same numbers with and without a restart, found others in steps {changed}; "
-        "whatever a later step depends on has to be in `state`",
+        "everything that later steps depend on must be in `state`",
     )
