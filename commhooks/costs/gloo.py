@@ -1,18 +1,19 @@
-"""Collectives as Gloo carries them out over TCP, with the algorithms that PyTorch chooses.
+"""The costs of collectives in Gloo over TCP, with the algorithms that PyTorch chooses.
 
-With N members and a tensor of S bytes on each rank, a rank sends, in so many rounds of messages:
+With N members and a tensor of S bytes on each rank, a rank sends these bytes in these numbers of
+rounds:
 
     all_reduce       ring, reduce-scatter and all-gather    2·(N-1)/N·S    2·(N-1)
-    reduce_scatter   an all-reduce, of which a part is kept
+    reduce_scatter   an all-reduce whose result is sliced   2·(N-1)/N·S    2·(N-1)
     all_gather       ring                                   (N-1)·S        N-1
-    all_to_all       everybody to everybody                 (N-1)/N·S      1, of N-1 messages
+    all_to_all       a message to each other rank           (N-1)/N·S      1, of N-1 messages
     exchange, push   one message                            S              1
     broadcast        binomial tree, by its root             ⌈log2 N⌉·S     ⌈log2 N⌉
-    vote             barrier by dissemination               nothing        ⌈log2 N⌉
+    vote             dissemination barrier                  nothing        ⌈log2 N⌉
 
-Rings go through the ranks in order, so only the last one of each node sends to another node.
-Source: https://github.com/pytorch/gloo, gloo/{allreduce,allgather,alltoall,broadcast,barrier}.cc;
-the all-reduce also cuts what it sends, so that it adds up one half while the other one travels.
+Rings follow the order of ranks, so only the last rank of each node sends to another node. The
+all-reduce also splits its message in two, and adds up one half while the other one travels.
+Source: https://github.com/pytorch/gloo, gloo/{allreduce,allgather,alltoall,broadcast,barrier}.cc.
 """
 
 import math
@@ -27,21 +28,21 @@ __all__ = ["Gloo"]
 
 @dataclass(frozen=True)
 class Gloo:
-    """Rates of this machine, see :mod:`commhooks.lab.simulation.calibration`."""
+    """The rates of a machine, as :mod:`commhooks.lab.simulation.calibration` measures them."""
 
     round_seconds: float
-    """From the start of a message until the other side goes on, without the network's latency."""
+    """From the start of a message until its receiver continues, without the network's latency."""
     message_cpu_seconds: float
-    """Of it, what a core is busy with."""
+    """The part of ``round_seconds`` in which a core is busy."""
     byte_cpu_seconds: float
-    """To send one byte, receive one, and add it up where there is something to add."""
+    """The time to send one byte, receive one, and add it if the collective adds."""
 
     name: ClassVar[str] = "gloo"
     concurrent: ClassVar[int] = 2  # threads of PyTorch's process group
-    has_stage_channels: ClassVar[bool] = True
+    has_stage_groups: ClassVar[bool] = True
 
     def cost(self, collective: Collective, network: Network) -> Cost:
-        """See the table above."""
+        """Return the cost by the table above. Raises ValueError for an unknown operation."""
         members = collective.members
         traffic = _traffic(
             collective.operation,
@@ -63,7 +64,7 @@ class Gloo:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """``link_bytes``: of the whole node. All else: of one rank."""
+    """``link_bytes`` are those of the whole node; everything else is of one rank."""
 
     sent_bytes: float
     messages: float
@@ -88,11 +89,11 @@ def _traffic(operation: str, nbytes: float, per_node: int, nodes: int) -> _Traff
             return _tree(nbytes, per_node, nodes)
         case "vote":
             return _tree(0.0, per_node, nodes)
-    raise ValueError(f"no cost is known of the collective {operation!r}")
+    raise ValueError(f"the cost of the collective {operation!r} is unknown")
 
 
 def _ring(part_bytes: float, rounds: int, per_node: int, nodes: int) -> _Traffic:
-    """In every round each rank passes ``part_bytes`` on; a part meets a node's edge once a node."""
+    """Pass ``part_bytes`` on in every round; each part leaves every node once."""
     size = per_node * nodes
     sent = part_bytes * rounds
     outer_rounds = rounds * nodes / size if nodes > 1 else 0.0
@@ -107,7 +108,10 @@ def _ring(part_bytes: float, rounds: int, per_node: int, nodes: int) -> _Traffic
 
 
 def _pairs(part_bytes: float, peers: int, per_node: int, nodes: int) -> _Traffic:
-    """A part to each of so many peers, at once. A single peer is taken to be on another node."""
+    """Send a part to each of ``peers`` peers at once.
+
+    A single peer is assumed to be on another node.
+    """
     outside = peers
     if peers > 1 or nodes == 1:
         outside = peers * (per_node * nodes - per_node) // (per_node * nodes - 1)
@@ -122,6 +126,7 @@ def _pairs(part_bytes: float, peers: int, per_node: int, nodes: int) -> _Traffic
 
 
 def _tree(nbytes: float, per_node: int, nodes: int) -> _Traffic:
+    """Send ``nbytes`` down a binomial tree of nodes, and of the ranks in each node."""
     inner = math.ceil(math.log2(per_node))
     outer = math.ceil(math.log2(per_node * nodes)) - inner
     return _Traffic(

@@ -1,20 +1,21 @@
-"""Collectives as NCCL carries them out, by NCCL's own cost model.
+"""The costs of collectives in NCCL, by NCCL's own cost model.
 
-Latencies are those with which NCCL chooses between its algorithms,
+The latencies are those by which NCCL chooses between its algorithms,
 https://github.com/NVIDIA/nccl, src/graph/tuning.cc, for NVLink inside nodes and InfiniBand between
 them, in the protocols that win for small and for large messages. With N members on n nodes and a
-tensor of S bytes on each rank, a rank sends, with so many hops inside and between nodes:
+tensor of S bytes on each rank, a rank sends these bytes over these numbers of hops inside nodes and
+between nodes:
 
     all_reduce       ring    2·(N-1)/N·S     2·(N-n), 2·(n-1)
                   or tree    2·S / 0.9       2·(N/n-1), 2·log2 n        whichever takes less time
     reduce_scatter   ring    (N-1)/N·S       N-n, n-1
     all_gather       ring    (N-1)·S         N-n, n-1
     broadcast        ring    S               N-n, n-1
-    all_to_all       pairs   (N-1)/N·S       a hop for every 8 peers, which are served at a time
+    all_to_all       pairs   (N-1)/N·S       a hop for every 8 peers, which are served together
     exchange, push   pairs   S               1
 
-NCCL works on the GPU: it takes no time of a core here, and the GPU's own is in the rates. Nothing
-of this has been measured: there was one GPU at most.
+NCCL runs on the GPU: it takes no time of a CPU core here, and the GPU's own time is part of the
+rates. Nothing of this has been measured, because no machine with two GPUs was available.
 """
 
 import math
@@ -34,14 +35,14 @@ _PEERS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class NCCL:
-    """No options: what there is to know is known from NCCL."""
+    """NCCL with its own tuning table; it has no options."""
 
     name: ClassVar[str] = "nccl"
-    concurrent: ClassVar[int] = 1  # a communicator's collectives run one after the other
-    has_stage_channels: ClassVar[bool] = False
+    concurrent: ClassVar[int] = 1  # the collectives of a communicator run one after the other
+    has_stage_groups: ClassVar[bool] = False
 
     def cost(self, collective: Collective, network: Network) -> Cost:
-        """See the table above."""
+        """Return the cost by the table above. Raises ValueError for an unknown operation."""
         members = collective.members
         shape = _Shape(members.per_node, members.nodes(network.nodes), network)
         nbytes, size = collective.tensor_bytes, shape.size
@@ -59,7 +60,7 @@ class NCCL:
                 return shape.pairs((size - 1) / size * nbytes, size - 1)
             case "exchange" | "push":
                 return shape.pairs(nbytes, 1)
-        raise ValueError(f"no cost is known of the collective {collective.operation!r}")
+        raise ValueError(f"the cost of the collective {collective.operation!r} is unknown")
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ class _Shape:
         return self.per_node * self.nodes
 
     def ring(self, sent: float, passes: int = 1) -> Cost:
-        """Once, or twice, around all ranks in order."""
+        """Pass a message around all ranks in order, ``passes`` times."""
         inner, outer = passes * (self.size - self.nodes), passes * (self.nodes - 1)
         return self._cost(
             _RING_SECONDS + inner * _RING_INNER + outer * _RING_OUTER, inner, outer, sent
         )
 
     def tree(self, nbytes: float) -> Cost:
-        """Up and down a chain in each node, and a tree of nodes."""
+        """Send ``nbytes`` up and down a chain in each node and a tree of nodes."""
         inner, outer = 2 * (self.per_node - 1), 2 * math.ceil(math.log2(self.nodes))
         return self._cost(
             _TREE_SECONDS + inner * _TREE_INNER + outer * _TREE_OUTER,
@@ -92,7 +93,7 @@ class _Shape:
         )
 
     def pairs(self, sent: float, peers: int) -> Cost:
-        """To so many peers; a single one is taken to be on another node."""
+        """Send to ``peers`` peers. A single peer is assumed to be on another node."""
         outside = 0.0
         if self.nodes > 1:
             outside = 1.0 if peers == 1 else (self.size - self.per_node) / (self.size - 1)
@@ -105,7 +106,7 @@ class _Shape:
         )
 
     def seconds(self, cost: Cost) -> float:
-        """Of a collective that has the network for itself."""
+        """Return the time of a collective that has the network to itself."""
         return cost.latency_seconds + max(
             cost.link_bytes / self.network.link.bytes_per_second,
             cost.node_bytes / self.network.node_link.bytes_per_second,

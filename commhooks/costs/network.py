@@ -1,11 +1,11 @@
-"""The network between ranks, and how a backend uses it: times of collectives.
+"""The network between ranks, and the interface of a backend, which says what collectives cost.
 
-Two levels: nodes have a link to the network each, which the ``ranks_per_node`` ranks of a node
-share; and every rank has a link inside its node. All links carry their full rate in both directions
-at the same time, and what lies between them is never the bottleneck.
+There are two levels. Each node has one link to the network, shared by its ``ranks_per_node`` ranks;
+and each rank has a link inside its node. All links carry their full rate in both directions at the
+same time, and nothing between them is a bottleneck.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from commhooks.costs.step_trace import Collective
@@ -14,14 +14,14 @@ from commhooks.errors import CommHookOptionError
 __all__ = ["Backend", "Cost", "Link", "Network"]
 
 ETHERNET_SHARE = 1448 / 1514
-"""Payload in a full Ethernet frame: IPv4, TCP with time stamps, 1500 bytes."""
+"""The share of payload in a full Ethernet frame: IPv4, TCP with time stamps, 1500 bytes."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link, in one direction. ``burst_bytes``: sent at once after a pause.
+    """One direction of a link. ``burst_bytes`` can be sent at once after a pause.
 
-    Token buckets give such bursts: ``tc tbf``, and the limits of cloud machines.
+    Token buckets allow such bursts: ``tc tbf``, and the rate limits of cloud machines.
 
     Raises CommHookOptionError for a rate that is not positive or a negative latency.
     """
@@ -40,15 +40,15 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of payload."""
+        """The rate of payload."""
         return self.bits_per_second / 8 * self.payload_share
 
 
 @dataclass(frozen=True)
 class Network:
-    """``size`` ranks, with the ``link`` of each node and the ``node_link`` of each rank.
+    """``size`` ranks, the ``link`` of each node, and the ``node_link`` of each rank in its node.
 
-    Raises CommHookOptionError unless all nodes have ``ranks_per_node`` ranks.
+    Raises CommHookOptionError unless every node has ``ranks_per_node`` ranks.
     """
 
     size: int
@@ -70,36 +70,37 @@ class Network:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a collective takes of a rank. Its parts but the latency go on at the same time."""
+    """What a collective costs a rank: first the latency, then the other parts at the same time."""
 
     latency_seconds: float
     link_bytes: float
-    """Over the network."""
+    """Bytes that cross the link of the rank's node."""
     node_bytes: float
-    """Over links inside the node."""
-    cpu_seconds: float = field(default=0.0)
+    """Bytes that cross the rank's link inside the node."""
+    cpu_seconds: float = 0.0
 
 
 class Backend(Protocol):
-    """What carries collectives out."""
+    """A library of collectives, such as Gloo or NCCL."""
 
     @property
     def name(self) -> str:
-        """As in ``CommHook.backends``."""
+        """The name that ``CommHook.backends`` uses."""
         ...
 
     @property
     def concurrent(self) -> int:
-        """How many collectives one process group carries out at once."""
+        """How many collectives one process group executes at the same time."""
         ...
 
     @property
-    def has_stage_channels(self) -> bool:
-        """Whether hooks have a process group per stage, and vote: see
-        commhooks/runtime/scheduler.py.
+    def has_stage_groups(self) -> bool:
+        """Whether hooks get a process group per stage, and end a step with a vote.
+
+        See commhooks/runtime/scheduler.py.
         """
         ...
 
     def cost(self, collective: Collective, network: Network) -> Cost:
-        """Of one collective."""
+        """Return the cost of one collective. Raises ValueError for an unknown operation."""
         ...

@@ -1,7 +1,7 @@
-"""Time, and things that are shared: cores and links, at rates that change when others come and go.
+"""Simulated time, and resources that are shared: cores and links.
 
-A fluid model: whoever uses a resource gets an equal share of its capacity at every moment. Events
-are the moments at which somebody is done, so their number does not depend on amounts.
+This is a fluid model: at every moment each user of a resource gets an equal share of its capacity.
+An event is the moment at which some use ends, so the number of events does not depend on amounts.
 """
 
 import math
@@ -13,11 +13,11 @@ __all__ = ["Clock", "Resource"]
 
 @dataclass(eq=False)
 class Resource:
-    """``capacity`` units per second, shared equally; one user gets no more than ``limit``.
+    """``capacity`` units per second, shared equally; one user gets at most ``limit``.
 
-    Where that is less than ``limit``, only the share ``crowded`` of the capacity is left: users are
-    in each other's way. ``burst``: units that are given at once, if that much has been saved up in
-    idle time.
+    When the shares are smaller than ``limit``, users get in each other's way and only the fraction
+    ``crowded`` of the capacity is used. ``burst`` units are granted at once if they were saved up
+    while the resource was idle.
     """
 
     capacity: float = math.inf
@@ -31,12 +31,12 @@ class Resource:
         self._idle_since = 0.0
 
     def speed(self) -> float:
-        """Of each user."""
+        """Return the units per second that each user gets."""
         share = self.capacity / max(1, self.users)
         return self.limit if share >= self.limit else share * self.crowded
 
     def enter(self, now: float, amount: float) -> float:
-        """What remains to be waited for of ``amount``."""
+        """Add a user that needs ``amount`` units; return what a burst leaves of them."""
         if self.users == 0 and self.burst:
             idle = (now - self._idle_since) * self.capacity
             self._saved = min(self.burst, self._saved + idle)
@@ -46,6 +46,7 @@ class Resource:
         return amount - at_once
 
     def leave(self, now: float) -> None:
+        """Remove a user."""
         self.users -= 1
         if self.users == 0:
             self._idle_since = now
@@ -59,7 +60,7 @@ class _Use:
 
 
 class Clock:
-    """Runs what was started until nothing is left, and calls back whoever is done."""
+    """Advances from event to event until no use is left, and calls back when a use ends."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -68,16 +69,16 @@ class Clock:
         self._delay = Resource(limit=1.0)
 
     def use(self, resource: Resource, amount: float, then: Callable[[], None]) -> None:
-        """Calls ``then`` when so many units have been used."""
+        """Call ``then`` when ``amount`` units of ``resource`` have been used."""
         remaining = resource.enter(self.now, amount)
         self._uses.append(_Use(resource, remaining, then))
 
     def wait(self, seconds: float, then: Callable[[], None]) -> None:
-        """Calls ``then`` later, whatever others do."""
+        """Call ``then`` after ``seconds``, independently of all resources."""
         self.use(self._delay, seconds, then)
 
     def run(self) -> float:
-        """Returns the time at the end."""
+        """Run until no use is left, and return the time of the last event."""
         while self._uses:
             self.events += 1
             pending = [use.remaining / use.resource.speed() for use in self._uses]

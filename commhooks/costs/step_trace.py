@@ -1,12 +1,12 @@
-"""What a rank does in one step, in numbers: its script, which the timeline plays.
+"""What one rank does in one step, in numbers. The timeline replays such a trace on a network.
 
 ::
 
     bucket 0   backward ──► local ──► collective ──► local ──► collective ──► local ──► unpack
     bucket 1            ──► local ──► collective ──► ...
 
-Seconds are those of one rank that has its cores for itself; bytes are those of the tensor that each
-rank gives to a collective. Both may be fractions, where they stand for a mean or an extrapolation.
+Seconds are those of a rank that has its cores to itself. Bytes are those of the tensor that each
+rank passes to a collective. Both may be fractions, because they may be means or extrapolations.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,9 @@ from typing import Any
 
 from commhooks.comm import wire
 
-__all__ = ["BucketScript", "Collective", "Members", "StepScript"]
+__all__ = ["BucketTrace", "Collective", "Members", "StepTrace"]
 
-_WIRE: Mapping[str, Callable[[Any, int], float]] = {
+_WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_reduce": wire.all_reduce_bytes,
     "reduce_scatter": wire.reduce_scatter_bytes,
     "all_gather": wire.all_gather_bytes,
@@ -30,26 +30,29 @@ _WIRE: Mapping[str, Callable[[Any, int], float]] = {
 
 @dataclass(frozen=True)
 class Members:
-    """Which ranks take part in a collective: so many on each node, of one node or of all."""
+    """The ranks that take part in a collective: ``per_node`` ranks on one node or on every node."""
 
     per_node: int
     spans_nodes: bool
 
     @classmethod
     def of(cls, ranks: tuple[int, ...], size: int, ranks_per_node: int) -> "Members":
-        """``ranks`` of ``size``, where node i has the i-th ``ranks_per_node``; empty: all."""
+        """Describe ``ranks`` out of ``size`` ranks; an empty tuple stands for all of them.
+
+        Ranks are numbered node by node, ``ranks_per_node`` on each.
+        """
         chosen = ranks or tuple(range(size))
         nodes = len({rank // ranks_per_node for rank in chosen})
         return cls(len(chosen) // nodes, spans_nodes=nodes > 1)
 
     def nodes(self, nodes: int) -> int:
-        """On how many nodes they are, out of ``nodes``."""
+        """Return how many of ``nodes`` nodes the members are on."""
         return nodes if self.spans_nodes else 1
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One awaited collective: its name in :class:`Communicator`, and its bytes."""
+    """One awaited collective: the name of its method of :class:`Communicator`, and its bytes."""
 
     operation: str
     tensor_bytes: float
@@ -57,43 +60,47 @@ class Collective:
 
     @property
     def is_vote(self) -> bool:
-        """Whether it ends the step: see Note [All ranks or none] in runtime/scheduler.py."""
+        """Whether it ends the step, see Note [All ranks or none] in runtime/scheduler.py."""
         return self.operation == "vote"
 
     def wire_bytes(self, nodes: int) -> float:
-        """What the communicator counts for rank 0, see :mod:`commhooks.comm.wire`."""
+        """Return the bytes that rank 0 sends, counted as in :mod:`commhooks.comm.wire`."""
         size = self.members.per_node * self.members.nodes(nodes)
-        return _WIRE[self.operation](self.tensor_bytes, size)
+        return _WIRE_BYTES[self.operation](self.tensor_bytes, size)
 
 
 @dataclass(frozen=True)
-class BucketScript:
-    """What becomes of one bucket. ``local_seconds``: before, between and after the collectives."""
+class BucketTrace:
+    """What happens to one bucket.
+
+    ``local_seconds`` has the hook's own work before, between and after ``collectives``, so it has
+    one more element.
+    """
 
     gradient_bytes: int
     backward_seconds: float
-    """From the bucket before it to this one's launch, gradients packed."""
+    """From the launch of the previous bucket to the launch of this one, packing included."""
     unpack_seconds: float
     local_seconds: tuple[float, ...]
     collectives: tuple[Collective, ...]
 
     @property
     def structure(self) -> tuple[tuple[str, bool], ...]:
-        """What has to be the same for two scripts to be of one kind."""
+        """What two traces must have in common for one to be extrapolated from the other."""
         return tuple((c.operation, c.members.spans_nodes) for c in self.collectives)
 
 
 @dataclass(frozen=True)
-class StepScript:
-    """A step with a hook. ``is_native``: it runs in the reducer, without a thread of its own."""
+class StepTrace:
+    """A step with a hook. A native hook runs in the reducer and needs no thread of its own."""
 
-    buckets: tuple[BucketScript, ...]
+    buckets: tuple[BucketTrace, ...]
     forward_seconds: float
     is_native: bool
 
     @property
     def backward_seconds(self) -> float:
-        """Of backward alone, packing and unpacking included."""
+        """The time of backward alone, packing and unpacking included."""
         return sum(b.backward_seconds + b.unpack_seconds for b in self.buckets)
 
     @property
@@ -101,11 +108,11 @@ class StepScript:
         return sum(bucket.gradient_bytes for bucket in self.buckets)
 
     def wire_bytes(self, nodes: int) -> float:
-        """What rank 0 sends."""
+        """Return the bytes that rank 0 sends."""
         return sum(c.wire_bytes(nodes) for bucket in self.buckets for c in bucket.collectives)
 
-    def faster(self, factor: float) -> "StepScript":
-        """On a machine that computes ``factor`` times as fast."""
+    def faster(self, factor: float) -> "StepTrace":
+        """Return the trace of a machine that computes ``factor`` times as fast."""
         buckets = tuple(
             replace(
                 bucket,
@@ -118,23 +125,20 @@ class StepScript:
         return replace(self, buckets=buckets, forward_seconds=self.forward_seconds / factor)
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the trace in JSON's types."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "StepScript":
-        """What :meth:`to_json` gave."""
-        return cls(
-            tuple(_bucket(bucket) for bucket in data["buckets"]),
-            data["forward_seconds"],
-            data["is_native"],
-        )
+    def from_json(cls, data: dict[str, Any]) -> "StepTrace":
+        """Read what :meth:`to_json` returned."""
+        buckets = tuple(_bucket(bucket) for bucket in data["buckets"])
+        return cls(buckets, data["forward_seconds"], data["is_native"])
 
 
-def _bucket(data: dict[str, Any]) -> BucketScript:
+def _bucket(data: dict[str, Any]) -> BucketTrace:
     collectives = tuple(
         Collective(**entry | {"members": Members(**entry["members"])})
         for entry in data["collectives"]
     )
     local = tuple(data["local_seconds"])
-    return BucketScript(**data | {"local_seconds": local, "collectives": collectives})
+    return BucketTrace(**data | {"local_seconds": local, "collectives": collectives})

@@ -1,16 +1,16 @@
-"""Plays the script of a step: what overlaps with what, and what waits for what.
+"""Replays the trace of a step: what overlaps with what, and what waits for what.
 
 ::
 
-    backward     ▓▓▓ b0 ▓▓▓▓▓ b1 ▓▓▓▓ b2          unpack b0 ▓ ... ▓ ►
-    hook's           ▓▓        ▓▓ ▓▓   ▓▓ ▓▓          one after the other, in order of arrival
-    channel 0          ═══b0═══  ═══b1═══  ═══b2═══
-    channel 1                    ═══b0═══  ═══b1═══ ...
+    backward        ▓▓▓ b0 ▓▓▓▓▓ b1 ▓▓▓▓ b2          unpack b0 ▓ ... ▓ ►
+    hook's thread       ▓▓        ▓▓ ▓▓   ▓▓ ▓▓          one at a time, in order of arrival
+    stage group 0         ═══b0═══  ═══b1═══  ═══b2═══
+    stage group 1                   ═══b0═══  ═══b1═══ ...
 
-Threads share the cores, collectives share the links: see sharing.py. Collectives are issued as
-Note [Order of collectives] in comm/issue_order.py says, and those of one channel go one
-after the other.
-Native hooks have no thread, and the process group's own channel.
+Threads share the cores and collectives share the links, as sharing.py describes. Collectives are
+issued in the order that Note [Order of collectives] in comm/issue_order.py gives, and the
+collectives of one stage group execution one after the other. A native hook has no thread and uses the
+process group itself.
 """
 
 from collections import deque
@@ -20,57 +20,57 @@ from dataclasses import dataclass, field
 from commhooks.comm.issue_order import in_turn
 from commhooks.costs.network import Backend, Cost, Network
 from commhooks.costs.sharing import Clock, Resource
-from commhooks.costs.step_trace import BucketScript, Collective, Members, StepScript
+from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 
-__all__ = ["Timing", "play"]
+__all__ = ["Timing", "replay"]
 
 _CROWDED = 0.9
-"""What is left of cores that have more threads than they can run at once: plain backwards of 3 and
-of 4 ranks on 2 cores took 1.11 and 1.10 times what shares of 2 cores would make of those of 2."""
+"""The usable share of cores that have more threads than they can execution at once. On 2 cores, backward
+passes of 3 and of 4 ranks took 1.11 and 1.10 times as long as equal shares of the cores predict."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step on every rank. ``events``: what it took to find them out."""
+    """Seconds of one step on every rank, and the number of simulated ``events``."""
 
     forward_seconds: float
     backward_seconds: float
-    """Until all averages are written back."""
+    """The time until all averages are written back."""
     exposed_seconds: float
-    """Of them, what there would not be without communication."""
+    """The part of ``backward_seconds`` that communication adds."""
     events: int
 
     @property
     def step_seconds(self) -> float:
-        """Without the optimizer."""
+        """Forward and backward, without the optimizer."""
         return self.forward_seconds + self.backward_seconds
 
 
-def play(script: StepScript, network: Network, backend: Backend, cores: float) -> Timing:
-    """A step of ``script``. ``cores``: what a rank has for all of its threads."""
-    seconds, events = _Player(script, network, backend, cores).run()
+def replay(trace: StepTrace, network: Network, backend: Backend, cores: float) -> Timing:
+    """Time a step on ``network``. The threads of a rank share ``cores`` cores."""
+    seconds, events = _Replay(trace, network, backend, cores).run()
     slowdown = 1.0 / Resource(cores, limit=1.0, crowded=_CROWDED).speed()
     return Timing(
-        forward_seconds=script.forward_seconds * slowdown,
+        forward_seconds=trace.forward_seconds * slowdown,
         backward_seconds=seconds,
-        exposed_seconds=max(0.0, seconds - script.backward_seconds * slowdown),
+        exposed_seconds=max(0.0, seconds - trace.backward_seconds * slowdown),
         events=events,
     )
 
 
 @dataclass(eq=False)
-class _Run:
-    """Of the hook on one bucket. ``issued`` counts collectives, by who takes part."""
+class _Execution:
+    """The hook's execution on one bucket. ``issued`` counts its collectives by members."""
 
-    script: BucketScript
+    trace: BucketTrace
     pending: Collective | None = None
     position: int = 0
     issued: dict[Members, int] = field(default_factory=dict)
     is_finished: bool = False
 
 
-class _Channel:
-    """Carries so many collectives at once; others queue."""
+class _Group:
+    """A process group that executes ``width`` collectives at once; the others queue."""
 
     def __init__(self, width: int) -> None:
         self._free = width
@@ -90,11 +90,9 @@ class _Channel:
             self._queue.popleft()()
 
 
-class _Player:
-    def __init__(
-        self, script: StepScript, network: Network, backend: Backend, cores: float
-    ) -> None:
-        self._script = script
+class _Replay:
+    def __init__(self, trace: StepTrace, network: Network, backend: Backend, cores: float) -> None:
+        self._trace = trace
         self._network = network
         self._backend = backend
         self._clock = Clock()
@@ -102,41 +100,42 @@ class _Player:
         link, inner = network.link, network.node_link
         self._link = Resource(link.bytes_per_second, burst=link.burst_bytes)
         self._node_link = Resource(inner.bytes_per_second, burst=inner.burst_bytes)
-        self._runs = [_Run(bucket) for bucket in script.buckets]
-        self._launched: list[_Run] = []  # unfinished, in bucket order
-        self._jobs: deque[tuple[float, Callable[[], None]]] = deque()  # of the hook's thread
+        self._executions = [_Execution(bucket) for bucket in trace.buckets]
+        self._launched: list[_Execution] = []  # unfinished, in bucket order
+        self._jobs: deque[tuple[float, Callable[[], None]]] = deque()  # on the hook's thread
         self._hook_is_busy = False
-        self._channels: dict[tuple[Members, int | None], _Channel] = {}
+        self._groups: dict[tuple[Members, int | None], _Group] = {}
         self._drained = 0
         self._is_draining = False
         self._has_sent = False
 
     def run(self) -> tuple[float, int]:
-        """When backward ends, and the number of events."""
-        self._go_on(iter(self._runs))
+        """Return the time at which backward ends, and the number of events."""
+        self._continue_backward(iter(self._executions))
         return self._clock.run(), self._clock.events
 
     # ------------------------------------------------------------------ the thread of backward
 
-    def _go_on(self, runs: Iterator[_Run]) -> None:
-        run = next(runs, None)
-        if run is None:
+    def _continue_backward(self, executions: Iterator[_Execution]) -> None:
+        execution = next(executions, None)
+        if execution is None:
             self._is_draining = True
             self._drain()
             return
 
         def launch() -> None:
-            self._launch(run)
-            self._go_on(runs)
+            self._launched.append(execution)
+            self._work(execution)
+            self._continue_backward(executions)
 
-        self._clock.use(self._cores, run.script.backward_seconds, launch)
+        self._clock.use(self._cores, execution.trace.backward_seconds, launch)
 
     def _drain(self) -> None:
-        """Takes over the averages, in order of buckets, as they come."""
-        if not self._is_draining or self._drained == len(self._runs):
+        """Unpack averages in bucket order, as they arrive."""
+        if not self._is_draining or self._drained == len(self._executions):
             return
-        run = self._runs[self._drained]
-        if not run.is_finished:
+        execution = self._executions[self._drained]
+        if not execution.is_finished:
             return
         self._drained += 1
         self._is_draining = False
@@ -145,21 +144,17 @@ class _Player:
             self._is_draining = True
             self._drain()
 
-        self._clock.use(self._cores, run.script.unpack_seconds, unpacked)
+        self._clock.use(self._cores, execution.trace.unpack_seconds, unpacked)
 
     # ------------------------------------------------------------------------------- the hook
 
-    def _launch(self, run: _Run) -> None:
-        self._launched.append(run)
-        self._work(run)
-
-    def _work(self, run: _Run) -> None:
-        """Brings the hook to its next collective, or to its end."""
-        seconds = run.script.local_seconds[run.position]
-        if self._script.is_native:
-            self._clock.use(self._cores, seconds, lambda: self._await(run))
+    def _work(self, execution: _Execution) -> None:
+        """Run the hook to its next collective or to its end."""
+        seconds = execution.trace.local_seconds[execution.position]
+        if self._trace.is_native:
+            self._clock.use(self._cores, seconds, lambda: self._await(execution))
             return
-        self._jobs.append((seconds, lambda: self._await(run)))
+        self._jobs.append((seconds, lambda: self._await(execution)))
         self._next_job()
 
     def _next_job(self) -> None:
@@ -175,23 +170,26 @@ class _Player:
 
         self._clock.use(self._cores, seconds, done)
 
-    def _await(self, run: _Run) -> None:
-        collectives = run.script.collectives
-        if run.position < len(collectives):
-            run.pending = collectives[run.position]
-        elif run is self._runs[-1] and self._votes():
-            run.pending = self._vote()
+    def _await(self, execution: _Execution) -> None:
+        collectives = execution.trace.collectives
+        if execution.position < len(collectives):
+            execution.pending = collectives[execution.position]
+        elif execution is self._executions[-1] and self._needs_vote():
+            execution.pending = self._vote()
         else:
-            self._finish(run)
+            self._finish(execution)
         self._give_turns()
 
-    def _votes(self) -> bool:
-        """See Note [All ranks or none] in runtime/scheduler.py."""
-        return self._has_sent and self._backend.has_stage_channels and not self._script.is_native
+    def _needs_vote(self) -> bool:
+        """Return whether the step ends with a vote.
 
-    def _finish(self, run: _Run) -> None:
-        run.is_finished = True
-        self._launched.remove(run)
+        See Note [All ranks or none] in runtime/scheduler.py.
+        """
+        return self._has_sent and self._backend.has_stage_groups and not self._trace.is_native
+
+    def _finish(self, execution: _Execution) -> None:
+        execution.is_finished = True
+        self._launched.remove(execution)
         self._drain()
 
     # ------------------------------------------------------------------------- the collectives
@@ -201,44 +199,44 @@ class _Player:
         return Collective("vote", 0.0, Members(network.ranks_per_node, network.nodes > 1))
 
     def _give_turns(self) -> None:
-        for run in in_turn(list(self._launched)):
-            assert run.pending is not None
-            self._issue(run, run.pending)
+        for execution in in_turn(list(self._launched)):
+            assert execution.pending is not None
+            self._issue(execution, execution.pending)
 
-    def _issue(self, run: _Run, collective: Collective) -> None:
-        run.pending = None
+    def _issue(self, execution: _Execution, collective: Collective) -> None:
+        execution.pending = None
         self._has_sent = True
-        stage = run.issued.get(collective.members, 0)
-        run.issued[collective.members] = stage + 1
-        channel = self._channel(collective.members, stage)
+        stage = execution.issued.get(collective.members, 0)
+        execution.issued[collective.members] = stage + 1
+        group = self._group(collective.members, stage)
         cost = self._backend.cost(collective, self._network)
 
         def completed() -> None:
-            channel.release()
+            group.release()
             if collective.is_vote:
-                self._finish(run)
+                self._finish(execution)
                 return
-            run.position += 1
-            self._work(run)
+            execution.position += 1
+            self._work(execution)
 
-        channel.put(lambda: self._carry_out(cost, completed))
+        group.put(lambda: self._execute(cost, completed))
 
-    def _channel(self, members: Members, stage: int) -> _Channel:
-        is_own = self._backend.has_stage_channels and not self._script.is_native
+    def _group(self, members: Members, stage: int) -> _Group:
+        is_own = self._backend.has_stage_groups and not self._trace.is_native
         key = (members, stage if is_own else None)
-        if key not in self._channels:
-            self._channels[key] = _Channel(1 if is_own else self._backend.concurrent)
-        return self._channels[key]
+        if key not in self._groups:
+            self._groups[key] = _Group(1 if is_own else self._backend.concurrent)
+        return self._groups[key]
 
-    def _carry_out(self, cost: Cost, then: Callable[[], None]) -> None:
-        """First the latency, then everything else side by side."""
-        shares = [
+    def _execute(self, cost: Cost, then: Callable[[], None]) -> None:
+        """Wait for the latency, then use the links and the cores at the same time."""
+        uses = [
             (self._link, cost.link_bytes),
             (self._node_link, cost.node_bytes),
             (self._cores, cost.cpu_seconds),
         ]
-        shares = [(resource, amount) for resource, amount in shares if amount > 0]
-        left = len(shares)
+        uses = [(resource, amount) for resource, amount in uses if amount > 0]
+        left = len(uses)
 
         def done() -> None:
             nonlocal left
@@ -247,7 +245,7 @@ class _Player:
                 then()
 
         def begin() -> None:
-            for resource, amount in shares:
+            for resource, amount in uses:
                 self._clock.use(resource, amount, done)
 
-        self._clock.wait(cost.latency_seconds, begin if shares else then)
+        self._clock.wait(cost.latency_seconds, begin if uses else then)

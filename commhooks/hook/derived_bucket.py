@@ -11,15 +11,18 @@ from reducer import GradBucket
 __all__ = ["BucketPart", "bucket_with", "bucket_without"]
 
 
-def bucket_with(bucket: GradBucket, buffer: Tensor) -> GradBucket:
-    """Return the same bucket with another buffer, which may have another dtype."""
+def bucket_with(bucket: GradBucket, buffer: Tensor, *, step: int | None = None) -> GradBucket:
+    """Return the same bucket with another buffer, which may have another dtype.
+
+    ``step`` replaces the step of the bucket, if it is given.
+    """
     return GradBucket(
         buffer,
         bucket.parameters(),
         bucket.names,
         index=bucket.index(),
         count=_count(bucket.index(), is_last=bucket.is_last()),
-        step=bucket.step,
+        step=bucket.step if step is None else step,
         left_out=bucket.left_out,
     )
 

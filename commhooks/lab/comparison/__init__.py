@@ -1,9 +1,9 @@
-"""Which hook pays, on a model, over a link. ``commhooks compare`` shows what this finds.
+"""Compares hooks on a model, over links. ``commhooks compare`` shows the result.
 
 Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation, reducer.
 """
 
-from commhooks.lab.comparison.compare import ComparisonError, compare
-from commhooks.lab.comparison.result import Comparison, Row, TrainingPoint
+from commhooks.lab.comparison.compare import compare
+from commhooks.lab.comparison.result import Comparison, ComparisonError, Row, TrainingPoint
 
 __all__ = ["Comparison", "ComparisonError", "Row", "TrainingPoint", "compare"]

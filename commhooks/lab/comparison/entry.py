@@ -1,4 +1,4 @@
-"""Who takes part in a comparison."""
+"""The entries of a comparison: the bare model, torch DDP, and one for each hook."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,26 +9,25 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from commhooks.adapters.handle import HookHandle, register
 from commhooks.hook.registry import create
-from commhooks.hook.spec import HookSpec
 from reducer import DistributedDataParallel
 
-__all__ = ["BARE", "TORCH", "Contender", "contenders"]
+__all__ = ["BARE", "TORCH", "Entry"]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A way for gradients to travel. ``config``: of the hook, None for those without one."""
+class Entry:
+    """One way to average gradients. ``config`` is the hook's, or None if there is no hook."""
 
     name: str
     config: Mapping[str, Any] | None = None
 
     @property
     def changes_parameters(self) -> bool:
-        """Whether steps do, besides gradients."""
+        """Whether a step changes parameters as well as gradients."""
         return self.config is not None and create(self.config).changes_parameters
 
     def wrap(self, module: nn.Module) -> tuple[nn.Module, HookHandle | None]:
-        """The module in the wrapper that it is measured in. A collective, but for the bare one."""
+        """Wrap the module as this entry needs it. Collective, except for the bare entry."""
         if self == BARE:
             return module, None
         if self == TORCH:
@@ -38,12 +37,7 @@ class Contender:
         return model, register(model, self.config)
 
 
-BARE = Contender("bare")
-"""The module alone: nothing travels."""
-TORCH = Contender("torch")
-"""torch's own wrapper and plain average, against which all others are held."""
-
-
-def contenders(hooks: list[HookSpec]) -> list[Contender]:
-    """The two above, and the hooks."""
-    return [BARE, TORCH, *(Contender(spec.text, spec.config) for spec in hooks)]
+BARE = Entry("bare")
+"""The module without a wrapper; nothing is sent."""
+TORCH = Entry("torch")
+"""torch DDP with its plain average, the baseline of every comparison."""

@@ -1,114 +1,109 @@
-"""Who meets in a comparison, and what is measured at each place."""
+"""What is measured in a comparison, in each of its settings."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from commhooks.cluster import Ranks
 from commhooks.cluster import links as shaped
 from commhooks.errors import CommHookError
-from commhooks.lab.comparison import remote as ring
-from commhooks.lab.comparison.entry import BARE, Contender
-from commhooks.lab.comparison.prediction import config_of
-from commhooks.lab.comparison.remote import Entry
-from commhooks.lab.comparison.result import LOOPBACK, TrainingPoint
-from commhooks.lab.comparison.setting import (
-    ComparisonError,
-    Figures,
-    Progress,
-    enter_all,
-    time_all,
-    train_all,
-)
+from commhooks.lab.comparison import remote
+from commhooks.lab.comparison.entry import TORCH, Entry
+from commhooks.lab.comparison.remote import FirstSteps
+from commhooks.lab.comparison.result import LOOPBACK, ComparisonError, TrainingPoint
+from commhooks.lab.comparison.setting import Figures, ProgressCallback, Setting
 from commhooks.lab.comparison.trial import FIRST_STEP
 from commhooks.lab.machine import cores
-from commhooks.lab.models import Subject
-from commhooks.lab.simulation import Measurements, measure
-from commhooks.lab.simulation import Subject as SimulatedSubject
+from commhooks.lab.models import Workload
+from commhooks.lab.simulation import BASELINE, Job, Measurements, measure
 from commhooks.lab.units import format_rate
 
-__all__ = ["Event", "Outcome"]
+__all__ = ["Experiment", "Measured", "simulated_config"]
 
-_ROUNDINGS = 100  # errors of so many times the precision are taken for rounding
+_ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 
-Courses = dict[str, tuple[TrainingPoint, ...]]
+Training = dict[str, tuple[TrainingPoint, ...]]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What was measured at one place, by names of contenders."""
+class Measured:
+    """What was measured in one setting, by the names of entries."""
 
     figures: dict[str, Figures]
-    courses: Courses
+    training: Training
     # Over loopback only:
-    entries: dict[str, Entry] = field(default_factory=dict)
-    rehearsed: Measurements | CommHookError | None = None
-    """What predictions are made of, or why there can be none."""
+    first_steps: dict[str, FirstSteps] = field(default_factory=dict)
+    dry_runs: Measurements | CommHookError | None = None
+    """What predictions are based on, or the reason why there are none."""
 
 
 @dataclass(frozen=True)
-class Event:
-    """Who meets, and for how long."""
+class Experiment:
+    """The entries of a comparison, and how long each is measured."""
 
-    subject: Subject
-    entrants: list[Contender]
+    workload: Workload
+    entries: list[Entry]
     world_size: int
     steps: int
     train: str | None
     train_steps: int
-    progress: Progress
+    progress: ProgressCallback
 
-    def over_loopback(self, exact: set[str], precision: float, *, trains: bool) -> Outcome:
-        """``exact``: who is held to the exact mean. With the errors of all."""
+    def over_loopback(self, exact: set[str], precision: float, *, trains: bool) -> Measured:
+        """Verify and measure over loopback, and run the hooks dry.
+
+        The entries named in ``exact`` must return the exact mean, within rounding of ``precision``.
+        """
         with Ranks(self.world_size, threads=self._threads) as ranks:
-            tell = self._telling(LOOPBACK)
-            entries = enter_all(ranks, self.subject, self.entrants, tell, verify=True)
-            _verify(entries, exact, _ROUNDINGS * precision)
-            figures = time_all(ranks, self.entrants, self.steps, tell)
-            courses = self._courses(ranks, tell) if trains else {}
-            tell("rehearsing", 0, 1)
-            return Outcome(figures, courses, entries, self._rehearse(ranks))
+            setting = Setting(ranks, LOOPBACK, self.entries, self.progress)
+            first_steps = setting.prepare(self.workload, verify=True)
+            _verify(first_steps, exact, _ROUNDINGS * precision)
+            figures = setting.time(self.steps)
+            training = self._train(setting) if trains else {}
+            self.progress(f"{LOOPBACK}: running hooks dry", 0, 1)
+            return Measured(figures, training, first_steps, self._dry_run(ranks))
 
-    def over_link(self, rate: float) -> Outcome:
-        """Raises LinkError where it cannot be made."""
+    def over_link(self, rate: float) -> Measured:
+        """Measure over a shaped link. Raises LinkError if the link cannot be made."""
         with (
             shaped.shaped_link(self.world_size, rate) as link,
             Ranks(self.world_size, link, threads=self._threads) as ranks,
         ):
-            tell = self._telling(format_rate(rate))
-            enter_all(ranks, self.subject, self.entrants, tell, verify=False)
-            figures = time_all(ranks, self.entrants, self.steps, tell)
-            return Outcome(figures, self._courses(ranks, tell))
+            setting = Setting(ranks, format_rate(rate), self.entries, self.progress)
+            setting.prepare(self.workload, verify=False)
+            return Measured(setting.time(self.steps), self._train(setting))
 
-    def _rehearse(self, ranks: Ranks) -> Measurements | CommHookError:
-        """Of no more use are ``ranks`` then."""
-        ranks(ring.close_ring)
-        configs = [config for who in self.entrants if (config := config_of(who)) is not None]
-        size = self.world_size
-        subject = SimulatedSubject(
-            self.subject.model, self.subject.input, ranks_per_machine=size, first_step=FIRST_STEP
-        )
+    def _train(self, setting: Setting) -> Training:
+        return setting.train(self.train, self.train_steps) if self.train is not None else {}
+
+    def _dry_run(self, ranks: Ranks) -> Measurements | CommHookError:
+        """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
+        ranks(remote.clear)
+        configs = [config for entry in self.entries if (config := simulated_config(entry))]
+        size, workload = self.world_size, self.workload
+        job = Job(workload.model, workload.input, ranks_per_machine=size, first_step=FIRST_STEP)
         try:
-            return measure(subject, configs, [size], ranks)
+            return measure(job, configs, [size], ranks)
         except CommHookError as error:
             return error
-
-    def _courses(self, ranks: Ranks, tell: Progress) -> Courses:
-        if self.train is None:
-            return {}
-        who = [entrant for entrant in self.entrants if entrant != BARE]
-        return train_all(ranks, who, self.train, self.train_steps, tell)
-
-    def _telling(self, where: str) -> Progress:
-        return lambda what, done, of: self.progress(f"{where}: {what}", done, of)
 
     @property
     def _threads(self) -> int:
         return max(1, cores() // self.world_size)
 
 
-def _verify(entries: dict[str, Entry], exact: set[str], rounding: float) -> None:
-    for name, entry in entries.items():
-        error = entry.error
+def simulated_config(entry: Entry) -> Mapping[str, Any] | None:
+    """Return the config of the hook that simulates an entry; None for the bare model.
+
+    torch DDP sends the same as plain averaging.
+    """
+    return {"name": BASELINE} if entry == TORCH else entry.config
+
+
+def _verify(first_steps: dict[str, FirstSteps], exact: set[str], rounding: float) -> None:
+    for name, first in first_steps.items():
+        error = first.error
         if error is None:
             continue
         if not math.isfinite(error):
@@ -119,6 +114,6 @@ def _verify(entries: dict[str, Entry], exact: set[str], rounding: float) -> None
         if name in exact and error > rounding:
             raise ComparisonError(
                 f"{name!r}: expected the exact mean to within rounding ({rounding:.1e}), found "
-                f"gradients that are off by {error:.1e}; nothing was timed. Is the model's "
-                "gradient the same in each run with the same torch.manual_seed()?"
+                f"gradients with a relative error of {error:.1e}; nothing was timed. Is the "
+                "model's gradient the same in each run with the same torch.manual_seed()?"
             )

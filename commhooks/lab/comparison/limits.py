@@ -1,38 +1,38 @@
-"""How many ranks this machine can bear."""
+"""The limits of this machine: how many ranks and entries it can run."""
 
 from pathlib import Path
 
+from commhooks.lab.comparison.result import ComparisonError
 from commhooks.lab.machine import cores
 
-__all__ = ["check_means"]
+__all__ = ["check_limits"]
 
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
 _COPIES = 4  # gradients, buckets, errors and temporaries, each as large as the parameters
 
 
-def check_means(world_size: int, contenders: int, parameter_bytes: int) -> str | None:
-    """Why the ranks are more than this machine can run, None if they are not.
+def check_limits(world_size: int, entries: int, parameter_bytes: int) -> None:
+    """Raise ComparisonError if this machine cannot run the ranks.
 
-    The rule: at most 8 ranks per core, and memory for each rank of 0.4 GB, one copy of the
-    parameters, and four more for each contender.
+    The limits are 8 ranks per core, and memory for each rank of 0.4 GB, one copy of the parameters,
+    and four more copies for each entry.
     """
     most = _RANKS_PER_CORE * cores()
     if world_size > most:
-        return (
-            f"{world_size} ranks are more than the {most} that are run on {cores()} cores (at most "
+        raise ComparisonError(
+            f"{world_size} ranks are more than the {most} that can run on {cores()} cores (at most "
             f"{_RANKS_PER_CORE} per core); `commhooks simulate` predicts larger world sizes"
         )
-    needed = world_size * (_PROCESS_BYTES + parameter_bytes * (1 + _COPIES * contenders))
+    needed = world_size * (_PROCESS_BYTES + parameter_bytes * (1 + _COPIES * entries))
     available = _available_bytes()
     if available is not None and needed > available:
-        return (
-            f"{world_size} ranks with {contenders} contenders need about {needed / 1e9:.1f} GB "
-            f"({parameter_bytes / 1e6:.0f} MB of parameters, {_COPIES} more of that for each "
-            f"contender), of which {available / 1e9:.1f} GB are available; take fewer ranks, fewer "
-            "hooks at a time or a smaller model"
+        raise ComparisonError(
+            f"{world_size} ranks with {entries} entries need about {needed / 1e9:.1f} GB "
+            f"({parameter_bytes / 1e6:.0f} MB of parameters, and {_COPIES} times as much for each "
+            f"entry), and {available / 1e9:.1f} GB are available; use fewer ranks, fewer hooks at "
+            "a time or a smaller model"
         )
-    return None
 
 
 def _available_bytes() -> int | None:

@@ -1,4 +1,4 @@
-"""Resident memory of this process; Linux only."""
+"""The resident memory of this process; Linux only."""
 
 import contextlib
 import ctypes
@@ -8,21 +8,21 @@ __all__ = ["Peak"]
 
 
 class Peak:
-    """The most memory that is used between two moments, beyond what is used when this is made."""
+    """The peak of memory use above the level at which this object was made."""
 
     def __init__(self) -> None:
         self._before: int | None = None
-        with contextlib.suppress(AttributeError, OSError):  # where the system does not allow it
+        with contextlib.suppress(AttributeError, OSError):  # the system may not allow it
             self.begin()
             self._before = _status("VmRSS")
 
     def begin(self) -> None:
-        """Forgets the peak so far."""
-        ctypes.CDLL(None).malloc_trim(0)  # free memory that is kept would hide what is taken
+        """Forget the peak so far."""
+        ctypes.CDLL(None).malloc_trim(0)  # allocations from kept free memory would not show
         Path("/proc/self/clear_refs").write_text("5")
 
     def nbytes(self) -> int | None:
-        """Since :meth:`begin`; None where it cannot be told."""
+        """Return the peak since :meth:`begin`, or None if the system does not tell."""
         return None if self._before is None else _status("VmHWM") - self._before
 
 

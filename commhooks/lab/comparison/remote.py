@@ -1,6 +1,7 @@
-"""What a rank's process does in a comparison; called from the parent, one function at a time.
+"""The remote side of a comparison: what each rank's process does.
 
-All bouts of a place stay in the ring, so that they can take turns step by step.
+The parent calls these functions one at a time, on all ranks at once. All trials of a setting stay
+in memory, so that they can take turns step by step.
 """
 
 import math
@@ -10,129 +11,129 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.lab.comparison.entry import BARE, TORCH, Contender
+from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.memory import Peak
 from commhooks.lab.comparison.result import TrainingPoint
 from commhooks.lab.comparison.training import TrainingRun
-from commhooks.lab.comparison.trial import Bout, Costs
-from commhooks.lab.models import Subject
+from commhooks.lab.comparison.trial import Trial, TrialCosts
+from commhooks.lab.models import Workload
 
 __all__ = [
-    "Entry",
+    "FirstSteps",
     "begin_counting",
     "begin_training",
-    "close_ring",
+    "begin_trial",
+    "clear",
     "costs",
-    "enter",
-    "open_ring",
+    "keep_mean",
+    "prepare",
     "step",
-    "take_mean",
     "train",
 ]
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What the first steps of a bout have shown, on one rank."""
+class FirstSteps:
+    """What the first steps of a trial show on one rank."""
 
     error: float | None
-    """Of the first step's gradients against the exact mean, relative, in L2 norm. NaN or infinite
-    where something is not finite; None for the bare bout, and if not asked for."""
+    """The relative L2 error of the first step's gradients against the exact mean. NaN or infinite
+    if they are not finite; None for the bare entry, or if the mean is not known."""
     peak_bytes: int | None
-    """The most memory that was taken, besides parameters; None where that cannot be told."""
+    """The peak of memory besides parameters; None if the system does not tell."""
 
 
 @dataclass
-class _Ring:
-    subject: Subject
+class _RemoteSide:
+    workload: Workload
     weights: nn.Module
-    """Whose parameters all bouts share, but those that change them."""
-    bouts: dict[str, Bout] = field(default_factory=dict)
+    """Its parameters are shared by all trials whose entry does not change parameters."""
+    trials: dict[str, Trial] = field(default_factory=dict)
     mean: list[Tensor] = field(default_factory=list)
     """The exact mean over ranks of the gradients of one step."""
     run: TrainingRun | None = None
 
 
-_rings: list[_Ring] = []
+_sides: list[_RemoteSide] = []  # at most one
 
 
-def open_ring(rank: int, subject: Subject) -> None:  # noqa: ARG001
-    """To be called first."""
-    for contender in (TORCH, Contender("plain", {"name": "allreduce"})):
-        # What is loaded in a first step is no memory of whoever happens to be the first.
-        model, _ = contender.wrap(nn.Linear(1, 1))
+def prepare(rank: int, workload: Workload) -> None:  # noqa: ARG001
+    """Prepare this rank; the parent calls this first."""
+    for entry in (TORCH, Entry("plain", {"name": "allreduce"})):
+        # Load here what a first step loads, or the first entry would be charged for the memory.
+        model, _ = entry.wrap(nn.Linear(1, 1))
         model(torch.ones(1, 1)).sum().backward()
-    _rings[:] = [_Ring(subject, subject.make_module())]
+    _sides[:] = [_RemoteSide(workload, workload.make_module())]
 
 
-def enter(rank: int, contender: Contender, warm_up: int) -> Entry:
-    """A new bout, and its first steps; the error is known if :func:`take_mean` has been called."""
-    ring = _rings[0]
-    module = ring.subject.make_module()
-    if not contender.changes_parameters:
-        _share(module, ring.weights)
+def begin_trial(rank: int, entry: Entry, warm_up: int) -> FirstSteps:
+    """Start a trial and run its first steps; measure the error if :func:`keep_mean` was called."""
+    side = _sides[0]
+    module = side.workload.make_module()
+    if not entry.changes_parameters:
+        _share(module, side.weights)
     peak = Peak()
-    bout = ring.bouts[contender.name] = Bout(contender, module, ring.subject, rank)
-    bout.step()
-    error = _error(bout.gradients(), ring.mean) if ring.mean else None
-    peak.begin()  # anew: what it took to find the error does not count
+    trial = side.trials[entry.name] = Trial(entry, module, side.workload, rank)
+    trial.step()
+    error = _error(trial.gradients(), side.mean) if side.mean else None
+    peak.begin()  # again, because computing the error does not count
     for _ in range(warm_up):
-        bout.clear()
-        bout.step()
-    return Entry(error, peak.nbytes())
+        trial.clear()
+        trial.step()
+    return FirstSteps(error, peak.nbytes())
 
 
-def take_mean(rank: int) -> None:  # noqa: ARG001
-    """Keeps the exact mean over ranks of the gradients of the bare bout, which has to be there."""
-    ring = _rings[0]
-    ring.mean = [_mean(gradient) for gradient in ring.bouts[BARE.name].gradients()]
-
-
-def step(rank: int, name: str) -> float:  # noqa: ARG001
-    """Seconds of one step of a bout; its gradients are dropped afterwards."""
-    bout = _rings[0].bouts[name]
-    seconds = bout.step()
-    bout.clear()
-    return seconds
+def keep_mean(rank: int) -> None:  # noqa: ARG001
+    """Keep the exact mean over ranks of the gradients of the bare trial, which must exist."""
+    side = _sides[0]
+    side.mean = [_mean(gradient) for gradient in side.trials[BARE.name].gradients()]
 
 
 def begin_counting(rank: int) -> None:  # noqa: ARG001
-    """For :func:`costs` of all bouts. Gradients and their mean are dropped."""
-    ring = _rings[0]
-    ring.mean = []
-    for bout in ring.bouts.values():
-        bout.clear()
-        bout.begin_counting()
+    """Let :func:`costs` of all trials count from here on. Drops gradients and their mean."""
+    side = _sides[0]
+    side.mean = []
+    for trial in side.trials.values():
+        trial.clear()
+        trial.begin_counting()
 
 
-def costs(rank: int, name: str) -> Costs:  # noqa: ARG001
-    """Of a bout, since :func:`begin_counting`."""
-    return _rings[0].bouts[name].costs()
+def step(rank: int, name: str) -> float:  # noqa: ARG001
+    """Run one step of a trial, drop its gradients and return the seconds of the step."""
+    trial = _sides[0].trials[name]
+    seconds = trial.step()
+    trial.clear()
+    return seconds
 
 
-def close_ring(rank: int) -> None:  # noqa: ARG001
-    """Lets go of everything."""
-    _rings.clear()
+def costs(rank: int, name: str) -> TrialCosts:  # noqa: ARG001
+    """Return the costs of a trial since :func:`begin_counting`."""
+    return _sides[0].trials[name].costs()
 
 
-def begin_training(rank: int, contender: Contender, function: str) -> None:
-    """From the first step, with parameters of its own. The ring is cleared before."""
-    ring = _rings[0]
-    ring.bouts.clear()
-    ring.run = None
-    ring.run = TrainingRun(contender, ring.subject, function, rank)
+def clear(rank: int) -> None:  # noqa: ARG001
+    """Free everything."""
+    _sides.clear()
+
+
+def begin_training(rank: int, entry: Entry, function: str) -> None:
+    """Drop all trials and start training from the first step, with parameters of its own."""
+    side = _sides[0]
+    side.trials.clear()
+    side.run = None
+    side.run = TrainingRun(entry, side.workload, function, rank)
 
 
 def train(rank: int, validate: bool) -> TrainingPoint | None:  # noqa: ARG001
-    """One training step, and the loss after it if asked for."""
-    run = _rings[0].run
+    """Run one training step; return the loss after it if ``validate``."""
+    run = _sides[0].run
     assert run is not None
     run.step()
     return run.validate() if validate else None
 
 
 def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
-    """The distance, relative to the mean's length."""
+    """Return the distance to the mean, relative to its norm."""
     error = sum(
         (found - exact).double().square().sum().item()
         for found, exact in zip(gradients, mean, strict=True)

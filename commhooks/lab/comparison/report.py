@@ -1,43 +1,50 @@
-"""Makes rows of what was measured, and of what is predicted from it."""
+"""Makes the rows of a comparison from what was measured, and from predictions."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.lab.comparison.entry import BARE, TORCH, Contender
-from commhooks.lab.comparison.experiment import Event, Outcome
-from commhooks.lab.comparison.prediction import Predictor
-from commhooks.lab.comparison.result import LOOPBACK, Row, TrainingPoint
-from commhooks.lab.comparison.setting import ComparisonError
-from commhooks.lab.simulation import Measurements
+from commhooks.lab.comparison.entry import BARE, TORCH, Entry
+from commhooks.lab.comparison.experiment import Experiment, Measured, simulated_config
+from commhooks.lab.comparison.result import LOOPBACK, ComparisonError, Row, TrainingPoint
+from commhooks.lab.machine import cores
+from commhooks.lab.simulation import Link, Measurements, Network, Study
 from commhooks.lab.units import format_rate
 
 __all__ = ["Report"]
 
+_LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the default of simulate
+
 
 @dataclass(frozen=True)
 class Report:
-    """Makes rows of what was measured."""
+    """Makes rows for the settings of ``experiment``, given what was measured over loopback."""
 
-    event: Event
-    loopback: Outcome
+    experiment: Experiment
+    loopback: Measured
     gradient_bytes: int
 
-    def rows(self, rate: float | None, there: Outcome | None) -> list[Row]:
-        """Of one place; None for loopback's rate, and for an outcome that is to be predicted."""
-        entrants = self.event.entrants
-        steps = {
-            who.name: there.figures[who.name].step_seconds if there else self._step_over(rate, who)
-            for who in entrants
+    def rows(self, rate: float | None, measured: Measured | None) -> list[Row]:
+        """Return the rows of one setting, predicted if ``measured`` is None.
+
+        ``rate`` is None for loopback.
+        """
+        entries = self.experiment.entries
+        seconds = {
+            entry.name: measured.figures[entry.name].step_seconds
+            if measured
+            else self._step_seconds(entry, rate)
+            for entry in entries
         }
-        return [self._row(who, rate, there, steps) for who in entrants]
+        return [self._row(entry, rate, measured, seconds) for entry in entries]
 
     def _row(
-        self, who: Contender, rate: float | None, there: Outcome | None, steps: dict[str, float]
+        self, entry: Entry, rate: float | None, measured: Measured | None, seconds: dict[str, float]
     ) -> Row:
-        name, predictor = who.name, self._predictor
+        name = entry.name
         local = self.loopback.figures[name]
-        figures = there.figures[name] if there else None
+        first_steps = self.loopback.first_steps[name]
+        figures = measured.figures[name] if measured else None
         wire_bytes = (figures or local).costs.wire_bytes
         bare = self.loopback.figures[BARE.name].step_seconds
         return Row(
@@ -45,55 +52,70 @@ class Report:
             link=LOOPBACK if rate is None else format_rate(rate),
             bits_per_second=rate,
             measured=figures is not None,
-            step_seconds=steps[name],
+            step_seconds=seconds[name],
             step_spread_seconds=figures.step_spread_seconds if figures else None,
-            to_torch=steps[name] / steps[TORCH.name],
-            exposed_seconds=figures.exposed_seconds if figures else steps[name] - bare,
+            to_torch=seconds[name] / seconds[TORCH.name],
+            exposed_seconds=figures.exposed_seconds if figures else seconds[name] - bare,
             waited_seconds=figures.costs.exposed_seconds if figures else None,
             floor_seconds=None if rate is None else 8 * wire_bytes / rate + bare,
-            predicted_seconds=predictor.step_seconds(who, rate) if predictor and rate else None,
+            predicted_seconds=self._step_seconds(entry, rate) if self._study and rate else None,
             gradient_bytes=self.gradient_bytes,
             wire_bytes=wire_bytes,
             ratio=self._plain_bytes / wire_bytes if wire_bytes else None,
-            error=self.loopback.entries[name].error,
-            peak_bytes=self.loopback.entries[name].peak_bytes,
-            break_even_bits_per_second=self._break_even(who),
-            training=self._course(name, there, steps[name]),
+            error=first_steps.error,
+            peak_bytes=first_steps.peak_bytes,
+            break_even_bits_per_second=self._break_even(entry),
+            training=self._training(name, measured, seconds[name]),
         )
 
     @property
     def _plain_bytes(self) -> int:
-        return all_reduce_bytes(self.gradient_bytes, self.event.world_size)
+        return all_reduce_bytes(self.gradient_bytes, self.experiment.world_size)
 
     @cached_property
-    def _predictor(self) -> Predictor | None:
-        rehearsed = self.loopback.rehearsed
-        if not isinstance(rehearsed, Measurements):
+    def _study(self) -> Study | None:
+        """The entries over links of any rate, one link for each rank."""
+        found, size = self.loopback.dry_runs, self.experiment.world_size
+        if not isinstance(found, Measurements):
             return None
-        figures = self.loopback.figures.items()
-        seconds = {name: of_one.step_seconds for name, of_one in figures}
-        return Predictor(rehearsed, self.event.world_size, seconds)
+        return Study(
+            hooks={
+                entry.name: found.of(config)
+                for entry in self.experiment.entries
+                if (config := simulated_config(entry))
+            },
+            network=Network(size, _LINK, _LINK),
+            backend=found.gloo,
+            cores=cores() / size,
+            baseline=TORCH.name,
+            loopback_seconds={
+                name: figures.step_seconds for name, figures in self.loopback.figures.items()
+            },
+        )
 
-    def _break_even(self, who: Contender) -> float | None:
-        if self._predictor is None or who in (BARE, TORCH):
+    def _break_even(self, entry: Entry) -> float | None:
+        if self._study is None or entry in (BARE, TORCH):
             return None
-        rates = self._predictor.pays(who)
+        rates = self._study.break_even(entry.name)
         return rates.below if rates else 0.0
 
-    def _step_over(self, rate: float | None, who: Contender) -> float:
+    def _step_seconds(self, entry: Entry, rate: float | None) -> float:
+        """Predict a step over links of this rate."""
         assert rate is not None
-        if self._predictor is None:
+        if self._study is None:
             raise ComparisonError(
                 f"{format_rate(rate)} can be neither measured nor predicted: "
-                f"{self.loopback.rehearsed}"
+                f"{self.loopback.dry_runs}"
             )
-        return self._predictor.step_seconds(who, rate)
+        if entry == BARE:
+            return self.loopback.figures[BARE.name].step_seconds
+        return self._study.step_seconds(entry.name, rate)
 
-    def _course(
-        self, name: str, there: Outcome | None, step_seconds: float
+    def _training(
+        self, name: str, measured: Measured | None, step_seconds: float
     ) -> tuple[TrainingPoint, ...]:
-        """Loss and bytes do not depend on the link; predicted seconds are those of all steps."""
-        if there is not None:
-            return there.courses.get(name, ())
-        points = self.loopback.courses.get(name, ())
+        """Return the training points; if they are predicted, only the seconds change."""
+        if measured is not None:
+            return measured.training.get(name, ())
+        points = self.loopback.training.get(name, ())
         return tuple(replace(point, seconds=point.step * step_seconds) for point in points)

@@ -1,4 +1,4 @@
-"""What a comparison has found; made for JSON, CSV and data frames."""
+"""The result of a comparison, for tables, JSON, CSV and data frames."""
 
 import csv
 import io
@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Comparison", "Row", "TrainingPoint"]
+from commhooks.errors import CommHookError
+
+__all__ = ["LOOPBACK", "Comparison", "ComparisonError", "Row", "TrainingPoint"]
 
 LOOPBACK = "loopback"
 
 
+class ComparisonError(CommHookError):
+    """A comparison is not possible, or one of its entries failed."""
+
+
 @dataclass(frozen=True)
 class TrainingPoint:
-    """After ``step`` training steps; seconds and bytes are those of all steps so far."""
+    """The state after ``step`` training steps; seconds and bytes are totals so far."""
 
     step: int
     seconds: float
@@ -24,86 +30,87 @@ class TrainingPoint:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender over one link. Times are the slowest rank's, bytes those that rank 0 sends."""
+    """One entry over one link. Times are those of the slowest rank, bytes those that rank 0 sends."""
 
     hook: str
+    """The text of the hook, "bare" for the bare model or "torch" for torch DDP."""
     link: str
     """ "loopback" or a rate."""
     bits_per_second: float | None
     """None for loopback."""
     measured: bool
-    """Whether times are measured, or predicted from loopback."""
+    """True if times are measured, False if they are predicted from loopback."""
     step_seconds: float
-    """Forward and backward, median over steps."""
+    """Forward and backward; the median over steps."""
     step_spread_seconds: float | None
-    """Between the quartiles over steps."""
+    """The distance between the quartiles over steps; None if not measured."""
     to_torch: float
-    """``step_seconds`` over that of torch's own plain averaging."""
+    """``step_seconds`` divided by that of torch DDP with its plain average."""
     exposed_seconds: float
-    """What the contender adds to the step of the bare model: median of the differences."""
+    """The time that the entry adds to a step of the bare model; the median of the differences."""
     waited_seconds: float | None
-    """Mean time that backward did nothing but wait for communication, where the engine tells."""
+    """The mean time in which backward only waited for communication; None if not known."""
     floor_seconds: float | None
-    """Bytes on the wire over the rate, plus the bare step over loopback; None for loopback."""
+    """Bytes on the wire divided by the rate, plus the bare step; None for loopback."""
     predicted_seconds: float | None
-    """What is predicted of the step, for links that are measured as well."""
+    """The predicted time of a step, also for measured links; None if it cannot be predicted."""
     gradient_bytes: int
     wire_bytes: float
-    """Mean per step."""
+    """The mean per step."""
     ratio: float | None
-    """What plain averaging sends over ``wire_bytes``."""
+    """The bytes of plain averaging divided by ``wire_bytes``."""
     error: float | None
-    """Of a step's gradients against the exact mean, relative, in L2 norm; the worst rank's. None
+    """The relative L2 error of a step's gradients against the exact mean, on the worst rank. None
     for the bare model."""
     peak_bytes: int | None
-    """What the contender needs besides the parameters: gradients, buckets, state, temporaries."""
+    """The peak of memory besides the parameters: gradients, buckets, state, temporaries."""
     break_even_bits_per_second: float | None
-    """The rate below which it is faster than torch's plain averaging; inf: always, 0: never."""
+    """The rate below which the hook is faster than torch DDP. Infinity: at any rate; 0: never."""
     training: tuple[TrainingPoint, ...] = ()
 
     @property
     def validation_loss(self) -> float | None:
-        """After the last training step."""
+        """The loss after the last training step."""
         return self.training[-1].validation_loss if self.training else None
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows, and what they are about."""
+    """All rows of a comparison, and what was compared."""
 
     model: str
     world_size: int
     steps: int
     machine: Mapping[str, Any]
     notes: tuple[str, ...]
-    """What a reader of the figures has to know."""
+    """Sentences that a reader of the figures must know."""
     rows: tuple[Row, ...]
 
     @property
     def links(self) -> list[str]:
-        """In order, loopback first."""
+        """All links in order, loopback first."""
         return list(dict.fromkeys(row.link for row in self.rows))
 
     @property
     def hooks(self) -> list[str]:
-        """In order, "bare" and "torch" first."""
+        """All entries in order, "bare" and "torch" first."""
         return list(dict.fromkeys(row.hook for row in self.rows))
 
     def row(self, hook: str, link: str = LOOPBACK) -> Row:
-        """Raises KeyError if there is none."""
+        """Return the row of a hook and a link. Raises KeyError if there is none."""
         for row in self.rows:
             if (row.hook, row.link) == (hook, link):
                 return row
         raise KeyError((hook, link))
 
     def to_dict(self) -> dict[str, Any]:
-        """In JSON's types; infinity is the text "inf"."""
+        """Return the comparison in JSON's types; infinity becomes the string "inf"."""
         rows = [asdict(row) | {"validation_loss": row.validation_loss} for row in self.rows]
         plain: dict[str, Any] = _plain(asdict(self) | {"rows": rows})
         return plain
 
     def to_csv(self) -> str:
-        """One line per row, without the course of training."""
+        """Return one line per row, without the training points."""
         names = [field.name for field in fields(Row) if field.name != "training"]
         text = io.StringIO()
         writer = csv.DictWriter(text, [*names, "validation_loss"], extrasaction="ignore")

@@ -1,4 +1,4 @@
-"""Contenders side by side at one place: over loopback, or over one link."""
+"""Entries side by side in one setting: over loopback, or over one link."""
 
 import math
 import statistics
@@ -7,120 +7,108 @@ from dataclasses import dataclass
 from typing import Any
 
 from commhooks.cluster import Ranks
-from commhooks.errors import CommHookError
-from commhooks.lab.comparison import remote as ring
-from commhooks.lab.comparison.entry import BARE, Contender
-from commhooks.lab.comparison.remote import Entry
-from commhooks.lab.comparison.result import TrainingPoint
-from commhooks.lab.comparison.trial import Costs
-from commhooks.lab.models import Subject
+from commhooks.lab.comparison import remote
+from commhooks.lab.comparison.entry import BARE, Entry
+from commhooks.lab.comparison.remote import FirstSteps
+from commhooks.lab.comparison.result import ComparisonError, TrainingPoint
+from commhooks.lab.comparison.trial import TrialCosts
+from commhooks.lab.models import Workload
 
-__all__ = [
-    "ComparisonError",
-    "Figures",
-    "Progress",
-    "enter_all",
-    "time_all",
-    "train_all",
-]
+__all__ = ["Figures", "ProgressCallback", "Setting"]
 
-WARM_UP = 2  # steps after the first, in which buckets are cut anew
-_EVALUATIONS = 10
+_WARM_UP = 2  # steps after the first one, in which buckets are rebuilt
+_VALIDATIONS = 10
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, and how much of it."""
-
-
-class ComparisonError(CommHookError):
-    """A comparison cannot be made, or one of its contenders failed."""
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with a description of the current work, how much of it is done, and the total."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one contender at one place: medians over steps of the slowest rank."""
+    """The measurements of one entry in one setting: medians over steps of the slowest rank."""
 
     step_seconds: float
     step_spread_seconds: float
     exposed_seconds: float
-    costs: Costs
+    costs: TrialCosts
 
 
-def enter_all(
-    ranks: Ranks,
-    subject: Subject,
-    contenders: Sequence[Contender],
-    progress: Progress,
-    *,
-    verify: bool,
-) -> dict[str, Entry]:
-    """Wraps a model for each contender, the bare one first, and warms it up. The worst rank's."""
-    ranks(ring.open_ring, subject)
-    entries = {}
-    for index, contender in enumerate(contenders):
-        progress("preparing", index, len(contenders))
-        of_ranks = _told_apart(contender, ranks, ring.enter, contender, WARM_UP)
-        errors = [entry.error for entry in of_ranks if entry.error is not None]
-        peaks = [entry.peak_bytes for entry in of_ranks if entry.peak_bytes is not None]
-        worst = max(errors, key=_nan_last, default=None)
-        entries[contender.name] = Entry(worst, max(peaks, default=None))
-        if verify and contender == BARE:
-            ranks(ring.take_mean)
-    return entries
+@dataclass(frozen=True)
+class Setting:
+    """``ranks`` that are connected by loopback or by a link, and the entries to compare there."""
 
+    ranks: Ranks
+    name: str
+    entries: Sequence[Entry]
+    progress: ProgressCallback
 
-def time_all(
-    ranks: Ranks, contenders: Sequence[Contender], steps: int, progress: Progress
-) -> dict[str, Figures]:
-    """Contenders take turns step by step, so that whatever else the machine does hits all alike."""
-    ranks(ring.begin_counting)
-    totals: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for index in range(steps):
-        progress("measuring", index, steps)
-        for contender in contenders:
-            of_ranks = _told_apart(contender, ranks, ring.step, contender.name)
-            totals[contender.name].append(max(of_ranks))
-    return {
-        contender.name: Figures(
-            step_seconds=statistics.median(totals[contender.name]),
-            step_spread_seconds=_spread(totals[contender.name]),
-            exposed_seconds=_difference(totals[contender.name], totals[BARE.name]),
-            costs=ranks(ring.costs, contender.name)[0],
-        )
-        for contender in contenders
-    }
+    def prepare(self, workload: Workload, *, verify: bool) -> dict[str, FirstSteps]:
+        """Start a trial of each entry and warm it up. Returns the figures of the worst rank.
 
+        The bare entry must be the first. With ``verify`` the errors of the others are measured.
+        """
+        self.ranks(remote.prepare, workload)
+        found = {}
+        for index, entry in enumerate(self.entries):
+            self._tell("preparing", index, len(self.entries))
+            by_rank = self._call(entry, remote.begin_trial, entry, _WARM_UP)
+            errors = [first.error for first in by_rank if first.error is not None]
+            peaks = [first.peak_bytes for first in by_rank if first.peak_bytes is not None]
+            worst = max(errors, key=_nan_last, default=None)
+            found[entry.name] = FirstSteps(worst, max(peaks, default=None))
+            if verify and entry == BARE:
+                self.ranks(remote.keep_mean)
+        return found
 
-def train_all(
-    ranks: Ranks,
-    contenders: Sequence[Contender],
-    function: str,
-    steps: int,
-    progress: Progress,
-) -> dict[str, tuple[TrainingPoint, ...]]:
-    """One after the other, each from the same start; about ten validations each."""
-    stride = max(1, steps // _EVALUATIONS)
-    courses = {}
-    for index, contender in enumerate(contenders):
-        _told_apart(contender, ranks, ring.begin_training, contender, function)
-        points = []
-        for done in range(1, steps + 1):
-            progress(f"training {contender.name}", index * steps + done, len(contenders) * steps)
-            validate = done % stride == 0 or done == steps
-            point = _told_apart(contender, ranks, ring.train, validate)[0]
-            points += [point] if validate else []
-        courses[contender.name] = tuple(points)
-    return courses
+    def time(self, steps: int) -> dict[str, Figures]:
+        """Time all entries, which take turns step by step so that other load affects all alike."""
+        self.ranks(remote.begin_counting)
+        seconds: dict[str, list[float]] = {entry.name: [] for entry in self.entries}
+        for index in range(steps):
+            self._tell("measuring", index, steps)
+            for entry in self.entries:
+                seconds[entry.name].append(max(self._call(entry, remote.step, entry.name)))
+        return {
+            name: Figures(
+                step_seconds=statistics.median(found),
+                step_spread_seconds=_spread(found),
+                exposed_seconds=_difference(found, seconds[BARE.name]),
+                costs=self.ranks(remote.costs, name)[0],
+            )
+            for name, found in seconds.items()
+        }
 
+    def train(self, function: str, steps: int) -> dict[str, tuple[TrainingPoint, ...]]:
+        """Train with all entries but the bare one, each from the same start.
 
-def _told_apart(contender: Contender, ranks: Ranks, function: Any, *arguments: Any) -> list[Any]:
-    """Calls; an error says of which contender."""
-    try:
-        return ranks(function, *arguments)
-    except Exception as error:
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        raise ComparisonError(
-            f"{contender.name!r} failed: {type(error).__name__}: {error}{notes}"
-        ) from error
+        Each training is validated about ten times.
+        """
+        entries = [entry for entry in self.entries if entry != BARE]
+        stride = max(1, steps // _VALIDATIONS)
+        training = {}
+        for index, entry in enumerate(entries):
+            self._call(entry, remote.begin_training, entry, function)
+            points = []
+            for done in range(1, steps + 1):
+                self._tell(f"training {entry.name}", index * steps + done, len(entries) * steps)
+                validate = done % stride == 0 or done == steps
+                point = self._call(entry, remote.train, validate)[0]
+                points += [point] if validate else []
+            training[entry.name] = tuple(points)
+        return training
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        self.progress(f"{self.name}: {what}", done, total)
+
+    def _call(self, entry: Entry, function: Any, *arguments: Any) -> list[Any]:
+        """Call a function on all ranks; errors name the entry."""
+        try:
+            return self.ranks(function, *arguments)
+        except Exception as error:
+            notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+            raise ComparisonError(
+                f"{entry.name!r} failed: {type(error).__name__}: {error}{notes}"
+            ) from error
 
 
 def _spread(values: Sequence[float]) -> float:

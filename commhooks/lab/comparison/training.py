@@ -1,9 +1,9 @@
-"""A user's training function, run with one hook.
+"""Runs a user's training function with one entry.
 
-It is a generator function ``train(model, rank, world_size)``: each ``next()`` is one training step
-on the wrapped model, and what it yields is a function without arguments that returns the loss on
-validation data, a float. That one is called now and then, by all ranks after the same step, and its
-time does not count. ::
+The training function is a generator function ``train(model, rank, world_size)``. Each ``next()``
+runs one training step on the wrapped model and yields a function without arguments, which returns
+the loss on validation data, a float. That function is called after some of the steps, on all ranks;
+its time does not count. ::
 
     def train(model, rank, world_size):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError
-from commhooks.lab.comparison.entry import Contender
+from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.result import TrainingPoint
-from commhooks.lab.models import Subject, load_callable
+from commhooks.lab.models import Workload, load_callable
 
 __all__ = ["TrainingError", "TrainingRun", "load_training_function"]
 
@@ -36,11 +36,14 @@ Steps = Iterator[Callable[[], float]]
 
 
 class TrainingError(CommHookError, ValueError):
-    """The training function does not keep to what is expected of it."""
+    """The training function does not follow the protocol."""
 
 
 def load_training_function(path: str) -> Callable[..., Steps]:
-    """What ``package.module:function`` names. Raises ModelError, TrainingError."""
+    """Load the function that ``package.module:function`` names.
+
+    Raises ModelError and TrainingError.
+    """
     function = load_callable(path)
     if not inspect.isgeneratorfunction(function):
         raise TrainingError(
@@ -51,13 +54,13 @@ def load_training_function(path: str) -> Callable[..., Steps]:
 
 
 class TrainingRun:
-    """One hook's training on one rank, from its first step."""
+    """The training of one entry on one rank, from its first step."""
 
-    def __init__(self, contender: Contender, subject: Subject, function: str, rank: int) -> None:
+    def __init__(self, entry: Entry, workload: Workload, function: str, rank: int) -> None:
         self._path = function
-        module = subject.make_module()
+        module = workload.make_module()
         self._gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        model, self._handle = contender.wrap(module)
+        model, self._handle = entry.wrap(module)
         torch.manual_seed(_SEED + 1 + rank)
         self._steps = load_training_function(function)(model, rank, dist.get_world_size())
         self._validate: Callable[[], float] = lambda: math.nan
@@ -65,7 +68,7 @@ class TrainingRun:
         self._seconds = 0.0
 
     def step(self) -> None:
-        """The next training step; all ranks begin it together."""
+        """Run the next training step, which all ranks begin together."""
         dist.barrier()
         start = time.perf_counter()
         self._validate = self._next()
@@ -73,7 +76,7 @@ class TrainingRun:
         self._count += 1
 
     def validate(self) -> TrainingPoint:
-        """After the last step; the loss is the mean over ranks."""
+        """Return the point after the last step; its loss is the mean over ranks."""
         with torch.no_grad():
             loss = torch.tensor(float(self._validate()), dtype=torch.float64)
         dist.all_reduce(loss)
@@ -85,8 +88,8 @@ class TrainingRun:
             validate = next(self._steps)
         except StopIteration:
             raise TrainingError(
-                f"{self._path!r} ended after {self._count} steps; expected it to go on for as many "
-                "as are asked for, e.g. `while True`"
+                f"{self._path!r} ended after {self._count} steps; expected at least as many steps "
+                "as were requested, for example with `while True`"
             ) from None
         if not callable(validate):
             raise TrainingError(

@@ -1,4 +1,4 @@
-"""One contender on one rank: step by step, with what each step costs."""
+"""One entry on one rank: its steps and what they cost."""
 
 import time
 from dataclasses import dataclass
@@ -8,68 +8,69 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.lab.comparison.entry import Contender
-from commhooks.lab.models import Subject
+from commhooks.lab.comparison.entry import Entry
+from commhooks.lab.models import Workload
 
-__all__ = ["FIRST_STEP", "Bout", "Costs"]
+__all__ = ["FIRST_STEP", "Trial", "TrialCosts"]
 
 FIRST_STEP = 100_000
-"""Hooks count steps from here, so that whatever they do in their first steps is over."""
+"""Hooks count steps from here, so that all warm-ups are over."""
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Means over steps, on one rank."""
+class TrialCosts:
+    """Means over steps on one rank."""
 
     wire_bytes: float
     exposed_seconds: float | None
 
 
-class Bout:
-    """A contender's wrapper around ``module``, and its steps."""
+class Trial:
+    """An entry's wrapper around ``module``, and its steps."""
 
-    def __init__(
-        self, contender: Contender, module: nn.Module, subject: Subject, rank: int
-    ) -> None:
+    def __init__(self, entry: Entry, module: nn.Module, workload: Workload, rank: int) -> None:
         self._module = module
-        self._subject = subject
+        self._workload = workload
         self._rank = rank
-        self._batch = subject.make_input(module, rank)
-        self._model, self._handle = contender.wrap(module)
+        self._batch = workload.make_input(module, rank)
+        self._model, self._handle = entry.wrap(module)
         if self._handle is not None:
             self._handle.load_state_dict({**self._handle.state_dict(), "step": FIRST_STEP})
         self._before = self._sums()
 
     def step(self) -> float:
-        """One step, begun by all ranks together; gradients stay until :meth:`clear`. Seconds."""
+        """Run one step, which all ranks begin together, and return its seconds.
+
+        The gradients stay until :meth:`clear`.
+        """
         dist.barrier()
         start = time.perf_counter()
-        torch.autograd.backward(self._subject.loss(self._model, self._batch, self._rank))
+        torch.autograd.backward(self._workload.loss(self._model, self._batch, self._rank))
         return time.perf_counter() - start
 
     def clear(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         self._model.zero_grad(set_to_none=True)
 
     def gradients(self) -> list[Tensor]:
-        """Of all trained parameters, zeros where there is none."""
+        """Return the gradients of all trained parameters, with zeros for missing ones."""
         return [
             parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
             for parameter in self._trained()
         ]
 
     def begin_counting(self) -> None:
-        """What :meth:`costs` says is about the steps from here on."""
+        """Let :meth:`costs` count from here on."""
         self._before = self._sums()
 
-    def costs(self) -> Costs:
-        """Since :meth:`begin_counting`."""
+    def costs(self) -> TrialCosts:
+        """Return the costs of the steps since :meth:`begin_counting`."""
         if self._handle is None:
-            return Costs(self._bytes_without_hook(), None)
+            return TrialCosts(self._bytes_without_hook(), None)
         steps, wire_bytes, exposed = (
             now - before for now, before in zip(self._sums(), self._before, strict=True)
         )
-        return Costs(wire_bytes / steps, exposed / steps)
+        return TrialCosts(wire_bytes / steps, exposed / steps)
 
     def _bytes_without_hook(self) -> int:
         if self._model is self._module:
@@ -78,7 +79,7 @@ class Bout:
         return all_reduce_bytes(gradient_bytes, dist.get_world_size())
 
     def _sums(self) -> tuple[float, float, float]:
-        """Steps, bytes and exposed seconds since the hook was registered."""
+        """Return steps, bytes and exposed seconds since the hook was registered."""
         if self._handle is None:
             return 0.0, 0.0, 0.0
         stats = self._handle.stats()

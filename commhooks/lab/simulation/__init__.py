@@ -1,4 +1,4 @@
-"""Predicts what a step takes with a hook on a network that is not there; see docs/scaling.md.
+"""Predicts what a step takes with a hook on a network that is not available; see docs/scaling.md.
 
 ::
 
@@ -9,31 +9,31 @@
 Imports: adapters, cluster, comm, costs, errors, hook, lab, lab.models, reducer.
 """
 
+from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
 from commhooks.costs.gloo import Gloo
 from commhooks.costs.nccl import NCCL
 from commhooks.costs.network import Backend, Link, Network
-from commhooks.lab.simulation.break_even import PayingRates, paying_rates
-from commhooks.lab.simulation.dry_runs import Rehearsals, rehearsed_sizes
-from commhooks.lab.simulation.measurements import Measurements, measure
-from commhooks.lab.simulation.measuring import Subject
-from commhooks.lab.simulation.prediction import Prediction, predict
+from commhooks.costs.prediction import Prediction, predict
+from commhooks.lab.simulation.break_even import BreakEvenRates, break_even_rates
+from commhooks.lab.simulation.measurements import Job, Measurements
+from commhooks.lab.simulation.measuring import measure
 from commhooks.lab.simulation.study import BASELINE, Study
 
 __all__ = [
     "BASELINE",
     "NCCL",
     "Backend",
+    "BreakEvenRates",
+    "DryRuns",
     "Gloo",
+    "Job",
     "Link",
     "Measurements",
     "Network",
-    "PayingRates",
     "Prediction",
-    "Rehearsals",
     "Study",
-    "Subject",
+    "break_even_rates",
+    "dry_run_sizes",
     "measure",
-    "paying_rates",
     "predict",
-    "rehearsed_sizes",
 ]

@@ -1,4 +1,4 @@
-"""The rates of links at which one way to average beats another."""
+"""The rates of links at which a step with one hook is faster than with another."""
 
 import math
 from collections.abc import Callable
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from commhooks.lab.units import format_rate
 
-__all__ = ["PayingRates", "paying_rates"]
+__all__ = ["BreakEvenRates", "break_even_rates"]
 
 _RATES = [10 ** (6 + step / 2) for step in range(15)]  # 1 Mbit/s to 10 Tbit/s
 _PRECISION = 1.01
 
 
 @dataclass(frozen=True)
-class PayingRates:
-    """An interval, in bits per second; from 0 to infinity: any rate.
+class BreakEvenRates:
+    """An interval of rates in bits per second; from 0 to infinity stands for any rate.
 
-    Most hooks pay below some rate, because they save bytes and cost time. Those that save rounds of
-    messages, but not bytes between nodes, pay above one.
+    Most hooks are faster below some rate, because they save bytes and cost time. Hooks that save
+    rounds of messages, but send more bytes between nodes, are faster above some rate.
     """
 
     above: float
@@ -29,29 +29,31 @@ class PayingRates:
             ends.append(f"above {format_rate(self.above)}")
         if math.isfinite(self.below):
             ends.append(f"below {format_rate(self.below)}")
-        return ", ".join(ends) or "at any rate"
+        return ", ".join(ends) or "any rate"
 
 
-def paying_rates(pays: Callable[[float], bool]) -> PayingRates | None:
-    """Where ``pays``, which maps a rate to whether it does, is true; None: nowhere.
+def break_even_rates(is_faster: Callable[[float], bool]) -> BreakEvenRates | None:
+    """Find the rates for which ``is_faster`` returns True; None if there are none.
 
-    Of several intervals the lowest.
+    If there are several intervals, this is the lowest one.
     """
-    first = next((index for index, rate in enumerate(_RATES) if pays(rate)), None)
+    first = next((index for index, rate in enumerate(_RATES) if is_faster(rate)), None)
     if first is None:
         return None
     last = first
-    while last + 1 < len(_RATES) and pays(_RATES[last + 1]):
+    while last + 1 < len(_RATES) and is_faster(_RATES[last + 1]):
         last += 1
-    return PayingRates(
-        above=_edge(pays, _RATES[first], _RATES[first - 1]) if first > 0 else 0.0,
-        below=_edge(pays, _RATES[last], _RATES[last + 1]) if last + 1 < len(_RATES) else math.inf,
-    )
+    above, below = 0.0, math.inf
+    if first > 0:
+        above = _edge(is_faster, _RATES[first], _RATES[first - 1])
+    if last + 1 < len(_RATES):
+        below = _edge(is_faster, _RATES[last], _RATES[last + 1])
+    return BreakEvenRates(above, below)
 
 
-def _edge(pays: Callable[[float], bool], inside: float, outside: float) -> float:
-    """Between a rate at which it pays and one at which it does not; one at which it does."""
+def _edge(is_faster: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Bisect between a rate inside the interval and one outside; return one just inside."""
     while max(inside, outside) / min(inside, outside) > _PRECISION:
         middle = math.sqrt(inside * outside)
-        inside, outside = (middle, outside) if pays(middle) else (inside, middle)
+        inside, outside = (middle, outside) if is_faster(middle) else (inside, middle)
     return inside

@@ -1,4 +1,4 @@
-"""How fast Gloo is on this machine: two ranks send to each other."""
+"""Measures how fast Gloo is on this machine, with two ranks that send to each other."""
 
 import time
 from collections.abc import Callable
@@ -26,14 +26,14 @@ _Times = tuple[float, float]
 
 
 def measure_gloo(ranks: Ranks) -> Gloo:
-    """By the first two of ``ranks``, while the others rest."""
+    """Measure with the first two of ``ranks``, while the others are idle."""
     rates: Gloo = ranks(_measure)[0]
     return rates
 
 
 @dataclass
 class _Chain(CommHook):
-    """Awaits small all-reduces, each after the other, as a hook of many stages does."""
+    """Awaits small all-reduces one after the other, as a hook with many stages does."""
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         small = torch.zeros(16)
@@ -63,7 +63,7 @@ def _measure(rank: int) -> Gloo | None:
 
 
 def _time(work: Callable[[], object], pair: dist.ProcessGroup) -> _Times:
-    """Seconds on the clock, and of all threads on cores."""
+    """Return seconds of the clock, and seconds of all threads on cores."""
     dist.barrier(pair)
     wall, cpu = time.perf_counter(), time.process_time()
     work()
@@ -71,5 +71,5 @@ def _time(work: Callable[[], object], pair: dist.ProcessGroup) -> _Times:
 
 
 def _least(times: list[_Times], which: int) -> float:
-    """Without what else the machine did; the first one has made the connections."""
+    """Return the time with the least other work; the first run also opens the connections."""
     return min(pair[which] for pair in times[1:])

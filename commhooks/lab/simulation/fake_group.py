@@ -1,10 +1,11 @@
-"""A world of clones: N ranks that all hold the same tensors, of which only rank 0 exists.
+"""A fake process group of any size, in one process: all its ranks hold the same tensors.
 
-What a collective gives to rank 0 follows from what rank 0 gives, so a hook can be run to its end in
-one process, for any N, with numbers that its decoders understand. Nothing is sent.
+Only rank 0 exists. What a collective returns to rank 0 follows from what rank 0 passes in, so a
+hook can run to its end among N ranks, and its decoders receive messages that they understand.
+Nothing is sent.
 
-Rank 0 has all there is to do: in every topology of :mod:`commhooks.algorithms` the first rank of a
-node is the one that leads it.
+Rank 0 does at least as much as any other rank: in every topology of :mod:`commhooks.algorithms` the
+first rank of a node leads the node.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,11 @@ from typing import Any
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceOp
 
-__all__ = ["CloneChannel", "CloneGroup"]
+__all__ = ["FakeGroup", "FakeStageGroup"]
 
 
-class CloneGroup:
-    """What hooks and communicators ask of the model's process group."""
+class FakeGroup:
+    """The methods that hooks and communicators call on the model's process group."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -29,8 +30,8 @@ class CloneGroup:
         return self._size
 
 
-class CloneChannel(CloneGroup):
-    """Carries out one collective among ``size`` clones, and says what a rank gave to it.
+class FakeStageGroup(FakeGroup):
+    """Executes one collective among ``size`` equal ranks, and keeps the bytes that a rank passed.
 
     The methods are those of a process group that :class:`commhooks.Communicator` calls.
     """
@@ -58,7 +59,7 @@ class CloneChannel(CloneGroup):
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],  # noqa: ARG002
     ) -> None:
-        """With sizes: whole tensors of some ranks; without: everybody's part for rank 0."""
+        """Receive the parts for rank 0; with sizes, receive whole tensors from some ranks."""
         self.tensor_bytes = sent.nbytes
         part = sent.view(-1) if received_sizes else sent.view(self._size, -1)[0]
         if received.numel() > 0:

@@ -1,112 +1,88 @@
-"""All that is measured for a simulation: of the machine, and of a model under hooks.
+"""What a simulation needs to know of a machine, and of a model with each hook.
 
-A file keeps it, so that predictions for other networks and sizes take no time, and that a machine
-which has the hardware can measure for one that has not.
+The measurements can be saved to a file, so that predictions for other networks and sizes need no
+new ones, and a machine that has the hardware can measure for one that does not.
 """
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from commhooks.cluster import Ranks
+from commhooks.costs.dry_runs import DryRuns
 from commhooks.costs.gloo import Gloo
 from commhooks.errors import CommHookError
-from commhooks.lab.machine import cores
-from commhooks.lab.simulation.calibration import measure_gloo
-from commhooks.lab.simulation.dry_runs import Rehearsals
-from commhooks.lab.simulation.measuring import Subject, rehearse_hooks
+from commhooks.lab.models import Workload
 
-__all__ = ["Measurements", "measure"]
+__all__ = ["Job", "Measurements", "hook_key"]
 
-_TIMEOUT_SECONDS = 1800.0  # a large model on a small machine
+
+@dataclass(frozen=True)
+class Job(Workload):
+    """A workload and how it is launched."""
+
+    ranks_per_node: int = 1
+    ranks_per_machine: int = 1
+    """Ranks that share the memory of this machine; as many processes measure at the same time."""
+    bucket_cap_mb: float | None = None
+    first_step: int = 1000
+    """The first of the steps whose mean is predicted; the default is past all warm-ups."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Of one model, by hook: a config in JSON, with keys in order."""
+    """The measurements of one job. ``dry_runs`` are by hook, see :func:`hook_key`."""
 
     machine: str
-    subject: Subject
+    job: Job
     gloo: Gloo
-    rehearsals: Mapping[str, Rehearsals]
+    dry_runs: Mapping[str, DryRuns]
 
-    def of(self, config: Mapping[str, Any]) -> Rehearsals:
-        """Of the hook with this config, which must be among them."""
-        return self.rehearsals[_key(config)]
+    def of(self, config: Mapping[str, Any]) -> DryRuns:
+        """Return the dry runs of a measured hook."""
+        return self.dry_runs[hook_key(config)]
 
     def lacking(
         self, configs: Sequence[Mapping[str, Any]], sizes: Sequence[int]
     ) -> list[Mapping[str, Any]]:
-        """Those of these hooks that have not been measured for all these sizes."""
+        """Return the hooks that have not been measured for all ``sizes``."""
         return [
             config
             for config in configs
-            if not (known := self.rehearsals.get(_key(config))) or set(sizes) - known.by_size.keys()
+            if not (known := self.dry_runs.get(hook_key(config)))
+            or set(sizes) - known.by_size.keys()
         ]
 
     def with_more(self, other: "Measurements") -> "Measurements":
-        """With what ``other`` has besides, or instead."""
-        return replace(self, rehearsals={**self.rehearsals, **other.rehearsals})
+        """Return these measurements with the dry runs of ``other`` added or replaced."""
+        return replace(self, dry_runs={**self.dry_runs, **other.dry_runs})
 
     def save(self, path: Path) -> None:
-        """Writes what :meth:`load` reads."""
-        rehearsals = {key: rehearsals.to_json() for key, rehearsals in self.rehearsals.items()}
+        """Write the file that :meth:`load` reads."""
         data = {
             "machine": self.machine,
-            "subject": asdict(self.subject),
+            "job": asdict(self.job),
             "gloo": asdict(self.gloo),
-            "rehearsals": rehearsals,
+            "dry_runs": {key: runs.to_json() for key, runs in self.dry_runs.items()},
         }
         path.write_text(json.dumps(data, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> "Measurements":
-        """Raises CommHookError if the file is not one of these."""
+        """Read a file of :meth:`save`. Raises CommHookError if it is not such a file."""
         try:
             data = json.loads(path.read_text())
-            rehearsals = {
-                key: Rehearsals.from_json(value) for key, value in data["rehearsals"].items()
-            }
-            subject, gloo = Subject(**data["subject"]), Gloo(**data["gloo"])
-            return cls(data["machine"], subject, gloo, rehearsals)
+            dry_runs = {key: DryRuns.from_json(runs) for key, runs in data["dry_runs"].items()}
+            return cls(data["machine"], Job(**data["job"]), Gloo(**data["gloo"]), dry_runs)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CommHookError(
                 f"{path}: expected measurements that `commhooks simulate` has saved, found "
-                f"something else ({type(error).__name__}: {error}); delete the file to measure anew"
+                f"something else ({type(error).__name__}: {error}); delete the file to measure "
+                "again"
             ) from error
 
 
-def measure(
-    subject: Subject,
-    configs: Sequence[Mapping[str, Any]],
-    sizes: Sequence[int],
-    ranks: Ranks | None = None,
-) -> Measurements:
-    """Measures Gloo, the model and the hooks here; takes seconds to minutes, as the model is large.
-
-    In ``ranks``, at least 2, if some are there, else in processes that are started for it.
-
-    Raises ModelError; CommHookError for a hook that cannot be simulated. ``ranks`` are of no more
-    use then.
-    """
-    company = min(subject.ranks_per_machine, cores())
-    if ranks is None:
-        with Ranks(max(2, company), timeout=_TIMEOUT_SECONDS) as own:
-            return measure(subject, configs, sizes, own)
-    gloo = measure_gloo(ranks)
-    found = ranks(rehearse_hooks, subject, list(configs), list(sizes), company)[0]
-    rehearsals = {_key(config): r for config, r in zip(configs, found, strict=True)}
-    return Measurements(_machine(), subject, gloo, rehearsals)
-
-
-def _key(config: Mapping[str, Any]) -> str:
+def hook_key(config: Mapping[str, Any]) -> str:
+    """Return the hook's config in JSON, with sorted keys."""
     return json.dumps(config, sort_keys=True)
-
-
-def _machine() -> str:
-    return f"{platform.machine()}, {platform.system()}, torch {torch.__version__}"

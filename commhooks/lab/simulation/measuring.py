@@ -1,115 +1,133 @@
-"""Measures a model under hooks, in processes that work side by side and send nothing."""
+"""Measures a model with hooks, in processes that compute side by side and send nothing."""
 
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
-from commhooks.costs.step_trace import BucketScript, StepScript
+from commhooks.cluster import Ranks
+from commhooks.costs.dry_runs import DryRuns
+from commhooks.costs.step_trace import BucketTrace, StepTrace
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
-from commhooks.lab import models
-from commhooks.lab.simulation.dry_run import Part, as_launched, rehearse
-from commhooks.lab.simulation.dry_runs import Rehearsals
-from commhooks.lab.simulation.fake_group import CloneGroup
-from commhooks.lab.simulation.profile import Step, witness
+from commhooks.lab.machine import cores
+from commhooks.lab.simulation.calibration import measure_gloo
+from commhooks.lab.simulation.dry_run import HookTrace, as_launched, dry_run
+from commhooks.lab.simulation.fake_group import FakeGroup
+from commhooks.lab.simulation.measurements import Job, Measurements, hook_key
+from commhooks.lab.simulation.profile import StepProfile, profile
 
-__all__ = ["Subject", "rehearse_hooks"]
+__all__ = ["dry_run_hooks", "measure"]
 
-
-@dataclass(frozen=True)
-class Subject(models.Subject):
-    """A model, and how it is launched."""
-
-    ranks_per_node: int = 1
-    ranks_per_machine: int = 1
-    """That will share its memory, as many processes measure at the same time here."""
-    bucket_cap_mb: float | None = None
-    first_step: int = 1000
-    """Of the steps whose mean is predicted: past all warm-ups."""
+_TIMEOUT_SECONDS = 1800.0  # for a large model on a small machine
 
 
-def rehearse_hooks(
-    rank: int,
-    subject: Subject,
+def measure(
+    job: Job,
     configs: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
-    company: int,
-) -> list[Rehearsals]:
-    """What each hook does with the model in worlds of ``sizes``.
+    ranks: Ranks | None = None,
+) -> Measurements:
+    """Measure Gloo, the model and the hooks on this machine, which takes seconds to minutes.
 
-    The first ``company`` ranks of the default group find out, each for itself and at the same time:
-    what computes at the same time shares the memory's bandwidth, as the ranks of a machine do. The
-    others rest; they return nothing.
+    Uses ``ranks``, at least 2, if given, else starts processes of its own. If it raises, ``ranks``
+    cannot be used any more.
+
+    Raises ModelError, and CommHookError for a hook that cannot be simulated.
     """
-    together = dist.new_group(range(company))
+    busy = min(job.ranks_per_machine, cores())
+    if ranks is None:
+        with Ranks(max(2, busy), timeout=_TIMEOUT_SECONDS) as own:
+            return measure(job, configs, sizes, own)
+    gloo = measure_gloo(ranks)
+    found = ranks(dry_run_hooks, job, list(configs), list(sizes), busy)[0]
+    dry_runs = {hook_key(config): runs for config, runs in zip(configs, found, strict=True)}
+    machine = f"{platform.machine()}, {platform.system()}, torch {torch.__version__}"
+    return Measurements(machine, job, gloo, dry_runs)
+
+
+def dry_run_hooks(
+    rank: int,
+    job: Job,
+    configs: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    busy: int,
+) -> list[DryRuns]:
+    """Return what each hook does with the model in worlds of ``sizes``.
+
+    The first ``busy`` ranks of the default group measure at the same time, each for itself, so that
+    they share the memory's bandwidth as the ranks of a machine do. The other ranks are idle and
+    return an empty list.
+    """
+    together = dist.new_group(range(busy))
     alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     assert isinstance(alone, dist.ProcessGroup)
-    if rank >= company:
+    if rank >= busy:
         return []
-    model = subject.make_module()
-    batch = subject.make_input(model, rank)
+    model = job.make_module()
+    batch = job.make_input(model, rank)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    steps: dict[tuple[Any, ...], Step] = {}
+    profiles: dict[tuple[Any, ...], StepProfile] = {}
 
-    def step_of(hook: CommHook) -> Step:
-        """Hooks that want the same buckets share it."""
+    def profile_for(hook: CommHook) -> StepProfile:
+        """Return the profile that consecutive hooks with the same buckets share."""
         keys = tuple(hook.bucket_key(name) for name in parameters)
-        if keys not in steps:
-            steps.clear()  # it may be as large as the model
+        if keys not in profiles:
+            profiles.clear()  # a profile may be as large as the model
             dist.barrier(together)
-            steps[keys] = witness(
+            profiles[keys] = profile(
                 model,
-                lambda wrapped: subject.loss(wrapped, batch, rank),
+                lambda wrapped: job.loss(wrapped, batch, rank),
                 hook,
                 alone,
-                bucket_cap_mb=subject.bucket_cap_mb,
+                bucket_cap_mb=job.bucket_cap_mb,
             )
-        return steps[keys]
+        return profiles[keys]
 
     found = []
     for config in configs:
         hook = create(config)
-        with as_launched(subject.ranks_per_node):
-            hook.prepare(parameters, cast("dist.ProcessGroup", CloneGroup(max(sizes))))
-        step = step_of(hook)
+        with as_launched(job.ranks_per_node):
+            hook.prepare(parameters, cast("dist.ProcessGroup", FakeGroup(max(sizes))))
+        step = profile_for(hook)
         is_native = create(config).native(alone) is not None
         dist.barrier(together)
         by_size = {
             size: [
-                (share, _script(step, parts, is_native=is_native))
-                for share, parts in rehearse(
+                (share, _join(step, traces, is_native=is_native))
+                for share, traces in dry_run(
                     config,
                     step.buckets,
                     parameters,
                     size=size,
-                    ranks_per_node=subject.ranks_per_node,
-                    first_step=subject.first_step,
-                    is_timed=not is_native,  # it works with the engine, which is in the step
+                    ranks_per_node=job.ranks_per_node,
+                    first_step=job.first_step,
+                    is_timed=not is_native,  # its work is the engine's, which the profile contains
                 )
             ]
             for size in sizes
         }
-        found.append(Rehearsals(by_size, subject.ranks_per_node))
+        found.append(DryRuns(by_size, job.ranks_per_node))
     return found
 
 
-def _script(step: Step, parts: Sequence[Part], *, is_native: bool) -> StepScript:
-    """Joins what the engine and what the hook did."""
+def _join(step: StepProfile, traces: Sequence[HookTrace], *, is_native: bool) -> StepTrace:
+    """Join the profile of the engine and the traces of the hook."""
     total = sum(bucket.buffer().nbytes for bucket in step.buckets)
     unpacking = max(0.0, step.backward_seconds - step.launches[-1])
     starts = (0.0, *step.launches[:-1])
     buckets = tuple(
-        BucketScript(
+        BucketTrace(
             gradient_bytes=bucket.buffer().nbytes,
             backward_seconds=launch - start,
             unpack_seconds=unpacking * bucket.buffer().nbytes / max(total, 1),
-            local_seconds=part.local_seconds,
-            collectives=part.collectives,
+            local_seconds=trace.local_seconds,
+            collectives=trace.collectives,
         )
-        for bucket, start, launch, part in zip(
-            step.buckets, starts, step.launches, parts, strict=True
+        for bucket, start, launch, trace in zip(
+            step.buckets, starts, step.launches, traces, strict=True
         )
     )
-    return StepScript(buckets, step.forward_seconds, is_native)
+    return StepTrace(buckets, step.forward_seconds, is_native)

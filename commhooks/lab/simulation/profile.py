@@ -1,4 +1,4 @@
-"""Sees what the engine does with a model: which buckets it makes, when, of what gradients."""
+"""Profiles the engine with a model: which buckets it makes, when, and of which gradients."""
 
 import time
 from collections.abc import Callable
@@ -13,51 +13,50 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
 from reducer import DistributedDataParallel, GradBucket
 
-__all__ = ["Step", "witness"]
+__all__ = ["StepProfile", "profile"]
 
-_WARM_UP = 2  # buckets are cut anew after the first step
-_TIMED = range(2, 6)  # more than the fewest only while that takes no longer than the seconds below
-_SECONDS = 5.0
+_WARM_UP = 2  # buckets are rebuilt after the first step
+_FEWEST, _MOST, _SECONDS = 2, 5, 5.0  # timed steps; no more than the fewest after the seconds
 
 
 @dataclass(frozen=True)
-class Step:
+class StepProfile:
     """A step without communication; times in seconds."""
 
     buckets: tuple[GradBucket, ...]
-    """With their gradients."""
+    """All buckets in order, with copies of their gradients."""
     launches: tuple[float, ...]
-    """From the start of backward until each bucket, packed, was handed to the hook."""
+    """For each bucket, the time from the start of backward until it was passed to the hook."""
     backward_seconds: float
     forward_seconds: float
 
 
-def witness(
+def profile(
     model: nn.Module,
     forward: Callable[[nn.Module], Tensor],
     hook: CommHook,
     alone: dist.ProcessGroup,
     *,
     bucket_cap_mb: float | None = None,
-) -> Step:
-    """Runs some steps in the group ``alone``, of one rank, with buckets as ``hook`` prefers them.
+) -> StepProfile:
+    """Run a few steps in the group ``alone``, of one rank, with the buckets that ``hook`` wants.
 
-    ``forward`` maps the wrapped model to a loss. The hook has to be prepared, and does not run.
+    ``forward`` maps the wrapped model to a loss. The hook must be prepared; it does not run.
     """
     wrapped = DistributedDataParallel(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
     adapter = DDPAdapter(wrapped)
-    watch = _Watch()
-    adapter.install_function(watch)
+    recorder = _Recorder()
+    adapter.install_function(recorder)
     adapter.regroup(hook.bucket_key)
     for _ in range(_WARM_UP):
-        _step(wrapped, forward, watch)
-    steps: list[Step] = []
+        _step(wrapped, forward, recorder)
+    steps: list[StepProfile] = []
     end = time.monotonic() + _SECONDS
-    while len(steps) < _TIMED.start or (len(steps) < _TIMED.stop - 1 and time.monotonic() < end):
-        steps.append(_step(wrapped, forward, watch))
-    watch.keeps_gradients = True
-    kept = _step(wrapped, forward, watch)
-    # The fastest is the one in which the machine did nothing else.
+    while len(steps) < _FEWEST or (len(steps) < _MOST and time.monotonic() < end):
+        steps.append(_step(wrapped, forward, recorder))
+    recorder.keeps_gradients = True
+    kept = _step(wrapped, forward, recorder)
+    # In the fastest step the machine was least busy with other work.
     fastest = min(steps, key=lambda step: step.backward_seconds)
     return replace(
         fastest,
@@ -66,20 +65,22 @@ def witness(
     )
 
 
-def _step(model: nn.Module, forward: Callable[[nn.Module], Tensor], watch: "_Watch") -> Step:
+def _step(
+    model: nn.Module, forward: Callable[[nn.Module], Tensor], recorder: "_Recorder"
+) -> StepProfile:
     model.zero_grad(set_to_none=True)
-    watch.clear()
+    recorder.clear()
     start = time.perf_counter()
     loss = forward(model)
     between = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
     end = time.perf_counter()
-    launches = tuple(launch - between for launch in watch.launches)
-    return Step(tuple(watch.buckets), launches, end - between, between - start)
+    launches = tuple(launch - between for launch in recorder.launches)
+    return StepProfile(tuple(recorder.buckets), launches, end - between, between - start)
 
 
-class _Watch:
-    """A torch-style hook that changes nothing."""
+class _Recorder:
+    """A torch-style hook that returns each bucket unchanged and notes when it was called."""
 
     def __init__(self) -> None:
         self.keeps_gradients = False

@@ -1,4 +1,4 @@
-"""Hooks side by side on one network: which of them to take."""
+"""Compares hooks on one network, to choose between them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,82 +6,110 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from commhooks.costs.network import Backend, Network
-from commhooks.lab.simulation.break_even import PayingRates, paying_rates
-from commhooks.lab.simulation.dry_runs import Rehearsals
-from commhooks.lab.simulation.prediction import Prediction, predict
+from commhooks.costs.dry_runs import DryRuns
+from commhooks.costs.network import Backend, Link, Network
+from commhooks.costs.prediction import Prediction, predict
+from commhooks.lab.simulation.break_even import BreakEvenRates, break_even_rates
 from commhooks.lab.units import format_rate
 
 __all__ = ["BASELINE", "Study"]
 
 BASELINE = "allreduce"
-"""What other hooks are compared with: it loses nothing."""
+"""The hook that others are compared with, because it is exact."""
 
 _WORTH_IT = 1.1
-"""How many times faster a step has to be before losing anything makes sense."""
-_LONG_CURVE = 1024  # ranks
+"""The speed-up of a step that justifies a loss of accuracy."""
+_LONG_CURVE = 1024  # nodes
+_LOOPBACK = Link(1e15)  # bytes only cost time on cores, which is in the rates of Gloo
 
 
 @dataclass(frozen=True)
 class Study:
-    """``hooks`` by name, BASELINE among them. Other arguments as of :func:`predict`."""
+    """Predictions for ``hooks``, by name, on one network. Other arguments as in :func:`predict`.
 
-    hooks: Mapping[str, Rehearsals]
+    ``loopback_seconds`` are measured steps over loopback, by hook. With them a predicted step is
+
+        measured over loopback + (simulated over the link - simulated over loopback)
+
+    so that whatever the simulation leaves out is measured.
+    """
+
+    hooks: Mapping[str, DryRuns]
     network: Network
     backend: Backend
     cores: float = math.inf
     speed: float = 1.0
+    baseline: str = BASELINE
+    loopback_seconds: Mapping[str, float] | None = None
 
     @cached_property
     def predictions(self) -> dict[str, Prediction]:
-        """By hook."""
-        return {hook: self._on(self.network, hook) for hook in self.hooks}
+        """The simulated steps, by hook."""
+        return {hook: self._simulate(hook, self.network) for hook in self.hooks}
 
     @property
     def alone_seconds(self) -> float:
-        """Of a step without communication."""
-        baseline = self.predictions[BASELINE]
+        """The time of a step without communication."""
+        baseline = self.predictions[self.baseline]
         return baseline.step_seconds - baseline.exposed_seconds
 
+    def step_seconds(self, hook: str, bits_per_second: float) -> float:
+        """Predict a step over links of another rate."""
+        link = replace(self.network.link, bits_per_second=bits_per_second)
+        seconds = self._simulate(hook, replace(self.network, link=link)).step_seconds
+        if self.loopback_seconds is None:
+            return seconds
+        loopback = replace(self.network, link=_LOOPBACK, node_link=_LOOPBACK)
+        added = seconds - self._simulate(hook, loopback).step_seconds
+        return self.loopback_seconds[hook] + max(0.0, added)
+
+    def break_even(self, hook: str) -> BreakEvenRates | None:
+        """Return the rates of links at which ``hook`` beats the baseline; None if there are none."""
+        return break_even_rates(
+            lambda rate: self.step_seconds(hook, rate) < self.step_seconds(self.baseline, rate)
+        )
+
     def curve_sizes(self) -> list[int]:
-        """World sizes from two nodes to beyond that of the network."""
+        """Return world sizes from two nodes up, beyond the size of the network."""
         per_node = self.network.ranks_per_node
         longest = max(self.network.size, _LONG_CURVE * per_node)
         doublings = range(1, math.floor(math.log2(longest / per_node)) + 1)
         return sorted({self.network.size, *(per_node << power for power in doublings)})
 
     def curve(self, hook: str, sizes: Sequence[int]) -> list[float]:
-        """Seconds per step in worlds of ``sizes``."""
-        return [self._on(replace(self.network, size=size), hook).step_seconds for size in sizes]
-
-    def pays(self, hook: str) -> PayingRates | None:
-        """At which rates of links ``hook`` beats the plain average; None: at none."""
-        return paying_rates(lambda rate: self._pays(hook, rate))
+        """Return the simulated seconds per step in worlds of ``sizes``."""
+        networks = [replace(self.network, size=size) for size in sizes]
+        return [self._simulate(hook, network).step_seconds for network in networks]
 
     @property
     def advice(self) -> str:
-        """Which hook to take, in a sentence or two."""
-        baseline = self.predictions[BASELINE]
+        """One or two sentences that say which hook to use."""
+        baseline = self.predictions[self.baseline]
         best = min(self.predictions, key=lambda hook: self.predictions[hook].step_seconds)
         gain = baseline.step_seconds / self.predictions[best].step_seconds
         rate = format_rate(self.network.link.bits_per_second)
-        where = f"among {self.network.size} ranks at {rate}"
+        where = f"With {self.network.size} ranks at {rate}"
         if len(self.predictions) == 1:
-            return f"There is nothing to compare {BASELINE} with: name other hooks."
-        if best == BASELINE:
-            return f"Stay with {BASELINE}: {where} none of these is faster, and it loses nothing."
+            return f"There is nothing to compare {self.baseline} with: name other hooks."
+        if best == self.baseline:
+            return (
+                f"Keep {self.baseline}. {where} none of the other hooks is faster, and it is exact."
+            )
         if gain < _WORTH_IT:
             return (
-                f"Stay with {BASELINE}: {where} {best} would make a step {gain:.2f} times as fast, "
-                "which is too little to lose anything for."
+                f"Keep {self.baseline}. {where} a step would be {gain:.2f} times as fast with "
+                f"{best}, which does not justify a loss of accuracy."
             )
         return (
-            f"Take {best}: {where} it makes a step {gain:.1f} times as fast as {BASELINE}. Whether "
-            "the model learns as well with it, training has to show."
+            f"Use {best}. {where} a step is {gain:.1f} times as fast as with {self.baseline}. "
+            "Whether the model learns as well is not predicted: train with it to find out."
         )
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types. "pays": the ends of that interval, in bits per second, null: no end."""
+        """Return all predictions in JSON's types.
+
+        ``break_even`` has the ends of the interval in bits per second; null stands for no end.
+        """
         sizes = self.curve_sizes()
         return {
             "network": asdict(self.network),
@@ -90,7 +118,7 @@ class Study:
             "hooks": {
                 hook: asdict(prediction)
                 | {
-                    "pays": _ends(self.pays(hook)),
+                    "break_even": _ends(self.break_even(hook)),
                     "curve_seconds": self.curve(hook, sizes),
                 }
                 for hook, prediction in self.predictions.items()
@@ -99,16 +127,13 @@ class Study:
             "advice": self.advice,
         }
 
-    def _on(self, network: Network, hook: str) -> Prediction:
-        return predict(self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed)
-
-    def _pays(self, hook: str, bits_per_second: float) -> bool:
-        link = replace(self.network.link, bits_per_second=bits_per_second)
-        slower = replace(self.network, link=link)
-        return self._on(slower, hook).step_seconds < self._on(slower, BASELINE).step_seconds
+    def _simulate(self, hook: str, network: Network) -> Prediction:
+        return predict(
+            self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed
+        )
 
 
-def _ends(rates: PayingRates | None) -> dict[str, float | None] | None:
+def _ends(rates: BreakEvenRates | None) -> dict[str, float | None] | None:
     if rates is None:
         return None
     return {

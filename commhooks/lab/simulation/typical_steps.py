@@ -1,14 +1,13 @@
-"""Which steps to look at, so that their mean is that of the training."""
+"""Chooses a few steps whose weighted mean stands for the whole training."""
 
 from collections import Counter
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from commhooks.hook.base import CommHook
+from commhooks.hook.derived_bucket import bucket_with
 from reducer import GradBucket
 
-__all__ = ["at_step", "typical_steps"]
+__all__ = ["typical_steps"]
 
 _WINDOW = 1000
 _MOST_KINDS = 8
@@ -17,41 +16,21 @@ _MOST_KINDS = 8
 def typical_steps(
     hook: CommHook, buckets: Sequence[GradBucket], size: int, first: int
 ) -> dict[int, float]:
-    """One step of each kind among the steps from ``first`` on, and the kind's share of all.
+    """Return one step of each kind, from step ``first`` on, with the share of steps of its kind.
 
-    Steps are of one kind if the hook's cost formula gives the same for them: ``local_sgd`` with a
-    period of 8 has two kinds. Where there are many, as in a warm-up, steps at equal distances stand
-    for all. A hook without a formula is seen in two steps, as some take turns.
+    Two steps are of one kind if the cost formula of the hook gives the same bytes for both:
+    ``local_sgd`` with a period of 8 has two kinds. If there are many kinds, as in a warm-up, steps
+    at equal distances stand for all of them. A hook without a formula gets two consecutive steps,
+    because some hooks alternate.
     """
-    costs: dict[tuple[int | None, ...], int] = {}
+    kinds: dict[tuple[int | None, ...], int] = {}
     counts: Counter[int] = Counter()
     for step in range(first, first + _WINDOW):
-        cost = _cost(hook, buckets, size, step)
-        if None in cost:
+        sent = tuple(hook.wire_bytes(bucket_with(b, b.buffer(), step=step), size) for b in buckets)
+        if None in sent:
             return {first: 0.5, first + 1: 0.5}
-        counts[costs.setdefault(cost, step)] += 1
+        counts[kinds.setdefault(sent, step)] += 1
     if len(counts) > _MOST_KINDS:
         distance = _WINDOW // _MOST_KINDS
         return {first + i * distance: 1 / _MOST_KINDS for i in range(_MOST_KINDS)}
     return {step: count / _WINDOW for step, count in counts.items()}
-
-
-def _cost(
-    hook: CommHook, buckets: Sequence[GradBucket], size: int, step: int
-) -> tuple[int | None, ...]:
-    return tuple(
-        hook.wire_bytes(at_step(bucket, bucket.buffer(), len(buckets), step), size)
-        for bucket in buckets
-    )
-
-
-def at_step(bucket: GradBucket, buffer: Tensor, count: int, step: int) -> GradBucket:
-    """The bucket, one of ``count``, as it is in another step, with ``buffer`` as its numbers."""
-    return GradBucket(
-        buffer,
-        bucket.parameters(),
-        bucket.names,
-        index=bucket.index(),
-        count=count,
-        step=step,
-    )

@@ -1,4 +1,4 @@
-"""A model under test: made alike on every rank, given the same input in every step."""
+"""A model to measure with, its input and its loss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,31 +9,34 @@ from torch import Tensor, nn
 
 from commhooks.lab.models.loading import ModelError, load_callable, load_model
 
-__all__ = ["Subject"]
+__all__ = ["Workload"]
 
 _SEED = 20190530
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Where model and input come from.
+class Workload:
+    """A model and its input, by name, so that every process makes the same ones.
 
     Args:
-        model: as of :func:`commhooks.lab.models.load_model`.
-        input: ``package.module:factory`` of a batch: a tensor, a tuple of positional arguments or a
-            dict of named ones. None: the model's own ``example_input()``.
+        model: the name of a model, as for :func:`commhooks.lab.models.load_model`.
+        input: ``package.module:factory`` of a batch, which is a tensor, a tuple of positional
+            arguments or a dict of keyword arguments. None: the model's own ``example_input()``.
     """
 
     model: str
     input: str | None = None
 
     def make_module(self) -> nn.Module:
-        """The same on every rank and every time, if the factory draws from torch's generator."""
+        """Make the model.
+
+        All ranks get the same weights if the factory draws them from torch's default generator.
+        """
         torch.manual_seed(_SEED)
         return load_model(self.model)
 
     def make_input(self, module: nn.Module, rank: int) -> Any:
-        """The batch of a rank. Raises ModelError."""
+        """Make the batch of a rank, which is the same in every step. Raises ModelError."""
         torch.manual_seed(_SEED + 1 + rank)
         if self.input is not None:
             return load_callable(self.input)()
@@ -46,7 +49,7 @@ class Subject:
         return example_input()
 
     def loss(self, model: nn.Module, batch: Any, rank: int) -> Tensor:
-        """Of one forward pass; dropout falls alike for all contenders."""
+        """Run one forward pass. Dropout draws the same numbers in every step."""
         torch.manual_seed(_SEED + 1 + rank)
         if isinstance(batch, tuple):
             return _loss_of(model(*batch))
@@ -54,7 +57,7 @@ class Subject:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """The output, if it is a loss or has one; else its mean square, which is as good for timing."""
+    """Return the loss in ``output``, or its mean square, which serves as well for timing."""
     if isinstance(output, Mapping) and "loss" in output:
         output = output["loss"]
     output = getattr(output, "loss", output)
@@ -62,7 +65,7 @@ def _loss_of(output: Any) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor):
         raise ModelError(
-            "expected a model that returns a tensor, a tuple that begins with one, or something "
-            f"with a loss; found {type(output).__name__}"
+            "expected a model that returns a tensor, a tuple whose first element is a tensor, or "
+            f"an object with a loss; found {type(output).__name__}"
         )
     return output if output.dim() == 0 else output.square().mean()
