@@ -28,14 +28,14 @@ from commhooks.cluster.links import burst_bytes, shaped_link
 from commhooks.hook.spec import parse_hook_spec
 from commhooks.lab.simulation import (
     BASELINE,
+    Job,
     Link,
     Measurements,
     Network,
     Prediction,
     Study,
-    Subject,
+    dry_run_sizes,
     measure,
-    rehearsed_sizes,
 )
 
 MODEL = "transformer-38MB"
@@ -76,8 +76,8 @@ class Cell:
 
     def pays_below(self, rates: Measurements) -> float:
         """Return the rate (bits per second) below which the hook is predicted to pay."""
-        pays = self._study(rates).pays(self.hook)
-        return pays.below if pays else 0.0
+        break_even = self._study(rates).break_even(self.hook)
+        return break_even.below if break_even else 0.0
 
     def _study(self, rates: Measurements) -> Study:
         burst = burst_bytes(self.bits_per_second)
@@ -89,12 +89,12 @@ class Cell:
 
 def rates_of_this_machine() -> Measurements:
     """Measure with as many busy processes as there are cores, as in the measured steps."""
-    subject = Subject(
+    job = Job(
         "bench.models:ThreeLayers",
         ranks_per_machine=max(RANKS),
         bucket_cap_mb=BUCKET_MB,
     )
-    return measure(subject, list(HOOKS.values()), rehearsed_sizes(RANKS, 1))
+    return measure(job, list(HOOKS.values()), dry_run_sizes(RANKS, 1))
 
 
 def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:

@@ -13,8 +13,8 @@ from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.hook.spec import parse_hook_spec
 from commhooks.lab.comparison import TrainingPoint, remote
-from commhooks.lab.comparison.entry import BARE, Contender
-from commhooks.lab.models import Subject
+from commhooks.lab.comparison.entry import BARE, Entry
+from commhooks.lab.models import Workload
 
 __all__ = ["BITS_PER_SECOND", "MODEL", "RANKS", "Limits", "race"]
 
@@ -50,9 +50,9 @@ def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> 
     """
     spec = parse_hook_spec(hook)
     with shaped_link(RANKS, BITS_PER_SECOND) as link, Ranks(RANKS, link) as ranks:
-        ranks(remote.open_ring, Subject(MODEL))
+        ranks(remote.prepare, Workload(MODEL))
         load, bare_seconds = os.getloadavg()[0], _bare_step_seconds(ranks)
-        points = _train(ranks, Contender(spec.text, spec.config), limits, report)
+        points = _train(ranks, Entry(spec.text, spec.config), limits, report)
         return Course(
             hook,
             points,
@@ -62,9 +62,9 @@ def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> 
 
 
 def _train(
-    ranks: Ranks, contender: Contender, limits: Limits, report: Callable[[TrainingPoint], None]
+    ranks: Ranks, entry: Entry, limits: Limits, report: Callable[[TrainingPoint], None]
 ) -> list[TrainingPoint]:
-    ranks(remote.begin_training, contender, TRAINING)
+    ranks(remote.begin_training, entry, TRAINING)
     points: list[TrainingPoint] = []
     while not points or not limits.end(points[-1]):
         for _ in range(STRIDE - 1):

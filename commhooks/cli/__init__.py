@@ -15,7 +15,7 @@ _EXTRA = ("click", "matplotlib", "rich")
 
 
 def main() -> None:
-    """Runs the command that ``sys.argv`` names."""
+    """Run the command that ``sys.argv`` names."""
     try:
         from commhooks.cli.commands import commands
     except ModuleNotFoundError as error:
@@ -25,14 +25,14 @@ def main() -> None:
             f"commhooks: the command line needs {error.name}, which is not installed; "
             "pip install 'commhooks[cli]'"
         )
-    signal.signal(signal.SIGTERM, _end)  # in order, as after Ctrl-C
+    signal.signal(signal.SIGTERM, _end)  # with cleanup, as after Ctrl-C
     try:
         commands(prog_name="commhooks")
     except ImportError:
         try:
             load_extensions()
         except ImportError as error:
-            sys.exit(f"commhooks: {error}. `commhooks doctor` says what to do.")
+            sys.exit(f"commhooks: {error}. Run `commhooks doctor` to see what to do.")
         raise
 
 

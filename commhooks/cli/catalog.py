@@ -1,4 +1,4 @@
-"""``commhooks list`` and ``commhooks describe``: what hooks there are."""
+"""``commhooks list`` and ``commhooks describe``: the hooks and their options."""
 
 import click
 from rich import box
@@ -11,22 +11,22 @@ from commhooks.hook.registry import describe as describe_hook
 __all__ = ["describe", "list_hooks"]
 
 _CAPTION = """\
-average: whether it is exact, and whether all ranks get the same.
-loss: change of the validation loss in percent, against plain averaging, on two tasks: digits, \
-bytes.
-commhooks describe NAME shows options, the paper, and with how many seeds that was measured."""
+average: whether the average is exact, and whether it differs between ranks.
+loss: change of the validation loss in percent, relative to plain averaging, on two tasks: \
+digits, bytes.
+`commhooks describe NAME` shows the options, the paper, and the number of seeds."""
 
 
 @click.command(name="list")
 def list_hooks() -> None:
-    """Show all hooks: what they send, and what training loses with them."""
+    """List all hooks: what they send, and how they change the validation loss."""
     table = Table(
         caption=_CAPTION, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("hook", no_wrap=True)
     table.add_column("average", max_width=12)
     table.add_column("loss", justify="right", no_wrap=True)
-    table.add_column("what is sent")
+    table.add_column("sent")
     for name in available():
         info = describe_hook(name)
         table.add_row(name, _average(info), _loss(info), info.wire or info.summary)
@@ -36,7 +36,7 @@ def list_hooks() -> None:
 @click.command()
 @click.argument("name")
 def describe(name: str) -> None:
-    """Show the options of the hook NAME, what it sends and loses, and where it is from."""
+    """Show the options of the hook NAME, what it sends, and its source."""
     click.echo(describe_hook(name))
 
 

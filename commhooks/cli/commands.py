@@ -1,4 +1,4 @@
-"""The group of all commands; each is in a module of its own, imported when it is needed."""
+"""The group of all commands. Each command is imported when it is needed."""
 
 import importlib
 import sys
@@ -41,7 +41,7 @@ class _Commands(click.Group):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def commands() -> None:
-    """Choose how gradients travel in data-parallel training."""
-    # Factories in the user's current directory, as `python -m` would find them.
+    """Choose a gradient communication hook for data-parallel training."""
+    # Find factories in the current directory, as `python -m` does.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

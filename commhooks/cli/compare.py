@@ -1,4 +1,4 @@
-"""``commhooks compare``: which hook pays, on this model, over these links."""
+"""``commhooks compare``: measure hooks on a model, over links."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
 from commhooks.hook.spec import HookSpec
 from commhooks.lab.comparison import Comparison
 from commhooks.lab.comparison import compare as compare_hooks
-from commhooks.lab.comparison.setting import Progress as Report
+from commhooks.lab.comparison.setting import ProgressCallback
 from commhooks.lab.models import built_in_models
 
 __all__ = ["compare"]
@@ -25,53 +25,42 @@ __all__ = ["compare"]
     "--model",
     required=True,
     metavar="NAME",
-    help=f"package.module:factory, or one of {', '.join(built_in_models())}.",
+    help=f"The model: package.module:factory, or one of {', '.join(built_in_models())}.",
 )
 @click.option(
     "--input",
     "input_factory",
     metavar="NAME",
-    help="package.module:factory of a batch; default: the model's example_input().",
+    help="package.module:factory of a batch. Default: the model's example_input().",
 )
 @click.option(
     "--train",
     metavar="NAME",
-    help="package.module:function, a generator function train(model, rank, world_size) that takes "
-    "a training step each time, and yields a function for the loss on validation data.",
+    help="Also train with each hook. package.module:function, a generator function "
+    "train(model, rank, world_size) that runs one training step per next() and yields a function "
+    "that returns the validation loss.",
 )
 @hooks_option(
-    "For example allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01)."
+    "Hooks with their options, for example "
+    "allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01)."
 )
-@click.option("--world-size", default=2, show_default=True, help="Ranks on this machine.")
+@click.option("--world-size", default=2, show_default=True, help="Number of ranks.")
 @click.option(
     "--link",
     "links",
     type=RATE,
     multiple=True,
-    help="Rate of a link between ranks, such as 1gbit; may be given several times. As root it is "
-    "a real one, else it is predicted.",
+    help="Rate of a link between ranks, for example 1gbit; may be given several times. As root, "
+    "such a link is set up and measured; otherwise its times are predicted.",
 )
 @click.option("--predict", is_flag=True, help="Predict links even if they could be measured.")
-@click.option("--steps", default=50, show_default=True, help="That are timed, per hook and link.")
-@click.option("--train-steps", default=200, show_default=True, help="With --train, per hook.")
+@click.option("--steps", default=50, show_default=True, help="Timed steps per hook and link.")
+@click.option("--train-steps", default=200, show_default=True, help="Training steps per hook.")
+@click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 @click.option(
-    "--json",
-    "json_file",
-    type=FILE,
-    help="Write all figures to this file.",
+    "--csv", "csv_file", type=FILE, help="Write a table to this file, one line per hook and link."
 )
-@click.option(
-    "--csv",
-    "csv_file",
-    type=FILE,
-    help="Likewise, one line per hook and link.",
-)
-@click.option(
-    "--plot",
-    "plot_file",
-    type=IMAGE,
-    help="Draw time by hook and link, and losses.",
-)
+@click.option("--plot", "plot_file", type=IMAGE, help="Draw step times and training losses.")
 def compare(
     model: str,
     input_factory: str | None,
@@ -86,9 +75,9 @@ def compare(
     csv_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Measure hooks side by side on a model, with torch's own averaging beside them.
+    """Measure hooks on a model, beside torch DDP and the bare model.
 
-    Each hook is verified before it is timed. Ranks are processes on this machine, on CPU.
+    Ranks are processes on this machine, on CPU. Each hook is verified before it is timed.
     """
     console = Console(stderr=True)
     with _bar(console) as progress:
@@ -116,15 +105,15 @@ def compare(
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Report]:
+def _bar(console: Console) -> Iterator[ProgressCallback]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
-        def report(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
+        def update(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
 
-        yield report
+        yield update
 
 
 def _show(comparison: Comparison) -> None:

@@ -1,4 +1,4 @@
-"""A comparison as a picture."""
+"""A comparison as an image."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Step time by hook and link; with training, loss against time for each link, and bytes."""
+    """Draw step times by hook and link; after training, also loss against time and bytes."""
     mpl.use("Agg")
     trained = [
         link for link in comparison.links if any(row.training for row in _rows(comparison, link))
@@ -39,11 +39,11 @@ def draw_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def _draw_times(axes: Axes, comparison: Comparison) -> None:
-    """A group of bars per hook, one bar per link; hatched where predicted."""
+    """Draw a group of bars per hook, one bar per link; predicted bars are hatched."""
     height = 0.8 / len(comparison.links)
     for index, link in enumerate(comparison.links):
         rows = _rows(comparison, link)
-        positions = [place + index * height for place in range(len(rows))]
+        positions = [base + index * height for base in range(len(rows))]
         measured = rows[0].measured
         axes.barh(
             positions,
@@ -54,7 +54,7 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
             alpha=1.0 if measured else 0.6,
         )
     middle = (len(comparison.links) - 1) * height / 2
-    axes.set_yticks([place + middle for place in range(len(comparison.hooks))], comparison.hooks)
+    axes.set_yticks([base + middle for base in range(len(comparison.hooks))], comparison.hooks)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(EngFormatter("s"))
@@ -63,19 +63,19 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
 
 
 def _draw_losses(axes: Axes, comparison: Comparison, link: str) -> None:
-    _draw_courses(axes, comparison, link, lambda point: point.seconds)
+    _draw_training(axes, comparison, link, lambda point: point.seconds)
     axes.xaxis.set_major_formatter(EngFormatter("s"))
     predicted = "" if comparison.row("torch", link).measured else ", predicted"
     axes.set_xlabel(f"training time over {link}{predicted}")
 
 
 def _draw_losses_by_bytes(axes: Axes, comparison: Comparison, link: str) -> None:
-    _draw_courses(axes, comparison, link, lambda point: point.wire_bytes)
+    _draw_training(axes, comparison, link, lambda point: point.wire_bytes)
     axes.xaxis.set_major_formatter(EngFormatter("B"))
     axes.set_xlabel("bytes sent per rank")
 
 
-def _draw_courses(
+def _draw_training(
     axes: Axes, comparison: Comparison, link: str, along: Callable[[TrainingPoint], float]
 ) -> None:
     for row in _rows(comparison, link):

@@ -3,28 +3,29 @@
 import math
 from collections.abc import Callable, Mapping
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from commhooks.cli.tables import table_of_hooks
 from commhooks.lab.comparison import Comparison, Row
 from commhooks.lab.units import format_rate
 
 __all__ = ["costs_table", "format_bytes", "format_seconds", "times_table"]
 
 _TIMES_CAPTION = """\
-step: forward and backward of the slowest rank, median, and the spread between the quartiles.
-of torch: that time over that of torch's own averaging.
-exposed: what a step takes longer than that of the bare model."""
+step: forward and backward on the slowest rank; median, and distance between the quartiles.
+of torch: the step divided by that of torch DDP.
+exposed: the time that averaging adds to a step of the bare model."""
 _COSTS_CAPTION = """\
-ratio: what plain averaging sends over what the hook sends.
-error: of one step's gradients against the exact mean.
+wire: bytes that one rank sends per step.
+ratio: bytes of plain averaging divided by those of the hook.
+error: relative error of one step's gradients against the exact mean.
 memory: peak, besides the parameters.
-pays below: the rate of a link below which the hook is faster than torch's averaging."""
+break-even: the hook is faster than torch DDP on links below this rate."""
 
 
 def times_table(comparison: Comparison) -> Table:
-    """A section per link, one row per contender."""
+    """Make the table of times: a section per link, with one row per entry."""
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda row: format_seconds(row.step_seconds),
         "": _spread,
@@ -35,7 +36,7 @@ def times_table(comparison: Comparison) -> Table:
         columns["loss"] = _loss
     gradient_bytes = format_bytes(comparison.rows[0].gradient_bytes)
     title = f"{comparison.model}, {comparison.world_size} ranks, {gradient_bytes} of gradients"
-    table = _table(columns, title, _TIMES_CAPTION)
+    table = table_of_hooks(columns, title=title, caption=_TIMES_CAPTION)
     for link in comparison.links:
         kind = "measured" if comparison.row("torch", link).measured else "predicted"
         table.add_row(Text(f"{link}, {kind}", style="bold"))
@@ -46,22 +47,22 @@ def times_table(comparison: Comparison) -> Table:
 
 
 def costs_table(comparison: Comparison) -> Table:
-    """What does not depend on the link, one row per contender."""
+    """Make the table of what does not depend on the link, with one row per entry."""
     columns: dict[str, Callable[[Row], str]] = {
         "wire": lambda row: format_bytes(row.wire_bytes) if row.wire_bytes else "",
         "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.1f}x",
         "error": lambda row: "" if row.error is None else f"{row.error:.1e}",
         "memory": lambda row: format_bytes(row.peak_bytes),
-        "pays below": _pays_below,
+        "break-even": _break_even,
     }
-    table = _table(columns, None, _COSTS_CAPTION)
+    table = table_of_hooks(columns, caption=_COSTS_CAPTION)
     for hook in comparison.hooks:
         _add(table, hook, comparison.row(hook), columns)
     return table
 
 
 def format_bytes(count: float | None) -> str:
-    """With a decimal unit: 3337216 -> '3.34 MB'."""
+    """Format with a decimal unit: 3337216 -> '3.34 MB'."""
     if count is None:
         return "-"
     units = ["B", "kB", "MB", "GB", "TB"]
@@ -72,25 +73,11 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """In milliseconds: 0.01234 -> '12.3 ms'."""
+    """Format in milliseconds: 0.01234 -> '12.3 ms'."""
     if seconds is None:
         return "-"
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.{1 if abs(milliseconds) < 100 else 0}f} ms"
-
-
-def _table(columns: Mapping[str, object], title: str | None, caption: str) -> Table:
-    table = Table(
-        title=title,
-        caption=caption,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("hook", overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
 
 
 def _add(table: Table, name: str, row: Row, columns: Mapping[str, Callable[[Row], str]]) -> None:
@@ -101,7 +88,7 @@ def _spread(row: Row) -> str:
     return "" if row.step_spread_seconds is None else f"± {1e3 * row.step_spread_seconds:.1f}"
 
 
-def _pays_below(row: Row) -> str:
+def _break_even(row: Row) -> str:
     rate = row.break_even_bits_per_second
     if rate is None:
         return ""

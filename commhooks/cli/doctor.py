@@ -1,4 +1,4 @@
-"""``commhooks doctor``: what this machine can do, and what to install."""
+"""``commhooks doctor``: check this machine."""
 
 import sys
 
@@ -15,7 +15,10 @@ _STYLES = {Health.FINE: "green", Health.ABSENT: "yellow", Health.BROKEN: "bold r
 
 @click.command()
 def doctor() -> None:
-    """Say what this machine can do and what does not fit together; exit status 1 if broken."""
+    """Check this machine: versions, extensions, backends, GPUs, tools.
+
+    Says what to install. The exit status is 1 if something is broken.
+    """
     findings = diagnose()
     console = Console()
     part_width = max(len(finding.part) for finding in findings)
@@ -27,6 +30,8 @@ def doctor() -> None:
         if finding.remedy:
             lines.append(Text(" " * len(part + health) + finding.remedy, style="dim"))
         for line in lines:
-            console.print(line, soft_wrap=True)  # the terminal wraps: commands stay in one piece
+            console.print(
+                line, soft_wrap=True
+            )  # the terminal wraps, so commands can be copied whole
     if any(finding.health is Health.BROKEN for finding in findings):
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Types of options that several commands take."""
+"""Types of options that several commands share."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import click
 
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import parse_hook_specs
-from commhooks.lab.units import parse_rate
+from commhooks.lab.units import parse_duration, parse_rate
 
-__all__ = ["FILE", "IMAGE", "RATE", "hooks_option"]
+__all__ = ["DURATION", "FILE", "IMAGE", "RATE", "hooks_option"]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -32,7 +32,7 @@ class _Parsed(click.ParamType):  # type: ignore[type-arg]
 
 
 class _File(click.Path):
-    """A file to be written, refused before anything is measured if it cannot be."""
+    """A file to write. A path that cannot be written is an error before anything is measured."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -48,20 +48,26 @@ class _Image(_File):
         path = super().convert(value, param, ctx)
         known = Figure().canvas.get_supported_filetypes()
         if path.suffix.removeprefix(".").lower() not in known:
-            self.fail(f"{str(path)!r}: expected a name that ends with one of {', '.join(known)}")
+            endings = ", ".join(known)
+            self.fail(f"{str(path)!r}: expected a name that ends with one of {endings}", param, ctx)
         return path
 
 
 FILE = _File(dir_okay=False, writable=True)
 """A path that can be written to."""
 IMAGE = _Image(dir_okay=False, writable=True)
-"""Likewise, of a type that matplotlib can draw."""
+"""A path that can be written to, with an extension that matplotlib can draw."""
 RATE = _Parsed("rate", parse_rate)
 """``1gbit`` -> bits per second."""
+DURATION = _Parsed("duration", parse_duration)
+"""``20us`` -> seconds."""
 
 
 def hooks_option(text: str) -> Callable[[_Function], _Function]:
-    """``--hooks bf16,powersgd:rank=4``, once or several times -> list of :class:`HookSpec`."""
+    """Make the option ``--hooks bf16,powersgd:rank=4``, which may be given several times.
+
+    Its value is a list of :class:`HookSpec`.
+    """
     return click.option(
         "--hooks",
         "--hook",

@@ -1,16 +1,15 @@
-"""``commhooks simulate``: what a step would take on a cluster that is not there."""
+"""``commhooks simulate``: predict steps on a cluster that is not available."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
+from commhooks.cli.parameters import DURATION, FILE, IMAGE, RATE, hooks_option
+from commhooks.cli.tables import table_of_hooks
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.machine import cores as cores_here
@@ -18,66 +17,100 @@ from commhooks.lab.models import built_in_models
 from commhooks.lab.simulation import (
     BASELINE,
     NCCL,
+    Job,
     Link,
     Measurements,
     Network,
     Study,
-    Subject,
+    dry_run_sizes,
     measure,
-    rehearsed_sizes,
 )
-from commhooks.lab.units import format_duration, format_rate, parse_duration
+from commhooks.lab.units import format_duration, format_rate
 
 __all__ = ["simulate"]
-
-
-class _Duration(click.ParamType):  # type: ignore[type-arg]
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, float):
-            return value
-        try:
-            return parse_duration(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 @click.command()
 @click.option(
     "--model",
     required=True,
-    help=f"{', '.join(built_in_models())}, or package.module:factory.",
+    metavar="NAME",
+    help=f"The model: package.module:factory, or one of {', '.join(built_in_models())}.",
 )
-@click.option("--input", "input_", help="package.module:function that returns the model's input.")
-@hooks_option("Hooks with options, as in bf16,powersgd:rank=4. The plain average is always shown.")
+@click.option(
+    "--input",
+    "input_",
+    metavar="NAME",
+    help="package.module:factory of a batch. Default: the model's example_input().",
+)
+@hooks_option(
+    "Hooks with their options, for example bf16,powersgd:rank=4. Plain averaging (allreduce) is "
+    "always added."
+)
 @click.option("--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks.")
-@click.option("--link", type=RATE, required=True, help="Rate of each node's link, as in 25gbit.")
-@click.option("--latency", type=_Duration(), default="20us", help="Of the network, one way.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), default=1)
-@click.option("--node-link", type=RATE, help="Rate of each rank inside its node; default: --link.")
-@click.option("--backend", type=click.Choice(["gloo", "nccl"]), default="gloo")
+@click.option(
+    "--link",
+    type=RATE,
+    required=True,
+    help="Rate of each node's link to the network, for example 25gbit.",
+)
+@click.option(
+    "--latency",
+    type=DURATION,
+    default="20us",
+    show_default=True,
+    help="Latency of the network, one way.",
+)
+@click.option(
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Ranks on each node; they share its link.",
+)
+@click.option(
+    "--node-link",
+    type=RATE,
+    help="Rate of each rank's link inside its node. Default: the rate of --link.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["gloo", "nccl"]),
+    default="gloo",
+    show_default=True,
+    help="Library of collectives on the cluster.",
+)
 @click.option(
     "--cores",
     type=click.FloatRange(min=0, min_open=True),
-    help="Of each node, which its ranks share; default: those of this machine, but one per rank.",
+    help="CPU cores of each node, which its ranks share. Default: as many as this machine has, but "
+    "at least one per rank.",
 )
 @click.option(
     "--speed",
     type=click.FloatRange(min=0, min_open=True),
     default=1.0,
-    help="How many times faster than this machine the ranks compute.",
+    show_default=True,
+    help="How many times as fast as this machine the ranks compute.",
 )
-@click.option("--bucket-cap-mb", type=click.FloatRange(min=0, min_open=True))
 @click.option(
-    "--step", type=click.IntRange(min=0), default=1000, help="The first of the steps to look at."
+    "--bucket-cap-mb",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Size of gradient buckets in MiB. Default: that of DistributedDataParallel.",
+)
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    default=1000,
+    show_default=True,
+    help="First of the 1000 training steps whose mean is predicted.",
 )
 @click.option(
     "--measurements",
     type=FILE,
-    help="Keep in this file what is measured here; use it if it is there.",
+    help="Save the measurements of this machine to this file, and reuse those that it has.",
 )
-@click.option("--plot", type=IMAGE, help="Image of curves.")
+@click.option("--plot", type=IMAGE, help="Draw step time against the number of ranks.")
 @click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 def simulate(
     model: str,
@@ -97,18 +130,26 @@ def simulate(
     plot: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Predict what a step takes with hooks on a network that is not there.
+    """Predict the time of a training step with each hook on a cluster.
 
-    The model and the hooks are measured here first, alone, which takes seconds; the network, and
-    what overlaps on it, is computed. docs/scaling.md says how, and where that fails.
+    The model and the hooks are measured on this machine first, which takes seconds to minutes. The
+    network, and what overlaps with it, is simulated. docs/scaling.md explains the method and its
+    limits.
     """
     network = Network(
         world_size, Link(link, latency), Link(node_link or link, latency_seconds=0), ranks_per_node
     )
     specs = _with_baseline(hooks)
     _check_backend(specs, backend)
-    subject = Subject(model, input_, ranks_per_node, ranks_per_node, bucket_cap_mb, step)
-    known = _measured(subject, specs, world_size, measurements)
+    job = Job(
+        model,
+        input_,
+        ranks_per_node=ranks_per_node,
+        ranks_per_machine=ranks_per_node,
+        bucket_cap_mb=bucket_cap_mb,
+        first_step=step,
+    )
+    known = _measured(job, specs, world_size, measurements)
     study = Study(
         hooks={str(spec): known.of(spec.config) for spec in specs},
         network=network,
@@ -125,7 +166,7 @@ def simulate(
 
 
 def _with_baseline(specs: Sequence[HookSpec]) -> list[HookSpec]:
-    """Each hook once, the plain average first unless it is elsewhere."""
+    """Return each hook once, with plain averaging first unless it is among the hooks."""
     baseline = [] if any(str(spec) == BASELINE for spec in specs) else [parse_hook_spec(BASELINE)]
     return list({str(spec): spec for spec in [*baseline, *specs]}.values())
 
@@ -135,26 +176,26 @@ def _check_backend(specs: Sequence[HookSpec], backend: str) -> None:
         backends = spec.create().backends
         if backend not in backends:
             raise CommHookOptionError(
-                f"hook {str(spec)!r} works with {', '.join(backends)}, found --backend {backend}"
+                f"hook {str(spec)!r} supports {', '.join(backends)}; found --backend {backend}"
             )
 
 
 def _measured(
-    subject: Subject, specs: Sequence[HookSpec], world_size: int, path: Path | None
+    job: Job, specs: Sequence[HookSpec], world_size: int, path: Path | None
 ) -> Measurements:
-    """Those in the file, of whatever it has, and the rest from here."""
+    """Return the measurements in the file, after measuring and saving what it lacks."""
     configs = [spec.config for spec in specs]
-    sizes = rehearsed_sizes([world_size], subject.ranks_per_node)
+    sizes = dry_run_sizes([world_size], job.ranks_per_node)
     known = Measurements.load(path) if path is not None and path.exists() else None
-    if known is not None and known.subject != subject:
+    if known is not None and known.job != job:
         raise CommHookOptionError(
-            f"{path} has measurements of {known.subject}, expected {subject}; name another file"
+            f"{path}: expected measurements of {job}, found those of {known.job}; use another file"
         )
     missing = configs if known is None else known.lacking(configs, sizes)
     if missing:
         console = Console(stderr=True)
-        with console.status(f"measuring {subject.model} under {len(missing)} hooks"):
-            found = measure(subject, missing, sizes)
+        with console.status(f"measuring {job.model} with {len(missing)} hooks"):
+            found = measure(job, missing, sizes)
         known = found if known is None else known.with_more(found)
         if path is not None:
             known.save(path)
@@ -164,19 +205,15 @@ def _measured(
 
 def _table(study: Study, model: str) -> Table:
     network, baseline = study.network, study.predictions[BASELINE]
-    table = Table(
+    table = table_of_hooks(
+        ("step", "exposed", "speed-up", "of alone", "MB sent", "break-even"),
         title=f"{model}, {network.size} ranks at {format_rate(network.link.bits_per_second)}, "
         f"{format_duration(network.link.latency_seconds)}; predicted",
-        caption="step: forward and backward. exposed: what communication adds. sent: by one rank.\n"
-        "pays: at these rates of links it is faster than allreduce.\n"
-        f"alone: the step without communication, {format_duration(study.alone_seconds)}.",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        caption="step: forward and backward. exposed: the time that communication adds.\n"
+        f"of alone: a step without communication ({format_duration(study.alone_seconds)}) divided "
+        "by this step.\n"
+        "MB sent: by one rank. break-even: the rates of links at which it beats allreduce.",
     )
-    table.add_column("hook", overflow="fold")
-    for column in ("step", "exposed", "speed-up", "of alone", "MB sent", "pays"):
-        table.add_column(column, justify="right", no_wrap=True)
     for hook, prediction in study.predictions.items():
         table.add_row(
             hook,
@@ -185,23 +222,16 @@ def _table(study: Study, model: str) -> Table:
             f"{baseline.step_seconds / prediction.step_seconds:.2f}",
             f"{study.alone_seconds / prediction.step_seconds:.0%}",
             f"{prediction.wire_bytes / 1e6:.1f}",
-            "" if hook == BASELINE else str(study.pays(hook) or "never"),
+            "" if hook == BASELINE else str(study.break_even(hook) or "never"),
         )
     return table
 
 
 def _plot(study: Study, path: Path, model: str) -> None:
-    from commhooks.lab.simulation.plot import plot_curves  # takes a second to import
+    from commhooks.cli.simulation_plot import draw_curves  # takes a second to import
 
-    sizes = study.curve_sizes()
+    rate = format_rate(study.network.link.bits_per_second)
     try:
-        plot_curves(
-            path,
-            sizes,
-            {hook: study.curve(hook, sizes) for hook in study.hooks},
-            alone_seconds=study.alone_seconds,
-            title=f"{model} at {format_rate(study.network.link.bits_per_second)}, predicted",
-            marked_size=study.network.size,
-        )
+        draw_curves(study, path, f"{model} at {rate}, predicted")
     except (OSError, ValueError) as error:
         raise click.ClickException(f"--plot {path}: {error}") from error

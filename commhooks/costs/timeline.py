@@ -9,7 +9,7 @@
 
 Threads share the cores and collectives share the links, as sharing.py describes. Collectives are
 issued in the order that Note [Order of collectives] in comm/issue_order.py gives, and the
-collectives of one stage group execution one after the other. A native hook has no thread and uses the
+collectives of one stage group run one after the other. A native hook has no thread and uses the
 process group itself.
 """
 
@@ -25,7 +25,7 @@ from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTra
 __all__ = ["Timing", "replay"]
 
 _CROWDED = 0.9
-"""The usable share of cores that have more threads than they can execution at once. On 2 cores, backward
+"""The usable share of cores that have more threads than they can run at once. On 2 cores, backward
 passes of 3 and of 4 ranks took 1.11 and 1.10 times as long as equal shares of the cores predict."""
 
 

@@ -1,4 +1,4 @@
-"""What connects hooks to other packages, which are needed only by who imports these modules.
+"""Integrations with other packages, which are only needed to import these modules.
 
 Imports: adapters, runtime.
 """

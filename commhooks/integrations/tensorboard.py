@@ -1,4 +1,4 @@
-"""Statistics of a hook as TensorBoard's scalars.
+"""Writes the statistics of a hook as TensorBoard scalars.
 
 ::
 
@@ -36,12 +36,11 @@ def log_stats(
     prefix: str = "commhooks",
     per_bucket: bool = False,
 ) -> None:
-    """Writes what ``handle.stats()`` tells at present, on this rank.
+    """Write what ``handle.stats()`` returns now, on this rank.
 
-    Tags: ``prefix/wire_bytes`` and the other numbers of :class:`BucketStats` for the total, bytes
-    and seconds per step; ``prefix/metrics/<name>`` for what the hook tells of itself; with
-    ``per_bucket`` also ``prefix/bucket <index>/wire_bytes`` and so on. What is not known is left
-    out.
+    The tags are ``prefix/wire_bytes`` and the other numbers of :class:`BucketStats` for the total,
+    in bytes and seconds per step; ``prefix/metrics/<name>`` for the hook's own metrics; and with
+    ``per_bucket`` also ``prefix/bucket <index>/wire_bytes`` and so on. Unknown values are left out.
     """
     stats = handle.stats()
     for bucket in (stats.total, *(stats.buckets if per_bucket else ())):

@@ -1,4 +1,4 @@
-"""Choosing a hook: comparisons, simulations, models to measure with, and the doctor.
+"""Tools to choose a hook: comparison, simulation, models to measure with, and the doctor.
 
 Imports: cluster, costs, extensions, reducer.
 """

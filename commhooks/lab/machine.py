@@ -1,4 +1,4 @@
-"""What this machine is."""
+"""A description of this machine."""
 
 import os
 import platform
@@ -10,12 +10,12 @@ __all__ = ["cores", "describe_machine"]
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def describe_machine() -> dict[str, str | int]:
-    """For whoever reads the figures later."""
+    """Return what a reader of measurements needs to know about the machine."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     models = [line.partition(":")[2].strip() for line in info.splitlines() if "model name" in line]
     return {

@@ -1,4 +1,4 @@
-"""Rates and durations in text: ``1gbit``, ``100 Mbit/s``, ``20us``, ``1.5 ms``."""
+"""Reads and writes rates and durations: ``1gbit``, ``100 Mbit/s``, ``20us``, ``1.5 ms``."""
 
 import math
 import re
@@ -12,7 +12,7 @@ _DURATION = re.compile(r"([0-9.e+-]+?)\s*(s|ms|us|ns)", re.IGNORECASE)
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second. Raises ValueError for anything but a positive number and a unit of bits."""
+    """Return bits per second. Raises ValueError unless it is a positive number with a unit."""
     match = _RATE.fullmatch(text.strip())
     try:
         rate = float(match[1]) * _BITS_PER_SECOND[match[2].lower()] if match else math.nan
@@ -26,7 +26,7 @@ def parse_rate(text: str) -> float:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """Short, for people: ``2.5 Gbit/s``."""
+    """Format briefly, such as ``2.5 Gbit/s``."""
     if not math.isfinite(bits_per_second):
         return str(bits_per_second)
     for unit in ("T", "G", "M", "k"):
@@ -37,7 +37,7 @@ def format_rate(bits_per_second: float) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds. Raises ValueError for anything but a number, 0 or more, and a unit of time."""
+    """Return seconds. Raises ValueError unless it is a number of at least 0 with a unit."""
     match = _DURATION.fullmatch(text.strip())
     try:
         seconds = float(match[1]) * _SECONDS[match[2].lower()] if match else math.nan
@@ -49,7 +49,7 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Short, for people: ``1.5 ms``."""
+    """Format briefly, such as ``1.5 ms``."""
     for unit, length in _SECONDS.items():
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"

@@ -28,7 +28,7 @@ def run(*arguments: str, status: int = 0) -> str:
     return result.output
 
 
-def test_every_command_says_what_it_does() -> None:
+def test_every_command_has_help() -> None:
     text = run("--help")
     for name in commands.list_commands(None):  # type: ignore[arg-type]
         assert name in text
@@ -81,7 +81,7 @@ def test_doctor_finds_this_machine_sound() -> None:
 def test_doctor_fails_when_something_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "11.8")
     monkeypatch.setattr("commhooks.lab.doctor._cupy_packages", lambda: {"cupy-cuda12x": "13.0"})
-    monkeypatch.setenv("COLUMNS", "40")  # a narrow terminal cuts no command
+    monkeypatch.setenv("COLUMNS", "40")  # a narrow terminal does not split commands
     text = run("doctor", status=1)
     assert "cupy-cuda12x 13.0 is for CUDA 12, torch for CUDA 11.8\n" in text
     assert "pip uninstall cupy-cuda12x, then pip install 'commhooks[cuda11]'\n" in text
@@ -106,7 +106,7 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "loopback, measured",
         "1 Gbit/s, predicted",
         "2.0x",
-        "pays below",
+        "break-even",
         "loss",
     ):
         assert name in text
@@ -127,13 +127,13 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),
     ],
 )
-def test_compare_refuses_bad_input(more: list[str], status: int, says: str) -> None:
+def test_bad_input_of_compare(more: list[str], status: int, says: str) -> None:
     assert says in compare_small(*more, status=status)
 
 
 @pytest.fixture
 def _not_ignoring_interrupts() -> Iterator[None]:
-    """Shells have them ignored by what they run in the background, and so do children."""
+    """Restore the handler: in the background, shells and their children ignore interrupts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -145,7 +145,7 @@ def _not_ignoring_interrupts() -> Iterator[None]:
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "commhooks", "compare", "--model", "compared:net"]
     command += ["--hooks", "bf16", "--link", "10mbit", "--steps", "20", "--world-size", "2"]
-    # For its temporary files; its processes are found by it as well. Torch's own cache stays.
+    # Its temporary files go here, and its processes are found by it. Torch's own cache stays.
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = os.environ | {

@@ -3,8 +3,10 @@ import math
 import pytest
 
 from commhooks import CommHookError
+from commhooks.costs.gloo import Gloo
+from commhooks.costs.nccl import NCCL
+from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
-from commhooks.lab.simulation import NCCL, Gloo, Link, Network
 
 GLOO = Gloo(round_seconds=3.0, message_cpu_seconds=1.0, byte_cpu_seconds=0.5)
 WIRED = Link(8000.0, latency_seconds=10.0, payload_share=1.0)
@@ -42,21 +44,21 @@ def test_gloo_among_four_nodes(operation, sent, messages, rounds):
     assert cost.cpu_seconds == pytest.approx(messages * 1.0 + sent * 0.5)
 
 
-def test_a_ring_crosses_the_network_once_per_node():
-    # 8 ranks on 2 nodes: of 14 rounds a part spends 2/8 between nodes.
+def test_a_ring_leaves_each_node_once():
+    # 8 ranks on 2 nodes: a part spends 2/8 of 14 rounds between nodes.
     cost = GLOO.cost(collective("all_reduce", 800, 8, 4), network(8, 4))
     assert cost.link_bytes == cost.node_bytes == pytest.approx(14 * 100)
     assert cost.latency_seconds == pytest.approx(14 * 2.0 + 3.5 * 10.0 + 10.5 * 100.0)
 
 
-def test_the_ranks_of_a_node_share_its_link_where_everybody_sends_to_everybody():
+def test_in_an_all_to_all_the_ranks_of_a_node_share_its_link():
     # Each of 4 ranks sends 4 of its 7 parts to the other node.
     cost = GLOO.cost(collective("all_to_all", 800, 8, 4), network(8, 4))
     assert cost.link_bytes == pytest.approx(4 * 4 * 100)
     assert cost.node_bytes == pytest.approx(3 * 100)
 
 
-def test_what_stays_in_a_node_does_not_meet_the_network():
+def test_collectives_inside_a_node_do_not_use_the_network():
     inside = Collective("all_reduce", 800, Members(4, spans_nodes=False))
     for backend in (GLOO, NCCL()):
         cost = backend.cost(inside, network(8, 4))
@@ -64,12 +66,12 @@ def test_what_stays_in_a_node_does_not_meet_the_network():
         assert cost.node_bytes >= 2 * 3 * 200
 
 
-def test_a_broadcast_goes_down_a_tree_of_nodes_and_then_of_ranks():
+def test_a_broadcast_uses_a_tree_of_nodes_and_then_of_ranks():
     cost = GLOO.cost(collective("broadcast", 100, 32, 8), network(32, 8))
     assert (cost.link_bytes, cost.node_bytes) == (2 * 100, 3 * 100)
 
 
-def test_nccl_takes_a_tree_for_little_and_a_ring_for_much():
+def test_nccl_uses_a_tree_for_few_bytes_and_a_ring_for_many():
     fast = Network(64, Link(200e9, 0.0, 1.0), Link(3.6e12, 0.0, 1.0), 8)
     little = NCCL().cost(collective("all_reduce", 1e3, 64, 8), fast)
     assert little.latency_seconds == pytest.approx(4.4e-6 + 14 * 0.52e-6 + 6 * 5.0e-6)
@@ -99,12 +101,12 @@ def test_nccl_among_four_nodes(operation, sent):
 
 
 @pytest.mark.parametrize("backend", [GLOO, NCCL()])
-def test_a_collective_that_nobody_knows_is_refused(backend):
+def test_an_unknown_collective_is_an_error(backend):
     with pytest.raises(ValueError, match="'scan'"):
         backend.cost(collective("scan", 1, 4), network(4))
 
 
-def test_bad_networks_are_refused():
+def test_bad_networks_are_errors():
     with pytest.raises(CommHookError, match="10 ranks, 4 per node"):
         network(10, 4)
     with pytest.raises(CommHookError, match="positive rate"):

@@ -3,7 +3,7 @@ import pytest
 from commhooks.costs.sharing import Clock, Resource
 
 
-def test_users_share_a_resource_equally_and_speed_up_when_others_leave():
+def test_users_share_a_resource_equally_until_others_leave():
     clock, link = Clock(), Resource(capacity=10.0)
     ends = {}
     clock.use(link, 10.0, lambda: ends.setdefault("short", clock.now))
@@ -19,7 +19,7 @@ def test_one_user_gets_no_more_than_the_limit():
     assert clock.run() == pytest.approx(3.0)
 
 
-def test_in_a_crowd_some_of_the_capacity_is_lost():
+def test_crowded_users_lose_some_of_the_capacity():
     clock, core = Clock(), Resource(capacity=1.0, limit=1.0, crowded=0.8)
     ends = []
     clock.use(core, 2.0, lambda: ends.append(clock.now))
@@ -29,7 +29,7 @@ def test_in_a_crowd_some_of_the_capacity_is_lost():
     assert ends == pytest.approx([5.0, 6.0])
 
 
-def test_what_starts_later_shares_from_then_on():
+def test_a_later_use_shares_from_its_start():
     clock, core = Clock(), Resource(capacity=1.0)
     ends = []
     clock.use(core, 2.0, lambda: ends.append(clock.now))
@@ -38,7 +38,7 @@ def test_what_starts_later_shares_from_then_on():
     assert ends == pytest.approx([3.0, 4.0])
 
 
-def test_a_burst_is_given_at_once_and_saved_up_again_in_idle_time():
+def test_a_burst_is_granted_at_once_and_saved_up_again_while_idle():
     clock, link = Clock(), Resource(capacity=10.0, burst=20.0)
     ends = []
 
@@ -48,7 +48,7 @@ def test_a_burst_is_given_at_once_and_saved_up_again_in_idle_time():
 
     clock.use(link, 30.0, again)
     clock.run()
-    # 20 at once and 10 in a second; the pause saves up 10, so 10 are left for another second.
+    # 20 at once and 10 in one second. The pause saves up 10, so 10 take another second.
     assert ends == pytest.approx([1.0, 3.0])
 
 

@@ -1,12 +1,12 @@
-"""Steps whose times can be worked out by hand. Links carry 100 bytes per second."""
+"""Steps whose times can be computed by hand. Links carry 100 bytes per second."""
 
 from dataclasses import dataclass
 
 import pytest
 
 from commhooks.costs.network import Cost, Link, Network
-from commhooks.costs.step_trace import BucketScript, Collective, Members, StepScript
-from commhooks.costs.timeline import Timing, play
+from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
+from commhooks.costs.timeline import Timing, replay
 
 ALL = Members(1, spans_nodes=True)
 LINK = Link(800.0, payload_share=1.0)
@@ -14,122 +14,122 @@ LINK = Link(800.0, payload_share=1.0)
 
 @dataclass(frozen=True)
 class Plain:
-    """A backend in which a collective is its bytes on the link, and nothing else."""
+    """A backend whose collectives cost a latency, bytes on the link and CPU time, as given."""
 
     latency: float = 0.0
     cpu: float = 0.0
     name: str = "plain"
     concurrent: int = 1
-    has_stage_channels: bool = False
+    has_stage_groups: bool = False
 
     def cost(self, collective: Collective, network: Network) -> Cost:
         return Cost(self.latency, collective.tensor_bytes, 0.0, self.cpu)
 
 
-def bucket(backward: float, *sends: float, local: float = 0.0, unpack: float = 0.0) -> BucketScript:
+def bucket(backward: float, *sends: float, local: float = 0.0, unpack: float = 0.0) -> BucketTrace:
     collectives = tuple(Collective("all_reduce", nbytes, ALL) for nbytes in sends)
     seconds = (local,) * (len(sends) + 1)
-    return BucketScript(1000, backward, unpack, seconds, collectives)
+    return BucketTrace(1000, backward, unpack, seconds, collectives)
 
 
-def played(
-    *buckets: BucketScript,
+def replayed(
+    *buckets: BucketTrace,
     native: bool = False,
     cores: float = 9.0,
     backend: Plain = Plain(),  # frozen
 ) -> Timing:
-    script = StepScript(buckets, forward_seconds=0.5, is_native=native)
-    return play(script, Network(2, LINK, LINK), backend, cores)
+    trace = StepTrace(buckets, forward_seconds=0.5, is_native=native)
+    return replay(trace, Network(2, LINK, LINK), backend, cores)
 
 
-def test_one_bucket_overlaps_with_nothing():
-    timing = played(bucket(1.0, 300.0, local=0.25, unpack=0.5))
+def test_a_single_bucket_overlaps_with_nothing():
+    timing = replayed(bucket(1.0, 300.0, local=0.25, unpack=0.5))
     assert timing.backward_seconds == pytest.approx(1.0 + 0.25 + 3.0 + 0.25 + 0.5)
     assert timing.exposed_seconds == pytest.approx(3.5)
     assert timing.step_seconds == pytest.approx(0.5 + 5.0)
 
 
-def test_what_travels_while_backward_computes_is_not_exposed():
-    timing = played(bucket(1.0, 300.0), bucket(3.0, 0.0))
+def test_communication_during_backward_is_not_exposed():
+    timing = replayed(bucket(1.0, 300.0), bucket(3.0, 0.0))
     assert timing.backward_seconds == pytest.approx(4.0)
     assert timing.exposed_seconds == pytest.approx(0.0)
 
 
-def test_only_what_is_left_after_backward_is_exposed():
-    timing = played(bucket(1.0, 300.0), bucket(1.0, 100.0))
+def test_only_communication_after_backward_is_exposed():
+    timing = replayed(bucket(1.0, 300.0), bucket(1.0, 100.0))
     assert timing.backward_seconds == pytest.approx(1.0 + 3.0 + 1.0)
 
 
-def test_the_link_is_shared_by_the_channels_of_two_stages():
-    two_stages = Plain(has_stage_channels=True)
-    timing = played(bucket(0.0, 100.0, 100.0), bucket(0.0, 100.0), backend=two_stages)
-    # The first stage of the second bucket and the second one of the first share it.
+def test_stage_groups_share_the_link():
+    two_stages = Plain(has_stage_groups=True)
+    timing = replayed(bucket(0.0, 100.0, 100.0), bucket(0.0, 100.0), backend=two_stages)
+    # The first stage of bucket 1 and the second stage of bucket 0 share it.
     assert timing.backward_seconds == pytest.approx(3.0)
 
 
-def test_collectives_of_one_channel_go_one_after_the_other():
+def test_a_group_executes_a_limited_number_of_collectives_at_once():
     slow = Plain(latency=1.0)
-    assert played(bucket(0.0, 0.0), bucket(0.0, 0.0), backend=slow).backward_seconds == 2.0
+    assert replayed(bucket(0.0, 0.0), bucket(0.0, 0.0), backend=slow).backward_seconds == 2.0
     wide = Plain(latency=1.0, concurrent=2)
-    assert played(bucket(0.0, 0.0), bucket(0.0, 0.0), backend=wide).backward_seconds == 1.0
+    assert replayed(bucket(0.0, 0.0), bucket(0.0, 0.0), backend=wide).backward_seconds == 1.0
 
 
 def test_stages_of_later_buckets_wait_for_those_of_earlier_ones():
-    slow = Plain(latency=1.0, has_stage_channels=True)
+    slow = Plain(latency=1.0, has_stage_groups=True)
     # Bucket 1 reaches its first collective at once; bucket 0 only after 5 s of local work.
-    first = BucketScript(1, 0.0, 0.0, (5.0, 0.0), bucket(0, 0).collectives)
-    timing = played(first, bucket(0.0, 0.0), native=False, backend=slow)
-    # 5 s of work, then bucket 0, then bucket 1 on the same channel, then the vote.
+    first = BucketTrace(1, 0.0, 0.0, (5.0, 0.0), bucket(0, 0).collectives)
+    timing = replayed(first, bucket(0.0, 0.0), native=False, backend=slow)
+    # 5 s of work, then bucket 0, then bucket 1 in the same stage group, then the vote.
     assert timing.backward_seconds == pytest.approx(5.0 + 1.0 + 1.0 + 1.0)
 
 
 def test_the_thread_of_hooks_does_one_thing_at_a_time():
-    timing = played(bucket(0.0, local=1.0), bucket(0.0, local=1.0), bucket(0.0, local=1.0))
+    timing = replayed(bucket(0.0, local=1.0), bucket(0.0, local=1.0), bucket(0.0, local=1.0))
     assert timing.backward_seconds == pytest.approx(3.0)
 
 
-def test_native_hooks_need_no_thread():
-    timing = played(bucket(0.0, local=1.0), bucket(0.0, local=1.0), native=True)
+def test_native_hooks_do_not_share_a_thread():
+    timing = replayed(bucket(0.0, local=1.0), bucket(0.0, local=1.0), native=True)
     assert timing.backward_seconds == pytest.approx(1.0)
 
 
 def test_threads_share_the_cores_of_a_rank():
     # The hook's second of work on bucket 0 meets two of backward's, on one core, of which a tenth
     # is lost while they are two: 1 s alone, 1/0.45 s together, and backward's last second alone.
-    timing = played(bucket(1.0, local=1.0), bucket(2.0), cores=1.0)
+    timing = replayed(bucket(1.0, local=1.0), bucket(2.0), cores=1.0)
     assert timing.backward_seconds == pytest.approx(1.0 + 1 / 0.45 + 1.0)
-    assert played(bucket(1.0, local=1.0), bucket(2.0), cores=2.0).backward_seconds == 3.0
+    assert replayed(bucket(1.0, local=1.0), bucket(2.0), cores=2.0).backward_seconds == 3.0
 
 
 def test_work_takes_longer_on_less_than_a_core():
-    timing = played(bucket(1.0), cores=0.5)
+    timing = replayed(bucket(1.0), cores=0.5)
     assert timing.backward_seconds == pytest.approx(1.0 / 0.45)
     assert timing.forward_seconds == pytest.approx(0.5 / 0.45)
     assert timing.exposed_seconds == pytest.approx(0.0)
 
 
 def test_a_collective_takes_the_longer_of_link_and_cores():
-    assert played(bucket(0.0, 100.0), backend=Plain(cpu=3.0)).backward_seconds == 3.0
-    assert played(bucket(0.0, 500.0), backend=Plain(cpu=3.0)).backward_seconds == 5.0
+    assert replayed(bucket(0.0, 100.0), backend=Plain(cpu=3.0)).backward_seconds == 3.0
+    assert replayed(bucket(0.0, 500.0), backend=Plain(cpu=3.0)).backward_seconds == 5.0
 
 
-def test_averages_are_taken_over_in_order_of_buckets():
-    timing = played(bucket(0.0, 100.0, unpack=1.0), bucket(0.0, 100.0, unpack=1.0))
+def test_averages_are_unpacked_in_bucket_order():
+    timing = replayed(bucket(0.0, 100.0, unpack=1.0), bucket(0.0, 100.0, unpack=1.0))
     # The first is unpacked while the second one travels.
     assert timing.backward_seconds == pytest.approx(3.0)
 
 
-def test_a_step_without_buckets_that_send_is_not_voted_on():
-    slow = Plain(latency=1.0, has_stage_channels=True)
-    assert played(bucket(1.0), bucket(1.0), backend=slow).backward_seconds == 2.0
+def test_a_step_that_sends_nothing_has_no_vote():
+    slow = Plain(latency=1.0, has_stage_groups=True)
+    assert replayed(bucket(1.0), bucket(1.0), backend=slow).backward_seconds == 2.0
 
 
 @pytest.mark.parametrize("buckets", [1, 10, 100])
 def test_the_number_of_events_grows_with_buckets_only(buckets):
     sizes = [1e3, 1e9]
     events = {
-        played(
-            *[bucket(0.1, nbytes, nbytes)] * buckets, backend=Plain(has_stage_channels=True)
+        replayed(
+            *[bucket(0.1, nbytes, nbytes)] * buckets, backend=Plain(has_stage_groups=True)
         ).events
         for nbytes in sizes
     }

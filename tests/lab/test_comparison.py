@@ -1,4 +1,4 @@
-"""Comparisons: figures that can be known beforehand, and what happens when something is wrong."""
+"""Comparisons: figures that are known beforehand, and errors."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ def comparison() -> Comparison:
     )
 
 
-def test_everyone_is_there_on_every_link(comparison: Comparison) -> None:
+def test_every_entry_has_a_row_on_every_link(comparison: Comparison) -> None:
     assert comparison.hooks == ["bare", "torch", *HOOKS]
     assert comparison.links == ["loopback", "1 Gbit/s", "1 Mbit/s"]
     assert len(comparison.rows) == 6 * 3
@@ -50,7 +50,7 @@ def test_bytes(comparison: Comparison) -> None:
         assert row.gradient_bytes == GRADIENT_BYTES
         assert row.wire_bytes == plain / ratio
         assert row.ratio == ratio
-    # Late in training, so it compresses: factors of rank 2 of both matrices, and the biases.
+    # It compresses, because it is late in training: rank-2 factors of both matrices, and biases.
     assert comparison.row("powersgd:rank=2").wire_bytes == 4 * (2 * 2 * (96 + 96) + 2 * 96)
 
 
@@ -68,7 +68,7 @@ def test_errors(comparison: Comparison) -> None:
     assert 0.1 < low_rank < 1
 
 
-def test_times_hang_together(comparison: Comparison) -> None:
+def test_times_are_consistent(comparison: Comparison) -> None:
     for row in comparison.rows:
         torch = comparison.row("torch", row.link)
         assert row.step_seconds > 0
@@ -79,8 +79,11 @@ def test_times_hang_together(comparison: Comparison) -> None:
         8 * GRADIENT_BYTES / 1e6 + comparison.row("bare").step_seconds
     )
     assert slow.step_seconds > 8 * GRADIENT_BYTES / 1e6
+    # A link adds nothing to a model that sends nothing.
+    bare = comparison.row("bare", "1 Mbit/s")
+    assert bare.step_seconds == bare.predicted_seconds == comparison.row("bare").step_seconds
     assert comparison.row("bf16", "1 Mbit/s").to_torch == pytest.approx(0.5, abs=0.2)
-    # Over loopback nothing is predicted, over a link nothing is less than that.
+    # Nothing is predicted over loopback, and no link is faster than loopback.
     for row in comparison.rows:
         loopback = comparison.row(row.hook)
         assert loopback.predicted_seconds is None
@@ -100,7 +103,7 @@ def test_training(comparison: Comparison) -> None:
     assert row.training[-1].wire_bytes == 25 * all_reduce_bytes(GRADIENT_BYTES, 2)
     assert row.validation_loss == row.training[-1].validation_loss
     assert row.training[-1].validation_loss < row.training[0].validation_loss
-    # The same mean, so the same course but for rounding.
+    # The mean is the same, so the losses are the same except for rounding.
     for ours, torchs in zip(row.training, comparison.row("torch").training, strict=True):
         assert ours.validation_loss == pytest.approx(torchs.validation_loss, rel=1e-3)
     assert comparison.row("bare").training == ()
@@ -124,7 +127,7 @@ def test_as_csv(comparison: Comparison) -> None:
     assert "training" not in rows[0]
 
 
-def test_a_row_that_is_not_there(comparison: Comparison) -> None:
+def test_a_missing_row_is_a_key_error(comparison: Comparison) -> None:
     with pytest.raises(KeyError, match="int8"):
         comparison.row("int8")
 
@@ -136,12 +139,11 @@ def test_over_links() -> None:
     assert all(row.measured for row in found.rows)
     slow = found.row("torch", "10 Mbit/s")
     assert slow.floor_seconds is not None
-    # No link is faster than its rate: all but a burst of bytes has to wait.
     assert slow.predicted_seconds is not None
     assert found.row("bare", "10 Mbit/s").wire_bytes == 0
 
 
-def test_where_links_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_predicted_if_they_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commhooks.cluster.links.unavailable", lambda: "shaped links need root")
     found = compare("support.compared:net", ["bf16"], links=[1e9], steps=2)
     assert not found.row("bf16", "1 Gbit/s").measured
@@ -155,7 +157,7 @@ def test_models_of_other_kinds(model: str) -> None:
     assert error < 1e-6
 
 
-def test_an_input_of_its_own() -> None:
+def test_an_input_factory() -> None:
     found = compare(
         "support.compared:without_input", ["allreduce"], input="support.compared:batch", steps=2
     )
@@ -177,7 +179,7 @@ def test_an_input_of_its_own() -> None:
         ),
     ],
 )
-def test_what_goes_wrong_on_the_ranks(model: str, says: str) -> None:
+def test_errors_on_ranks(model: str, says: str) -> None:
     with pytest.raises(ComparisonError, match=says):
         compare(model, ["allreduce"], steps=8)
 
@@ -198,7 +200,7 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ({"input": "support.compared:PARAMETERS"}, ModelError, "expected a callable, found int"),
         ({"hooks": ["powersg"]}, UnknownHookError, "did you mean 'powersgd'"),
         ({"hooks": []}, ComparisonError, "at least one hook"),
-        ({"hooks": ["bf16", "bf16"]}, ComparisonError, "'bf16' is there twice"),
+        ({"hooks": ["bf16", "bf16"]}, ComparisonError, "'bf16' appears twice"),
         ({"steps": 0}, ComparisonError, "at least 1 of steps, found 0"),
         ({"train_steps": 0}, ComparisonError, "at least 1 of training steps, found 0"),
         ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),
@@ -211,7 +213,7 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(
+def test_bad_input_is_an_error_before_anything_starts(
     options: dict[str, object], kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("commhooks.cluster.ranks.RankPool", None)  # nothing can start
@@ -220,11 +222,10 @@ def test_bad_input_is_refused_before_anything_starts(
         compare(given.pop("model"), given.pop("hooks"), **given)  # type: ignore[arg-type]
 
 
-def test_memory_is_part_of_the_means() -> None:
-    reason = limits.check_means(2, 5, 10**12)
-    assert reason is not None
-    assert "need about 42000.8 GB" in reason
-    assert limits.check_means(2, 5, 10**6) is None
+def test_memory_is_limited() -> None:
+    with pytest.raises(ComparisonError, match=r"need about 42000\.8 GB"):
+        limits.check_limits(2, 5, 10**12)
+    limits.check_limits(2, 5, 10**6)
 
 
 @pytest.mark.parametrize(
@@ -234,12 +235,12 @@ def test_memory_is_part_of_the_means() -> None:
         ("support.compared:train_without_validation", "expected it to yield a function"),
     ],
 )
-def test_training_functions_that_do_not_keep_to_the_rules(function: str, says: str) -> None:
+def test_training_functions_that_do_not_follow_the_protocol(function: str, says: str) -> None:
     with pytest.raises(ComparisonError, match=says):
         compare("support.compared:net", ["allreduce"], steps=1, train=function, train_steps=20)
 
 
-def test_where_nothing_can_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise CommHookError("hook 'shy' cannot be simulated")
 

@@ -1,4 +1,4 @@
-"""What a hook is found to do alone is what it does among real ranks, and what its formula says."""
+"""A dry run sends the same bytes as real ranks, and as the hook's formula."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from commhooks import CommHookError, algorithms
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members
-from commhooks.lab.simulation.dry_run import rehearse
-from commhooks.lab.simulation.fake_group import CloneGroup
+from commhooks.lab.simulation.dry_run import dry_run
+from commhooks.lab.simulation.fake_group import FakeGroup
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from commhooks.testing.ranks import run_ranks
 from reducer import GradBucket
@@ -24,7 +24,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "schedule": {"stages": [[0, "allreduce"], [1000, "int8"]]},
     "skip_nonfinite": {"inner": "bf16"},
 }
-# Those of the package: other tests register hooks of their own.
+# The hooks of the package, because other tests register hooks of their own.
 NAMES = sorted(
     kind.name
     for kind in vars(algorithms).values()
@@ -38,17 +38,17 @@ def make_buckets() -> tuple[list[GradBucket], dict[str, torch.Tensor]]:
     parameters = probe_parameters()
     gradients = draw_gradients(parameters, 1)
     names = list(parameters)
-    cuts = [names[:4], names[4:]]
+    groups = [names[:4], names[4:]]
     buckets = [
         GradBucket(
-            torch.cat([gradients[name].reshape(-1) for name in cut]),
-            [parameters[name] for name in cut],
-            cut,
+            torch.cat([gradients[name].reshape(-1) for name in group]),
+            [parameters[name] for name in group],
+            group,
             index=index,
-            count=len(cuts),
+            count=len(groups),
             step=STEP,
         )
-        for index, cut in enumerate(cuts)
+        for index, group in enumerate(groups)
     ]
     return buckets, parameters
 
@@ -57,26 +57,26 @@ def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
     """Mean bytes per step."""
     return sum(
         share * collective.wire_bytes(nodes)
-        for share, parts in kinds
-        for part in parts
-        for collective in part.collectives
+        for share, traces in kinds
+        for trace in traces
+        for collective in trace.collectives
     )
 
 
 @pytest.mark.parametrize("size", [2, 3, 32])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["name"])
-def test_it_sends_what_the_hook_says(config, size):
+def test_it_sends_the_bytes_of_the_formula(config, size):
     buckets, parameters = make_buckets()
-    kinds = rehearse(config, buckets, parameters, size=size, first_step=STEP)
+    kinds = dry_run(config, buckets, parameters, size=size, first_step=STEP)
     assert sum(share for share, _ in kinds) == pytest.approx(1.0)
     hook = commhooks.create(config)
-    hook.prepare(parameters, CloneGroup(size))
+    hook.prepare(parameters, FakeGroup(size))
     stated = [hook.wire_bytes(bucket, size) for bucket in buckets]
     if None not in stated and len(kinds) == 1:
         assert sent(kinds, size) == sum(stated)
 
 
-# Steps of the others differ from each other, or with the gradients of other ranks.
+# Steps of the other hooks differ, or depend on the gradients of other ranks.
 STEADY = [config for config in CONFIGS if config["name"] not in ("local_sgd", "threshold")]
 
 
@@ -94,11 +94,11 @@ def _sent_by(config: dict[str, Any]) -> float | None:
 
 
 def bytes_alone(rank: int, world_size: int, size: int) -> list[float]:
-    """The same, rehearsed in a single rank."""
-    return [_rehearsed_bytes(config, size) for config in STEADY]
+    """The same from dry runs on a single rank."""
+    return [_dry_run_bytes(config, size) for config in STEADY]
 
 
-def _rehearsed_bytes(config: dict[str, Any], size: int) -> float:
+def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     captured: list[GradBucket] = []
 
     def keep(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -111,15 +111,15 @@ def _rehearsed_bytes(config: dict[str, Any], size: int) -> float:
     adapter = DDPAdapter(trainer.model)
     adapter.install_function(keep)
     hook = commhooks.create(config)
-    hook.prepare(trainer.parameters, CloneGroup(size))
+    hook.prepare(trainer.parameters, FakeGroup(size))
     adapter.regroup(hook.bucket_key)
     trainer.step(draw_gradients(trainer.parameters, 1))
-    kinds = rehearse(config, captured, trainer.parameters, size=size, first_step=STEP)
+    kinds = dry_run(config, captured, trainer.parameters, size=size, first_step=STEP)
     return sent(kinds, size)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_it_sends_what_real_ranks_send(size):
+def test_it_sends_the_bytes_of_real_ranks(size):
     real = run_ranks(bytes_among_ranks, size, timeout=200)[0]
     alone = run_ranks(bytes_alone, 1, size, timeout=200)[0]
     names = [config["name"] for config in STEADY]
@@ -128,11 +128,11 @@ def test_it_sends_what_real_ranks_send(size):
     )
 
 
-def test_among_nodes_it_tells_who_takes_part():
+def test_collectives_name_their_members_among_nodes():
     buckets, parameters = make_buckets()
     config = {"name": "hierarchical", "inner": "int8"}
-    (_, parts), *_ = rehearse(config, buckets, parameters, size=12, ranks_per_node=4)
-    found = [(c.operation, c.members) for c in parts[0].collectives]
+    (_, traces), *_ = dry_run(config, buckets, parameters, size=12, ranks_per_node=4)
+    found = [(c.operation, c.members) for c in traces[0].collectives]
     inside, between = Members(4, spans_nodes=False), Members(1, spans_nodes=True)
     assert found == [
         ("all_reduce", inside),
@@ -142,20 +142,20 @@ def test_among_nodes_it_tells_who_takes_part():
     ]
 
 
-def test_periodic_hooks_have_a_kind_of_step_each():
+def test_a_periodic_hook_has_two_kinds_of_steps():
     buckets, parameters = make_buckets()
-    kinds = rehearse({"name": "local_sgd", "period": 8}, buckets, parameters, size=4)
+    kinds = dry_run({"name": "local_sgd", "period": 8}, buckets, parameters, size=4)
     assert sorted(share for share, _ in kinds) == pytest.approx([1 / 8, 7 / 8])
-    (quiet,) = [parts for share, parts in kinds if share > 0.5]
-    assert all(not part.collectives for part in quiet)
+    (quiet,) = [traces for share, traces in kinds if share > 0.5]
+    assert all(not trace.collectives for trace in quiet)
 
 
 def test_local_work_is_timed_before_between_and_after():
     buckets, parameters = make_buckets()
-    ((_, parts),) = rehearse({"name": "int8"}, buckets, parameters, size=4)
-    for part in parts:
-        assert len(part.local_seconds) == len(part.collectives) + 1 == 3
-        assert all(seconds > 0 for seconds in part.local_seconds)
+    ((_, traces),) = dry_run({"name": "int8"}, buckets, parameters, size=4)
+    for trace in traces:
+        assert len(trace.local_seconds) == len(trace.collectives) + 1 == 3
+        assert all(seconds > 0 for seconds in trace.local_seconds)
 
 
 class Broken(commhooks.CommHook):
@@ -165,15 +165,15 @@ class Broken(commhooks.CommHook):
         raise RuntimeError("no GPU here")
 
 
-def test_a_hook_that_cannot_run_alone_is_an_error_that_says_so(monkeypatch):
+def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):
     monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Broken())
     buckets, parameters = make_buckets()
     with pytest.raises(CommHookError, match=r"cannot be simulated.*no GPU here"):
-        rehearse({"name": "broken"}, buckets, parameters, size=4)
+        dry_run({"name": "broken"}, buckets, parameters, size=4)
 
 
-def test_gradients_stay_as_they_are():
+def test_gradients_are_not_changed():
     buckets, parameters = make_buckets()
     before = [bucket.buffer().clone() for bucket in buckets]
-    rehearse({"name": "allreduce"}, buckets, parameters, size=4)
+    dry_run({"name": "allreduce"}, buckets, parameters, size=4)
     assert all(torch.equal(b.buffer(), old) for b, old in zip(buckets, before, strict=True))

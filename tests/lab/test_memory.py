@@ -11,23 +11,23 @@ MEGABYTE = 10**6
 def peak_of(megabytes: int, kept: list[np.ndarray]) -> float:
     peak = Peak()
     kept.append(np.ones(megabytes * MEGABYTE, np.uint8))
-    np.ones(megabytes * MEGABYTE, np.uint8)  # given back at once
+    np.ones(megabytes * MEGABYTE, np.uint8)  # freed at once
     found = peak.nbytes()
     if found is None:
-        pytest.skip("this system does not tell")
+        pytest.skip("this system does not tell its peak")
     return found / MEGABYTE
 
 
-def test_what_is_kept_and_what_is_given_back() -> None:
+def test_the_peak_contains_kept_and_freed_memory() -> None:
     kept: list[np.ndarray] = []
     assert peak_of(60, kept) == pytest.approx(120, abs=20)
 
 
-def test_only_since_the_beginning() -> None:
+def test_begin_forgets_an_earlier_peak() -> None:
     peak = Peak()
     np.ones(100 * MEGABYTE, np.uint8)
     peak.begin()
     found = peak.nbytes()
     if found is None:
-        pytest.skip("this system does not tell")
+        pytest.skip("this system does not tell its peak")
     assert found < 50 * MEGABYTE

@@ -1,4 +1,4 @@
-"""Built-in models have the parameters of the real ones; what is no model is refused."""
+"""Built-in models have the parameters of the published ones; anything else is an error."""
 
 import sys
 import types
@@ -9,7 +9,7 @@ from torch import nn
 
 from commhooks.lab.models import ModelError, built_in_models, load_model
 
-# Published numbers: of elements, and of tensors.
+# The published numbers of elements and of tensors.
 SIZES = {
     "gpt2-small": (124_439_808, 148),
     "lstm": (28_949_319, 14),
@@ -19,7 +19,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", built_in_models())
-def test_parameters_are_those_of_the_real_model(name: str) -> None:
+def test_parameters_are_those_of_the_published_model(name: str) -> None:
     with torch.device("meta"):
         parameters = list(load_model(name).parameters())
     assert (sum(p.numel() for p in parameters), len(parameters)) == SIZES[name]
@@ -68,7 +68,7 @@ def test_a_factory() -> None:
     [
         ("gpt2-smal", "did you mean 'gpt2-small'"),
         ("nonsense", "Built in: gpt2-small, lstm"),
-        ("no_such_module:make", "does not import: ModuleNotFoundError"),
+        ("no_such_module:make", "cannot be imported: ModuleNotFoundError"),
         ("factories:goood", "did you mean 'good'"),
         ("factories:", "expected package.module:name"),
         ("factories:constant", "expected a callable, found int"),
@@ -78,6 +78,6 @@ def test_a_factory() -> None:
         ("factories:frozen", "no parameters that need gradients"),
     ],
 )
-def test_what_is_no_model(name: str, says: str) -> None:
+def test_errors_say_why_it_is_not_a_model(name: str, says: str) -> None:
     with pytest.raises(ModelError, match=says):
         load_model(name)

@@ -1,4 +1,4 @@
-"""What the engine is seen to do with a model is what it does."""
+"""A profile shows the buckets of the engine, and dry runs use them."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from support import small_models
 from torch import nn
 
 import commhooks
-from commhooks.lab.simulation.measuring import Subject, rehearse_hooks
-from commhooks.lab.simulation.profile import witness
+from commhooks.lab.simulation import Job
+from commhooks.lab.simulation.measuring import dry_run_hooks
+from commhooks.lab.simulation.profile import profile
 from commhooks.testing.ranks import run_ranks
 
 MB = 0.003
@@ -19,12 +20,12 @@ def _loss(model: nn.Module) -> torch.Tensor:
     return loss
 
 
-def _seen(rank: int, world_size: int, config: dict[str, object]) -> tuple[list[object], ...]:
+def _buckets(rank: int, world_size: int, config: dict[str, object]) -> tuple[list[object], ...]:
     hook = commhooks.create(config)
     model = small_models.make()
     assert dist.group.WORLD is not None
     hook.prepare(dict(model.named_parameters()), dist.group.WORLD)
-    step = witness(model, _loss, hook, dist.group.WORLD, bucket_cap_mb=MB)
+    step = profile(model, _loss, hook, dist.group.WORLD, bucket_cap_mb=MB)
     other = commhooks.DistributedDataParallel(small_models.make(), bucket_cap_mb=MB)
     commhooks.register(other, config)
     for _ in range(2):
@@ -49,38 +50,36 @@ def _seen(rank: int, world_size: int, config: dict[str, object]) -> tuple[list[o
     ids=["plain", "by route"],
 )
 def test_buckets_are_those_of_the_engine(config: dict[str, object]) -> None:
-    ((seen, real),) = run_ranks(_seen, 1, config)
+    ((seen, real),) = run_ranks(_buckets, 1, config)
     assert seen == real
     assert len(seen) > 1
 
 
-def _rehearsed(rank: int, world_size: int) -> list[bool]:
-    subject = Subject("support.small_models:make", bucket_cap_mb=MB)
-    found = rehearse_hooks(
-        rank, subject, [{"name": "bf16"}, {"name": "int8"}], [2, 4, 32], company=2
-    )
+def _dry_run(rank: int, world_size: int) -> list[bool]:
+    job = Job("support.small_models:make", bucket_cap_mb=MB)
+    found = dry_run_hooks(rank, job, [{"name": "bf16"}, {"name": "int8"}], [2, 4, 32], busy=2)
     natives = []
-    for rehearsals in found:
-        ((share, script),) = rehearsals.by_size[4]
+    for runs in found:
+        ((share, trace),) = runs.by_size[4]
         assert share == 1.0
-        assert script.gradient_bytes == 4 * sum(p.numel() for p in small_models.make().parameters())
-        local = [seconds for bucket in script.buckets for seconds in bucket.local_seconds]
-        assert all(seconds == 0 for seconds in local) == script.is_native
-        natives.append(script.is_native)
+        assert trace.gradient_bytes == 4 * sum(p.numel() for p in small_models.make().parameters())
+        local = [seconds for bucket in trace.buckets for seconds in bucket.local_seconds]
+        assert all(seconds == 0 for seconds in local) == trace.is_native
+        natives.append(trace.is_native)
     return natives
 
 
 def test_native_hooks_have_no_work_of_their_own() -> None:
     # Two processes at once, each in a group of its own.
-    assert run_ranks(_rehearsed, 2) == [[True, False]] * 2
+    assert run_ranks(_dry_run, 2) == [[True, False]] * 2
 
 
 def _among_nodes(rank: int, world_size: int) -> list[str]:
-    subject = Subject("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
+    job = Job("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
     config = {"name": "hierarchical", "inner": "int8"}
-    (rehearsals,) = rehearse_hooks(rank, subject, [config], [4, 8, 32], company=1)
-    ((_, script), *_) = rehearsals.at(1000)
-    return [collective.operation for collective in script.buckets[0].collectives]
+    (runs,) = dry_run_hooks(rank, job, [config], [4, 8, 32], busy=1)
+    ((_, trace), *_) = runs.at(1000)
+    return [collective.operation for collective in trace.buckets[0].collectives]
 
 
 def test_hooks_find_the_ranks_of_a_node_as_a_launcher_tells_them() -> None:

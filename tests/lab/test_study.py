@@ -1,59 +1,63 @@
+"""Choosing between hooks, on simulated networks and with measured steps over loopback."""
+
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
-from commhooks.costs.step_trace import BucketScript, Collective, Members, StepScript
+from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 from commhooks.lab.simulation import (
     BASELINE,
+    BreakEvenRates,
+    DryRuns,
     Gloo,
     Link,
     Network,
-    PayingRates,
-    Rehearsals,
     Study,
-    paying_rates,
+    break_even_rates,
 )
 
 ALL = Members(1, spans_nodes=True)
 SIZES = (2, 4, 32)
 
 
-def rehearsals(nbytes: float, local: float = 0.0) -> Rehearsals:
+def dry_runs(nbytes: float, local: float = 0.0) -> DryRuns:
+    """One bucket after 0.1 s of backward, in an all-reduce of ``nbytes``."""
     collective = Collective("all_reduce", nbytes, ALL)
-    bucket = BucketScript(8_000_000, 0.1, 0.0, (local, 0.0), (collective,))
-    step = StepScript((bucket,), 0.05, is_native=local == 0.0)
-    return Rehearsals({size: [(1.0, step)] for size in SIZES}, 1)
+    bucket = BucketTrace(8_000_000, 0.1, 0.0, (local, 0.0), (collective,))
+    step = StepTrace((bucket,), 0.05, is_native=local == 0.0)
+    return DryRuns({size: [(1.0, step)] for size in SIZES}, 1)
 
 
-def study(link: float, size: int = 16, **hooks: Rehearsals) -> Study:
+def study(link: float, size: int = 16, **hooks: DryRuns) -> Study:
     network = Network(size, Link(link, payload_share=1.0), Link(1e12))
-    return Study({BASELINE: rehearsals(8e6), **hooks}, network, Gloo(0.0, 0.0, 0.0))
+    return Study({BASELINE: dry_runs(8e6), **hooks}, network, Gloo(0.0, 0.0, 0.0))
 
 
-def test_a_hook_pays_below_the_rate_where_it_ties_with_the_plain_average():
+def test_a_hook_is_faster_below_the_rate_at_which_it_ties_with_the_baseline():
     # 15 MB against 7.5 MB and 10 ms: 7.5 MB take 10 ms at 6 Gbit/s.
-    found = study(1e9, half=rehearsals(4e6, local=0.010))
-    assert found.pays("half") == PayingRates(0.0, pytest.approx(6e9, rel=0.02))
+    found = study(1e9, half=dry_runs(4e6, local=0.010))
+    assert found.break_even("half") == BreakEvenRates(0.0, pytest.approx(6e9, rel=0.02))
     assert found.predictions["half"].step_seconds < found.predictions[BASELINE].step_seconds
-    faster = study(10e9, half=rehearsals(4e6, local=0.010))
+    faster = study(10e9, half=dry_runs(4e6, local=0.010))
     assert faster.predictions["half"].step_seconds > faster.predictions[BASELINE].step_seconds
 
 
-def test_a_hook_that_only_costs_never_pays_and_one_that_only_saves_always_does():
-    assert study(1e9, slow=rehearsals(8e6, local=0.01)).pays("slow") is None
-    assert study(1e9, free=rehearsals(4e6)).pays("free") == PayingRates(0.0, math.inf)
+def test_a_hook_that_only_costs_is_never_faster_and_one_that_only_saves_always_is():
+    assert study(1e9, slow=dry_runs(8e6, local=0.01)).break_even("slow") is None
+    assert study(1e9, free=dry_runs(4e6)).break_even("free") == BreakEvenRates(0.0, math.inf)
 
 
-def test_advice_names_the_fastest_where_it_is_worth_it():
-    assert study(1e8, half=rehearsals(4e6)).advice.startswith("Take half: among 16 ranks")
-    assert "1.0" in study(1e11, half=rehearsals(4e6)).advice
-    assert study(1e11, half=rehearsals(4e6)).advice.startswith("Stay with allreduce")
+def test_advice_names_the_fastest_hook_if_it_is_worth_it():
+    assert study(1e8, half=dry_runs(4e6)).advice.startswith("Use half. With 16 ranks")
+    assert "1.0" in study(1e11, half=dry_runs(4e6)).advice
+    assert study(1e11, half=dry_runs(4e6)).advice.startswith("Keep allreduce")
     assert "name other hooks" in study(1e9).advice
-    assert "none of these is faster" in study(1e9, slow=rehearsals(8e6, local=0.01)).advice
+    assert "none of the other hooks is" in study(1e9, slow=dry_runs(8e6, local=0.01)).advice
 
 
-def test_curves_go_beyond_the_network_and_through_it():
+def test_curves_contain_the_size_of_the_network_and_larger_ones():
     found = study(1e9, size=3000)
     sizes = found.curve_sizes()
     assert sizes[0] == 2
@@ -62,25 +66,25 @@ def test_curves_go_beyond_the_network_and_through_it():
     assert seconds == sorted(seconds)  # a ring only gets longer
 
 
-def test_shares_of_kinds_of_steps_are_weighed():
-    sends, rests = rehearsals(8e6).by_size[2][0][1], rehearsals(0.0).by_size[2][0][1]
-    mixed = Rehearsals({size: [(0.25, sends), (0.75, rests)] for size in SIZES}, 1)
+def test_kinds_of_steps_are_weighted_by_their_shares():
+    sends, rests = dry_runs(8e6).by_size[2][0][1], dry_runs(0.0).by_size[2][0][1]
+    mixed = DryRuns({size: [(0.25, sends), (0.75, rests)] for size in SIZES}, 1)
     found = study(1e9, mixed=mixed)
-    often, never = found.predictions[BASELINE], study(1e9, never=rehearsals(0.0))
+    often, never = found.predictions[BASELINE], study(1e9, never=dry_runs(0.0))
     expected = 0.25 * often.step_seconds + 0.75 * never.predictions["never"].step_seconds
     assert found.predictions["mixed"].step_seconds == pytest.approx(expected)
 
 
-def test_faster_ranks_compute_faster():
+def test_speed_scales_computation():
     network = Network(2, Link(1e15), Link(1e15))
     gloo = Gloo(0.0, 0.0, 0.0)
-    hooks = {BASELINE: rehearsals(8e6)}
+    hooks = {BASELINE: dry_runs(8e6)}
     slow = Study(hooks, network, gloo).predictions[BASELINE]
     fast = Study(hooks, network, gloo, speed=10.0).predictions[BASELINE]
     assert fast.step_seconds == pytest.approx(slow.step_seconds / 10, rel=1e-3)
 
 
-def test_a_hundred_thousand_ranks_are_as_many_events_as_two():
+def test_the_number_of_events_does_not_depend_on_the_number_of_ranks():
     events = {
         size: study(1e10, size=size).predictions[BASELINE].events for size in (2, 1000, 100_000)
     }
@@ -88,20 +92,76 @@ def test_a_hundred_thousand_ranks_are_as_many_events_as_two():
     assert events[2] < 20
 
 
-def test_json_has_all_that_is_known():
-    found = json.loads(json.dumps(study(1e9, free=rehearsals(4e6)).to_json()))
-    assert found["hooks"]["free"]["pays"] == {"above": 0.0, "below": None}
+def test_json_has_all_figures():
+    found = json.loads(json.dumps(study(1e9, free=dry_runs(4e6)).to_json()))
+    assert found["hooks"]["free"]["break_even"] == {"above": 0.0, "below": None}
     assert found["hooks"][BASELINE]["wire_bytes"] == 15e6
     assert len(found["hooks"]["free"]["curve_seconds"]) == len(found["curve_ranks"])
     assert found["network"]["size"] == 16
 
 
-def test_a_hook_may_pay_above_a_rate_only():
-    """Where it saves rounds of messages, but sends more bytes."""
-    assert paying_rates(lambda rate: rate > 3e7) == PayingRates(
+def test_a_hook_may_be_faster_above_a_rate_only():
+    """Such a hook saves rounds of messages, but sends more bytes."""
+    assert break_even_rates(lambda rate: rate > 3e7) == BreakEvenRates(
         pytest.approx(3e7, rel=0.02), math.inf
     )
-    between = paying_rates(lambda rate: 2e6 < rate < 5e11)
-    assert between == PayingRates(pytest.approx(2e6, rel=0.02), pytest.approx(5e11, rel=0.02))
-    assert str(PayingRates(0.0, math.inf)) == "at any rate"
-    assert str(PayingRates(2e6, 5e11)) == "above 2 Mbit/s, below 500 Gbit/s"
+    between = break_even_rates(lambda rate: 2e6 < rate < 5e11)
+    assert between == BreakEvenRates(pytest.approx(2e6, rel=0.02), pytest.approx(5e11, rel=0.02))
+    assert str(BreakEvenRates(0.0, math.inf)) == "any rate"
+    assert str(BreakEvenRates(2e6, 5e11)) == "above 2 Mbit/s, below 500 Gbit/s"
+
+
+# ------------------------------------------------------------ with measured steps over loopback
+
+MEASURED = {"torch": 0.25, "half": 0.30, "slow": 0.26}
+SENT = {"torch": 8e6, "half": 4e6, "slow": 8e6}
+
+
+def calibrated(gloo: Gloo | None = None, **seconds: float) -> Study:
+    """Two ranks, for which steps over loopback were measured."""
+    link = Link(1e9, latency_seconds=20e-6)
+    return Study(
+        {hook: dry_runs(nbytes) for hook, nbytes in SENT.items()},
+        Network(2, link, link),
+        gloo or Gloo(0.0, 0.0, 0.0),
+        baseline="torch",
+        loopback_seconds=MEASURED | seconds,
+    )
+
+
+@pytest.mark.parametrize("hook", ["torch", "half"])
+def test_what_a_link_adds_is_added_to_the_measured_step(hook: str) -> None:
+    latency = 2 * 20e-6  # a ring of two ranks has two rounds
+    on_the_wire = SENT[hook] / Link(1e8).bytes_per_second + latency
+    found = calibrated().step_seconds(hook, 1e8)
+    assert found == pytest.approx(MEASURED[hook] + on_the_wire)
+
+
+def test_without_measured_steps_the_simulated_step_counts() -> None:
+    found = replace(calibrated(), loopback_seconds=None)
+    assert found.step_seconds("half", 1e9) == found.predictions["half"].step_seconds
+
+
+def test_at_the_break_even_rate_both_are_equal() -> None:
+    found = calibrated()
+    rates = found.break_even("half")
+    assert rates is not None
+    assert rates.above == 0
+    # 4 MB take the 0.05 s that it costs over loopback.
+    assert rates.below == pytest.approx(8 * 4e6 / 0.05 / Link(1.0).payload_share, rel=0.02)
+    assert found.step_seconds("half", rates.below) == pytest.approx(
+        found.step_seconds("torch", rates.below), rel=0.01
+    )
+
+
+def test_break_even_at_the_ends() -> None:
+    assert calibrated(half=0.25 - 1e-6).break_even("half") == BreakEvenRates(0.0, math.inf)
+    assert calibrated().break_even("slow") is None  # saves nothing, and takes longer
+    assert calibrated(slow=0.25).break_even("slow") is None
+
+
+def test_the_work_of_cores_on_bytes_is_not_counted_twice() -> None:
+    """Bytes take time on cores over any link, and loopback was measured."""
+    busy = calibrated(Gloo(0.0, 0.0, 1e-8))
+    assert busy.step_seconds("torch", 1e12) == pytest.approx(MEASURED["torch"], abs=1e-3)
+    assert busy.step_seconds("torch", 1e9) < calibrated().step_seconds("torch", 1e9)

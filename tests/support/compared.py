@@ -1,4 +1,4 @@
-"""Models and training functions for tests of comparisons; imported by the processes of ranks."""
+"""Models and training functions for tests of comparisons, which the ranks' processes import."""
 
 import os
 import random
@@ -34,14 +34,14 @@ def batch() -> Tensor:
 
 
 class Dropping(Net):
-    """Gradients that are different each time, unless torch's generator is set."""
+    """Gradients that differ between runs unless torch's generator is seeded."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(x))
 
 
 class Erratic(Net):
-    """Gradients that are different each time, whatever is done."""
+    """Gradients that always differ between runs."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * random.SystemRandom().random()
@@ -53,7 +53,7 @@ class Divergent(Net):
 
 
 class Talking(Net):
-    """Returns what some libraries return: something with a loss."""
+    """Returns a dict with a loss, as some libraries do."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"logits": x, "loss": super().forward(x).square().sum()}
@@ -65,14 +65,14 @@ class Mute(Net):
 
 
 class Mortal(Net):
-    """Ends its process after some steps, on rank 1; ``PLACE`` says over which interface."""
+    """Ends the process of rank 1 after some steps, if it uses the network ``interface``."""
 
-    place = "lo"
+    interface = "lo"
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         Mortal.calls += 1
-        is_there = os.environ["GLOO_SOCKET_IFNAME"] == self.place
+        is_there = os.environ["GLOO_SOCKET_IFNAME"] == self.interface
         if is_there and torch.distributed.get_rank() == 1 and Mortal.calls == 12:
             print("farewell", flush=True)
             os._exit(7)
@@ -80,7 +80,7 @@ class Mortal(Net):
 
 
 class MortalOverLinks(Mortal):
-    place = "link0"
+    interface = "link0"
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:

@@ -42,8 +42,9 @@ def compare(
     must be the exact mean. Then the entries take turns step by step, over loopback and over each
     link. What cannot be measured is predicted, see :class:`commhooks.lab.simulation.Study`: links
     that cannot be made, and the rate below which a hook is faster than torch DDP. Ranks are
-    processes on CPU with the Gloo backend. Hooks are measured in a late state of training, see
-    :data:`commhooks.lab.comparison.trial.FIRST_STEP`; with ``train`` they train from the first step.
+    processes on CPU with the Gloo backend. Hooks are measured in a late state of training
+    (:data:`commhooks.lab.comparison.trial.FIRST_STEP`); with ``train`` they train from the first
+    step.
 
     Args:
         model: the name of a model, see :class:`commhooks.lab.models.Workload`.

@@ -30,7 +30,7 @@ class TrainingPoint:
 
 @dataclass(frozen=True)
 class Row:
-    """One entry over one link. Times are those of the slowest rank, bytes those that rank 0 sends."""
+    """One entry over one link. Times are those of the slowest rank, bytes those of rank 0."""
 
     hook: str
     """The text of the hook, "bare" for the bare model or "torch" for torch DDP."""

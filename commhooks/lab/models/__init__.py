@@ -1,7 +1,7 @@
-"""Models to measure with, by name; none needs a download.
+"""Models to measure with, by name. None needs a download.
 
-The parameters have the names, shapes and numbers of the real ones, and the arithmetic is theirs.
-Weights are random, and so is the input: what is measured is time and bytes.
+The models have the parameters and the arithmetic of the published ones. Weights and inputs are
+random, because only time and bytes are measured.
 
 Imports: errors.
 """
@@ -10,16 +10,16 @@ from commhooks.lab.models.gpt2 import GPT2Small
 from commhooks.lab.models.loading import ModelError, built_in_models, load_callable, load_model
 from commhooks.lab.models.lstm import LSTMLanguageModel
 from commhooks.lab.models.resnet import ResNet50
-from commhooks.lab.models.subject import Subject
 from commhooks.lab.models.transformer import Transformer
+from commhooks.lab.models.workload import Workload
 
 __all__ = [
     "GPT2Small",
     "LSTMLanguageModel",
     "ModelError",
     "ResNet50",
-    "Subject",
     "Transformer",
+    "Workload",
     "built_in_models",
     "load_callable",
     "load_model",

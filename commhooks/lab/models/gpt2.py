@@ -64,7 +64,7 @@ class _Block(nn.Module):
 
 
 class GPT2Small(nn.Module):
-    """Maps tokens and targets, int64 (B, T), to the mean cross-entropy. No dropout."""
+    """Maps tokens and targets, int64 (B, T), to the mean cross-entropy. There is no dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,6 +84,6 @@ class GPT2Small(nn.Module):
 
     @staticmethod
     def example_input() -> tuple[Tensor, Tensor]:
-        """One sequence of 128 tokens and its targets: little, so that a CPU does it in seconds."""
+        """Return one sequence of 128 tokens and its targets; a CPU takes seconds for it."""
         window = torch.randint(_VOCABULARY, (1, 129))
         return window[:, :-1], window[:, 1:]

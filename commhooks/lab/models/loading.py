@@ -1,4 +1,4 @@
-"""Models by name, or by where their factory is: ``gpt2-small``, ``my_package.models:make``."""
+"""Loads models by name or by factory: ``gpt2-small``, ``my_package.models:make``."""
 
 import difflib
 import importlib
@@ -24,22 +24,22 @@ _BUILT_IN: dict[str, Callable[[], nn.Module]] = {
 
 
 class ModelError(CommHookError, ValueError):
-    """There is no such model, or it cannot be trained."""
+    """The model does not exist or cannot be trained."""
 
 
 def built_in_models() -> list[str]:
-    """The names that :func:`load_model` knows by itself."""
+    """Return the names of the built-in models."""
     return sorted(_BUILT_IN)
 
 
 def load_model(name: str) -> nn.Module:
-    """Makes a built-in model, or the one that the factory ``package.module:factory`` returns.
+    """Make a built-in model, or call the factory ``package.module:factory``.
 
-    The current directory is not searched unless it is on ``sys.path``. Inside ``with
-    torch.device("meta")`` built-in models cost no memory.
+    The current directory is searched only if it is on ``sys.path``. Inside ``with
+    torch.device("meta")`` built-in models take no memory.
 
-    Raises ModelError: no such name; the factory does not import, is not callable or raises; or what
-    it returns is no module with parameters that need gradients.
+    Raises ModelError if the name is unknown; if the factory cannot be imported, is not callable or
+    raises; or if it does not return a module with parameters that need gradients.
     """
     factory = _BUILT_IN.get(name)
     if factory is None:
@@ -62,7 +62,7 @@ def load_model(name: str) -> nn.Module:
 
 
 def load_callable(path: str) -> Callable[..., Any]:
-    """What ``package.module:name`` names, if it can be called. Raises ModelError."""
+    """Import the callable ``package.module:name``. Raises ModelError."""
     found = _load_object(path)
     if not callable(found):
         raise ModelError(f"{path!r}: expected a callable, found {type(found).__name__}")
@@ -70,7 +70,7 @@ def load_callable(path: str) -> Callable[..., Any]:
 
 
 def _load_object(path: str) -> Any:
-    """What ``package.module:name`` names. Raises ModelError."""
+    """Import the object ``package.module:name``. Raises ModelError."""
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ModelError(f"expected package.module:name, found {path!r}")
@@ -78,7 +78,7 @@ def _load_object(path: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise ModelError(
-            f"{path!r}: the module {module_name!r} does not import: {_text(error)}"
+            f"{path!r}: the module {module_name!r} cannot be imported: {_text(error)}"
         ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -96,7 +96,7 @@ def _refuse(name: str) -> Callable[[], nn.Module]:
     raise ModelError(
         f"no model is named {name!r}"
         + (f"; did you mean {near[0]!r}?" if near else ".")
-        + f" Built in: {', '.join(built_in_models())}. Your own: package.module:factory."
+        + f" Built in: {', '.join(built_in_models())}. A model of your own: package.module:factory."
     )
 
 

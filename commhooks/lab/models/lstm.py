@@ -1,7 +1,7 @@
-"""The LSTM language model that gradient compression is often measured with, 28 949 319 parameters.
+"""The LSTM language model of papers on gradient compression, 28 949 319 parameters.
 
-Three layers of width 650 on WikiText-2's 28869 words, the decoder's weight that of the embedding:
-Vogels et al., PowerSGD, appendix; https://arxiv.org/abs/1905.13727.
+It has three layers of width 650 and the 28869 words of WikiText-2. The decoder shares its weight
+with the embedding: Vogels et al., PowerSGD, appendix; https://arxiv.org/abs/1905.13727.
 """
 
 import torch
@@ -14,7 +14,10 @@ _VOCABULARY, _WIDTH, _LAYERS = 28869, 650, 3
 
 
 class LSTMLanguageModel(nn.Module):
-    """Maps words and targets, int64 (time, batch), to the mean cross-entropy. No dropout."""
+    """Maps words and targets, int64 (time, batch), to the mean cross-entropy.
+
+    There is no dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +33,6 @@ class LSTMLanguageModel(nn.Module):
 
     @staticmethod
     def example_input() -> tuple[Tensor, Tensor]:
-        """Four texts of 30 words and their targets."""
+        """Return four texts of 30 words and their targets."""
         words = torch.randint(_VOCABULARY, (31, 4))
         return words[:-1], words[1:]

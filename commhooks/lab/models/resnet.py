@@ -1,6 +1,6 @@
 """ResNet-50 (He et al. 2016, https://arxiv.org/abs/1512.03385), 25 557 032 parameters.
 
-The stride of a block is in its 3x3 convolution, as in the widespread "v1.5".
+The stride of a block is in its 3x3 convolution, as in the common version "v1.5".
 """
 
 import torch
@@ -10,7 +10,12 @@ from torch.nn.functional import cross_entropy
 __all__ = ["ResNet50"]
 
 _EXPANSION = 4
-_BLOCKS = (3, 4, 6, 3)  # per stage; the first has width 64, each next one twice that
+_BLOCKS = (
+    3,
+    4,
+    6,
+    3,
+)  # per stage; the width is 64 in the first one and doubles from stage to stage
 
 
 class _Bottleneck(nn.Module):
@@ -63,5 +68,5 @@ class ResNet50(nn.Module):
 
     @staticmethod
     def example_input() -> tuple[Tensor, Tensor]:
-        """Two images of the size of ImageNet's crops, and their labels."""
+        """Return two images of the size of ImageNet crops, and their labels."""
         return torch.randn(2, 3, 224, 224), torch.randint(1000, (2,))

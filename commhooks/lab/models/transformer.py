@@ -1,6 +1,6 @@
-"""151 MB of parameters in the shapes of a transformer, with next to no arithmetic.
+"""151 MB of parameters in the shapes of a transformer, with very little arithmetic.
 
-A backward costs little besides writing gradients: the hardest case for whoever has to move them.
+Backward does little besides writing gradients, which is the hardest case for communication.
 """
 
 import torch
@@ -28,19 +28,19 @@ class _Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """12 layers of width 512. Attention is left out: it has no parameters."""
+    """12 layers of width 512. Attention itself is left out, because it has no parameters."""
 
     def __init__(self, layers: int = _LAYERS) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_Layer() for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (batch, 512)."""
+        """Map ``x``, (batch, 512), to the same shape."""
         for layer in self.layers:
             x = layer(x)
         return x
 
     @staticmethod
     def example_input() -> Tensor:
-        """Eight vectors."""
+        """Return eight vectors."""
         return torch.randn(8, _WIDTH)

@@ -64,7 +64,7 @@ class Study:
         return self.loopback_seconds[hook] + max(0.0, added)
 
     def break_even(self, hook: str) -> BreakEvenRates | None:
-        """Return the rates of links at which ``hook`` beats the baseline; None if there are none."""
+        """Return the rates of links at which ``hook`` beats the baseline; None if it never does."""
         return break_even_rates(
             lambda rate: self.step_seconds(hook, rate) < self.step_seconds(self.baseline, rate)
         )
@@ -128,9 +128,7 @@ class Study:
         }
 
     def _simulate(self, hook: str, network: Network) -> Prediction:
-        return predict(
-            self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed
-        )
+        return predict(self.hooks[hook], network, self.backend, cores=self.cores, speed=self.speed)
 
 
 def _ends(rates: BreakEvenRates | None) -> dict[str, float | None] | None:

@@ -30,7 +30,7 @@ def run(*arguments: str, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Measurements of two hooks, and of the plain average."""
+    """Measurements of two hooks and of plain averaging."""
     path = tmp_path_factory.mktemp("simulate") / "measurements.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1]))
@@ -39,23 +39,23 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def _measuring_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> None:
         raise AssertionError(f"measured again: {arguments}")
 
     monkeypatch.setattr(command, "measure", refuse)
 
 
-@pytest.mark.usefixtures("_nothing_is_measured")
+@pytest.mark.usefixtures("_measuring_is_an_error")
 def test_a_table_of_hooks_and_advice(kept: Path) -> None:
     hooks = ("--hook", "int8", "--hooks", "topk")
     text = run(*BASIC, *hooks, "--world-size", "4096", "--measurements", str(kept))
     for word in ("allreduce", "int8", "topk", "speed-up", "4096 ranks at 1 Gbit/s", "predicted"):
         assert word in text
-    assert "Take " in text or "Stay with " in text
+    assert "Use " in text or "Keep " in text
 
 
-@pytest.mark.usefixtures("_nothing_is_measured")
+@pytest.mark.usefixtures("_measuring_is_an_error")
 @pytest.mark.parametrize("size", ["64", "100000"])
 def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, size: str) -> None:
     image = tmp_path / "curves.png"
@@ -71,8 +71,8 @@ def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, siz
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("_nothing_is_measured")
-def test_more_of_the_network_can_be_told(kept: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_measuring_is_an_error")
+def test_options_of_the_network_change_the_prediction(kept: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
 
     def step(*options: str) -> float:
@@ -91,15 +91,15 @@ def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> Non
     before = Measurements.load(kept)
     run(*BASIC, "--hook", "bf16", "--world-size", "64", "--measurements", str(kept))
     after = Measurements.load(kept)
-    assert after.rehearsals.keys() - before.rehearsals.keys() == {'{"name": "bf16"}'}
-    assert before.rehearsals.items() <= after.rehearsals.items()
+    assert after.dry_runs.keys() - before.dry_runs.keys() == {'{"name": "bf16"}'}
+    assert before.dry_runs.items() <= after.dry_runs.items()
 
 
 @pytest.mark.parametrize(
     ("changed", "status", "words"),
     [
         (["--model", "gpt3"], 1, ["no model is named 'gpt3'", "gpt2-small"]),
-        (["--model", "nowhere:make"], 1, ["nowhere", "does not import"]),
+        (["--model", "nowhere:make"], 1, ["nowhere", "cannot be imported"]),
         (["--model", "support.small_models:without_input"], 1, ["example_input()", "--input"]),
         (
             [
@@ -147,4 +147,4 @@ def test_files_that_do_not_fit(kept: Path, tmp_path: Path) -> None:
 def test_a_hook_that_does_not_work_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int8, "backends", ("gloo",))
     options = ("--hook", "int8", "--world-size", "4", "--backend", "nccl")
-    assert "'int8' works with gloo" in run(*BASIC, *options, status=1)
+    assert "'int8' supports gloo" in run(*BASIC, *options, status=1)
