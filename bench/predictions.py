@@ -74,8 +74,8 @@ class Cell:
         """Return the network of this machine, whose cores the ranks share."""
         return self._study(rates).predictions[self.hook]
 
-    def pays_below(self, rates: Measurements) -> float:
-        """Return the rate (bits per second) below which the hook is predicted to pay."""
+    def break_even_rate(self, rates: Measurements) -> float:
+        """Return the rate (bits per second) below which the hook is predicted to be faster."""
         break_even = self._study(rates).break_even(self.hook)
         return break_even.below if break_even else 0.0
 
