@@ -13,7 +13,7 @@ from bench.conftest import RanksOf, median_of
 from bench.measurement import Place, measure
 from bench.subjects import SUBJECTS, TORCH, TORCH_POWERSGD, Subject
 from commhooks.cluster import Ranks
-from commhooks.cluster.links import Link, shaped_link, unavailable
+from commhooks.cluster.links import ShapedLink, shaped_link, unavailable
 
 LARGE = "transformer-151MB"
 SMALL = "transformer-25MB"
@@ -69,7 +69,7 @@ def test_powersgd(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
 
 
 @pytest.fixture(scope="session")
-def gigabit() -> Iterator[tuple[Ranks, Link]]:
+def gigabit() -> Iterator[tuple[Ranks, ShapedLink]]:
     """Return two hosts with a link of 1 Gbit/s between them."""
     reason = unavailable()
     if reason is not None:
@@ -82,7 +82,9 @@ def gigabit() -> Iterator[tuple[Ranks, Link]]:
 @pytest.mark.parametrize(
     "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
 )
-def test_over_a_gigabit_link(benchmark: Any, gigabit: tuple[Ranks, Link], subject: Subject) -> None:
+def test_over_a_gigabit_link(
+    benchmark: Any, gigabit: tuple[Ranks, ShapedLink], subject: Subject
+) -> None:
     """Measure hooks against the aims in results/README.md."""
     ranks, link = gigabit
     place = Place(ranks, link.bytes_per_second, LARGE, {"init_sync": False}, rounds=3)

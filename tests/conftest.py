@@ -1,10 +1,12 @@
-"""Fixtures for tests on several ranks; every warning is an error, on the ranks as well."""
+"""Fixtures for tests on several ranks, samples of large parameter grids, and a summary of skips."""
 
 import socket
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.covering import covering_sample
 
 from commhooks.testing import close_ranks
 from commhooks.testing import run_ranks as run
@@ -29,3 +31,31 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases outside of the sample of ``@pytest.mark.covering`` as exhaustive."""
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for cases in grids.values():
+        marker = cases[0].get_closest_marker("covering")
+        assert marker is not None
+        values = [sorted(case.callspec.indices.items()) for case in cases]
+        sample = covering_sample(values, *marker.args)
+        for index, case in enumerate(cases):
+            if index not in sample:
+                case.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report skipped tests in one line per reason, instead of one per test."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.getreports("skipped")
+    )
+    for reason, count in reasons.most_common():
+        kind = "GPU tests" if reason == "no CUDA device" else "tests"
+        terminalreporter.write_line(f"{kind}: {count} skipped, {reason}")

@@ -1,4 +1,6 @@
-"""Ranks in processes of their own, on this machine, for whoever has to start some.
+"""Rank processes on this machine, and network namespaces with links of a given rate between them.
+
+The test kit, the comparison and the simulation start their ranks here.
 
 Imports: errors.
 """

@@ -1,4 +1,4 @@
-"""Real links on one machine: hosts in network namespaces, joined by a bridge, at a given rate.
+"""Links of a given rate on one machine: hosts are network namespaces joined by a bridge.
 
 ::
 
@@ -6,15 +6,15 @@
     10.213.0.1           10.213.0.2           10.213.0.3     link0, shaped by `tc tbf`
         └──────────────── bridge ────────────────┘
 
-Needs root and iproute2. Each host sends at most at the rate; what it receives is bounded by what
-the others send. The bridge has no address and no way out: packets stay among these hosts.
+Needs root and iproute2. The rate limits what a host sends; what it receives is limited by what the
+others send. The bridge has no address and no uplink, so packets stay between these hosts.
 
 Note [Links that clean up]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
-A shell that waits for the end of its input is started first, with the commands that remove
-everything. Its input ends when the link is closed, and also when this process is killed. So there
-is one way to remove, and nothing that could be forgotten. It runs in a session of its own, which
-Ctrl-C does not reach.
+Before any namespace is made, a shell is started that waits for the end of its input and then runs
+the commands that remove everything. Its input ends when the link is closed, and also when this
+process is killed, so there is a single clean-up path. The shell runs in its own session, so Ctrl-C
+does not reach it.
 """
 
 import contextlib
@@ -27,41 +27,41 @@ from dataclasses import dataclass
 
 from commhooks.errors import CommHookError
 
-__all__ = ["Link", "LinkError", "burst_bytes", "shaped_link", "unavailable"]
+__all__ = ["LinkError", "ShapedLink", "burst_bytes", "shaped_link", "unavailable"]
 
 _INTERFACE = "link0"
 _NETWORK = "10.213.0"
-_MOST_HOSTS = 250
+_MAX_HOSTS = 250
 _BURST_BYTES = 256_000
-_BURST_SECONDS = 1e-3  # timers of slow kernels wake this late
+_BURST_SECONDS = 1e-3  # latency of the timers of slow kernels
 
 _counter = itertools.count()
 
 
 class LinkError(CommHookError):
-    """Links cannot be made on this machine."""
+    """Shaped links cannot be made on this machine."""
 
 
 @dataclass(frozen=True)
-class Link:
-    """Hosts; run a command on host i by putting ``prefixes[i]`` before it."""
+class ShapedLink:
+    """Hosts joined by a link; put ``prefixes[i]`` before a command to run it on host i."""
 
     bits_per_second: float
     prefixes: tuple[tuple[str, ...], ...]
     interface: str = _INTERFACE
     address: str = f"{_NETWORK}.1"
-    """Of host 0."""
+    """The IP address of host 0."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Of one direction of one host's link."""
+        """The rate of one direction of one host's link."""
         return self.bits_per_second / 8
 
 
 def unavailable() -> str | None:
-    """Why links cannot be made here, as far as that can be told without trying; None if they can.
+    """Return why shaped links cannot be made here, or None if nothing is known to be missing.
 
-    In a container even root may be refused; then :func:`shaped_link` raises LinkError.
+    In a container even root may lack the permission; then :func:`shaped_link` raises LinkError.
     """
     if os.geteuid() != 0:
         return "shaped links need root"
@@ -72,28 +72,31 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def shaped_link(world_size: int, bits_per_second: float) -> Iterator[Link]:
-    """Hosts that send ``bits_per_second`` each; all are gone afterwards, whatever happens.
+def shaped_link(world_size: int, bits_per_second: float) -> Iterator[ShapedLink]:
+    """Make ``world_size`` hosts that send ``bits_per_second`` each, and remove them at the end.
 
-    Processes that were started there have to be ended first. Raises LinkError.
+    They are removed even if this process is killed. End the processes on them first.
+
+    Raises:
+        LinkError: the hosts cannot be made.
     """
-    if not 1 <= world_size <= _MOST_HOSTS:
-        raise LinkError(f"expected 1 to {_MOST_HOSTS} hosts, found {world_size}")
+    if not 1 <= world_size <= _MAX_HOSTS:
+        raise LinkError(f"expected 1 to {_MAX_HOSTS} hosts, found {world_size}")
     if reason := unavailable():
         raise LinkError(reason)
     base = f"ch{os.getpid()}{_letters(next(_counter))}"  # interface names have 15 characters
     hosts = [f"{base}h{index}" for index in range(world_size)]
-    with _removed_at_the_end(base, hosts):
+    with _removal(base, hosts):
         _run("ip", "link", "add", f"{base}b", "type", "bridge")
         _run("ip", "link", "set", f"{base}b", "up")
         for index, host in enumerate(hosts):
             _add_host(base, index, host, bits_per_second)
         prefixes = tuple(("ip", "netns", "exec", host) for host in hosts)
-        yield Link(bits_per_second, prefixes)
+        yield ShapedLink(bits_per_second, prefixes)
 
 
 def burst_bytes(bits_per_second: float) -> float:
-    """What a link of this rate sends at once after a pause, at the full speed of the machine."""
+    """Return how many bytes a link of this rate sends unshaped after a pause."""
     return max(_BURST_BYTES, bits_per_second / 8 * _BURST_SECONDS)
 
 
@@ -113,7 +116,7 @@ def _add_host(base: str, index: int, host: str, bits_per_second: float) -> None:
 
 
 @contextlib.contextmanager
-def _removed_at_the_end(base: str, hosts: Sequence[str]) -> Iterator[None]:
+def _removal(base: str, hosts: Sequence[str]) -> Iterator[None]:
     """See Note [Links that clean up]."""
     commands = [f"ip link delete {base}v{index}" for index in range(len(hosts))]
     commands += [f"ip netns delete {host}" for host in hosts]
@@ -143,6 +146,6 @@ def _run(*command: str) -> None:
 
 
 def _letters(number: int) -> str:
-    """0 -> a, 1 -> b, ..., 26 -> ba: digits would run into those of the process."""
+    """Return a, b, ..., ba for 0, 1, ..., 26: digits would run into those of the process ID."""
     last = chr(ord("a") + number % 26)
     return last if number < 26 else _letters(number // 26) + last

@@ -1,37 +1,37 @@
-"""Runs functions on several ranks and gives back what they return, or the first error.
+"""Run functions on several ranks and return their results, or raise the first error.
 
     RankPool                          process 0, process 1, ...
       | -- Call (pickled) ---------->   |
       |                                 |  call.fn(...)
-      | <--------- Outcome ------------ |
+      | <------- CallResult ----------- |
       |                                 |  call.after()
       | <--------- READY -------------- |
 
-Importing torch costs seconds, so processes are kept and used again by later calls. None outlives
-its parent: a process whose parent is gone ends by itself, and one that hangs is killed by the
-parent, or, should that be gone as well, by a timer that does not need the GIL.
+Importing torch takes seconds, so processes are kept and reused by later calls. None of them
+outlives its parent: a process whose parent is gone ends by itself, and a process that hangs is
+killed by the parent or, if the parent is gone as well, by a timer that does not need the GIL.
 """
 
 import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from commhooks.cluster.call import Call, Outcome
+from commhooks.cluster.call import Call, CallResult
 from commhooks.cluster.process import RankProcess
 from commhooks.errors import CommHookError
 
 __all__ = ["RankError", "RankPool", "RankStartError"]
 
 _START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine
-_CLEANUP_SECONDS = 10.0  # for the other ranks to come back once one has raised
+_CLEANUP_SECONDS = 10.0  # for the other ranks to return after one has raised
 
 
 class RankError(CommHookError):
-    """A rank died, or raised something that cannot be sent to another process."""
+    """A rank died, or raised an exception that cannot be pickled."""
 
 
 class RankStartError(RankError):
@@ -39,12 +39,12 @@ class RankStartError(RankError):
 
 
 class RankPool:
-    """Processes of ranks, started when they are first needed.
+    """Rank processes that are started when they are first needed.
 
     Args:
-        prefixes: put before the command of each rank; none by default.
-        environment: of the processes, besides that of this one.
-        keep_logs: what ranks print is not shown, but is part of the error if one dies.
+        prefixes: for each rank, the words to put before its command; none by default.
+        environment: environment variables to add to those of this process.
+        keep_logs: capture the output of the ranks, and show it only in the error if one dies.
     """
 
     def __init__(
@@ -60,17 +60,32 @@ class RankPool:
         self._lock = threading.Lock()
         self._processes: list[RankProcess] = []
 
-    def run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
-        """One call per rank; returns their results. ``timeout`` in seconds.
+    def run(
+        self,
+        fn: Callable[..., Any],
+        world_size: int,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float,
+        after: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run ``fn(rank, *args, **kwargs)`` on every rank; return the results by rank.
 
-        Processes that do not come back from a call in which something went wrong are ended.
+        Each rank calls ``after()`` when its result has been sent. After an error, processes that do
+        not return from the call are ended. ``timeout`` is in seconds.
 
         Raises:
-            Exception: the first error of any rank, of its own type where that can be pickled, with
-                the rank and the remote traceback as a note.
+            Exception: the first error of any rank, of its own type if that can be pickled, with the
+                rank and the remote traceback as a note.
             TimeoutError: with the stacks of the ranks still running.
-            RankError: a rank died; RankStartError: before the call.
+            RankError: a rank died during the call.
+            RankStartError: a rank died before the call, or did not start.
         """
+        calls = [
+            Call(fn, (rank, *args), dict(kwargs or {}), timeout, after)
+            for rank in range(world_size)
+        ]
         with self._lock:
             try:
                 return self._run(calls, timeout)
@@ -79,14 +94,14 @@ class RankPool:
                 raise
 
     def close(self) -> None:
-        """Ends all processes; the next call starts fresh ones."""
+        """End all processes; the next call starts new ones."""
         with self._lock:
             self._end(list(self._processes))
 
     def _run(self, calls: Sequence[Call], timeout: float) -> list[Any]:
         processes = self._start(len(calls))
         for process, call in zip(processes, calls, strict=True):
-            with contextlib.suppress(ConnectionError):  # it has died; that is found below
+            with contextlib.suppress(ConnectionError):  # it has died: receive() reports it
                 process.send(call)
         results: list[Any] = [None] * len(calls)
         failure: BaseException | None = None
@@ -100,20 +115,20 @@ class RankPool:
                 if process.connection not in readable:
                     continue
                 try:
-                    outcome = process.receive()
+                    result = process.receive()
                 except (EOFError, ConnectionError):
                     raise failure or RankError(_death(rank, len(calls), process)) from None
-                if outcome is not None and outcome.error_text is None:
-                    results[rank] = outcome.value
-                elif outcome is not None and failure is None:
-                    failure = _remote_error(rank, len(calls), outcome)
+                if result is not None and result.error_text is None:
+                    results[rank] = result.value
+                elif result is not None and failure is None:
+                    failure = _remote_error(rank, len(calls), result)
                     deadline = min(deadline, time.monotonic() + _CLEANUP_SECONDS)
         if failure is not None:
             raise failure
         return results
 
     def _start(self, world_size: int) -> list[RankProcess]:
-        """The first processes, started where missing, all ready."""
+        """Return the first ``world_size`` processes, started if they are missing, all ready."""
         while (rank := len(self._processes)) < world_size:
             prefix = self._prefixes[rank] if self._prefixes else ()
             process = RankProcess(prefix, self._environment, keep_log=self._keep_logs)
@@ -126,15 +141,15 @@ class RankPool:
             if not process.connection.poll(_START_SECONDS):
                 raise RankStartError(f"rank {rank} did not start within {_START_SECONDS} s")
             try:
-                outcome = process.receive()
+                result = process.receive()
             except (EOFError, ConnectionError):
                 raise RankStartError(
                     _death(rank, world_size, process, "before this call ")
                 ) from None
-            if outcome is not None:
+            if result is not None:
                 raise RankStartError(
                     f"rank {rank} of {world_size} cannot import the main module:\n"
-                    f"{outcome.error_text}"
+                    f"{result.error_text}"
                 )
         return processes
 
@@ -147,7 +162,7 @@ class RankPool:
 def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> str:
     text = f"rank {rank} of {world_size} died {when}with exit code {process.exit_code()}"
     for what, lines in [
-        ("the last lines that it printed", process.log()),
+        ("the last lines of its output", process.log()),
         ("its threads were here", process.stacks()),
     ]:
         if lines:
@@ -155,9 +170,9 @@ def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> 
     return text
 
 
-def _remote_error(rank: int, world_size: int, outcome: Outcome) -> BaseException:
-    error = pickle.loads(outcome.error) if outcome.error is not None else None
-    where = f"raised on rank {rank} of {world_size}:\n{outcome.error_text}"
+def _remote_error(rank: int, world_size: int, result: CallResult) -> BaseException:
+    error = pickle.loads(result.error) if result.error is not None else None
+    where = f"raised on rank {rank} of {world_size}:\n{result.error_text}"
     if error is None:
         return RankError(where)
     assert isinstance(error, BaseException)

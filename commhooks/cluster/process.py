@@ -1,4 +1,4 @@
-"""The parent's side of one rank's process."""
+"""The parent's side of one rank process."""
 
 import multiprocessing
 import multiprocessing.spawn
@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from commhooks.cluster.call import READY, Call, Outcome
+from commhooks.cluster.call import READY, Call, CallResult
 from commhooks.errors import CommHookError
 
 __all__ = ["RankProcess"]
@@ -22,18 +22,19 @@ _LOG_LINES = 30
 
 
 class RankProcess:
-    """A process that answers calls; ``ready`` for the next once it has cleaned up after the last.
+    """A process that answers calls; ``ready`` is True when it can take the next one.
 
-    Nothing of it has a name: its connection is inherited, its files are deleted already. So there
-    is nothing to remove, and it ends with this process.
+    The process has no named resources: it inherits its connection, and its files are already
+    deleted. So there is nothing to remove afterwards. It ends with this process.
 
     Args:
-        prefix: put before the command, e.g. to start it in a network namespace.
-        environment: besides that of this process.
-        keep_log: what it prints is kept for :meth:`log`, not shown.
+        prefix: words to put before the command, e.g. to start it in a network namespace.
+        environment: environment variables to add to those of this process.
+        keep_log: keep the output for :meth:`log` instead of showing it.
 
-    Raises CommHookError in a process of a rank that is still importing the main module: there would
-    be no end of it.
+    Raises:
+        CommHookError: this is a rank process that is still importing the main module; starting
+            ranks from there would never end.
     """
 
     def __init__(
@@ -41,8 +42,8 @@ class RankProcess:
     ) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise CommHookError(
-                "ranks are processes that import the program's main module, and this is one that "
-                'does: put what starts ranks under `if __name__ == "__main__":`, or into a function'
+                "rank processes import the program's main module, and this process is importing "
+                'it: start ranks under `if __name__ == "__main__":` or in a function'
             )
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         self._log = tempfile.TemporaryFile() if keep_log else None  # noqa: SIM115
@@ -54,48 +55,51 @@ class RankProcess:
             passed = theirs.fileno(), self._stacks.fileno()
             self._process = subprocess.Popen(
                 [*command, *map(str, passed)],
-                stdin=subprocess.PIPE,  # which ends when this process does
+                stdin=subprocess.PIPE,  # is closed when this process ends
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=passed,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                start_new_session=True,  # the parent handles Ctrl-C
             )
         self._send_preparation()
 
     def _send_preparation(self) -> None:
-        """What lets functions of the parent's ``__main__`` be called, as multiprocessing does."""
+        """Send what a rank needs to import the parent's ``__main__``, as multiprocessing does."""
         data = multiprocessing.spawn.get_preparation_data("rank")
         del data["authkey"]
         self.connection.send_bytes(pickle.dumps(data))
 
     def send(self, call: Call) -> None:
-        """Starts a call."""
+        """Start a call."""
         self.ready = False
         self.connection.send_bytes(call.pickled())
 
-    def receive(self) -> Outcome | None:
-        """The next message, once the connection can be read; None for READY. EOFError: died."""
+    def receive(self) -> CallResult | None:
+        """Return the next message, or None for READY. Raises EOFError if the process has died."""
         message = self.connection.recv_bytes()
         if message == READY:
             self.ready = True
             return None
-        outcome: Outcome = pickle.loads(message)
-        return outcome
+        result: CallResult = pickle.loads(message)
+        return result
 
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process is still running."""
         return self._process.poll() is None
 
     def exit_code(self) -> int | None:
-        """Of a process that is ending; negative for a signal. None if it goes on."""
+        """Wait for a process that is ending; return its exit code, negative for a signal.
+
+        Returns None if the process is still running after 5 seconds.
+        """
         try:
             return self._process.wait(5.0)
         except subprocess.TimeoutExpired:
             return None
 
     def stacks(self) -> str:
-        """What every thread of the process is doing, or was when it crashed."""
+        """Return the stacks of all threads of the process, now or when it crashed."""
         if self.is_alive():
             self._process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)  # faulthandler writes in the signal handler, without the GIL
@@ -103,7 +107,7 @@ class RankProcess:
         return self._stacks.read().decode(errors="replace")
 
     def log(self) -> str:
-        """The last lines that the process has printed, if they were kept."""
+        """Return the last lines of the output, if it was kept."""
         if self._log is None:
             return ""
         self._log.seek(0)
@@ -111,7 +115,7 @@ class RankProcess:
         return "\n".join(lines[-_LOG_LINES:])
 
     def kill(self) -> None:
-        """Ends the process and those that it has started; returns when it is gone."""
+        """End the process and its children; return when it is gone."""
         if self.is_alive():
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

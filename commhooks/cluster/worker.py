@@ -1,8 +1,8 @@
-"""The process of one rank: ``python -m commhooks.cluster.worker CONNECTION STACKS``.
+"""A rank process: ``python -m commhooks.cluster.worker CONNECTION STACKS``.
 
-Both are file descriptors: a connection on which calls arrive, and a file for the stacks of all
-threads, written on SIGUSR1 and in a crash. The process ends with its standard input, so it ends
-with its parent.
+Both arguments are file descriptors: a connection on which calls arrive, and a file to which the
+stacks of all threads are written on SIGUSR1 and in a crash. The process ends when its standard
+input is closed, that is when its parent ends.
 """
 
 import faulthandler
@@ -19,23 +19,23 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
-from commhooks.cluster.call import READY, Call, Outcome
+from commhooks.cluster.call import READY, Call, CallResult
 
 
 def main() -> None:
-    """Answers calls until the parent closes the connection or dies."""
+    """Answer calls until the parent closes the connection or dies."""
     calls, stacks = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        # The first forward of a wrapped model imports it: not in the time of a call.
+        # The first forward of a wrapped model imports it; do so outside of any call's timeout.
         importlib.import_module("torch._dynamo")
         _prepare(calls.recv_bytes())
-    except BaseException as error:  # a main module may well exit
-        calls.send_bytes(Outcome.of_failure(error).pickled())
+    except BaseException as error:  # a main module may call sys.exit
+        calls.send_bytes(CallResult.of_failure(error).pickled())
         os._exit(1)
-    gc.freeze()  # what has been loaded so far: makes collections cheap
+    gc.freeze()  # collections skip the objects loaded so far
     while True:
         calls.send_bytes(READY)
         try:
@@ -43,15 +43,15 @@ def main() -> None:
         except EOFError:
             break
         _answer(calls, message)
-    # Peers may be gone already; leaving in order is not worth waiting for them.
+    # Do not leave the process group: that may wait for ranks which are already gone.
     sys.stdout.flush()
     os._exit(0)
 
 
 def _prepare(data: bytes) -> None:
-    """Imports the parent's main module, which must not start ranks meanwhile."""
+    """Import the parent's main module, which must not start ranks during the import."""
     process: Any = multiprocessing.current_process()
-    process._inheriting = True  # noqa: SLF001  # as multiprocessing says it of its own processes
+    process._inheriting = True  # noqa: SLF001  # the flag of multiprocessing's own processes
     try:
         multiprocessing.spawn.prepare(pickle.loads(data))
     finally:
@@ -64,9 +64,9 @@ def _answer(calls: Connection, message: bytes) -> None:
     try:
         call: Call = pickle.loads(pickled_call)
     except Exception as error:
-        calls.send_bytes(Outcome.of_failure(error).pickled())
+        calls.send_bytes(CallResult.of_failure(error).pickled())
         return
-    # A last resort against a process that hangs with the GIL held after its parent is gone.
+    # A last resort: ends a process that holds the GIL forever after its parent is gone.
     faulthandler.dump_traceback_later(call.timeout + 30, exit=True)
     try:
         calls.send_bytes(_run(call).pickled())
@@ -76,18 +76,18 @@ def _answer(calls: Connection, message: bytes) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _run(call: Call) -> Outcome:
+def _run(call: Call) -> CallResult:
     try:
         with warnings.catch_warnings():
             filters: Any = warnings.filters
             filters[:] = call.filters
-            return Outcome(call.fn(*call.args, **call.kwargs))
+            return CallResult(call.fn(*call.args, **call.kwargs))
     except BaseException as error:
-        return Outcome.of_failure(error)
+        return CallResult.of_failure(error)
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # nothing is ever written: returns when the other end is closed
+    os.read(0, 1)  # returns when the other end is closed: nothing is ever written
     os._exit(1)
 
 

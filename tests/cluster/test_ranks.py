@@ -194,7 +194,7 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
     )
     assert result.returncode == 1
     assert "RankStartError: rank 0 of 2 cannot import the main module" in result.stderr
-    assert 'put what starts ranks under `if __name__ == "__main__":`' in result.stderr
+    assert 'start ranks under `if __name__ == "__main__":`' in result.stderr
     assert len((tmp_path / "imports").read_text()) <= 3
 
 

@@ -36,7 +36,7 @@ class Machine:
 )
 def machine(request: pytest.FixtureRequest) -> Machine:
     if request.param.device != "cpu" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+        pytest.skip("no CUDA device")
     return request.param
 
 

@@ -19,7 +19,7 @@ from commhooks.kernels import loader
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 HOOKS: dict[str, dict[str, Any]] = {
     "int8": {"block_size": 32},

@@ -1,0 +1,44 @@
+"""The default process group of rank processes."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+__all__ = ["join_group", "local_store"]
+
+
+def local_store() -> TCPStore:
+    """Host a store for :func:`join_group` in this process, on a free port of the loopback."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def join_group(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    timeout: float,
+    *,
+    backend: str = "gloo",
+    hosts_store: bool = False,
+) -> None:
+    """Join the default process group whose store is at ``address``; return when all ranks have.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        address: host name or IP address of the store.
+        port: TCP port of the store.
+        timeout: of each collective, and of connecting, in seconds.
+        backend: "gloo" or "nccl"; with "nccl", each rank takes the CUDA device of its number.
+        hosts_store: whether this rank hosts the store.
+    """
+    seconds = timedelta(seconds=timeout)
+    store = TCPStore(address, port, is_master=hosts_store, timeout=seconds, wait_for_workers=False)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=seconds)
+    if backend == "gloo":
+        dist.barrier()  # a rank that leaves before another one has connected makes that one fail
