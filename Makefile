@@ -16,7 +16,7 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test build lint types format bench results matrix gpu-check cuda docs clean
+.PHONY: help demo test test-all build lint types format bench results matrix gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ demo: $(INSTALLED) ## Train a small GPT on 2 ranks with three hooks, show what e
 
 test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
+	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
 
 build: $(INSTALLED) ## Set up the virtual environment and compile the extensions
 
