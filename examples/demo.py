@@ -62,6 +62,11 @@ def run_hook(hook: str, options: list[str], folder: Path, ranks: int, more: list
     process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     if process.returncode != 0:
         sys.exit(f"demo: training with hook {hook!r} failed (exit status {process.returncode})")
+    return read_result(hook, log_file)
+
+
+def read_result(hook: str, log_file: Path) -> Result:
+    """Return what the log of a run with ``hook`` says."""
     records = read_log(log_file)
     steps = [record for record in records if record["event"] == "step"]
     return Result(

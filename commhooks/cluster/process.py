@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
 from commhooks.cluster.call import READY, Call, CallResult
+from commhooks.cluster.template import ForkedProcess, can_fork, fork_rank
 from commhooks.errors import CommHookError
 
 __all__ = ["RankProcess"]
@@ -28,6 +29,7 @@ class RankProcess:
     deleted. So there is nothing to remove afterwards. It ends with this process.
 
     Args:
+        rank: that the process has in calls.
         prefix: words to put before the command, e.g. to start it in a network namespace.
         environment: environment variables to add to those of this process.
         keep_log: keep the output for :meth:`log` instead of showing it.
@@ -38,7 +40,12 @@ class RankProcess:
     """
 
     def __init__(
-        self, prefix: Sequence[str], environment: Mapping[str, str], *, keep_log: bool
+        self,
+        rank: int,
+        prefix: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        keep_log: bool,
     ) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise CommHookError(
@@ -50,18 +57,23 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
         self.ready = False
-        command = [*prefix, sys.executable, "-m", "commhooks.cluster.worker"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
         with theirs:
             passed = theirs.fileno(), self._stacks.fileno()
-            self._process = subprocess.Popen(
-                [*command, *map(str, passed)],
-                stdin=subprocess.PIPE,  # is closed when this process ends
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=passed,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-                start_new_session=True,  # the parent handles Ctrl-C
-            )
+            self._process: ForkedProcess | subprocess.Popen[bytes]
+            if not prefix and can_fork():
+                self._process = fork_rank(rank, *passed, self._log, environment)
+            else:
+                command = [*prefix, sys.executable, "-m", "commhooks.cluster.worker"]
+                self._process = subprocess.Popen(
+                    [*command, *map(str, passed)],
+                    stdin=subprocess.PIPE,  # is closed when this process ends
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=passed,
+                    env=environment,
+                    start_new_session=True,  # the parent handles Ctrl-C
+                )
         self._send_preparation()
 
     def _send_preparation(self) -> None:
@@ -116,10 +128,11 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process and its children; return when it is gone."""
-        if self.is_alive():
+        if self.is_alive() and self._process.pid is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdin is not None
-        for file in (self._process.stdin, self.connection, self._stacks, self._log):
+            self._process.wait()
+        # A process that has not been forked yet ends when it finds its standard input closed.
+        status = self._process.status if isinstance(self._process, ForkedProcess) else None
+        for file in (self._process.stdin, self.connection, self._stacks, self._log, status):
             if file is not None:
                 file.close()

@@ -22,9 +22,14 @@ from typing import Any
 from commhooks.cluster.call import READY, Call, CallResult
 
 
-def main() -> None:
-    """Answer calls until the parent closes the connection or dies."""
-    calls, stacks = Connection(int(sys.argv[1])), int(sys.argv[2])
+def serve(connection: int, stacks: int) -> None:
+    """Answer calls until the parent closes the connection or dies, then end the process.
+
+    Args:
+        connection: file descriptor of the connection on which calls arrive.
+        stacks: file descriptor of the file for the stacks of all threads.
+    """
+    calls = Connection(connection)
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -92,4 +97,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from commhooks.cluster import Ranks
+from commhooks.cluster.template import can_fork
 from commhooks.testing import RankError, close_ranks
 
 
@@ -91,6 +93,18 @@ def read_seed(_rank: int, _: int) -> int:
     return torch.initial_seed()
 
 
+def hash_of_text(_rank: int, _: int) -> int:
+    return hash("text")
+
+
+def parent_pid(_rank: int, _: int) -> int:
+    return os.getppid()
+
+
+def number_of_threads(_rank: int) -> int:
+    return torch.get_num_threads()
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results_come_back_by_rank(run_ranks: Any, world_size: int) -> None:
     results = run_ranks(add_ranks, world_size, 5, scale=2)
@@ -105,6 +119,32 @@ def test_processes_are_used_again(run_ranks: Any) -> None:
 
 def test_seeds_are_equal_on_all_ranks(run_ranks: Any) -> None:
     assert len(set(run_ranks(read_seed) + run_ranks(read_seed))) == 1
+
+
+def test_strings_have_different_hashes_on_neighboring_ranks(run_ranks: Any) -> None:
+    """As in a cluster: see Note [Two templates]."""
+    first, second, third = run_ranks(hash_of_text, 3)
+    assert first != second != third
+
+
+@pytest.mark.skipif(not can_fork(), reason="ranks are not forked where torch has CUDA")
+def test_ranks_whose_template_died_are_replaced(run_ranks: Any) -> None:
+    templates = run_ranks(parent_pid)
+    assert len(set(templates)) == 2
+    assert os.getpid() not in templates
+    for template in templates:
+        os.kill(template, signal.SIGKILL)
+    time.sleep(0.2)
+    with pytest.raises(RankError, match=r"died before this call"):
+        run_ranks(add_ranks, 2, 0)
+    run_ranks(add_ranks, 2, 0)
+    assert not set(run_ranks(parent_pid)) & set(templates)
+
+
+def test_each_rank_has_the_threads_that_were_asked_for() -> None:
+    for threads in (1, 2):
+        with Ranks(1, threads=threads) as ranks:
+            assert ranks(number_of_threads) == [threads]
 
 
 def test_no_rank_starts_before_all_are_connected(run_ranks: Any) -> None:

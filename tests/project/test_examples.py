@@ -1,4 +1,4 @@
-"""The main job, as a user runs it: train_gpt.py under torchrun, and demo.py."""
+"""The examples: train_gpt.py on ranks, under torchrun and alone, and demo.py."""
 
 import json
 import os
@@ -11,7 +11,10 @@ import checkpoint
 import pytest
 import torch
 import torch.distributed as dist
-from demo import format_bytes
+import train_config
+import train_gpt
+from demo import HOOKS, draw, format_bytes, make_table, read_result
+from rich.console import Console
 from run_log import RunLog, read_log
 from stdlib_text import load_corpus, train_batch, validation_batches
 from train_config import TrainConfig, make_parser, parse_args
@@ -40,10 +43,15 @@ def run(command, **kwargs):
     )
 
 
-def train(*args, ranks=2):
+def train_under_torchrun(*args):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = [str(EXAMPLES / "train_gpt.py"), *TINY, *map(str, args)]
-    return run([*launcher, "--nproc-per-node", str(ranks), *script])
+    return run([*launcher, "--nproc-per-node", "2", *script])
+
+
+def train(rank, world_size, args):
+    """Do what train_gpt.py does once it has joined its process group."""
+    train_gpt.train(*parse_args(make_parser(), [*TINY, *map(str, args)]))
 
 
 def assert_same(a, b, where=""):
@@ -208,7 +216,9 @@ def test_log_of_a_resumed_run_has_each_step_once(tmp_path):
 # Whole runs
 
 
-def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path, run_ranks):
+    """The first on ranks that exist already, the second under torchrun."""
+
     def arguments(name):
         return [
             *("--steps", "8", "--dropout", "0.1", "--evaluate-every", "4"),
@@ -217,11 +227,10 @@ def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path):
             *("--checkpoint-dir", tmp_path / name / "checkpoints", "--checkpoint-every", "4"),
         ]
 
-    whole = train(*arguments("whole"))
-    assert whole.returncode == 0, whole.stderr
+    run_ranks(train, 2, arguments("whole"))
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000008")
-    resumed = train(*arguments("resumed"), "--resume")
+    resumed = train_under_torchrun(*arguments("resumed"), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed after step 4" in resumed.stdout
 
@@ -245,7 +254,7 @@ def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path):
 
 
 def test_unknown_hook_is_reported_once_and_without_traceback():
-    result = train("--hook", "powersdg")
+    result = train_under_torchrun("--hook", "powersdg")
     assert result.returncode != 0
     assert result.stderr.count("train_gpt.py: error:") == 1
     assert "powersdg" in result.stderr
@@ -253,30 +262,60 @@ def test_unknown_hook_is_reported_once_and_without_traceback():
     assert "[rank" not in result.stderr  # how torch marks the tracebacks of ranks
 
 
-def test_bad_hook_option_is_reported_once_and_without_traceback():
-    result = train("--hook", "powersgd", "--hook-option", "rank=-3")
-    assert result.returncode != 0
-    assert result.stderr.count("train_gpt.py: error:") == 1
-    assert "rank" in result.stderr
-    assert "-3" in result.stderr
-    assert "[rank" not in result.stderr
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_bad_hook_option_is_reported_by_rank_0(monkeypatch, capsys, rank):
+    arguments = ["--hook", "powersgd", "--hook-option", "rank=-3"]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(train_config.time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit) as exit_info:
+        train_gpt.main()
+    assert exit_info.value.code == 2
+    reported = capsys.readouterr().err
+    assert ("train_gpt.py: error:" in reported) == (rank == "0")
+    assert ("rank" in reported and "-3" in reported) == (rank == "0")
 
 
-def test_one_rank_without_a_launcher(tmp_path):
+def test_one_rank_without_a_launcher(tmp_path, monkeypatch):
     log_file = tmp_path / "log.jsonl"
-    script = [sys.executable, str(EXAMPLES / "train_gpt.py"), *TINY]
-    result = run([*script, "--steps", "3", "--log-file", str(log_file)])
-    assert result.returncode == 0, result.stderr
+    arguments = [*TINY, "--steps", "3", "--log-file", str(log_file)]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
+    monkeypatch.delenv("RANK", raising=False)
+    train_gpt.main()
+    assert not dist.is_initialized()
     events = [record["event"] for record in read_log(log_file)]
     assert events == ["run", "step", "step", "step", "evaluation"]
     assert read_log(log_file)[-1]["wire_bytes"] == 0
 
 
+WORDS_OF_THE_DEMO = (
+    *("allreduce", "bf16", "powersgd"),
+    *("validation", "wire", "ratio", "exposed", "2.0x"),
+)
+
+
+def test_table_and_plot_of_the_demo(tmp_path, run_ranks):
+    for hook, options in HOOKS.items():
+        more = [f"--hook-option={option}" for option in options]
+        log = tmp_path / f"{hook}.jsonl"
+        steps = ["--steps", "4", "--evaluate-every", "2"]
+        run_ranks(train, 2, ["--hook", hook, *more, *steps, "--log-file", log])
+    results = [read_result(hook, tmp_path / f"{hook}.jsonl") for hook in HOOKS]
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(make_table(results))
+    for word in WORDS_OF_THE_DEMO:
+        assert word in capture.get()
+    draw(results, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@pytest.mark.exhaustive
 def test_demo_shows_a_table_and_draws_the_plot(tmp_path):
     script = [sys.executable, str(EXAMPLES / "demo.py"), "--folder", str(tmp_path)]
     result = run([*script, *TINY, "--steps", "30", "--evaluate-every", "10"])
     assert result.returncode == 0, result.stderr
-    for word in ("allreduce", "bf16", "powersgd", "validation", "wire", "ratio", "exposed", "2.0x"):
+    for word in WORDS_OF_THE_DEMO:
         assert word in result.stdout
     assert (tmp_path / "loss_vs_bytes.png").stat().st_size > 10_000
 

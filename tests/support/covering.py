@@ -1,8 +1,8 @@
 """Covering arrays: samples of a parameter grid that hold every combination of few values.
 
-A test of a dtype, a size and a codec has as many cases as the product of the three. Faults mostly
-depend on one value or on a pair of them, so a sample in which every pair occurs finds nearly as many
-with far fewer cases.
+The grid of a dtype, a size and a codec has as many cases as the product of the three. Most faults
+depend on one value or on a pair of values, so a sample in which every pair occurs finds nearly all
+of them with far fewer cases.
 """
 
 from collections.abc import Hashable, Sequence
