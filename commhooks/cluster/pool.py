@@ -90,7 +90,7 @@ class RankPool:
             try:
                 return self._run(calls, timeout)
             except BaseException:
-                self._end([process for process in self._processes if not process.ready])
+                self._end([p for p in self._processes if not (p.ready and p.is_alive())])
                 raise
 
     def close(self) -> None:

@@ -24,32 +24,33 @@ def _serve(control: socket.socket) -> None:
     gc.freeze()  # collections leave the pages that children share alone
     children: dict[int, tuple[int, int]] = {}  # by pidfd: the PID and the file for the exit code
     while True:
-        for ready in select.select([control, *children], [], [])[0]:
-            if ready is not control:
-                pid, status = children.pop(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with suppress(BrokenPipeError):
-                    os.write(status, INT.pack(code))
-                os.close(status)
-                os.close(ready)
-                continue
-            header, files, _, _ = socket.recv_fds(control, INT.size, 6)
-            if not header:
-                return
-            environment = pickle.loads(_receive(control, INT.unpack(header)[0]))
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    for pidfd, (_, status) in children.items():
-                        os.close(pidfd)
-                        os.close(status)
-                    control.close()
-                    _become_rank(files, environment)
-                finally:
-                    os._exit(1)
-            for file in files[:-1]:
-                os.close(file)
-            children[os.pidfd_open(pid)] = pid, files[-1]
+        ready = select.select([control.fileno(), *children], [], [])[0]
+        for pidfd in children.keys() & ready:
+            pid, status = children.pop(pidfd)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with suppress(BrokenPipeError):
+                os.write(status, INT.pack(code))
+            os.close(status)
+            os.close(pidfd)
+        if control.fileno() not in ready:
+            continue
+        header, files, _, _ = socket.recv_fds(control, INT.size, 6)
+        if not header:
+            return
+        environment = pickle.loads(_receive(control, INT.unpack(header)[0]))
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for pidfd, (_, status) in children.items():
+                    os.close(pidfd)
+                    os.close(status)
+                control.close()
+                _become_rank(files, environment)
+            finally:
+                os._exit(1)
+        for file in files[:-1]:
+            os.close(file)
+        children[os.pidfd_open(pid)] = pid, files[-1]
 
 
 def _become_rank(files: list[int], environment: dict[str, str]) -> None:
