@@ -1,4 +1,4 @@
-// Numbers in half precision, by their bits: compilers need no header of CUDA's for them.
+// Numbers in half precision, handled by their bits, so that no CUDA header is needed.
 #pragma once
 
 #include "codecs/portable.h"
@@ -42,16 +42,16 @@ __device__ inline void narrow(float value, float* to) {
   *to = value;
 }
 
-// To the nearest, ties to even, as all casts here.
+// Rounds to nearest, ties to even, as all casts do.
 __device__ inline void narrow(float value, Half* to) {
   const u32 sign = codecs::bits_of(value) >> 16 & 0x8000u;
   const u32 magnitude = codecs::magnitude_bits(value);
   u32 bits;
   if (magnitude > 0x7f800000u) {
     bits = 0x7e00u;
-  } else if (magnitude >= 0x477ff000u) {  // rounded, that is beyond the largest
+  } else if (magnitude >= 0x477ff000u) {  // rounds to more than the largest finite number
     bits = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {  // subnormal: in 0.5 + value the last bits are cut off
+  } else if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 rounds the last bits away
     bits = codecs::bits_of(codecs::float_of(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     bits = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
@@ -65,22 +65,22 @@ __device__ inline void narrow(float value, BFloat16* to) {
   to->bits = (unsigned short)(is_nan ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// What is finite in that precision and nearest to the value; not a number stays so.
+// The nearest finite number of the precision that the pointer names; NaN stays NaN.
 template <typename T>
-__device__ inline T cut(T value, const T*) {
+__device__ inline T clamp(T value, const T*) {
   return value;
 }
 
-__device__ inline float cut(float value, float largest) {
+__device__ inline float clamp(float value, float largest) {
   return value > largest ? largest : value < -largest ? -largest : value;
 }
 
-__device__ inline float cut(float value, const Half*) {
-  return cut(value, 65504.0f);
+__device__ inline float clamp(float value, const Half*) {
+  return clamp(value, 65504.0f);
 }
 
-__device__ inline float cut(float value, const BFloat16*) {
-  return cut(value, 0x1.fep127f);
+__device__ inline float clamp(float value, const BFloat16*) {
+  return clamp(value, 0x1.fep127f);
 }
 
 }  // namespace commhooks::kernels

@@ -1,4 +1,4 @@
-// What the threads of a block, and the blocks of a launch, find out together.
+// Reductions and scans over the threads of a block, and the last block of a launch.
 #pragma once
 
 #include "codecs/portable.h"
@@ -9,8 +9,9 @@ using codecs::u32;
 using codecs::u64;
 using i64 = long long;
 
-// True in one block of the launch, the last to come here, which sees all that others wrote before.
-// `ticket` is zero at first, and again afterwards. For all threads of all blocks.
+// Returns true in the last block of the launch that calls it; that block sees everything that the
+// other blocks wrote before their calls. `ticket` must be zero and is zero again afterwards. All
+// threads of all blocks have to call it.
 __device__ inline bool is_last_block(u32* ticket) {
   __shared__ bool is_last;
   __threadfence();
@@ -26,8 +27,8 @@ __device__ inline bool is_last_block(u32* ticket) {
   return is_last;
 }
 
-// The sum of `value` over the threads before this one; `total`: over all. For all `threads` of a
-// block.
+// Returns the sum of `value` over the threads before this one; `total` becomes the sum over all
+// threads. All `threads` of a block have to call it.
 template <int threads>
 __device__ inline u64 sum_before(u64 value, u64* total) {
   __shared__ u64 of_warps[threads / 32];
@@ -48,11 +49,12 @@ __device__ inline u64 sum_before(u64 value, u64* total) {
     before += i < warp ? of_warps[i] : 0;
     *total += of_warps[i];
   }
-  __syncthreads();  // before another call writes
+  __syncthreads();  // another call writes to the same memory
   return before;
 }
 
-// The sum of `value` over all `threads` of a block, in one order. For all of them.
+// Returns the sum of `value` over all `threads` of a block, always added in the same order. All
+// threads have to call it.
 template <int threads>
 __device__ inline double sum_over(double value) {
   __shared__ double of_warps[threads / 32];
@@ -67,12 +69,12 @@ __device__ inline double sum_over(double value) {
   for (int i = 0; i < threads / 32; ++i) {
     total += of_warps[i];
   }
-  __syncthreads();  // before another call writes
+  __syncthreads();  // another call writes to the same memory
   return total;
 }
 
-// Each of `counts` becomes the sum of those before it; returns the sum of all. For all `threads` of
-// one block.
+// Replaces each of `counts` by the sum of the counts before it; returns the sum of all. All
+// `threads` of one block have to call it.
 template <int threads>
 __device__ inline u64 scan(u64* counts, i64 length) {
   const i64 share = (length + threads - 1) / threads;

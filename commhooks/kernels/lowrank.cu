@@ -486,7 +486,7 @@ __global__ void __launch_bounds__(kThreads) absorb(
     if (first + i < rows) {
       for (int j = 0; j < size && rank > 0; ++j) {
         const T whole = mean[i].items[j];
-        const T kept = cut(whole, gradient);
+        const T kept = clamp(whole, gradient);
         mean[i].items[j] = kept;
         rest[i].items[j] += fabs(whole) > fabs(kept) ? whole - kept : (T)0;
       }

@@ -1,4 +1,4 @@
-// Changes that a verdict, on the device, decides about. What is not to change is not touched.
+// A copy that depends on a condition in device memory. Without the copy the target is not written.
 
 #include "codecs/portable.h"
 #include "vector.h"
@@ -9,10 +9,10 @@ using codecs::u8;
 
 constexpr int kThreads = 256;
 
-// to = from, if the verdict is true.
+// Copies `from` to `to` if `condition` is true.
 __global__ void __launch_bounds__(kThreads)
-    copy_if(const u8* verdict, const u8* from, i64 bytes, u8* to) {
-  if (*verdict) {
+    copy_if(const u8* condition, const u8* from, i64 bytes, u8* to) {
+  if (*condition) {
     for_each_vector<u8>(bytes, [&](i64 at) { store(to, at, bytes, load(from, at, bytes)); });
   }
 }

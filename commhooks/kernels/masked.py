@@ -1,4 +1,4 @@
-"""Launches of masked.cu: changes that a verdict on the device decides about."""
+"""Launches of masked.cu: a copy that depends on a condition in device memory."""
 
 from torch import Tensor
 
@@ -14,8 +14,8 @@ _BYTES_PER_BLOCK = 16 * _THREADS
 _BLOCKS = 2048
 
 
-def copy_if(verdict: Tensor, source: Tensor, out: Tensor) -> None:
-    """``out`` becomes ``source``, of the same type, where the verdict, () bool, is true."""
+def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
+    """Copy ``source`` to ``out``, of the same dtype, if ``condition``, () bool, is true."""
     blocks = min(_BLOCKS, -(-out.nbytes // _BYTES_PER_BLOCK))
-    arguments = (verdict, source, out.nbytes, out)
+    arguments = (condition, source, out.nbytes, out)
     launch(SOURCE, SOURCE.kernels[0], arguments, grid=blocks, block=_THREADS)

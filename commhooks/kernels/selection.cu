@@ -1,18 +1,19 @@
-// Which numbers of a gradient a sparse hook sends: as csrc/sparse/selection.cpp, the same indices.
+// Select elements of a gradient: the same indices as csrc/sparse/selection.cpp.
 //
 // Note [Selection on the device]
 // ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-// The host launches all of this at once and learns nothing on the way:
+// The host launches all kernels at once and does not read any result in between:
 //
-//   begin    a bound that most likely a few more than k elements reach, from a sample
-//   mark     adds the error; a bit for each element that reaches the bound      one pass over all
-//   refine   digit by digit, the k-th largest key of the marked elements         passes over these
-//   count    per chunk, how many keys are larger than it, and how many equal     and these
-//   list     the indices of all larger ones, and of the first equal ones         and these
+//   begin    from a sample, compute a bound that slightly more than k elements probably reach
+//   mark     add the error; set a bit for each element that reaches the bound     reads all
+//   refine   find the k-th largest key of the marked elements, digit by digit      reads marked
+//   count    count the keys that are larger and that are equal, per chunk          reads marked
+//   list     write the indices of all larger keys and of the first equal keys      reads marked
 //
-// Where a sample misleads, and fewer than k are marked, all elements are candidates: slower, and
-// right all the same. Where fewer than k are not zero, zeros fill up, and nothing is left to refine.
-// Passes over candidates read the bits, and of the gradient only the 32 bytes around each of them.
+// A key is the bits of a magnitude. If the sample was misleading and fewer than k elements are
+// marked, all elements become candidates, which is slower but gives the same result. If fewer than
+// k elements are nonzero, zeros are selected too, and there is nothing to refine. Passes over
+// candidates read the bits, and only the 32 bytes of the gradient around each candidate.
 
 #include "codecs/sparse.h"
 #include "grid.h"
@@ -23,32 +24,33 @@ namespace commhooks::kernels {
 using codecs::magnitude_bits;
 
 constexpr int kThreads = 256;
-constexpr int kWord = 32;                 // elements that a word of marks stands for
-constexpr int kChunk = kThreads * kWord;  // elements of a block that counts or lists
-constexpr int kAhead = 4;                 // vectors that a thread loads before it looks at one
+constexpr int kWord = 32;                 // elements per word of marks
+constexpr int kChunk = kThreads * kWord;  // elements per block that counts or lists
+constexpr int kAhead = 4;                 // vectors that a thread loads before it uses the first
 constexpr int kSamplingThreads = 1024;
-constexpr int kSampleBytes = 64;  // that a thread keeps in registers
+constexpr int kSampleBytes = 64;  // per thread, in registers
 constexpr int kDigitBits = 11;
 constexpr int kDigits = 1 << kDigitBits;
 
 template <typename T>
 using Key = decltype(magnitude_bits(T{}));
 
-// What the kernels of one selection hand on, in global memory: this, a word of marks for each kWord
-// elements, up to the end of the last chunk, and for each chunk how many are larger and equal before it.
+// The state of one selection in global memory. It is followed by a word of marks for each kWord
+// elements, up to the end of the last chunk, and for each chunk by the number of larger and of
+// equal keys before it.
 struct Selection {
-  u64 bound;        // elements with keys of this or more are marked
-  u64 marked;       // how many these are
-  u64 key;          // of the k-th largest: its digits so far, from the top, and zeros
-  u64 rank;         // of it, from 1, among the candidates that have these digits
-  u64 selected;     // by `count`: how many keys are larger than `key`
-  u32 only_marked;  // whether candidates are what is marked, or else all
-  u32 is_refined;   // whether `key` is known without looking at digits
+  u64 bound;        // elements with at least this key are marked
+  u64 marked;       // the number of marked elements
+  u64 key;          // the k-th largest: the digits found so far, from the top, then zeros
+  u64 rank;         // its rank, from 1, among the candidates with these digits
+  u64 selected;     // the number of keys larger than `key`, set by `count`
+  u32 only_marked;  // whether only marked elements are candidates; otherwise all are
+  u32 is_refined;   // whether `key` is known without `refine`
   u32 ticket;
-  u32 histogram[kDigits];  // of the present digit
+  u32 histogram[kDigits];  // of the current digit
 };
 
-static_assert(sizeof(Selection) == 8248, "selection.py allocates as much");
+static_assert(sizeof(Selection) == 8248, "selection.py allocates this size");
 
 __device__ inline u32* marks_of(Selection* selection) {
   return (u32*)(selection + 1);
@@ -59,8 +61,9 @@ __device__ inline u64* offsets_of(Selection* selection, i64 numel) {
   return (u64*)(marks_of(selection) + chunks * (kChunk / kWord));
 }
 
-// Finds the digit of the element of rank *rank, from the top, where histogram[d] elements have digit
-// d. *rank becomes its rank among these. For all threads of a block; all get the same.
+// Finds the digit of the element of rank *rank, counted from the largest digit; histogram[d]
+// elements have digit d. *rank becomes its rank among the elements with the same digit. All threads
+// of a block have to call it; all get the same result.
 template <int threads>
 __device__ u32 pick_digit(const u32* histogram, u64* rank) {
   constexpr int share = kDigits / threads;
@@ -91,7 +94,7 @@ __device__ u64 shared_digits(Key<T> key, int shift, int width) {
   return key >> shift >> width;
 }
 
-// One block. `sample_rank`: in the sample, of the key that becomes the bound; 0: `bound` is given.
+// One block. The bound becomes the key of rank `sample_rank` in a sample; if that is 0, `bound`.
 template <typename T>
 __global__ void __launch_bounds__(kSamplingThreads) begin(
     const T* gradient,
@@ -107,11 +110,11 @@ __global__ void __launch_bounds__(kSamplingThreads) begin(
   if (sample_rank > 0) {
     Key<T> keys[samples_per_thread];
     for (int i = 0; i < samples_per_thread; ++i) {
-      // One element out of each of as many runs, at places that no pattern can follow.
+      // One element from each of `samples` runs, at positions that no pattern in the data follows.
       const i64 sample = (i64)i * kSamplingThreads + threadIdx.x;
       const i64 start = sample * numel / samples;
       const i64 stop = (sample + 1) * numel / samples;
-      const u64 hash = (u64)sample * 0x9e3779b97f4a7c15ull;  // Weyl's sequence
+      const u64 hash = (u64)sample * 0x9e3779b97f4a7c15ull;  // Weyl sequence
       const i64 at = start + (i64)((hash >> 32) % (u64)(stop - start));
       keys[i] = magnitude_bits(error == nullptr ? gradient[at] : gradient[at] + error[at]);
     }
@@ -145,7 +148,7 @@ __global__ void __launch_bounds__(kSamplingThreads) begin(
   }
 }
 
-// Every `spacing`-th bit, from bit 0, is one of the low bits of `bits`.
+// Spreads the low bits of `bits` to every `spacing`-th bit, from bit 0 on.
 template <int spacing>
 __device__ u32 spread(u32 bits) {
   if constexpr (spacing == 4) {
@@ -160,7 +163,7 @@ __device__ u32 spread(u32 bits) {
   }
 }
 
-// What is selected, given that `marked` elements are marked.
+// Chooses the candidates from the number of marked elements.
 __device__ void choose_candidates(u64 count, Selection* selection) {
   const u64 marked = selection->marked;
   const bool only_zeros_are_left = marked < count && selection->bound == 1;
@@ -169,7 +172,7 @@ __device__ void choose_candidates(u64 count, Selection* selection) {
   selection->rank = only_zeros_are_left ? count - marked : count;
 }
 
-// A warp takes 32 vectors, kAhead times; for each time its first lanes write the words of marks.
+// A warp reads 32 vectors kAhead times; each time its first lanes write the words of marks.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 4)
     mark(T* gradient, const T* error, i64 numel, u64 count, Selection* selection) {
@@ -231,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// The candidates among the elements of a word of marks, as bits.
+// Returns the candidates among the elements of a word of marks, as bits.
 __device__ u32 candidates(i64 word, i64 numel, Selection* selection) {
   if (word * kWord >= numel) {
     return 0;
@@ -243,7 +246,7 @@ __device__ u32 candidates(i64 word, i64 numel, Selection* selection) {
   return left >= kWord ? ~0u : (1u << left) - 1;
 }
 
-// Calls `body(index, key)` for each of the candidates, ascending.
+// Calls `body(index, key)` for each candidate in ascending order of indices.
 template <typename T, typename Body>
 __device__ void for_each_candidate(const T* gradient, i64 word, u32 bits, const Body& body) {
   for (; bits != 0; bits &= bits - 1) {
@@ -252,7 +255,7 @@ __device__ void for_each_candidate(const T* gradient, i64 word, u32 bits, const 
   }
 }
 
-// Finds the digit of `width` bits at `shift`.
+// Finds the digit of the k-th largest key that has `width` bits from bit `shift` on.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     refine(const T* gradient, i64 numel, i64 shift, i64 width, Selection* selection) {
@@ -295,8 +298,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// In the high half how many candidates of a word have keys larger than the k-th largest, in the low
-// half how many have this key.
+// Returns the number of candidates of a word whose keys are larger than the k-th largest in the
+// high half, and the number of candidates with this key in the low half.
 template <typename T>
 __device__ u64 larger_and_equal(const T* gradient, i64 word, u32 bits, const Selection* selection) {
   const auto kth = (Key<T>)selection->key;
@@ -351,7 +354,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Adds the error. `flag`, zero before, becomes NaN if some number is not finite then.
+// Adds the error. `flag`, initially zero, becomes NaN if a sum is not finite.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     add_and_check(T* gradient, const T* error, i64 numel, T* flag) {
@@ -370,7 +373,7 @@ __global__ void __launch_bounds__(kThreads)
       is_finite &= magnitude_bits(sums.items[i]) < infinity;
     }
     if (!is_finite) {
-      *flag = (T)codecs::float_of(0x7fc00000u);  // whoever comes here writes the same
+      *flag = (T)codecs::float_of(0x7fc00000u);  // all threads write the same value
     }
   });
 }

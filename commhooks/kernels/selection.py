@@ -1,4 +1,4 @@
-"""Launches of selection.cu: which numbers of a gradient a sparse hook sends.
+"""Launches of selection.cu: select the elements of a gradient that a sparse hook sends.
 
 Gradients and errors are flat, float32 or float64, with fewer than 2^31 elements. See Note
 [Selection on the device].
@@ -26,21 +26,21 @@ _NAMES = {
 SOURCE = Source("selection.cu", tuple(name for names in _NAMES.values() for name in names.values()))
 
 _THREADS = 256
-_WORD = 32  # elements that a word of marks stands for
+_WORD = 32  # elements per word of marks
 _CHUNK = _THREADS * _WORD
 _SAMPLING_THREADS = 1024
 _SAMPLE_BYTES = 64 * _SAMPLING_THREADS
 _DIGIT_BITS = 11
 _STATE_BYTES = 4 * (1 << _DIGIT_BITS) + 56
-_SELECTED = 4  # where in the state, in words of 64 bits
+_SELECTED = 4  # its position in the state, in words of 64 bits
 _REFINING_BLOCKS = 1024
 _STREAMING_BLOCKS = 2048
 
 
 def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor:
-    """Adds ``error`` to ``gradient``; the indices of the ``count`` largest magnitudes.
+    """Add ``error`` to ``gradient``; return the indices of the ``count`` largest magnitudes.
 
-    (count,) int32, ascending; of equal numbers the first. Does not synchronize.
+    (count,) int32, ascending. Of equal magnitudes the first are selected. Does not synchronize.
     """
     check_gradient(gradient, error)
     numel = gradient.numel()
@@ -59,9 +59,9 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
 
 
 def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Tensor:
-    """Adds ``error`` to ``gradient``; the indices of magnitudes of ``threshold`` or more.
+    """Add ``error`` to ``gradient``; return the indices of magnitudes of at least ``threshold``.
 
-    int32, ascending. Waits for the device, to learn how many there are.
+    int32, ascending. Waits for the device, to learn how many indices there are.
     """
     check_gradient(gradient, error)
     if not threshold > 0:
@@ -75,7 +75,7 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
 
 
 def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
-    """Adds ``error`` to ``gradient``; (1,), NaN if some number is not finite then, else 0.
+    """Add ``error`` to ``gradient``; return (1,): zero if all sums are finite, else NaN.
 
     Does not synchronize.
     """
@@ -89,9 +89,9 @@ def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
 
 
 class _Selection:
-    """One run of the kernels, and what they hand on to each other.
+    """One run of the kernels, and the state that they share in device memory.
 
-    The host knows it all from the start, except how many elements reach a threshold.
+    The host knows all launches in advance, except the number of elements that reach a threshold.
     """
 
     def __init__(self, gradient: Tensor) -> None:
@@ -103,14 +103,17 @@ class _Selection:
         self._state = gradient.new_empty(words, dtype=torch.int64)
 
     def mark(self, error: Tensor | None, count: int, *, sample_rank: int, bound: int) -> None:
-        """Adds the error. The bound has that rank in a sample, or is given where that is 0."""
+        """Add the error; mark elements that reach the key of ``sample_rank`` in a sample.
+
+        If ``sample_rank`` is 0, mark those that reach ``bound``.
+        """
         gradient, numel, state = self._gradient, self._numel, self._state
         arguments = (gradient, error, numel, sample_rank, bound, state)
         self._launch("begin", arguments, min(1, self._chunks), _SAMPLING_THREADS)
         self._launch("mark", (gradient, error, numel, count, state), self._chunks)
 
     def refine(self) -> None:
-        """Finds the k-th largest key, from its highest digit to its lowest."""
+        """Find the k-th largest key, from its highest digit to its lowest."""
         shift = 8 * self._gradient.itemsize
         blocks = min(self._chunks, _REFINING_BLOCKS)
         while shift > 0:
@@ -120,14 +123,15 @@ class _Selection:
             self._launch("refine", arguments, blocks)
 
     def count(self) -> None:
-        """Finds out how many indices come before each chunk's."""
+        """Count the indices before each chunk."""
         self._launch("count", (self._gradient, self._numel, self._state), self._chunks)
 
     def selected(self) -> int:
-        """By a threshold. Waits for the device."""
+        """Return the number of elements that reach the threshold. Waits for the device."""
         return int(self._state[_SELECTED].item()) if self._chunks > 0 else 0
 
     def list(self, indices: Tensor) -> None:
+        """Write the selected indices."""
         arguments = (self._gradient, self._numel, self._state, indices.numel(), indices)
         self._launch("list", arguments, self._chunks)
 
@@ -138,10 +142,10 @@ class _Selection:
 
 
 def _sample_rank(gradient: Tensor, count: int) -> int:
-    """In a sample, of a key that most likely a few more than ``count`` elements reach.
+    """Return the rank in a sample of a key that slightly more than ``count`` elements reach.
 
-    Four standard deviations of the number of samples above the ``count``-th largest element. 0 for
-    few elements: then all that are not zero are candidates.
+    The rank is four standard deviations above the expected number of samples among the ``count``
+    largest elements. It is 0 for few elements: then all nonzero elements are candidates.
     """
     samples = _SAMPLE_BYTES // gradient.itemsize
     if gradient.numel() <= samples:
@@ -151,13 +155,13 @@ def _sample_rank(gradient: Tensor, count: int) -> int:
 
 
 def _key(threshold: float, dtype: torch.dtype) -> int:
-    """The bits of a positive number, rounded to ``dtype``."""
+    """Return the bits of a positive number rounded to ``dtype``."""
     bits = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
     return int(torch.tensor(threshold, dtype=dtype).view(bits).item())
 
 
 def check_gradient(gradient: Tensor, *others: Tensor | None) -> None:
-    """Raises CommHookError unless kernels can take the gradient, and others like it."""
+    """Raise CommHookError unless kernels can use the gradient, and the others are like it."""
     for tensor in (gradient, *others):
         if tensor is None:
             continue

@@ -1,8 +1,8 @@
-// What sparse hooks send and keep: indices written and read, values put in their places.
+// Messages of sparse hooks: writing and reading indices, adding values in their places.
 //
-// `messages` are those of all ranks, one after the other, `pitch` bytes each: the indices as in Note
-// [Index code] in commhooks/codecs/index_code.py, then the values, `values_at` bytes from the start.
-// Values may be in half precision, W; they are added in T.
+// `messages` holds the messages of all ranks one after the other, `pitch` bytes each: the indices as
+// in Note [Index code] in commhooks/codecs/index_code.py, then the values from byte `values_at` on.
+// Values are of type W, which may be half precision, and are added in T.
 
 #include "codecs/sparse.h"
 #include "grid.h"
@@ -15,7 +15,7 @@ using codecs::u8;
 
 constexpr int kThreads = 256;
 constexpr int kWordBits = 64;
-constexpr int kSegment = 4096;  // elements of a result that a block writes
+constexpr int kSegment = 4096;  // elements of the result that one block writes
 
 __device__ i64 thread_index() {
   return (i64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -23,7 +23,8 @@ __device__ i64 thread_index() {
 
 // ------------------------------------------------------------------------------------- writing
 
-// A whole message, zeros before. A thread for each index and its value, and for each word of low bits.
+// Writes a whole message into zeros. One thread for each index and its value, and for each word of
+// low bits.
 template <typename W>
 __global__ void __launch_bounds__(kThreads) pack(
     const int* indices,
@@ -40,9 +41,7 @@ __global__ void __launch_bounds__(kThreads) pack(
   if (thread < count) {
     const u64 position = code.position(indices[thread], thread);
     atomicOr(&packed[position / kWordBits], 1ull << position % kWordBits);
-    if (values != nullptr) {
-      ((W*)((u8*)packed + values_at))[thread] = values[thread];
-    }
+    ((W*)((u8*)packed + values_at))[thread] = values[thread];
   }
   if (thread < low_words) {
     const i64 begin = thread * kWordBits;
@@ -69,7 +68,7 @@ __device__ u64 load_word(const u8* words, i64 index) {
   return word;
 }
 
-// The `index`-th of the fields of `width` bits that lie one after the other.
+// Reads the `index`-th of consecutive fields of `width` bits.
 __device__ u64 read_field(const u8* words, int width, i64 index) {
   if (width == 0) {
     return 0;
@@ -83,23 +82,23 @@ __device__ u64 read_field(const u8* words, int width, i64 index) {
   return field & ((1ull << width) - 1);
 }
 
-// The word of the bitmap that is this thread's, in the message of rank blockIdx.y.
+// Loads this thread's word of the bitmap in the message of rank blockIdx.y.
 __device__ u64 bitmap_word(const u8* messages, i64 pitch, i64 high_words) {
   const i64 word = thread_index();
   return word < high_words ? load_word(messages + blockIdx.y * pitch, word) : 0;
 }
 
-// What the kernels of one reading hand on, `words`, zeros at first:
+// `words`, which the kernels of one reading share, zeros at first:
 //
-//   | before each block's words of each rank, how many indices | of each rank, how many | ticket |
-//     (ranks, tiles)                                             (ranks)
+//   | for each rank and block, the indices before the block | for each rank, its indices | ticket |
+//     (ranks, tiles)                                           (ranks)
 __device__ i64* counts_in(u64* words, i64 tiles) {
   return (i64*)(words + gridDim.y * tiles);
 }
 
-// Into `verdict`: whether no rank has more indices than `capacity`.
+// Counts the indices; `all_finite` becomes whether no rank has more indices than `capacity`.
 __global__ void __launch_bounds__(kThreads) count_indices(
-    const u8* messages, i64 pitch, i64 high_words, i64 capacity, u64* words, u8* verdict) {
+    const u8* messages, i64 pitch, i64 high_words, i64 capacity, u64* words, u8* all_finite) {
   u64* const offsets = words;
   i64* const counts = counts_in(words, gridDim.x);
   u64 total;
@@ -119,11 +118,11 @@ __global__ void __launch_bounds__(kThreads) count_indices(
     }
   }
   if (threadIdx.x == 0) {
-    *verdict = fits;
+    *all_finite = fits;
   }
 }
 
-// Into `indices`, (ranks, capacity): those of all ranks.
+// Writes the indices of all ranks to `indices`, (ranks, capacity).
 __global__ void __launch_bounds__(kThreads) unpack(
     const u8* messages,
     i64 pitch,
@@ -151,9 +150,9 @@ __device__ const W* values_of(const u8* messages, i64 pitch, i64 values_at, i64 
   return (const W*)(messages + rank * pitch + values_at);
 }
 
-// A thread for each value of each rank. `verdict` becomes false where indices do not ascend or are
-// not below `numel`, or values are not finite. Into `starts`, (ranks, segments + 1): for each
-// segment of the result, the first index that is not before it.
+// One thread for each value of each rank. `all_finite` becomes false if indices do not ascend or
+// are not below `numel`, or if a value is not finite. `starts`, (ranks, segments + 1), becomes the
+// position of the first index that is not before each segment of the result.
 template <typename W>
 __global__ void __launch_bounds__(kThreads) check(
     const u8* messages,
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) check(
     i64 numel,
     i64 segments,
     u32* starts,
-    u8* verdict) {
+    u8* all_finite) {
   const i64 rank = thread_index();
   const i64 count = counts_in(words, tiles)[blockIdx.y];
   starts += blockIdx.y * (segments + 1);
@@ -183,7 +182,7 @@ __global__ void __launch_bounds__(kThreads) check(
   const i64 previous = rank == 0 ? -1 : indices[rank - 1];
   const auto value = widen(values_of<W>(messages, pitch, values_at, blockIdx.y)[rank]);
   if (index <= previous || index >= numel || !(value - value == 0)) {
-    *verdict = false;
+    *all_finite = false;
   }
   const i64 first = rank == 0 || previous < 0 ? 0 : previous / kSegment + 1;
   for (i64 segment = first; segment <= index / kSegment && segment <= segments; ++segment) {
@@ -198,13 +197,13 @@ __global__ void __launch_bounds__(kThreads) check(
 
 // ------------------------------------------------------------------------------------- results
 
-// The numbers of a segment of the result.
+// A segment of the result.
 template <typename T>
 struct Segment {
   T* numbers;
   i64 begin;
 
-  // All become `number`. For all threads of a block.
+  // Sets all elements to `number`. All threads of a block have to call it.
   __device__ void fill(T number) const {
     for (int i = threadIdx.x; i < kSegment; i += kThreads) {
       numbers[i] = number;
@@ -212,7 +211,7 @@ struct Segment {
     __syncthreads();
   }
 
-  // Adds the values of one rank, divided by `ranks`. For all threads of a block.
+  // Adds the values of one rank, divided by `ranks`. All threads of a block have to call it.
   template <typename W>
   __device__ void add(const W* values, const int* indices, const u32* start, T ranks) const {
     for (i64 i = start[0] + threadIdx.x; i < start[1]; i += kThreads) {
@@ -222,9 +221,9 @@ struct Segment {
   }
 };
 
-// One block per segment, which no other writes. Into `mean`: that over ranks, summed in their order; NaN
-// where the verdict is false. Into `error`, unless it is null or the verdict is false: `total`, which may
-// be in the memory of the mean, less what `own_rank` has sent.
+// One block per segment. `mean` becomes the mean over ranks, summed in the order of ranks, or NaN
+// unless `all_finite`. If `error` is not null and `all_finite` is true, `error` becomes `total`,
+// which may share the mean's memory, minus what `own_rank` has sent.
 template <typename T, typename W>
 __global__ void __launch_bounds__(kThreads) store_mean(
     const u8* messages,
@@ -235,7 +234,7 @@ __global__ void __launch_bounds__(kThreads) store_mean(
     const u32* starts,
     i64 ranks,
     i64 numel,
-    const u8* verdict,
+    const u8* all_finite,
     i64 own_rank,
     const T* total,
     T* error,
@@ -243,13 +242,13 @@ __global__ void __launch_bounds__(kThreads) store_mean(
   constexpr int size = Vector<T>::size;
   __shared__ Vector<T> numbers[kSegment / size];
   const Segment<T> segment{numbers[0].items, (i64)blockIdx.x * kSegment};
-  const bool is_sound = *verdict;
+  const bool is_finite = *all_finite;
   const auto add = [&](i64 rank, T divisor) {
     const W* const values = values_of<W>(messages, pitch, values_at, rank);
     const u32* const start = starts + rank * (gridDim.x + 1ll) + blockIdx.x;
     segment.add(values, indices + rank * capacity, start, divisor);
   };
-  if (error != nullptr && is_sound) {
+  if (error != nullptr && is_finite) {
     segment.fill(0);
     add(own_rank, 1);
     for (int i = threadIdx.x; i < kSegment / size; i += kThreads) {
@@ -264,8 +263,8 @@ __global__ void __launch_bounds__(kThreads) store_mean(
     }
     __syncthreads();
   }
-  segment.fill(is_sound ? (T)0 : (T)codecs::float_of(0x7fc00000u));
-  for (i64 rank = 0; is_sound && rank < ranks; ++rank) {
+  segment.fill(is_finite ? (T)0 : (T)codecs::float_of(0x7fc00000u));
+  for (i64 rank = 0; is_finite && rank < ranks; ++rank) {
     add(rank, (T)ranks);
   }
   for (int i = threadIdx.x; i < kSegment / size; i += kThreads) {

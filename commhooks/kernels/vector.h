@@ -1,4 +1,4 @@
-// Accesses of 16 bytes, wherever memory allows them.
+// Vector accesses of 16 bytes where the alignment allows them.
 #pragma once
 
 #include "element.h"
@@ -7,20 +7,21 @@ namespace commhooks::kernels {
 
 using i64 = long long;
 
-// As many elements as one access moves: of 16 bytes, unless it is to match vectors of another type.
+// The elements that one access moves: 16 bytes, unless `count` has to match vectors of another
+// type.
 template <typename T, int count = 16 / sizeof(T)>
 struct alignas(count * sizeof(T)) Vector {
   static constexpr int size = count;
   T items[size];
 };
 
-// Whether the vector at `at` is one access: not where it runs over the end, nor in misaligned memory.
+// Whether one access can move the vector at `at`: it ends before `numel` and the memory is aligned.
 template <typename T, int count = 16 / sizeof(T)>
 __device__ inline bool is_whole(const T* base, i64 at, i64 numel) {
   return at + count <= numel && (unsigned long long)(base + at) % sizeof(Vector<T, count>) == 0;
 }
 
-// Elements `at` and following of `numel`; zeros behind the end.
+// Loads the elements from `at` on; elements from `numel` on are zero.
 template <typename T, int count = 16 / sizeof(T)>
 __device__ inline Vector<T, count> load(const T* base, i64 at, i64 numel) {
   if (is_whole<T, count>(base, at, numel)) {
@@ -35,6 +36,7 @@ __device__ inline Vector<T, count> load(const T* base, i64 at, i64 numel) {
   return vector;
 }
 
+// Stores the elements from `at` on; elements from `numel` on are not written.
 template <typename T, int count>
 __device__ inline void store(T* base, i64 at, i64 numel, const Vector<T, count>& vector) {
   if (is_whole<T, count>(base, at, numel)) {
@@ -48,7 +50,7 @@ __device__ inline void store(T* base, i64 at, i64 numel, const Vector<T, count>&
   }
 }
 
-// As `load`, of elements in another precision; as many as a vector of T has.
+// Loads as many elements as a vector of T has and converts them to T.
 template <typename T, typename From>
 __device__ inline Vector<T> load_as(const From* base, i64 at, i64 numel) {
   const auto found = load<From, Vector<T>::size>(base, at, numel);
@@ -59,6 +61,7 @@ __device__ inline Vector<T> load_as(const From* base, i64 at, i64 numel) {
   return vector;
 }
 
+// Converts the elements to the type of `base` and stores them.
 template <typename T, typename To>
 __device__ inline void store_as(To* base, i64 at, i64 numel, const Vector<T>& vector) {
   Vector<To, Vector<T>::size> narrowed;
@@ -68,7 +71,7 @@ __device__ inline void store_as(To* base, i64 at, i64 numel, const Vector<T>& ve
   store(base, at, numel, narrowed);
 }
 
-// Calls `body(at)` for every vector of `numel` elements, spread over all threads of the launch.
+// Calls `body(at)` for each vector of `numel` elements, distributed over all threads of the launch.
 template <typename T, typename Body>
 __device__ inline void for_each_vector(i64 numel, const Body& body) {
   constexpr int size = Vector<T>::size;
