@@ -1,4 +1,4 @@
-"""torch.compile, around the module and of the wrapper."""
+"""torch.compile of the module inside the wrapper, and of the wrapper."""
 
 import contextlib
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def inputs_of(rank: int, step: int, width: int = 8) -> torch.Tensor:
 
 @contextlib.contextmanager
 def counted_graphs() -> Iterator[list[int]]:
-    """Graphs that a backend gets to compile; it runs them as they are."""
+    """Collect the sizes of the graphs that a backend gets to compile."""
     torch._dynamo.reset()
     graphs: list[int] = []
     yield graphs
@@ -84,13 +84,15 @@ def train(
 
 @pytest.mark.parametrize("where", ["module", "wrapper"])
 @pytest.mark.parametrize("hook", [None, "bf16", "powersgd"])
-def test_gradients_are_averaged_and_graphs_are_as_torchs(where: str, hook: str | None) -> None:
+def test_gradients_are_averaged_with_no_more_graphs_than_torch(
+    where: str, hook: str | None
+) -> None:
     for ours, theirs in run_ranks(train, 2, where, hook, 8, {}, timeout=120):
         assert 0 < ours <= theirs
 
 
-def test_graphs_are_cut_where_buckets_end() -> None:
-    """So that communication overlaps with a compiled backward."""
+def test_graphs_are_split_at_the_ends_of_buckets() -> None:
+    """Otherwise communication could not overlap with a compiled backward."""
     options = {"bucket_cap_mb": 1}
     for ours, theirs in run_ranks(train, 2, "wrapper", None, 512, options, timeout=120):
         assert 1 < ours <= theirs
@@ -108,7 +110,7 @@ def small_buckets(rank: int, world_size: int) -> None:
         torch.testing.assert_close(found, parameter.grad)
 
 
-def test_buckets_may_be_smaller_than_the_compiler_takes() -> None:
+def test_buckets_may_be_smaller_than_the_compiler_accepts() -> None:
     run_ranks(small_buckets, 2, timeout=120)
 
 
@@ -126,5 +128,5 @@ def compiled_autograd(rank: int, world_size: int) -> None:
     assert model.module.layers[0].weight.grad is not None
 
 
-def test_compiled_autograd_is_refused() -> None:
+def test_compiled_autograd_raises() -> None:
     run_ranks(compiled_autograd, 2, timeout=120)

@@ -1,4 +1,4 @@
-"""Tensors into a flat one and back, as buckets are packed; on CUDA in gpu/test_gpu_copies.py."""
+"""Copies of tensors into a flat tensor and back; on CUDA see gpu/test_gpu_copies.py."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_there_and_back(dtype: torch.dtype, to: torch.dtype) -> None:
+def test_unpack_restores_what_pack_wrote(dtype: torch.dtype, to: torch.dtype) -> None:
     tensors = [torch.randn(n).to(dtype) for n in (5, 0, 70_000, 1)]
     flat = torch.full((70_010,), 7.0, dtype=to)
     _C.pack(tensors, flat, 0.25)
@@ -24,8 +24,10 @@ def test_there_and_back(dtype: torch.dtype, to: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whether_all_is_finite(dtype: torch.dtype, to: torch.dtype, scale: float) -> None:
-    """Of what is written: a number that its type has no room for counts as well."""
+def test_pack_reports_whether_all_numbers_are_finite(
+    dtype: torch.dtype, to: torch.dtype, scale: float
+) -> None:
+    """The flag is about the numbers written: overflow in the conversion counts as well."""
     tensors = [torch.randn(n).to(dtype) for n in (5, 0, 70_001, 1)]
     flat, flag = torch.empty(70_007, dtype=to), torch.ones((), dtype=torch.bool)
     _C.pack(tensors, flat, scale, finite=flag)
@@ -52,7 +54,7 @@ def test_memory_order_is_kept() -> None:
     assert torch.equal(flat.view(4, 5).T, tensor)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_arguments_that_do_not_fit_raise() -> None:
     with pytest.raises(ValueError, match="no more than 3"):
         _C.pack([torch.ones(4)], torch.empty(3))
     with pytest.raises(ValueError, match=r"strides \[2\]"):

@@ -1,4 +1,4 @@
-"""The wrapper: construction, buffers, groups."""
+"""Construction of the wrapper, its buffers and process groups."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def no_init_sync(rank: int, world_size: int) -> None:
     assert net.weight.eq(rank).all()
 
 
-def test_init_sync_can_be_left_out() -> None:
+def test_init_sync_can_be_disabled() -> None:
     run_ranks(no_init_sync, 2)
 
 
@@ -68,7 +68,7 @@ def different_model(kind: str, rank: int) -> nn.Module:
 def mismatch(rank: int, world_size: int, kind: str) -> str:
     with pytest.raises(RuntimeError, match="different parameters") as caught:
         DistributedDataParallel(different_model(kind, rank))
-    # The process group is as good as before.
+    # The process group still works.
     DistributedDataParallel(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
     return str(caught.value)
 
@@ -83,7 +83,7 @@ def mismatch(rank: int, world_size: int, kind: str) -> str:
         ("frozen", ['parameter 0 is "0.weight"', '"0.bias"', "rank 1"]),
     ],
 )
-def test_models_that_differ_are_refused_on_every_rank(kind: str, texts: list[str]) -> None:
+def test_models_that_differ_raise_on_every_rank(kind: str, texts: list[str]) -> None:
     for message in run_ranks(mismatch, 2, kind):
         for text in texts:
             assert text in message
@@ -143,13 +143,13 @@ def buffers(rank: int, world_size: int, options: dict[str, bool]) -> list[float]
 
 
 def test_buffers_follow_rank_0() -> None:
-    # Before each forward that follows a synchronized one, so also the first under no_sync(), rank 1
-    # takes over what rank 0 has: 0, 2, 4. It adds 4 each time.
+    # Before each forward that follows a synchronized one, including the first under no_sync(), rank
+    # 1 gets the value of rank 0: 0, 2, 4. It adds 4 each time.
     assert run_ranks(buffers, 2, {}) == [[2, 4, 6], [4, 6, 8]]
 
 
 @pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
-def test_buffers_can_be_left_alone(option: str) -> None:
+def test_buffer_synchronization_can_be_disabled(option: str) -> None:
     assert run_ranks(buffers, 2, {option: False}) == [[2, 4, 6], [4, 8, 12]]
 
 
@@ -187,7 +187,7 @@ def test_several_models_in_one_process() -> None:
 
 
 def two_backwards(rank: int, world_size: int) -> None:
-    """Two heads with a loss and a backward of their own: together they are one step."""
+    """Two heads with a loss and a backward each: together they are one step."""
 
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ def forward_without_backward(rank: int, world_size: int) -> None:
         assert model.module.weight.grad.eq(0.5).all()
 
 
-def test_forwards_without_backward_do_no_harm() -> None:
+def test_forwards_without_backward_have_no_effect() -> None:
     run_ranks(forward_without_backward, 2)
 
 
@@ -236,7 +236,7 @@ def frozen(rank: int, world_size: int) -> None:
     assert net[1].weight.grad is not None
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_not_averaged() -> None:
     run_ranks(frozen, 2)
 
 
@@ -251,5 +251,5 @@ def ignored(rank: int, world_size: int) -> None:
     assert names == [["1.weight", "0.bias"]]
 
 
-def test_ignored_parameters_are_left_out() -> None:
+def test_ignored_parameters_are_not_averaged() -> None:
     run_ranks(ignored, 2)

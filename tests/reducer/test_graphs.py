@@ -17,7 +17,7 @@ WRAPPERS = (DistributedDataParallel, TorchDDP)
 
 
 class Branches(nn.Module):
-    """Uses the branches that it is told to."""
+    """Uses the branches that the caller selects."""
 
     def __init__(self, count: int = 3) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def assert_same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | Non
             assert torch.equal(a, b)
 
 
-# Which branches each rank uses, step by step.
+# The branches that each rank uses: [step][rank].
 PLANS: dict[str, list[list[list[int]]]] = {
     "all used": [[[0, 1, 2], [0, 1, 2]]] * 3,
     "unused on one rank": [[[0, 1], [1, 2]], [[0], [0, 2]], [[2], [1]]],
@@ -87,12 +87,12 @@ def globally_unused(rank: int, world_size: int, view: bool) -> None:
     assert weight.grad is not None
     weight.grad.copy_(torch.arange(16.0).view(4, 4) * (rank + 1))  # differs between ranks
     before = weight.grad.clone()
-    model(x, [0]).sum().backward()  # accumulates elsewhere
+    model(x, [0]).sum().backward()  # accumulates in the other parameters
     assert torch.equal(weight.grad, before)
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_gradients_of_globally_unused_parameters_stay_untouched(view: bool) -> None:
+def test_gradients_of_globally_unused_parameters_do_not_change(view: bool) -> None:
     run_ranks(globally_unused, 2, view)
 
 
@@ -108,8 +108,8 @@ def used_in_no_sync_only(rank: int, world_size: int) -> None:
     assert torch.equal(gathered[0], gathered[1])
 
 
-def test_what_no_sync_used_is_averaged_later() -> None:
-    # Torch leaves such a gradient as it is on each rank, and the ranks drift apart.
+def test_parameters_used_only_in_no_sync_are_averaged_later() -> None:
+    # Torch does not average such a gradient, so that models differ afterwards.
     run_ranks(used_in_no_sync_only, 2)
 
 
@@ -152,7 +152,7 @@ def unfinished(rank: int, world_size: int) -> None:
     assert torch.equal(gradient(), expected)
 
 
-def test_parameters_without_gradient_are_named_and_the_next_step_trains() -> None:
+def test_parameters_without_gradient_are_named_and_the_next_step_works() -> None:
     run_ranks(unfinished, 2)
 
 
@@ -182,7 +182,7 @@ def twice_in_one_graph(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_parameter_marked_twice_is_named_and_the_next_step_trains() -> None:
+def test_a_parameter_marked_twice_is_named_and_the_next_step_works() -> None:
     run_ranks(twice_in_one_graph, 2)
 
 
@@ -190,7 +190,7 @@ def test_a_parameter_marked_twice_is_named_and_the_next_step_trains() -> None:
 
 
 class Reuse(nn.Module):
-    """One parameter used several times, one never, one shared under two names, checkpoints."""
+    """Uses one parameter several times, one never, one under two names; with checkpoints."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def changed_graph(rank: int, world_size: int) -> None:
     assert model.module.trunk.weight.grad is not None
 
 
-def test_changed_graph_is_an_error_and_the_next_step_trains() -> None:
+def test_changed_graph_raises_and_the_next_step_works() -> None:
     run_ranks(changed_graph, 2)
 
 

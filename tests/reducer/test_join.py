@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks that have run out take part in the steps of the others."""
+"""Uneven inputs: ranks without inputs take part in the steps of the others."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def inputs_of(rank: int, step: int) -> torch.Tensor:
 def train(
     wrapper: Any, rank: int, steps: list[int], divide_by_initial: bool, options: dict[str, Any]
 ) -> list[torch.Tensor]:
-    """SGD over ``steps[rank]`` inputs; all gradients of this rank, then the parameters."""
+    """Train with ``steps[rank]`` inputs; return all gradients of this rank, then parameters."""
     model = wrapper(Net(), bucket_cap_mb=0.0001, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -76,7 +76,7 @@ def test_gradients_equal_torchs(steps: list[int], options: dict[str, Any], divid
 
 
 def join_at_once(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """A rank without any input in the first epoch trains in the second like the others."""
+    """A rank without any input in the first epoch has inputs in the second epoch."""
     model = DistributedDataParallel(Net(), **options)
     for epoch in range(2):
         with model.join():
@@ -89,7 +89,7 @@ def join_at_once(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
-def test_a_rank_that_never_had_inputs(options: dict[str, Any]) -> None:
+def test_a_rank_without_inputs_in_the_first_epoch(options: dict[str, Any]) -> None:
     run_ranks(join_at_once, 2, options)
 
 
@@ -102,12 +102,12 @@ def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
             optimizer.zero_grad()
             model(inputs_of(rank, step)).square().mean().backward()
             optimizer.step()
-    assert model.reducer.steps == 4  # of those that were shadowed too
+    assert model.reducer.steps == 4  # including shadowed steps
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     of_ranks = [torch.empty_like(parameters) for _ in range(world_size)]
     dist.all_gather(of_ranks, parameters)
     assert torch.equal(*of_ranks)
-    for step in range(2):  # training goes on together
+    for step in range(2):  # all ranks continue
         optimizer.zero_grad()
         model(inputs_of(rank, step)).square().mean().backward()
     assert handle.stats().total.gradient_bytes > 0
@@ -134,7 +134,7 @@ def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
         ("route", {"rules": [["*bias", "allreduce"]], "default": "int8"}),
     ],
 )
-def test_hooks_are_called_with_zeros(name: str, options: dict[str, Any]) -> None:
+def test_hooks_of_shadowing_ranks_get_zeros(name: str, options: dict[str, Any]) -> None:
     run_ranks(with_hook, 2, name, options)
 
 
@@ -171,7 +171,7 @@ def throw(rank: int, world_size: int) -> None:
     model(inputs_of(rank, 0)).sum().backward()
 
 
-def test_early_termination_is_thrown_on_all_ranks() -> None:
+def test_early_termination_raises_on_all_ranks() -> None:
     run_ranks(throw, 2)
 
 
@@ -202,12 +202,12 @@ def accumulate(rank: int, world_size: int) -> torch.Tensor:
     return model.module.layers[0].weight.detach()
 
 
-def test_accumulation_is_shadowed() -> None:
+def test_shadowing_with_gradient_accumulation() -> None:
     assert torch.equal(*run_ranks(accumulate, 2))
 
 
 class Branches(Net):
-    """Each step uses one of two branches, the same on all ranks."""
+    """Uses one of two branches in each step, the same on all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,14 +231,14 @@ def skip_unused(rank: int, world_size: int, skips: bool, hook: Any) -> list[torc
             optimizer.zero_grad()
             model(inputs_of(rank, step), step).square().mean().backward()
             optimizer.step()
-    for step in range(2):  # training goes on together
+    for step in range(2):  # all ranks continue
         model(inputs_of(rank, step), step).square().mean().backward()
     assert handle.stats().total.gradient_bytes > 0
     return [p.detach() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("hook", ["allreduce", {"name": "skip_nonfinite", "inner": "allreduce"}])
-def test_shadows_leave_out_the_buckets_that_others_skip(hook: Any) -> None:
+def test_shadowing_ranks_skip_the_same_buckets(hook: Any) -> None:
     averaged, skipped = (run_ranks(skip_unused, 2, skips, hook) for skips in (0, 1))
     for expected, found in zip(averaged[0] + averaged[1], skipped[0] + skipped[1], strict=True):
         torch.testing.assert_close(found, expected)
@@ -260,7 +260,7 @@ def divide_by_active(rank: int, world_size: int, hook: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("hook", ["local_sgd", "gossip", "push_sum"])
-def test_nothing_is_divided_where_gradients_are_not_averaged(hook: str) -> None:
+def test_hooks_that_average_parameters_keep_gradients(hook: str) -> None:
     _, alone = run_ranks(divide_by_active, 2, hook)
     assert torch.equal(alone, run_ranks(divide_by_active, 1, hook)[0])
 

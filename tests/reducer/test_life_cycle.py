@@ -1,4 +1,4 @@
-"""Pickling, copies, inference, frozen parameters, threads, forks, and models that go away."""
+"""Pickling, copies, inference, frozen parameters, threads, forks, and deleted wrappers."""
 
 import copy
 import gc
@@ -89,7 +89,7 @@ def inference(rank: int, world_size: int) -> None:
             assert not model(x).requires_grad
     model.eval()
     assert not model.module.training
-    model(x).sum().backward()  # also in evaluation gradients are averaged
+    model(x).sum().backward()  # gradients are averaged in evaluation mode too
     assert torch.equal(model.module.second.bias.grad, torch.ones(2))
     model.train()
     assert model.module.training
@@ -124,7 +124,7 @@ def frozen(rank: int, world_size: int) -> None:
 
 
 def frozen_for_a_while(rank: int, world_size: int) -> None:
-    """As a discriminator is while the generator is trained; torch allows it too."""
+    """A discriminator is frozen while the generator is trained; torch allows it too."""
     for options in ({}, {"find_unused_parameters": True}):
         model = DistributedDataParallel(Net(), **options)
         for step in range(4):
@@ -137,15 +137,15 @@ def frozen_for_a_while(rank: int, world_size: int) -> None:
                 assert torch.equal(model.module.second.bias.grad, torch.ones(2))
 
 
-def test_a_model_may_be_frozen_as_a_whole() -> None:
+def test_a_model_may_be_frozen_completely() -> None:
     run_ranks(frozen_for_a_while, 2)
 
 
-def test_changing_requires_grad_is_refused_with_the_reason() -> None:
+def test_changing_requires_grad_raises() -> None:
     run_ranks(frozen, 2)
 
 
-def vanish(rank: int, world_size: int, hook: str | None) -> None:
+def delete(rank: int, world_size: int, hook: str | None) -> None:
     module = Net()
     for wrapping in range(200 if hook is None else 20):
         model = DistributedDataParallel(module)
@@ -162,13 +162,13 @@ def vanish(rank: int, world_size: int, hook: str | None) -> None:
     module(torch.full((1, 4), float(rank))).sum().backward()
     of_ranks = [torch.empty(4, 4) for _ in range(world_size)]
     dist.all_gather(of_ranks, module.first.weight.grad)
-    assert not torch.equal(*of_ranks)  # nothing averages any more
+    assert not torch.equal(*of_ranks)  # no hook averages any longer
     assert threading.active_count() < 20
 
 
 @pytest.mark.parametrize("hook", [None, "powersgd"])
-def test_wrappers_vanish_and_leave_the_module(hook: str | None) -> None:
-    run_ranks(vanish, 2, hook)
+def test_deleted_wrappers_are_freed_and_leave_the_module(hook: str | None) -> None:
+    run_ranks(delete, 2, hook)
 
 
 def in_threads(rank: int, world_size: int) -> None:
@@ -195,8 +195,8 @@ def test_two_threads_train_two_models() -> None:
     run_ranks(in_threads, 2)
 
 
-def replace_and_look(rank: int, world_size: int) -> None:
-    """One thread replaces hooks in Python, whose end takes the GIL, while another one looks."""
+def replace_and_read(rank: int, world_size: int) -> None:
+    """One thread replaces Python hooks, whose destruction takes the GIL; another thread reads."""
     model = DistributedDataParallel(Net())
 
     def replace() -> None:
@@ -211,8 +211,8 @@ def replace_and_look(rank: int, world_size: int) -> None:
     thread.join()
 
 
-def test_a_model_can_be_looked_at_while_its_hook_is_replaced() -> None:
-    run_ranks(replace_and_look, 1)
+def test_a_model_can_be_read_while_its_hook_is_replaced() -> None:
+    run_ranks(replace_and_read, 1)
 
 
 class Pair(nn.Module):
@@ -258,16 +258,16 @@ def fail_beside_a_launch(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="in user code"):
         failing.backward()
     assert futures
-    assert futures[0].done()  # nobody works on the bucket any longer
+    assert futures[0].done()  # no hook works on the bucket any longer
     thread.join()
 
 
-def test_a_failure_waits_for_what_other_threads_launch() -> None:
+def test_a_failure_waits_for_hooks_of_other_threads() -> None:
     run_ranks(fail_beside_a_launch, 1)
 
 
 def data_loader(rank: int, world_size: int, method: str) -> None:
-    # The ranks of these tests are daemons, which may not have children.
+    # The ranks of these tests are daemon processes, which may not have children.
     multiprocessing.current_process()._config["daemon"] = False
     model = DistributedDataParallel(Net())
     commhooks.register(model, "powersgd", start_step=0)

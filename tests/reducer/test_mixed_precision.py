@@ -1,4 +1,4 @@
-"""Low-precision computation with full-precision parameters, under any hook, on the CPU too."""
+"""Low-precision computation with full-precision parameters and any hook, on the CPU too."""
 
 import copy
 from typing import Any
@@ -57,7 +57,7 @@ def train(
         assert output.dtype == torch.bfloat16
         assert model.module.seen == [torch.bfloat16] * 3
         output.float().square().mean().backward()
-        # What the same computation gives on each rank, averaged.
+        # The mean of the gradients of a low-precision model over all ranks.
         reference = Net().bfloat16()
         reference.checkpoints = checkpoints
         reference.load_state_dict(model.module.state_dict())
@@ -82,7 +82,9 @@ def train(
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("clear", [False, True])
 @pytest.mark.parametrize("hook", [None, "allreduce", "bf16"])
-def test_gradients_are_those_of_low_precision(hook: str | None, view: bool, clear: bool) -> None:
+def test_gradients_equal_those_of_a_low_precision_model(
+    hook: str | None, view: bool, clear: bool
+) -> None:
     run_ranks(train, 2, view, hook, False, clear)
 
 
@@ -104,7 +106,7 @@ def on_the_wire(rank: int, world_size: int) -> None:
     assert sizes == {"param": 128, "reduce": 256, "neither": 256}
 
 
-def test_reduce_dtype_is_that_of_the_wire() -> None:
+def test_reduce_dtype_is_the_dtype_on_the_wire() -> None:
     run_ranks(on_the_wire, 2)
 
 
@@ -125,7 +127,7 @@ def ignored(rank: int, world_size: int) -> None:
     assert of_ranks[0] != of_ranks[1]  # not averaged
 
 
-def test_ignored_parameters_stay_as_they_are() -> None:
+def test_ignored_parameters_are_not_cast() -> None:
     run_ranks(ignored, 2)
 
 
@@ -141,7 +143,7 @@ def recurrent(rank: int, world_size: int) -> None:
     assert isinstance(model.module.weight_ih_l0, nn.Parameter)
 
 
-def test_recurrent_layers_keep_their_lists() -> None:
+def test_recurrent_layers_use_casts_and_get_their_parameters_back() -> None:
     run_ranks(recurrent, 2)
 
 
@@ -153,7 +155,7 @@ def saved_without_backward(rank: int, world_size: int) -> None:
         model.module.state_dict,
         lambda: copy.deepcopy(model).state_dict(),
     ):
-        model(torch.ones(1, 3))  # with a graph that no backward follows
+        model(torch.ones(1, 3))  # without a backward
         for tensor in save().values():
             assert tensor.dtype == torch.float32
         assert torch.equal(model.module.weight, before)
@@ -161,8 +163,8 @@ def saved_without_backward(rank: int, world_size: int) -> None:
     assert model.module.weight.grad.dtype == torch.float32
 
 
-def test_checkpoints_never_hold_casts() -> None:
-    """Before, one that was saved after a forward without a backward was in low precision."""
+def test_checkpoints_never_contain_casts() -> None:
+    """A forward without a backward leaves casts in place; saving must restore parameters."""
     run_ranks(saved_without_backward, 2)
 
 
@@ -177,7 +179,7 @@ def failing(rank: int, world_size: int) -> None:
     assert isinstance(model.module.weight, nn.Parameter)
 
 
-def test_a_forward_that_raises_puts_parameters_back() -> None:
+def test_a_forward_that_raises_restores_parameters() -> None:
     run_ranks(failing, 1)
 
 

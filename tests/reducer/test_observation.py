@@ -1,4 +1,4 @@
-"""Logging data, profiler ranges, the plan of buckets, warnings."""
+"""Logging data, profiler ranges, the table of buckets, warnings."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
 
-# Of torch's keys those that make sense for us; the rest is about NCCL's fusions and GPU timers.
+# Keys of torch that do not apply here; most are about NCCL's fusions and GPU timers.
 EXPECTED_MISSING = {
     "can_set_static_graph",
     "graph_static",
@@ -85,7 +85,7 @@ def sampling(rank: int, world_size: int) -> None:
     model._set_ddp_runtime_logging_sample_rate(20)
     for _ in range(42):
         model(torch.ones(2, 4)).sum().backward()
-    assert model.step_sampler._samples == 10 + 2  # and steps 20 and 40
+    assert model.step_sampler._samples == 10 + 2  # the first ten, then steps 20 and 40
 
 
 def test_run_time_statistics_are_sampled() -> None:
@@ -145,7 +145,7 @@ dist.barrier()
 
 
 def test_debug_level_detail(tmp_path: Path) -> None:
-    """Torch then puts a group of its own around the backend's, and checks every collective."""
+    """At this level torch wraps the process group, and checks every collective."""
     environment = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
@@ -169,7 +169,7 @@ def create_graph(rank: int, world_size: int) -> None:
     model = make_model()
     with pytest.warns(UserWarning, match="create_graph=True"):
         model(torch.ones(2, 4)).square().sum().backward(create_graph=True)
-    model.zero_grad()  # break the circle
+    model.zero_grad()  # break the reference cycle
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

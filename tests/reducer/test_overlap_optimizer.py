@@ -1,4 +1,4 @@
-"""Optimizers that step inside backward, under any hook."""
+"""Optimizers that step inside backward, with any hook."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def same_as_after_backward(rank: int, world_size: int, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_parameters_equal_those_of_a_step_after_backward(optimizer: str) -> None:
+def test_overlapped_steps_equal_steps_after_backward(optimizer: str) -> None:
     run_ranks(same_as_after_backward, 2, optimizer, None, {}, False)
 
 
@@ -94,7 +94,7 @@ def two_optimizers(rank: int, world_size: int) -> None:
     ]
     for step in range(3):
         model(inputs_of(rank, step)).square().mean().backward()
-        assert model.module[4].weight.grad is not None  # nobody's
+        assert model.module[4].weight.grad is not None  # of no optimizer
         model.zero_grad()
         reference.zero_grad()
         for peer in range(world_size):
@@ -113,9 +113,9 @@ def test_several_optimizers_over_subsets() -> None:
 
 
 def steps_before_backward_ends(rank: int, world_size: int) -> bool:
-    """Whether a parameter was stepped while backward was still computing another's gradient."""
+    """Return whether one parameter was stepped before the gradient of another was computed."""
     model = DistributedDataParallel(make_net(), bucket_cap_mb=0.0001)
-    commhooks.register(model, "noop")  # completes at once
+    commhooks.register(model, "noop")  # completes immediately
     commhooks.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
     last = model.module[4].weight
     before = last.detach().clone()
@@ -144,7 +144,7 @@ def mistakes(rank: int, world_size: int) -> None:
     commhooks.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_raise() -> None:
     run_ranks(mistakes, 1)
 
 
@@ -173,5 +173,5 @@ def torchs_names(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_names_work() -> None:
+def test_torchs_names_for_overlapped_optimizers() -> None:
     run_ranks(torchs_names, 2)

@@ -1,4 +1,4 @@
-"""The engine against torch's own, on the same inputs: gradients must be the same, bit for bit."""
+"""Comparison with torch's reducer on the same inputs: gradients must be equal bit for bit."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ SMALL_BUCKETS_MB = 0.02
 
 
 class ConvNet(nn.Module):
-    """Several dtypes of trouble in little space: 4-d, 1-d, 0-d, empty and odd-sized parameters."""
+    """A small net with parameters of 4, 2, 1 and 0 dimensions, empty and of odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def conv_net(dtype: torch.dtype = torch.float32) -> nn.Module:
 def train(
     model: nn.Module, rank: int, *, set_to_none: bool = True, steps: int = 4, no_sync_at: int = 2
 ) -> list[torch.Tensor]:
-    """A few steps with accumulation in one of them; returns all gradients and final parameters."""
+    """Train, accumulating in one step; return all gradients and the final parameters."""
     dtype = next(model.parameters()).dtype
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.Generator().manual_seed(rank)
@@ -64,7 +64,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor], world_size
         assert a.stride() == b.stride()
         if world_size <= 2:
             assert torch.equal(a, b)
-        else:  # the order of a sum depends on where in its bucket a number lies
+        else:  # the order of a sum depends on the position in the bucket
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
@@ -118,7 +118,7 @@ def mixed_dtypes(rank: int, world_size: int) -> None:
         assert torch.equal(layer.weight.grad, torch.full_like(layer.weight, expected))
 
 
-def test_buckets_hold_one_dtype() -> None:
+def test_buckets_contain_one_dtype() -> None:
     run_ranks(mixed_dtypes, 2)
 
 
@@ -126,7 +126,7 @@ def test_buckets_hold_one_dtype() -> None:
 
 
 class Chain(nn.Module):
-    """Layers of 1 KiB that are used in an order of the caller's choice."""
+    """Layers of 1 KiB that are used in a given order."""
 
     def __init__(self, order: list[int]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def bucket_names(model: DistributedDataParallel) -> list[list[str]]:
 
 
 def buckets_after(rank: int, world_size: int, options: dict[str, Any]) -> list[list[list[str]]]:
-    # Rank 1 uses the layers in another order than rank 0.
+    # The order of layers differs between ranks 0 and 1.
     chain = Chain([2, 0, 1, 3] if rank == 0 else [0, 1, 2, 3])
     model = DistributedDataParallel(chain, bucket_cap_mb=0.0015, **options)
     plans = []
@@ -154,7 +154,7 @@ def buckets_after(rank: int, world_size: int, options: dict[str, Any]) -> list[l
     return [*plans, bucket_names(model)]
 
 
-def test_buckets_are_rebuilt_in_the_order_that_rank_0_saw() -> None:
+def test_buckets_are_rebuilt_in_the_order_of_gradients_on_rank_0() -> None:
     for before, second, third in run_ranks(buckets_after, 2, {}):
         assert before == [["3", "2"], ["1", "0"]]  # reverse registration order at first
         assert second == before  # rebuilt in the second forward
@@ -174,7 +174,7 @@ def grouped(rank: int, world_size: int) -> list[list[str]]:
     return bucket_names(model)
 
 
-def test_group_keys_part_buckets() -> None:
+def test_group_keys_separate_buckets() -> None:
     assert run_ranks(grouped, 1)[0] == [["3", "1"], ["2", "0"]]
 
 
@@ -216,7 +216,7 @@ def look_at_buckets(rank: int, world_size: int, view: bool) -> None:
             assert gradient.stride() == parameter.stride()
             assert gradient.numel() == length
             assert gradient.storage_offset() == offset
-            # The right numbers in the right places, in channels_last as well.
+            # Also in channels_last.
             assert torch.equal(gradient, parameter.grad)
         seen.append((bucket.step, bucket.index(), bucket.key))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -232,7 +232,7 @@ def look_at_buckets(rank: int, world_size: int, view: bool) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_what_a_hook_sees(view: bool) -> None:
+def test_the_bucket_that_a_hook_gets(view: bool) -> None:
     run_ranks(look_at_buckets, 1, view)
 
 
@@ -246,7 +246,7 @@ def test_bucket_keys_depend_on_names_only() -> None:
     assert key("ab", "c") != key("a", "bc")
 
 
-def test_bucket_of_the_wrong_size_is_refused() -> None:
+def test_bucket_of_the_wrong_size_raises() -> None:
     with pytest.raises(ValueError, match=r"expected 6 elements.*shape \[5\]"):
         GradBucket(torch.zeros(5), [torch.zeros(2, 3)], ["weight"])
     with pytest.raises(ValueError, match="one name per parameter"):
@@ -337,7 +337,7 @@ def recover_from(rank: int, world_size: int, name: str, view: bool) -> str:
 
 @pytest.mark.parametrize("name", BAD_HOOKS)
 @pytest.mark.parametrize("view", [False, True])
-def test_after_a_bad_hook_the_next_step_trains(name: str, view: bool) -> None:
+def test_after_a_bad_hook_the_next_step_works(name: str, view: bool) -> None:
     notes = run_ranks(recover_from, 2, name, view)
     if BAD_HOOKS[name][1] is not RuntimeError:
         assert all("hook of bucket 0 (parameters bias ... weight)" in note for note in notes)
@@ -380,7 +380,7 @@ def exception_in_backward(rank: int, world_size: int) -> None:
     assert torch.equal(step(), expected)
 
 
-def test_after_an_exception_in_backward_the_next_step_trains() -> None:
+def test_after_an_exception_in_backward_the_next_step_works() -> None:
     run_ranks(exception_in_backward, 2)
 
 
@@ -400,7 +400,7 @@ def change_hook_in_backward(rank: int, world_size: int) -> None:
     assert "between two steps" in errors[0]
 
 
-def test_hooks_change_between_steps_only() -> None:
+def test_hooks_can_change_only_between_steps() -> None:
     run_ranks(change_hook_in_backward, 1)
 
 

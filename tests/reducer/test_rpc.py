@@ -1,4 +1,4 @@
-"""Backward inside a torch.distributed.autograd context, with gradients that live there."""
+"""Backward inside a torch.distributed.autograd context, which holds the gradients."""
 
 import os
 
@@ -53,4 +53,4 @@ def train(rank: int, world_size: int, view: bool, hook: str | None, port: int) -
 @pytest.mark.parametrize("hook", [None, "bf16"])
 def test_gradients_in_a_context_are_averaged(view: bool, hook: str | None, free_port: int) -> None:
     run_ranks(train, 2, view, hook, free_port)
-    commhooks.testing.close_ranks()  # RPC leaves threads behind
+    commhooks.testing.close_ranks()  # RPC leaves threads in the processes

@@ -32,7 +32,7 @@ class Words(nn.Module):
 
 
 def words_of(rank: int, step: int) -> torch.Tensor:
-    """Some more than once."""
+    """Return indices; some occur more than once."""
     return (torch.arange(12).view(3, 4) * (rank + 1) + step) % 11
 
 
@@ -40,7 +40,7 @@ def train(rank: int, world_size: int, bag: bool, options: dict[str, Any]) -> Non
     of_wrappers = []
     for wrapper in WRAPPERS:
         words = Words(bag)
-        del words.other  # with two sparse gradients torch 2.13 gets other numbers than the average
+        del words.other  # with two sparse gradients, torch 2.13 does not return the mean
         words.uses_other = False
         model = wrapper(words, bucket_cap_mb=0.0001, **options)
         seen = []
@@ -89,12 +89,12 @@ def unused_here_and_there(rank: int, world_size: int, hook: str | None) -> None:
 
 @pytest.mark.parametrize("hook", [None, "allreduce", "bf16", "powersgd"])
 def test_with_unused_parameters_and_a_dense_hook(hook: str | None) -> None:
-    """What torch cannot do: #80496. The sparse buckets are averaged as rows."""
+    """Torch cannot do this (#80496). Sparse buckets are averaged as rows."""
     run_ranks(unused_here_and_there, 2, hook)
 
 
 def tied(rank: int, world_size: int) -> None:
-    """A weight that is also used densely has a dense gradient on some ranks."""
+    """A weight that is also used outside of the embedding has a dense gradient on some ranks."""
     embedding = nn.Embedding(6, 3, sparse=True)
     nn.init.ones_(embedding.weight)
 
@@ -114,7 +114,7 @@ def tied(rank: int, world_size: int) -> None:
     assert torch.equal(embedding.weight.grad.to_dense(), expected)
 
 
-def test_a_sparse_gradient_that_comes_dense() -> None:
+def test_a_dense_gradient_of_a_sparse_embedding() -> None:
     run_ranks(tied, 2)
 
 
@@ -147,5 +147,5 @@ def unexpected(rank: int, world_size: int) -> None:
         model(torch.tensor([1])).backward()
 
 
-def test_an_unexpected_sparse_gradient_is_named() -> None:
+def test_an_unexpected_sparse_gradient_raises() -> None:
     run_ranks(unexpected, 2)

@@ -1,4 +1,4 @@
-"""The mistakes that torch's wrapper knows: the same kind of exception, and as much in its text."""
+"""Mistakes that torch's wrapper detects: the same type of exception, and as much information."""
 
 from collections.abc import Callable
 from typing import Any
@@ -126,7 +126,7 @@ def make_mistake(rank: int, world_size: int, mistake: Callable[[Any], None]) -> 
             mistake(wrapper)
         kinds.append(caught.type.__name__)
         texts.append(str(caught.value))
-    # The process is alive, and a new wrapper trains.
+    # A new wrapper in the same process works.
     model = DistributedDataParallel(Net())
     for _ in range(2):
         model.zero_grad()
@@ -136,7 +136,7 @@ def make_mistake(rank: int, world_size: int, mistake: Callable[[Any], None]) -> 
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_mistakes_are_named_as_in_torch(mistake: Callable[[Any], None]) -> None:
+def test_mistakes_raise_as_in_torch(mistake: Callable[[Any], None]) -> None:
     for theirs, ours, text in run_ranks(make_mistake, 2, mistake):
         assert ours == theirs
         for part in MISTAKES[mistake]:
@@ -144,7 +144,7 @@ def test_mistakes_are_named_as_in_torch(mistake: Callable[[Any], None]) -> None:
 
 
 def recover(rank: int, world_size: int, mistake: str) -> None:
-    """The same wrapper goes on as well."""
+    """The wrapper that raised works afterwards."""
     model = DistributedDataParallel(Net(), static_graph=mistake == "more_gradients")
     backward(model)
     with pytest.raises(RuntimeError):
@@ -155,11 +155,11 @@ def recover(rank: int, world_size: int, mistake: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", ["ready_twice", "more_gradients"])
-def test_the_wrapper_itself_recovers(mistake: str) -> None:
+def test_the_same_wrapper_recovers(mistake: str) -> None:
     run_ranks(recover, 2, mistake)
 
 
-# ------------------------------------------------------------------------- graphs that are fine
+# ------------------------------------------------------------------------- graphs that are allowed
 
 
 def check_graph(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
@@ -188,7 +188,7 @@ def check_graph(rank: int, world_size: int, kind: str, options: dict[str, Any]) 
             elif kind == "one output used":
                 model.module.how = "two outputs"
                 outputs = model(x)
-                outputs[step % 2].add_(1).sum().backward()  # in place
+                outputs[step % 2].add_(1).sum().backward()  # modify in place
             elif kind == "unused by rank and step":
                 model.module.how = "first only" if (rank + step) % 3 == 0 else "plain"
                 model(x).sum().backward()
@@ -216,7 +216,7 @@ def check_graph(rank: int, world_size: int, kind: str, options: dict[str, Any]) 
         ("unused by rank and step", {"find_unused_parameters": True}),
     ],
 )
-def test_graphs_give_torchs_gradients(
+def test_gradients_equal_torchs_for_unusual_graphs(
     size: int, view: bool, kind: str, options: dict[str, Any]
 ) -> None:
     run_ranks(check_graph, size, kind, options | {"gradient_as_bucket_view": view})

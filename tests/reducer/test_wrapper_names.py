@@ -56,14 +56,14 @@ INTERNAL = {
     "_sync_final_model",
     "_sync_module_buffers",
 }
-# Names of later versions of torch than the oldest one that is supported.
+# Names that only newer versions of torch have.
 LATER = {
     "_check_manual_backward_finalization_supported",
     "finalize_backward",
     "require_manual_backward_finalization",
     "should_finalize_after_backward",
 }
-# Public attributes of torch's objects that say how it works inside.
+# Public attributes of torch's objects that describe its implementation.
 INTERNAL_ATTRIBUTES = {
     "broadcast_bucket_size",
     "bucket_bytes_cap_default",

@@ -1,4 +1,4 @@
-"""The newer arguments of the wrapper, keys and process groups of parameters, buffers."""
+"""Newer arguments of the wrapper, group keys, process groups of parameters, and buffers."""
 
 import os
 from typing import Any
@@ -32,7 +32,7 @@ def bucket_names(model: DistributedDataParallel) -> list[list[str]]:
 
 
 def assert_averaged(model: nn.Module, world_size: int, steps: int = 2) -> None:
-    """Gradients over some steps equal the mean over ranks."""
+    """Train some steps; assert that gradients equal the mean over ranks."""
     reference = make_net()
     for step in range(steps):
         model.zero_grad()
@@ -87,11 +87,11 @@ def delayed(rank: int, world_size: int, hook: str) -> None:
     assert_averaged(model, world_size)
     assert sorted(bucket_names(model)[-1]) == ["3.bias", "3.weight", "4.bias", "4.weight"]
     assert len(bucket_names(model)) == 2
-    assert len(handle.stats().buckets) == 2  # through the hook, all of them
+    assert len(handle.stats().buckets) == 2  # the hook averages all of them
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
-def test_delayed_parameters_go_last_and_through_the_hook(hook: str) -> None:
+def test_delayed_parameters_are_averaged_last_by_the_hook(hook: str) -> None:
     run_ranks(delayed, 2, hook)
 
 
@@ -182,7 +182,7 @@ def test_keys_can_be_changed() -> None:
 
 
 def experts(rank: int, world_size: int, hook: str) -> None:
-    """Layer 2 is an expert, of which ranks 0 and 2 have one, ranks 1 and 3 another."""
+    """Layer 2 is an expert: ranks 0 and 2 have the same one, ranks 1 and 3 another one."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(0)
     net = make_net()
@@ -196,7 +196,7 @@ def experts(rank: int, world_size: int, hook: str) -> None:
         bucket_cap_mb=0.0001,
     )
     handle = commhooks.register(model, hook)
-    assert torch.equal(net[2].weight, expert)  # broadcast among those that have it
+    assert torch.equal(net[2].weight, expert)  # broadcast among the ranks that have it
     for step in range(2):
         model.zero_grad()
         model(inputs_of(rank, step)).square().mean().backward()
@@ -214,7 +214,7 @@ def experts(rank: int, world_size: int, hook: str) -> None:
 
 
 @pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
-def test_a_process_group_of_their_own_for_experts(hook: str) -> None:
+def test_experts_with_their_own_process_group(hook: str) -> None:
     run_ranks(experts, 4, hook)
 
 
@@ -234,7 +234,7 @@ def expert_that_only_one_group_uses(rank: int, world_size: int) -> None:
     assert net[4].weight.grad is not None
 
 
-def test_experts_that_a_group_does_not_use_stay_untouched() -> None:
+def test_unused_experts_do_not_change() -> None:
     run_ranks(expert_that_only_one_group_uses, 4)
 
 
@@ -261,14 +261,14 @@ def no_init_sync(rank: int, world_size: int) -> None:
     assert not torch.equal(*of_ranks)
 
 
-def test_init_sync_can_be_left_out() -> None:
+def test_init_sync_can_be_disabled() -> None:
     run_ranks(no_init_sync, 2)
 
 
 def manual(rank: int, world_size: int, delay: bool) -> None:
     net = make_net()
     options: dict[str, Any] = {}
-    if delay:  # torch has no reducer then, and refuses
+    if delay:  # torch has no reducer then, and raises
         options["delay_all_reduce_named_params"] = list(net.named_parameters())
         options["param_to_hook_all_reduce"] = net[0].weight
     model = DistributedDataParallel(net, **options)
@@ -311,7 +311,7 @@ def test_update_process_group() -> None:
 
 
 def update_group_under_a_hook(rank: int, world_size: int) -> None:
-    """Without the hook again, the average is that of the new group."""
+    """Without the hook, gradients are averaged over the new group."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     model = DistributedDataParallel(make_net())
     handle = commhooks.register(model, "bf16")
@@ -397,7 +397,7 @@ def buffer_values(rank: int, world_size: int, location: Any, returns_futures: bo
         (_BufferCommHookLocation.POST_FORWARD, True),
     ],
 )
-def test_buffer_hooks_as_torchs(location: Any, returns_futures: bool) -> None:
+def test_buffer_hooks_behave_as_in_torch(location: Any, returns_futures: bool) -> None:
     run_ranks(buffer_values, 2, location, returns_futures)
 
 
@@ -421,7 +421,7 @@ def test_buffer_hooks_compose_with_join() -> None:
 
 
 def versions(rank: int, world_size: int) -> None:
-    """Two forwards, then one backward: the second broadcast must not spoil the first graph."""
+    """Two forwards, then one backward: the second broadcast must not invalidate the first graph."""
 
     class Scales(nn.Module):
         def __init__(self) -> None:
@@ -443,7 +443,7 @@ def test_broadcast_buffers_between_two_forwards() -> None:
 
 
 def buffers_as_torch(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """Evaluation and accumulation in between change when buffers are broadcast."""
+    """Evaluation and accumulation change when buffers are broadcast."""
     histories = []
     for wrapper in WRAPPERS:
         torch.manual_seed(rank)
@@ -478,5 +478,5 @@ def sync_batch_norm(rank: int, world_size: int) -> None:
             wrapper(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
 
 
-def test_sync_batch_norm_is_refused_on_the_cpu() -> None:
+def test_sync_batch_norm_raises_on_the_cpu() -> None:
     run_ranks(sync_batch_norm, 1)

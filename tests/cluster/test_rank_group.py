@@ -1,4 +1,4 @@
-"""Ranks that last: a group over several calls, over loopback and over links; logs of the dead."""
+"""Ranks: processes that keep their state between calls, over loopback and over shaped links."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def child_and_sleep(rank: int, path: str) -> None:
     time.sleep(600)
 
 
-def test_state_lasts_over_calls() -> None:
+def test_state_is_kept_between_calls() -> None:
     with Ranks(2) as ranks:
         assert ranks(add_ranks) == [1.0, 1.0]
         ranks(keep, 10)
@@ -59,12 +59,12 @@ def test_an_error_names_its_rank() -> None:
         assert "raised on rank 1 of 2" in "\n".join(caught.value.__notes__)
 
 
-def test_death_is_reported_with_the_log() -> None:
+def test_the_error_of_a_dead_rank_contains_its_log() -> None:
     with Ranks(2) as ranks, pytest.raises(RankError, match=r"(?s)exit code 3.*about to die"):
         ranks(print_and_die)
 
 
-def test_time_runs_out_and_children_are_ended(tmp_path: Path) -> None:
+def test_a_timeout_ends_all_processes(tmp_path: Path) -> None:
     with Ranks(2, timeout=10.0) as ranks, pytest.raises(TimeoutError, match=r"10\.0 s"):
         ranks(child_and_sleep, str(tmp_path))
     for rank in "01":
@@ -73,19 +73,19 @@ def test_time_runs_out_and_children_are_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_over_a_link() -> None:
+def test_ranks_over_a_shaped_link() -> None:
     with shaped_link(3, 1e9) as link, Ranks(3, link) as ranks:
         assert ranks(add_ranks) == [3.0, 3.0, 3.0]
 
 
-def test_nothing_has_a_name(tmp_path: Path) -> None:
+def test_ranks_do_not_use_a_host_name(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     script = "from commhooks.cluster import Ranks\nwith Ranks(2):\n    pass\n"
     environment = {
         **os.environ,
         "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # torch makes it when it is imported
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),  # torch creates it on import
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)

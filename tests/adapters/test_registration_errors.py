@@ -1,4 +1,4 @@
-"""What cannot work is refused when it is registered, on every rank, and the model goes on."""
+"""Hooks that cannot work raise at registration, on every rank, and the model works afterwards."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ import commhooks
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "option out of range": ("powersgd", {"rank": 0}, "'rank'.*>= 1; found 0"),
-    "block size that is no multiple": ("int8", {"block_size": 100}, "'block_size'.*100"),
+    "block size that is not a multiple": ("int8", {"block_size": 100}, "'block_size'.*100"),
     "unknown format": ("fp8", {"format": "e3m4"}, "'format'.*e4m3.*e3m4"),
     "density that keeps nothing": ("topk", {"density": 0.0}, "'density'.*> 0.*found 0"),
     "density of randomk": ("randomk", {"density": 0.0}, "'density'.*> 0.*found 0"),
@@ -31,14 +31,22 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "unequal nodes in local SGD": ("local_sgd", {"ranks_per_node": 2}, "found 3 ranks, 2 per node"),
     "more fragments than parameters": ("local_sgd", {"fragments": 9}, "fragments=9"),
-    "route that fits nothing": (
+    "route rule that matches nothing": (
         "route",
         {"rules": [["head.*", "bf16"]], "default": "allreduce"},
         r"rule 'head\.\*' fits no parameter",
     ),
-    "route that leaves one out": ("route", {"rules": [["weight", "bf16"]]}, "no rule fits 'bias'"),
+    "route without a rule for a parameter": (
+        "route",
+        {"rules": [["weight", "bf16"]]},
+        "no rule fits 'bias'",
+    ),
     "stages out of order": ("schedule", {"stages": [[5, "bf16"]]}, "ascend from 0, found"),
-    "two feedbacks of errors": ("error_feedback", {"inner": "topk"}, "says what of each"),
+    "error feedback around error feedback": (
+        "error_feedback",
+        {"inner": "topk"},
+        "says what of each",
+    ),
 }
 
 
@@ -49,10 +57,10 @@ class OnlyNccl(commhooks.CommHook):
     backends = ("nccl",)
 
     async def reduce(self, bucket: Any, comm: Any) -> torch.Tensor:
-        raise AssertionError("must have been refused")
+        raise AssertionError("must have raised at registration")
 
 
-def refuse(rank: int, size: int) -> None:
+def raise_for_all_cases(rank: int, size: int) -> None:
     model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
     for hook, options, message in CASES.values():
         with pytest.raises(commhooks.CommHookError, match=message):
@@ -66,11 +74,11 @@ def refuse(rank: int, size: int) -> None:
     assert torch.equal(model.module.weight.grad, torch.ones(8, 8))
 
 
-def test_every_case_is_refused_at_registration(run_ranks: Any) -> None:
-    run_ranks(refuse, 3)
+def test_every_case_raises_at_registration(run_ranks: Any) -> None:
+    run_ranks(raise_for_all_cases, 3)
 
 
-def refuse_ranks(rank: int, size: int) -> None:
+def raise_for_ranks(rank: int, size: int) -> None:
     model = commhooks.DistributedDataParallel(
         nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8), nn.Linear(8, 64))
     )
@@ -91,8 +99,8 @@ def refuse_ranks(rank: int, size: int) -> None:
     commhooks.register(tiny, "route", rules=no_matrices, default="allreduce").remove()
 
 
-def test_a_rank_above_the_size_of_every_matrix_is_refused(run_ranks: Any) -> None:
-    run_ranks(refuse_ranks, 2)
+def test_a_rank_above_the_size_of_every_matrix_raises(run_ranks: Any) -> None:
+    run_ranks(raise_for_ranks, 2)
 
 
 def train_small(rank: int, size: int) -> None:
@@ -104,8 +112,8 @@ def train_small(rank: int, size: int) -> None:
     torch.testing.assert_close(first.weight.grad, expected)
 
 
-def test_a_rank_above_the_size_of_one_matrix_is_cut_to_it(run_ranks: Any) -> None:
-    """Not refused: one rank is for matrices of all sizes, and small ones are then exact."""
+def test_a_rank_above_the_size_of_one_matrix_is_clamped(run_ranks: Any) -> None:
+    """One rank applies to matrices of all sizes; small matrices are then averaged exactly."""
     run_ranks(train_small, 2)
 
 
@@ -118,6 +126,6 @@ def train_tiny(rank: int, size: int) -> None:
         torch.testing.assert_close(model.module.weight.grad, torch.full((3, width), 0.5))
 
 
-def test_a_model_that_no_rank_compresses_is_averaged_exactly(run_ranks: Any) -> None:
-    """There the rank is not at fault, nor is the default one for models that are small."""
+def test_a_model_without_compressible_matrices_is_averaged_exactly(run_ranks: Any) -> None:
+    """The rank is valid: no matrix of these small models could be compressed by any rank."""
     run_ranks(train_tiny, 2)

@@ -1,4 +1,4 @@
-"""Hooks that change parameters, where parameters or steps are of an unusual kind."""
+"""Hooks that change parameters, with unusual parameters and uneven inputs."""
 
 from typing import Any
 
@@ -49,8 +49,10 @@ def train(rank: int, size: int, config: dict[str, Any], steps: int) -> dict[str,
 
 
 @names
-def test_every_kind_of_parameter_comes_to_the_mean(run_ranks: Any, config: dict[str, Any]) -> None:
-    """Without an optimizer only the hook changes parameters."""
+def test_every_kind_of_parameter_converges_to_the_mean(
+    run_ranks: Any, config: dict[str, Any]
+) -> None:
+    """Without an optimizer, only the hook changes parameters."""
     start = [dict(Odd(rank).values) for rank in range(3)]
     results = run_ranks(train, 3, config, 80)
     for name in start[0]:
@@ -74,7 +76,7 @@ def run_out(rank: int, size: int, config: dict[str, Any]) -> tuple[Tensor, bool]
 
 
 @names
-def test_ranks_may_run_out_of_inputs(run_ranks: Any, config: dict[str, Any]) -> None:
+def test_uneven_inputs(run_ranks: Any, config: dict[str, Any]) -> None:
     (first, is_finite), *others = run_ranks(run_out, 3, config)
     assert is_finite
     for weight, _ in others:
