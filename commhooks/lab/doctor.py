@@ -1,17 +1,18 @@
-"""What this machine can do, what does not fit together, and what to install."""
+"""Checks this machine: what works, what does not fit together, and what to install."""
 
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
 from commhooks.cluster.links import LinkError, shaped_link
 from commhooks.extensions import EXTENSIONS
@@ -27,17 +28,21 @@ Version = tuple[int, int]
 
 
 class Health(Enum):
-    """Of one part."""
+    """The state of one part."""
 
     FINE = "fine"
     ABSENT = "absent"
-    """Something optional is not there."""
+    """Something optional is missing."""
     BROKEN = "broken"
+
+
+Result = tuple[Health, str] | tuple[Health, str, str]
+"""Health, what was found and, if there is one, a remedy."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``remedy`` says what to do about it, if anything."""
+    """The state of one part. ``remedy`` says what to do about it, if anything."""
 
     part: str
     health: Health
@@ -46,153 +51,132 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Looks at everything; makes a shaped link for a moment where that can be done."""
-    checks: list[Callable[[], Finding]] = [
-        _python,
-        _torch,
-        *(partial(_extension, extension) for extension in EXTENSIONS),
-        _backends,
-        _cuda,
-        _cupy,
-        _compiler,
-        _nvcc,
-        _links,
-    ]
-    return [check() for check in checks]
+    """Check all parts. Makes a shaped link for a moment if that is possible."""
+    return [Finding(part, *check()) for part, check in _checks().items()]
 
 
-def _python() -> Finding:
-    here = sys.version_info[:2]
-    return _versioned("Python", sys.version.split()[0], here, _PYTHON, "use one of these")
+def _checks() -> dict[str, Callable[[], Result]]:
+    return {
+        "Python": _python,
+        "torch": _torch,
+        **{extension.name: partial(_extension, extension) for extension in EXTENSIONS},
+        "backends": _backends,
+        "CUDA": _cuda,
+        "CuPy": _cupy,
+        "C++ compiler": _compiler,
+        "nvcc": _nvcc,
+        "shaped links": _links,
+    }
 
 
-def _torch() -> Finding:
+def _python() -> Result:
+    return _versioned(sys.version.split()[0], sys.version_info[:2], _PYTHON, "use one of these")
+
+
+def _torch() -> Result:
     major, minor = torch.__version__.split(".")[:2]
-    here = int(major), int(minor)
     remedy = "install one of these, then reinstall commhooks, which is compiled against it"
-    return _versioned("torch", torch.__version__, here, _TORCH, remedy)
-
-
-def _extension(extension: Extension) -> Finding:
-    try:
-        extension.load()
-    except ImportError as error:  # the remedy is a note of the error
-        remedy = "; ".join(getattr(error, "__notes__", ()))
-        return Finding(extension.name, Health.BROKEN, str(error), remedy)
-    versions = extension.built_with()
-    torch_then, cuda = versions.get("torch"), versions.get("cuda")
-    if torch_then is None:
-        return Finding(extension.name, Health.FINE, "loads")
-    if torch_then.split(".")[:2] != torch.__version__.split(".")[:2]:
-        found = f"was compiled against torch {torch_then}, and this is {torch.__version__}"
-        return Finding(extension.name, Health.BROKEN, found, REMEDY)
-    kind = f"CUDA {cuda}" if cuda else "CPU"
-    return Finding(extension.name, Health.FINE, f"compiled against torch {torch_then}, for {kind}")
+    return _versioned(torch.__version__, (int(major), int(minor)), _TORCH, remedy)
 
 
 def _versioned(
-    part: str, found: str, here: Version, supported: tuple[Version, Version], remedy: str
-) -> Finding:
+    found: str, here: Version, supported: tuple[Version, Version], remedy: str
+) -> Result:
     lowest, highest = supported
     if lowest <= here <= highest:
-        return Finding(part, Health.FINE, found)
+        return Health.FINE, found
     names = " to ".join(f"{major}.{minor}" for major, minor in supported)
-    return Finding(part, Health.BROKEN, f"{found}; supported: {names}", remedy)
+    return Health.BROKEN, f"{found}; supported: {names}", remedy
 
 
-def _backends() -> Finding:
-    there = list(_available_backends())
-    if "gloo" in there:
-        return Finding("backends", Health.FINE, ", ".join(there))
-    return Finding(
-        "backends",
-        Health.BROKEN,
-        ", ".join(there) or "none",
-        "install a torch that is built with Gloo, as the published ones are",
-    )
+def _extension(extension: Extension) -> Result:
+    try:
+        extension.load()
+    except ImportError as error:  # the remedy is a note of the error
+        return Health.BROKEN, str(error), "; ".join(getattr(error, "__notes__", ()))
+    versions = extension.built_with()
+    torch_then, cuda = versions.get("torch"), versions.get("cuda")
+    if torch_then is None:
+        return Health.FINE, "loads"
+    if torch_then.split(".")[:2] != torch.__version__.split(".")[:2]:
+        found = f"was compiled against torch {torch_then}, and this is {torch.__version__}"
+        return Health.BROKEN, found, REMEDY
+    kind = f"CUDA {cuda}" if cuda else "CPU"
+    return Health.FINE, f"compiled against torch {torch_then}, for {kind}"
 
 
-def _available_backends() -> Iterator[str]:
-    if not dist.is_available():
-        return
-    for name in ("gloo", "nccl", "mpi", "ucc"):
-        if getattr(dist, f"is_{name}_available")():
-            yield name
+def _backends() -> Result:
+    names = [
+        name
+        for name in ("gloo", "nccl", "mpi", "ucc")
+        if dist.is_available() and getattr(dist, f"is_{name}_available")()
+    ]
+    if "gloo" in names:
+        return Health.FINE, ", ".join(names)
+    remedy = "install a torch that is built with Gloo, as the published ones are"
+    return Health.BROKEN, ", ".join(names) or "none", remedy
 
 
-def _cuda() -> Finding:
-    if torch.version.cuda is None:
-        return Finding("CUDA", Health.ABSENT, "torch is built for CPU")
+def _cuda() -> Result:
+    cuda = torch.version.cuda
+    if cuda is None:
+        return Health.ABSENT, "torch is built for CPU"
     if not torch.cuda.is_available():
-        return Finding(
-            "CUDA",
-            Health.ABSENT,
-            f"torch is built for CUDA {torch.version.cuda}, but finds no device",
-            "see whether `nvidia-smi` finds one",
-        )
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("CUDA", Health.FINE, f"{torch.version.cuda}; {', '.join(names)}")
+        found = f"torch is built for CUDA {cuda}, but finds no device"
+        return Health.ABSENT, found, "check whether `nvidia-smi` finds one"
+    devices = range(torch.cuda.device_count())
+    return Health.FINE, f"{cuda}; {', '.join(map(torch.cuda.get_device_name, devices))}"
 
 
-def _cupy() -> Finding:
-    wanted = torch.version.cuda.partition(".")[0] if torch.version.cuda else None
+def _cupy() -> Result:
+    cuda = torch.version.cuda
+    wanted = cuda.partition(".")[0] if cuda else None
     packages = _cupy_packages()
     remedy = f"pip install 'commhooks[cuda{wanted}]'" if wanted else ""
     if not packages:
         needed = "kernels for GPUs need it" if wanted else "torch is built for CPU, so not needed"
-        return Finding("CuPy", Health.ABSENT, f"not installed; {needed}", remedy)
+        return Health.ABSENT, f"not installed; {needed}", remedy
     found = ", ".join(f"{name} {version}" for name, version in packages.items())
     if len(packages) > 1:
-        return Finding(
-            "CuPy",
-            Health.BROKEN,
-            f"{found}: they overwrite each other",
-            f"pip uninstall {' '.join(packages)}" + (f", then {remedy}" if remedy else ""),
-        )
+        uninstall = f"pip uninstall {' '.join(packages)}" + (f", then {remedy}" if remedy else "")
+        return Health.BROKEN, f"{found}: they overwrite each other", uninstall
     (name,) = packages
     major = name.removeprefix(_CUPY).rstrip("x")
     if name.startswith(_CUPY) and wanted is not None and major != wanted:
-        return Finding(
-            "CuPy",
-            Health.BROKEN,
-            f"{found} is for CUDA {major}, torch for CUDA {torch.version.cuda}",
-            f"pip uninstall {name}, then {remedy}",
-        )
-    return Finding("CuPy", Health.FINE, found)
+        mismatch = f"{found} is for CUDA {major}, torch for CUDA {cuda}"
+        return Health.BROKEN, mismatch, f"pip uninstall {name}, then {remedy}"
+    return Health.FINE, found
 
 
 def _cupy_packages() -> dict[str, str]:
-    """Installed packages that provide CuPy, with their versions."""
+    """Return the installed packages that provide CuPy, with their versions."""
     names = importlib.metadata.packages_distributions().get("cupy", [])
     return {name.lower(): importlib.metadata.version(name) for name in sorted(set(names))}
 
 
-def _compiler() -> Finding:
+def _compiler() -> Result:
     command = os.environ.get("CXX", "c++")
     remedy = "install g++ 11 or newer, or set CXX; only needed to build commhooks"
-    return _tool("C++ compiler", command, remedy)
-
-
-def _nvcc() -> Finding:
-    return _tool("nvcc", "nvcc", "install the CUDA toolkit; only needed to build for GPUs")
-
-
-def _tool(part: str, command: str, remedy: str) -> Finding:
     path = shutil.which(command)
     if path is None:
-        return Finding(part, Health.ABSENT, f"{command!r} not found", remedy)
+        return Health.ABSENT, f"{command!r} not found", remedy
     result = subprocess.run([path, "--version"], check=False, capture_output=True, text=True)
-    lines = [line for line in result.stdout.splitlines() if any(c.isdigit() for c in line)]
-    if result.returncode != 0 or not lines:
-        found = f"`{path} --version` failed: {result.stderr.strip()}"
-        return Finding(part, Health.BROKEN, found, remedy)
-    return Finding(part, Health.FINE, lines[-1 if part == "nvcc" else 0])
+    if result.returncode != 0 or not result.stdout:
+        return Health.BROKEN, f"`{path} --version` failed: {result.stderr.strip()}", remedy
+    return Health.FINE, result.stdout.splitlines()[0]
 
 
-def _links() -> Finding:
+def _nvcc() -> Result:
+    version = collect_env.get_running_cuda_version(collect_env.run)  # type: ignore[no-untyped-call]
+    if version is None:
+        remedy = "install the CUDA toolkit; only needed to build for GPUs"
+        return Health.ABSENT, "'nvcc' not found, or it does not run", remedy
+    return Health.FINE, version
+
+
+def _links() -> Result:
     try:
         with shaped_link(2, 1e9):
-            return Finding("shaped links", Health.FINE, "can be made")
+            return Health.FINE, "can be made"
     except LinkError as error:
-        remedy = "`commhooks compare` predicts links instead"
-        return Finding("shaped links", Health.ABSENT, str(error), remedy)
+        return Health.ABSENT, str(error), "`commhooks compare` predicts links instead"

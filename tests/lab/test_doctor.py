@@ -1,4 +1,4 @@
-"""What the doctor finds, on machines that are not sound."""
+"""What the doctor reports on machines with problems."""
 
 import subprocess
 from typing import Any
@@ -8,29 +8,30 @@ import torch
 import torch.distributed as dist
 
 from commhooks.cluster.links import unavailable
-from commhooks.lab import doctor as diagnosis
-from commhooks.lab.doctor import Finding, Health, diagnose
+from commhooks.lab import doctor
+from commhooks.lab.doctor import Finding, Health
 from reducer.extension import REMEDY, Extension
 
 
 def find(part: str) -> Finding:
-    return next(finding for finding in diagnose() if finding.part == part)
+    """Check one part only."""
+    return Finding(part, *doctor._checks()[part]())
 
 
 def with_cupy(monkeypatch: pytest.MonkeyPatch, cuda: str | None, **packages: str) -> Finding:
     named = {name.replace("_", "-"): version for name, version in packages.items()}
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(diagnosis, "_cupy_packages", lambda: named)
+    monkeypatch.setattr(doctor, "_cupy_packages", lambda: named)
     return find("CuPy")
 
 
-def test_python_and_torch_fit_here() -> None:
+def test_python_and_torch_are_supported_here() -> None:
     assert find("Python").health is Health.FINE
     assert find("torch") == Finding("torch", Health.FINE, torch.__version__)
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0+cpu", "3.0"])
-def test_a_torch_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_an_unsupported_torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     finding = find("torch")
     assert finding.health is Health.BROKEN
@@ -49,7 +50,7 @@ def test_no_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, {}, Health.ABSENT, ""),
         ("12.8", {}, Health.ABSENT, "pip install 'commhooks[cuda12]'"),
         ("13.0", {"cupy_cuda13x": "14.0"}, Health.FINE, ""),
-        ("12.8", {"cupy": "14.0"}, Health.FINE, ""),  # built from source, for whatever is there
+        ("12.8", {"cupy": "14.0"}, Health.FINE, ""),  # built from source, for any CUDA
         ("13.0", {"cupy_cuda12x": "13.4"}, Health.BROKEN, "pip install 'commhooks[cuda13]'"),
         (
             "12.8",
@@ -71,7 +72,7 @@ def test_cupy_against_torch(
     assert remedy in finding.remedy
 
 
-def test_tools_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
     for part in ("C++ compiler", "nvcc", "shaped links"):
@@ -84,14 +85,14 @@ def test_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_links_are_really_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find("shaped links").health is Health.FINE
 
     def refuse(command: Any, **_: Any) -> Any:
         return subprocess.CompletedProcess(command, 2, "", "Operation not permitted")
 
     monkeypatch.setattr("commhooks.cluster.links.subprocess.run", refuse)
-    finding = diagnosis._links()
+    finding = find("shaped links")
     assert finding.health is Health.ABSENT
     assert "Operation not permitted" in finding.found
 
