@@ -19,7 +19,7 @@ digits, bytes.
 
 @click.command(name="list")
 def list_hooks() -> None:
-    """List all hooks: what they send, and how they change the validation loss."""
+    """List all hooks, what they send and how exact they are."""
     table = Table(
         caption=_CAPTION, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -36,7 +36,7 @@ def list_hooks() -> None:
 @click.command()
 @click.argument("name")
 def describe(name: str) -> None:
-    """Show the options of the hook NAME, what it sends, and its source."""
+    """Show the options, the cost and the source of the hook NAME."""
     click.echo(describe_hook(name))
 
 

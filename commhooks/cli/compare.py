@@ -41,8 +41,8 @@ __all__ = ["compare"]
     "that returns the validation loss.",
 )
 @hooks_option(
-    "Hooks with their options, for example "
-    "allreduce,bf16,powersgd:rank=4,error_feedback:inner=(topk:density=0.01)."
+    "Hooks with their options, for example bf16,powersgd:rank=4. A hook in a hook is written in "
+    "parentheses: error_feedback:inner=(topk:density=0.01)."
 )
 @click.option("--world-size", default=2, show_default=True, help="Number of ranks.")
 @click.option(

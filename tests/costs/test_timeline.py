@@ -94,8 +94,8 @@ def test_native_hooks_do_not_share_a_thread():
 
 
 def test_threads_share_the_cores_of_a_rank():
-    # The hook's second of work on bucket 0 meets two of backward's, on one core, of which a tenth
-    # is lost while they are two: 1 s alone, 1/0.45 s together, and backward's last second alone.
+    # The hook's second of work on bucket 0 overlaps with 2 s of backward on one core, which loses
+    # a tenth while it has two threads: 1 s alone, 1/0.45 s together, and a last second alone.
     timing = replayed(bucket(1.0, local=1.0), bucket(2.0), cores=1.0)
     assert timing.backward_seconds == pytest.approx(1.0 + 1 / 0.45 + 1.0)
     assert replayed(bucket(1.0, local=1.0), bucket(2.0), cores=2.0).backward_seconds == 3.0

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from commhooks.adapters.handle import HookHandle, register
 from commhooks.hook.registry import create
+from commhooks.lab.simulation import BASELINE
 from reducer import DistributedDataParallel
 
 __all__ = ["BARE", "TORCH", "Entry"]
@@ -25,6 +26,14 @@ class Entry:
     def changes_parameters(self) -> bool:
         """Whether a step changes parameters as well as gradients."""
         return self.config is not None and create(self.config).changes_parameters
+
+    @property
+    def simulated_config(self) -> Mapping[str, Any] | None:
+        """The config of the hook that simulates this entry; None for the bare model.
+
+        torch DDP sends the same as plain averaging.
+        """
+        return {"name": BASELINE} if self == TORCH else self.config
 
     def wrap(self, module: nn.Module) -> tuple[nn.Module, HookHandle | None]:
         """Wrap the module as this entry needs it. Collective, except for the bare entry."""

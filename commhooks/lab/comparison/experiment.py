@@ -1,25 +1,23 @@
 """What is measured in a comparison, in each of its settings."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from commhooks.cluster import Ranks
 from commhooks.cluster import links as shaped
 from commhooks.errors import CommHookError
 from commhooks.lab.comparison import remote
-from commhooks.lab.comparison.entry import TORCH, Entry
+from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.remote import FirstSteps
 from commhooks.lab.comparison.result import LOOPBACK, ComparisonError, TrainingPoint
 from commhooks.lab.comparison.setting import Figures, ProgressCallback, Setting
 from commhooks.lab.comparison.trial import FIRST_STEP
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.simulation import BASELINE, Job, Measurements, measure
+from commhooks.lab.simulation import Job, Measurements, measure
 from commhooks.lab.units import format_rate
 
-__all__ = ["Experiment", "Measured", "simulated_config"]
+__all__ = ["Experiment", "Measured"]
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 
@@ -80,7 +78,7 @@ class Experiment:
     def _dry_run(self, ranks: Ranks) -> Measurements | CommHookError:
         """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
         ranks(remote.clear)
-        configs = [config for entry in self.entries if (config := simulated_config(entry))]
+        configs = [config for entry in self.entries if (config := entry.simulated_config)]
         size, workload = self.world_size, self.workload
         job = Job(workload.model, workload.input, ranks_per_machine=size, first_step=FIRST_STEP)
         try:
@@ -91,14 +89,6 @@ class Experiment:
     @property
     def _threads(self) -> int:
         return max(1, cores() // self.world_size)
-
-
-def simulated_config(entry: Entry) -> Mapping[str, Any] | None:
-    """Return the config of the hook that simulates an entry; None for the bare model.
-
-    torch DDP sends the same as plain averaging.
-    """
-    return {"name": BASELINE} if entry == TORCH else entry.config
 
 
 def _verify(first_steps: dict[str, FirstSteps], exact: set[str], rounding: float) -> None:

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import Experiment, Measured, simulated_config
+from commhooks.lab.comparison.experiment import Experiment, Measured
 from commhooks.lab.comparison.result import LOOPBACK, ComparisonError, Row, TrainingPoint
 from commhooks.lab.machine import cores
 from commhooks.lab.simulation import Link, Measurements, Network, Study
@@ -82,7 +82,7 @@ class Report:
             hooks={
                 entry.name: found.of(config)
                 for entry in self.experiment.entries
-                if (config := simulated_config(entry))
+                if (config := entry.simulated_config)
             },
             network=Network(size, _LINK, _LINK),
             backend=found.gloo,

@@ -41,9 +41,15 @@ def load_model(name: str) -> nn.Module:
     Raises ModelError if the name is unknown; if the factory cannot be imported, is not callable or
     raises; or if it does not return a module with parameters that need gradients.
     """
-    factory = _BUILT_IN.get(name)
+    factory = load_callable(name) if ":" in name else _BUILT_IN.get(name)
     if factory is None:
-        factory = load_callable(name) if ":" in name else _refuse(name)
+        near = difflib.get_close_matches(name, _BUILT_IN, n=1)
+        raise ModelError(
+            f"no model is named {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + f" Built in: {', '.join(built_in_models())}. "
+            "A model of your own: package.module:factory."
+        )
     try:
         model = factory()
     except Exception as error:
@@ -89,15 +95,6 @@ def _load_object(path: str) -> Any:
             )
         found = getattr(found, part)
     return found
-
-
-def _refuse(name: str) -> Callable[[], nn.Module]:
-    near = difflib.get_close_matches(name, _BUILT_IN, n=1)
-    raise ModelError(
-        f"no model is named {name!r}"
-        + (f"; did you mean {near[0]!r}?" if near else ".")
-        + f" Built in: {', '.join(built_in_models())}. A model of your own: package.module:factory."
-    )
 
 
 def _text(error: Exception) -> str:

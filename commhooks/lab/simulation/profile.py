@@ -1,4 +1,4 @@
-"""Profiles the engine with a model: which buckets it makes, when, and of which gradients."""
+"""Profiles the engine with a model: which buckets it makes and when."""
 
 import time
 from collections.abc import Callable
