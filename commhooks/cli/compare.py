@@ -10,29 +10,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from commhooks.cli.comparison_table import costs_table, times_table
-from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option
+from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option, input_option, model_option
 from commhooks.hook.spec import HookSpec
 from commhooks.lab.comparison import Comparison
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.setting import ProgressCallback
-from commhooks.lab.models import built_in_models
 
 __all__ = ["compare"]
 
 
 @click.command()
-@click.option(
-    "--model",
-    required=True,
-    metavar="NAME",
-    help=f"The model: package.module:factory, or one of {', '.join(built_in_models())}.",
-)
-@click.option(
-    "--input",
-    "input_factory",
-    metavar="NAME",
-    help="package.module:factory of a batch. Default: the model's example_input().",
-)
+@model_option
+@input_option
 @click.option(
     "--train",
     metavar="NAME",

@@ -1,4 +1,4 @@
-"""Types of options that several commands share."""
+"""Options, and types of options, that several commands share."""
 
 import os
 from collections.abc import Callable
@@ -9,9 +9,18 @@ import click
 
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import parse_hook_specs
+from commhooks.lab.models import built_in_models
 from commhooks.lab.units import parse_duration, parse_rate
 
-__all__ = ["DURATION", "FILE", "IMAGE", "RATE", "hooks_option"]
+__all__ = [
+    "DURATION",
+    "FILE",
+    "IMAGE",
+    "RATE",
+    "hooks_option",
+    "input_option",
+    "model_option",
+]
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -61,6 +70,19 @@ RATE = _Parsed("rate", parse_rate)
 """``1gbit`` -> bits per second."""
 DURATION = _Parsed("duration", parse_duration)
 """``20us`` -> seconds."""
+
+model_option = click.option(
+    "--model",
+    required=True,
+    metavar="NAME",
+    help=f"The model: package.module:factory, or one of {', '.join(built_in_models())}.",
+)
+input_option = click.option(
+    "--input",
+    "input_factory",
+    metavar="NAME",
+    help="package.module:factory of a batch. Default: the model's example_input().",
+)
 
 
 def hooks_option(text: str) -> Callable[[_Function], _Function]:

@@ -8,12 +8,19 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli.parameters import DURATION, FILE, IMAGE, RATE, hooks_option
+from commhooks.cli.parameters import (
+    DURATION,
+    FILE,
+    IMAGE,
+    RATE,
+    hooks_option,
+    input_option,
+    model_option,
+)
 from commhooks.cli.tables import table_of_hooks
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.machine import cores as cores_here
-from commhooks.lab.models import built_in_models
 from commhooks.lab.simulation import (
     BASELINE,
     NCCL,
@@ -31,18 +38,8 @@ __all__ = ["simulate"]
 
 
 @click.command()
-@click.option(
-    "--model",
-    required=True,
-    metavar="NAME",
-    help=f"The model: package.module:factory, or one of {', '.join(built_in_models())}.",
-)
-@click.option(
-    "--input",
-    "input_",
-    metavar="NAME",
-    help="package.module:factory of a batch. Default: the model's example_input().",
-)
+@model_option
+@input_option
 @hooks_option(
     "Hooks with their options, for example bf16,powersgd:rank=4. Plain averaging (allreduce) is "
     "always added."
@@ -114,7 +111,7 @@ __all__ = ["simulate"]
 @click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 def simulate(
     model: str,
-    input_: str | None,
+    input_factory: str | None,
     hooks: Sequence[HookSpec],
     world_size: int,
     link: float,
@@ -143,7 +140,7 @@ def simulate(
     _check_backend(specs, backend)
     job = Job(
         model,
-        input_,
+        input_factory,
         ranks_per_node=ranks_per_node,
         ranks_per_machine=ranks_per_node,
         bucket_cap_mb=bucket_cap_mb,

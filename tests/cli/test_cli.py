@@ -88,7 +88,9 @@ def test_doctor_fails_when_something_is_broken(monkeypatch: pytest.MonkeyPatch) 
 
 
 def compare_small(*more: str, status: int = 0) -> str:
-    return run("compare", "--model", "compared:net", "--hooks", "bf16", *more, status=status)
+    return run(
+        "compare", "--model", "support.compared:net", "--hooks", "bf16", *more, status=status
+    )
 
 
 def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +98,7 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
     text = compare_small(
         *("--steps", "3", "--link", "1gbit", "--predict"),
-        *("--train", "compared:train", "--train-steps", "10"),
+        *("--train", "support.compared:train", "--train-steps", "10"),
         *("--json", str(files["json"]), "--csv", str(files["csv"]), "--plot", str(files["png"])),
     )
     for name in (
@@ -121,7 +123,11 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--hooks", "powersgd:rank=x"], 2, "'--hooks' / '--hook': hook 'powersgd:rank=x'"),
         (["--link", "1gb"], 2, "Invalid value for '--link': expected a rate"),
-        (["--model", "compared:nett"], 1, "Error: 'compared:nett': 'compared' has no 'nett'"),
+        (
+            ["--model", "support.compared:nett"],
+            1,
+            "Error: 'support.compared:nett': 'support.compared' has no 'nett'",
+        ),
         (["--world-size", "4096"], 1, "Error: 4096 ranks are more than"),
         (["--json", "/nonexistent/file.json"], 2, "Invalid value for '--json'"),
         (["--plot", "out.xyz"], 2, "expected a name that ends with one of"),
@@ -143,7 +149,7 @@ def _not_ignoring_interrupts() -> Iterator[None]:
 @pytest.mark.usefixtures("_not_ignoring_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-m", "commhooks", "compare", "--model", "compared:net"]
+    command = [sys.executable, "-m", "commhooks", "compare", "--model", "support.compared:net"]
     command += ["--hooks", "bf16", "--link", "10mbit", "--steps", "20", "--world-size", "2"]
     # Its temporary files go here, and its processes are found by it. Torch's own cache stays.
     temporary = tmp_path / "temporary"

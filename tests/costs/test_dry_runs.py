@@ -18,11 +18,18 @@ def step_trace(size: int, *operations: str) -> StepTrace:
 
 def test_only_other_sizes_are_extrapolated():
     runs = DryRuns({n: [(1.0, step_trace(n, "all_reduce"))] for n in SIZES}, 1)
-    assert runs.at(4) == [(1.0, step_trace(4, "all_reduce"))]
+    off_the_line = step_trace(100, "all_reduce")
+    assert DryRuns({**runs.by_size, 4: [(1.0, off_the_line)]}, 1).at(4) == [(1.0, off_the_line)]
     ((share, larger),) = runs.at(1000)
     assert share == 1.0
     assert larger.buckets[0].local_seconds == pytest.approx((1.0, 1.0))
     assert larger.buckets[0].collectives == step_trace(1000, "all_reduce").buckets[0].collectives
+
+
+def test_a_single_node_is_not_extrapolated_to_several():
+    by_size = {n: [(1.0, step_trace(n, "all_reduce"))] for n in (4, 8, 64)}
+    inside = {2: [(1.0, step_trace(2))]}  # no collectives between nodes
+    assert DryRuns(inside | by_size, 2).at(1000) == DryRuns(by_size, 2).at(1000)
 
 
 def test_a_hook_whose_collectives_depend_on_the_size_is_not_extrapolated():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from commhooks.costs.network import Cost
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 from commhooks.lab.simulation import (
     BASELINE,
@@ -158,6 +159,15 @@ def test_break_even_at_the_ends() -> None:
     assert calibrated(half=0.25 - 1e-6).break_even("half") == BreakEvenRates(0.0, math.inf)
     assert calibrated().break_even("slow") is None  # saves nothing, and takes longer
     assert calibrated(slow=0.25).break_even("slow") is None
+
+
+def test_a_link_is_never_faster_than_loopback() -> None:
+    class Inverted(Gloo):
+        def cost(self, collective: Collective, network: Network) -> Cost:
+            return Cost(1e-15 * network.link.bits_per_second, 0.0, 0.0)
+
+    found = replace(calibrated(), backend=Inverted(0.0, 0.0, 0.0))
+    assert found.step_seconds("half", 1e6) == MEASURED["half"]
 
 
 def test_the_work_of_cores_on_bytes_is_not_counted_twice() -> None:
