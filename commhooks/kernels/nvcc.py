@@ -29,5 +29,5 @@ def compile_with_nvcc(nvcc: str, source: Source, arch: str) -> str:
                    f"-o={directory}/kernels.cubin", "-"]  # fmt: skip
         run = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if run.returncode != 0:
-        raise CommHookError(f"{source.file} for {arch}: nvcc says\n{run.stdout}{run.stderr}")
+        raise CommHookError(f"{source.file} for {arch}: nvcc fails with\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr

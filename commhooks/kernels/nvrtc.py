@@ -59,7 +59,9 @@ def compile_source(source: Source, kernels: Sequence[str], arch: str) -> Compile
             binding.compileProgram(program, options_for(arch))
         except binding.NVRTCError as error:
             log = binding.getProgramLog(program)
-            raise CommHookError(f"{source.file} for {arch}: NVRTC says {error}\n{log}") from error
+            raise CommHookError(
+                f"{source.file} for {arch}: NVRTC fails with {error}\n{log}"
+            ) from error
         names = {kernel: binding.getLoweredName(program, kernel) for kernel in kernels}
         return Compiled(binding.getCUBIN(program), names, binding.getProgramLog(program))
     finally:

@@ -3,12 +3,12 @@
 These are references for tests. They take the gradients of all ranks at once, and are slow.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["powersgd_one_sided", "powersgd_two_sided"]
+__all__ = ["powersgd_one_sided", "powersgd_two_sided", "quantized_two_shot"]
 
 
 def powersgd_two_sided(
@@ -46,6 +46,31 @@ def powersgd_one_sided(
     P_i = [M_i @ Q for M_i in M]
     P = _mean(P_i)
     return P @ Q.T, [M_i - own @ Q.T for M_i, own in zip(M, P_i, strict=True)], P
+
+
+def quantized_two_shot(
+    gradients: Sequence[Tensor],
+    errors: Sequence[Tensor],
+    average_error: Tensor,
+    quantize: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Run one step of DoubleSqueeze (algorithm 1 of https://arxiv.org/abs/1905.05957).
+
+    Args:
+        gradients: of every rank, (blocks, block_size).
+        errors: of every rank, (blocks, block_size), from the previous step.
+        average_error: (blocks, block_size), from the previous step.
+        quantize: rounds each block, as the hook's codec does.
+
+    Returns:
+        The average that all ranks get, the new errors of every rank, and the new error of the
+        average.
+    """
+    x = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+    sent = [quantize(x_i) for x_i in x]
+    y = _mean(sent) + average_error
+    result = quantize(y)
+    return result, [x_i - own for x_i, own in zip(x, sent, strict=True)], y - result
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

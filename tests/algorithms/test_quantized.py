@@ -1,6 +1,8 @@
-"""Hooks that send codes: averages, errors, the wire, and what must not happen to their state."""
+"""Hooks that quantize: averages, errors, bytes on the wire, and state."""
 
-from collections.abc import Iterator
+import importlib
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import commhooks
 from commhooks import CommHook, CommHookOptionError, CommHookStateError
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from commhooks.testing.reference import quantized_two_shot
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
@@ -22,15 +25,15 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 NUMEL = 1 + 23 * 17 + 23 + 9 * 5 * 9
 
-# Bits per code of each, with small blocks so that there are many of them.
-FED_BACK: dict[str, tuple[dict[str, Any], int]] = {
+# Options and bits per code of each hook, with small blocks so that there are many of them.
+WITH_ERRORS: dict[str, tuple[dict[str, Any], int]] = {
     "int8": ({"block_size": 32}, 8),
     "int4": ({"block_size": 32, "stochastic": True}, 4),
     "fp8": ({"block_size": 64, "format": "e5m2"}, 8),
     "onebit": ({"block_size": 32}, 1),
     "signsgd": ({"block_size": 32}, 1),
 }
-MEMORYLESS: dict[str, tuple[dict[str, Any], int]] = {
+STATELESS: dict[str, tuple[dict[str, Any], int]] = {
     "int8": ({"block_size": 32, "stochastic": True, "error_feedback": False}, 8),
     "int4": ({"block_size": 32, "error_feedback": False}, 4),
     "fp8": ({"block_size": 32, "error_feedback": False}, 8),
@@ -40,8 +43,8 @@ MEMORYLESS: dict[str, tuple[dict[str, Any], int]] = {
     "signsgd": ({"block_size": 32, "error_feedback": False}, 1),
 }
 AVERAGE_BITS = {"terngrad": 4}
-"""Per code of an average, where there are more."""
-ALL = [(name, *rest) for named in (FED_BACK, MEMORYLESS) for name, rest in named.items()]
+"""Bits per code of an average, if they differ."""
+ALL = [(name, *rest) for named in (WITH_ERRORS, STATELESS) for name, rest in named.items()]
 UNBIASED = [
     ("int8", {"stochastic": True, "error_feedback": False}),
     ("int4", {"stochastic": True, "error_feedback": False}),
@@ -77,7 +80,7 @@ def mean_of(gradients: list[dict[str, Tensor]]) -> Tensor:
 
 
 def unsent(hooks: list[CommHook], names: Iterator[str] | dict[str, Any]) -> dict[str, Tensor]:
-    """By parameter: the mean of the ranks' own errors, and the errors of averages."""
+    """Return, by parameter, the mean of the ranks' own errors plus the errors of averages."""
     total = {}
     for name in names:
         entries = [hook.state[name] for hook in hooks]
@@ -94,10 +97,10 @@ def unsent(hooks: list[CommHook], names: Iterator[str] | dict[str, Any]) -> dict
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", FED_BACK)
-def test_nothing_is_lost_over_steps(name, size):
-    """Results, own errors and errors of averages together are the gradients' means."""
-    hooks = make_hooks(name, FED_BACK[name][0], size)
+@pytest.mark.parametrize("name", WITH_ERRORS)
+def test_results_and_errors_sum_to_the_gradients(name, size):
+    """The sum of results, own errors and errors of averages is the sum of mean gradients."""
+    hooks = make_hooks(name, WITH_ERRORS[name][0], size)
     given = torch.zeros(NUMEL, dtype=torch.float64)
     got = given.clone()
     for step in range(5):
@@ -107,14 +110,65 @@ def test_nothing_is_lost_over_steps(name, size):
         got += results[0]
         assert all(torch.equal(result, results[0]) for result in results)
     missing = flat(unsent(hooks, SHAPES))
-    # Averages are summed in float32, from numbers below 64.
+    # Averages are summed in float32 from numbers below 64.
     assert (got + missing - given).abs().max() <= 5 * (size + 2) * 64 * 2.0**-24
-    assert missing.abs().max() > 1e-4  # so there was something to lose
+    assert missing.abs().max() > 1e-4  # so quantization did change numbers
+
+
+def documented_quantize(module: str, **constants: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function ``quantize`` from the algorithm that opens the file of a hook."""
+    document = importlib.import_module(f"commhooks.algorithms.quantized.{module}").__doc__
+    assert document is not None
+    algorithm = document.partition("::\n\n")[2].partition("\n\n")[0]
+    names = {"torch": torch, **constants}
+    exec(textwrap.dedent(algorithm), names)
+    quantize: Callable[[Tensor], Tensor] = names["quantize"]
+    return quantize
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("int8", "integer"), ("fp8", "fp8"), ("onebit", "onebit"), ("signsgd", "signsgd")],
+)
+def test_the_documented_algorithm_gives_the_results_and_the_errors(name, module, size):
+    quantize = documented_quantize(module)
+    blocks, block_size = 3 * size, 32
+    hooks = make_hooks(name, {"block_size": block_size}, size)
+    errors = [torch.zeros(blocks, block_size) for _ in range(size)]
+    average_error = torch.zeros(blocks, block_size)
+    generator = torch.Generator().manual_seed(size)
+    for step in range(3):
+        gradients = [torch.randn(blocks, block_size, generator=generator) for _ in range(size)]
+        expected, errors, average_error = quantized_two_shot(
+            gradients, errors, average_error, quantize
+        )
+        for result in take_step(hooks, [{"g": gradient.clone()} for gradient in gradients], step):
+            torch.testing.assert_close(result.view_as(expected), expected, rtol=0, atol=1e-5)
+        for rank, hook in enumerate(hooks):
+            torch.testing.assert_close(hook.state["g"]["error"], errors[rank], rtol=0, atol=1e-5)
+            own = hook.state["g"]["average_error"].view(3, block_size)
+            part = average_error[3 * rank : 3 * rank + 3]
+            torch.testing.assert_close(own, part, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "constants"),
+    [("qsgd", {"levels": 7}), ("terngrad", {"clip": torch.inf}), ("natural", {})],
+)
+def test_the_documented_rounding_is_unbiased(module, constants):
+    quantize = documented_quantize(module, **constants)
+    torch.manual_seed(0)
+    x = torch.randn(4, 32)
+    mean = torch.stack([quantize(x) for _ in range(4000)]).mean(0)
+    # A deviation of 6 standard errors; no rounding moves a number by more than its block's norm.
+    bound = 6 * x.norm(dim=1, keepdim=True) / 4000**0.5
+    assert ((mean - x).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(("name", "options"), UNBIASED)
 def test_unbiased(name, options):
-    """The mean over many steps is the average, to within what chance 1e-9 allows by Hoeffding."""
+    """The mean over steps is the average, up to a deviation of probability 1e-9 (Hoeffding)."""
     steps, numel, size = 400, 40, 2
     options = options | {"block_size": 32}
     hooks = make_hooks(name, options, size)
@@ -123,11 +177,11 @@ def test_unbiased(name, options):
     for step in range(steps):
         total += take_step(hooks, [{"g": g.clone()} for g in gradients], step)[0]
     exact = torch.stack(gradients).double().mean(0)
-    # What is decoded of a rank's numbers, and then of their average, is never larger than this.
+    # No decoded number, of a rank or of the average, is larger than this.
     reach = 2 * max(g.norm() for g in gradients).item()
     bound = 2 * reach * (18 / (2 * steps)) ** 0.5
     assert (total / steps - exact).abs().max() <= bound
-    # The same, with the width of one rounding instead of the reach of all, for those with levels.
+    # For integers, the width of one rounding gives a tighter bound.
     if name == "int8":
         width = 2 * max(g.abs().max() for g in gradients).item() / 127
         assert (total / steps - exact).abs().max() <= 2 * width * (24 / (2 * steps)) ** 0.5
@@ -137,7 +191,7 @@ def test_unbiased(name, options):
     ("name", "relative"), [("int8", 2 / 254), ("int4", 2 / 14), ("fp8", 2 / 32 + 2 / 448)]
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_one_step_is_as_close_as_two_roundings(name, relative, size):
+def test_one_step_has_the_error_of_two_roundings(name, relative, size):
     hooks = make_hooks(name, {}, size)
     gradients = [gradients_of(rank, 0) for rank in range(size)]
     largest = max(flat(named).abs().max() for named in gradients)
@@ -148,7 +202,7 @@ def test_one_step_is_as_close_as_two_roundings(name, relative, size):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_terngrad_clips_once(size):
-    """A number among zeros is cut to 2.5 root mean squares, and averages no further."""
+    """A number among zeros is clamped to 2.5 root mean squares; averages are not clamped again."""
     hooks = make_hooks("terngrad", {}, size)
     gradient = torch.zeros(512 * size)
     gradient[::512] = 1.0
@@ -196,7 +250,7 @@ def test_dtypes(name, options, bits, dtype):
 
 
 def part_length(numel: int, size: int) -> int:
-    """A rank's share, up to whole multiples of 32."""
+    """Return the length of a rank's part, rounded up to a multiple of 32."""
     return min((numel + 32 * size - 1) // (32 * size) * 32, numel)
 
 
@@ -208,7 +262,7 @@ def encoded_bytes(numel: int, bits: int, block: int) -> int:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_messages_are_as_long_as_the_formula_says(name, options, bits, size):
+def test_messages_have_the_length_of_the_formula(name, options, bits, size):
     hooks = make_hooks(name, options, size)
     bucket = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
     _, comms = lockstep(hooks, bucket)
@@ -232,7 +286,7 @@ def bytes_of_training(rank: int, size: int, name: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "bits", "block"), [("int8", 8, 256), ("terngrad", 2, 512), ("onebit", 1, 128)]
 )
-def test_bytes_that_are_counted(run_ranks, name, bits, block, size):
+def test_counted_bytes(run_ranks, name, bits, block, size):
     for counted, numel in run_ranks(bytes_of_training, size, name):
         own = encoded_bytes(part_length(numel, size), bits, block)
         average = encoded_bytes(part_length(numel, size), AVERAGE_BITS.get(name, bits), block)
@@ -253,14 +307,14 @@ def test_default_compression(name, ratio):
 # ---------------------------------------------------------------------------------------- state
 
 
-@pytest.mark.parametrize("name", MEMORYLESS)
-def test_without_feedback_nothing_is_kept(name):
-    hooks = make_hooks(name, MEMORYLESS[name][0], 2)
+@pytest.mark.parametrize("name", STATELESS)
+def test_there_is_no_state_without_error_feedback(name):
+    hooks = make_hooks(name, STATELESS[name][0], 2)
     take_step(hooks, [gradients_of(rank, 0) for rank in range(2)], 0)
     assert hooks[0].state == {}
 
 
-def test_memory_is_the_errors_and_a_share_of_the_averages():
+def test_state_holds_errors_and_a_part_of_the_average_errors():
     hooks = make_hooks("int8", {}, 4)
     take_step(hooks, [gradients_of(rank, 0) for rank in range(4)], 0)
     length = part_length(NUMEL, 4)
@@ -274,7 +328,7 @@ def test_memory_is_the_errors_and_a_share_of_the_averages():
 @pytest.mark.parametrize(("bad", "where"), [(torch.inf, "matrix"), (torch.nan, "scalar")])
 @pytest.mark.parametrize("step_of_bad", [0, 2])
 @pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_non_finite_gradient_leaves_every_state_as_it_was(
+def test_a_gradient_that_is_not_finite_changes_no_state(
     name, options, bits, step_of_bad, bad, where
 ):
     hooks, twins = make_hooks(name, options, 3), make_hooks(name, options, 3)
@@ -298,7 +352,7 @@ def test_non_finite_gradient_leaves_every_state_as_it_was(
 
 @pytest.mark.parametrize("huge", [3e38, 1e38, 5e37])
 @pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_numbers_near_overflow_never_poison_the_state(name, options, bits, huge):
+def test_state_stays_finite_near_overflow(name, options, bits, huge):
     hooks = make_hooks(name, options, 2)
     for step in range(3):
         gradients = [gradients_of(rank, step) for rank in range(2)]
@@ -322,30 +376,30 @@ def buckets_of(gradients: list[dict[str, Tensor]], names: tuple[str, ...], step:
     return [make_bucket({name: named[name] for name in names}, step) for named in gradients]
 
 
-@pytest.mark.parametrize("name", FED_BACK)
+@pytest.mark.parametrize("name", WITH_ERRORS)
 @pytest.mark.parametrize(
-    "cuts", [(("bias", "convolution"), ("matrix",)), (("convolution", "bias", "matrix"),)]
+    "rebuilt", [(("bias", "convolution"), ("matrix",)), (("convolution", "bias", "matrix"),)]
 )
-def test_errors_survive_when_buckets_are_cut_anew(name, cuts):
+def test_errors_survive_rebuilt_buckets(name, rebuilt):
     size = 3
-    hooks = make_hooks(name, FED_BACK[name][0], size)
+    hooks = make_hooks(name, WITH_ERRORS[name][0], size)
     names = ("matrix", "bias", "convolution")
     gradients = [gradients_of(rank, 0, torch.float64) for rank in range(size)]
     lockstep(hooks, buckets_of(gradients, names, 0))
     before = unsent(hooks, dict.fromkeys(names))
     zeros = [{k: torch.zeros_like(g) for k, g in gradients[0].items()} for _ in hooks]
     got: dict[str, Tensor] = {}
-    for cut in cuts:
-        result = lockstep(hooks, buckets_of(zeros, cut, 1))[0][0]
-        lengths = [torch.Size(SHAPES[k]).numel() for k in cut]
-        got |= dict(zip(cut, result.split(lengths), strict=True))
+    for bucket in rebuilt:
+        result = lockstep(hooks, buckets_of(zeros, bucket, 1))[0][0]
+        lengths = [torch.Size(SHAPES[k]).numel() for k in bucket]
+        got |= dict(zip(bucket, result.split(lengths), strict=True))
     after = unsent(hooks, dict.fromkeys(names))
     for k in names:
         torch.testing.assert_close(got[k] + after[k], before[k], rtol=0, atol=64 * 2.0**-22)
 
 
 def test_errors_survive_a_change_of_the_number_of_ranks():
-    """What a rank keeps of averages becomes its own error, in the size that reaches the mean."""
+    """Errors of averages become own errors, multiplied by the number of ranks."""
     three = make_hooks("int4", {}, 3)
     take_step(three, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
     saved = three[1].state_dict()
@@ -359,8 +413,8 @@ def test_errors_survive_a_change_of_the_number_of_ranks():
     )
 
 
-def test_errors_survive_when_hooks_go_on_with_other_ranks():
-    """As when they are registered again. Fewer ranks keep errors of larger parts of averages."""
+def test_errors_survive_registration_with_other_ranks():
+    """With fewer ranks, each one keeps errors of a larger part of the averages."""
     hooks = make_hooks("int4", {}, 3)
     take_step(hooks, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
     hooks = hooks[:2]
@@ -375,7 +429,7 @@ def test_errors_survive_when_hooks_go_on_with_other_ranks():
 
 
 @pytest.mark.parametrize("start", [None, -2, 23])
-def test_damaged_state_is_refused(start):
+def test_damaged_state_raises(start):
     entry = {"error": torch.zeros(23), "average_error": torch.ones(3)}
     if start is not None:
         entry["average_start"] = torch.tensor(start)
@@ -388,7 +442,7 @@ def test_damaged_state_is_refused(start):
 
 
 @pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_goes_on_bit_for_bit_from_a_file(name, options, bits):
+def test_resuming_from_a_file_gives_the_same_bits(name, options, bits):
     hooks = make_hooks(name, options, 3)
     for step in range(2):
         take_step(hooks, [gradients_of(rank, step) for rank in range(3)], step)
@@ -423,18 +477,18 @@ def test_random_numbers_depend_on_seed_step_rank_and_bucket(name):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", sorted(MEMORYLESS.keys() - {"signsgd", "terngrad"}))
+@pytest.mark.parametrize("name", sorted(STATELESS.keys() - {"signsgd", "terngrad"}))
 def test_contributions_average_to_the_result(name, size):
-    hooks = make_hooks(name, MEMORYLESS[name][0], size)
+    hooks = make_hooks(name, STATELESS[name][0], size)
     buckets = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
     results, comms = lockstep(hooks, buckets, wants_contribution=True)
     contributions = [contribution_of(comm) for comm in comms]
     mean = torch.stack(contributions).mean(0)
     torch.testing.assert_close(mean, results[0].double(), rtol=0, atol=64 * size * 2.0**-23)
     assert all(hook.tells_contribution for hook in hooks)
-    # Asking changes nothing.
+    # Asking for the contribution does not change the results.
     twins = take_step(
-        make_hooks(name, MEMORYLESS[name][0], size),
+        make_hooks(name, STATELESS[name][0], size),
         [gradients_of(rank, 0) for rank in range(size)],
         0,
     )
@@ -455,7 +509,7 @@ def contribution_of(comm: LockstepCommunicator) -> Tensor:
         ("qsgd", {"levels": 2}),
     ],
 )
-def test_who_keeps_errors_votes_or_leaves_out_too_much_does_not_tell_a_contribution(name, options):
+def test_some_hooks_do_not_tell_a_contribution(name, options):
     hook = commhooks.create(name, **options)
     assert not hook.tells_contribution
     comm = lockstep([hook], [make_bucket(gradients_of(0, 0))], wants_contribution=True)[1][0]
@@ -479,13 +533,13 @@ def test_who_keeps_errors_votes_or_leaves_out_too_much_does_not_tell_a_contribut
         ("onebit", {"block_size": 0}, ">= 32"),
     ],
 )
-def test_options_out_of_range(name, options, message):
+def test_options_out_of_range_raise(name, options, message):
     with pytest.raises(CommHookOptionError, match=message):
         commhooks.create(name, **options)
 
 
 @pytest.mark.parametrize(("levels", "bits"), [(1, 2), (2, 4), (7, 4), (8, 8), (127, 8)])
-def test_qsgd_takes_the_narrowest_codes(levels, bits):
+def test_qsgd_uses_the_narrowest_codes(levels, bits):
     hook = commhooks.create("qsgd", levels=levels, block_size=32)
     bucket = make_bucket({"g": torch.zeros(640)})
     assert hook.wire_bytes(bucket, 2) == 2 * encoded_bytes(320, bits, 32)

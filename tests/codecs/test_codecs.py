@@ -1,4 +1,4 @@
-"""Codecs against NumPy in float64, on numbers, lengths and memory of every kind."""
+"""Codecs compared with NumPy in float64, on all kinds of numbers, lengths and alignments."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,16 +21,16 @@ from commhooks.codecs.sign import SignCodec
 Array = NDArray[np.float64]
 
 BLOCK = 64
-# Beyond, numbers are taken for an overflow; below, for zeros. See commhooks/kernels/codecs/block.h.
+# Larger magnitudes count as overflow, smaller ones as zeros. See commhooks/kernels/codecs/block.h.
 LARGEST, SMALLEST = 2.0**126, 2.0**-100
 
 
 @dataclass(frozen=True)
 class Case:
-    """A codec, and what its paper says in float64.
+    """A codec, and its definition in float64.
 
-    ``scale`` and ``step`` take the numbers of a block; ``step`` is how far a decoded number may be
-    from each of them, in units of the scale.
+    ``scale`` takes the numbers of a block. ``step`` takes them in units of the scale, and returns
+    the largest error of each decoded number in these units.
     """
 
     codec: BlockCodec
@@ -68,7 +68,7 @@ def power_above(y: Array) -> float:
 
 
 def half_a_mantissa(mantissa: int, smallest: float) -> Callable[[Array], Array]:
-    """Half the distance between the floating point numbers around each ratio."""
+    """Return a function that gives half the distance between the neighboring fp8 numbers."""
     return lambda ratio: (
         np.maximum(2.0 ** (np.floor(np.log2(np.abs(ratio) + 1e-99)) - mantissa), smallest) / 2
     )
@@ -124,7 +124,7 @@ def decode(case: Case, message: Tensor, numel: int, dtype: torch.dtype = torch.f
 
 
 def split(case: Case, message: Tensor, numel: int) -> tuple[Array, NDArray[np.uint8]]:
-    """The scales and the codes of a message."""
+    """Return the scales and the codes of a message."""
     blocks = -(-numel // BLOCK)
     memory = message.numpy()
     scales = memory[: 4 * blocks].copy().view(np.float32).astype(np.float64)
@@ -141,7 +141,7 @@ def blocks_of(y: Array) -> Iterator[slice]:
         yield slice(start, min(start + BLOCK, len(y)))
 
 
-# ------------------------------------------------------------------------- numbers of every kind
+# --------------------------------------------------------------------------- all kinds of numbers
 
 numbers = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
@@ -153,7 +153,7 @@ not_finite = st.sampled_from([math.inf, -math.inf, math.nan])
 
 @st.composite
 def arrays(draw: Callable[..., object]) -> list[float]:
-    """Any length; few numbers of their own, so that shrinking and drawing stay quick."""
+    """Draw a list of any length with few distinct numbers, which keeps hypothesis fast."""
     length = draw(st.integers(0, 3 * BLOCK + 5))
     few = draw(st.lists(numbers, min_size=1, max_size=20))
     values = [few[(7 * i) % len(few)] for i in range(length)]
@@ -165,7 +165,7 @@ def arrays(draw: Callable[..., object]) -> list[float]:
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(drawn=arrays(), offset=st.integers(0, 5), byte_offset=st.integers(0, 5))
-def test_message_is_what_numpy_says(name, drawn, offset, byte_offset):
+def test_messages_match_numpy(name, drawn, offset, byte_offset):
     case, numel = CASES[name], len(drawn)
     memory = torch.full((numel + 8,), 7.0)
     values = memory[offset : offset + numel]
@@ -187,13 +187,13 @@ def test_message_is_what_numpy_says(name, drawn, offset, byte_offset):
             assert not decoded[block].any()
             continue
         expected = case.scale(y[block])
-        if expected * 2**7 > 3.4e38:  # a norm may be beyond float32 where no number is
+        if expected * 2**7 > 3.4e38:  # a norm may overflow float32 although no number does
             continue
         assert scale == pytest.approx(expected, rel=2.0**-20)  # sums are in float32
         value = case.value(codes[block])
         assert np.array_equal(decoded[block], (value * scale).astype(np.float32))
         ratio = y[block] / scale
-        # The ratio is rounded twice, once for the inverse of the scale.
+        # The ratio is rounded twice, because the inverse of the scale is rounded.
         slack = 2.0**-22 * (1 + np.abs(ratio))
         assert (np.abs(value - ratio) <= case.step(ratio) + slack).all()
     assert torch.equal(values.view(torch.int32), torch.tensor(drawn).float().view(torch.int32))
@@ -210,7 +210,7 @@ def test_message_is_what_numpy_says(name, drawn, offset, byte_offset):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000])
-def test_sent_plus_residual_is_value_plus_error(name, dtype, numel):
+def test_decoded_plus_residual_is_value_plus_error(name, dtype, numel):
     case = CASES[name]
     generator = torch.Generator().manual_seed(numel)
     given_values, error = (
@@ -223,17 +223,17 @@ def test_sent_plus_residual_is_value_plus_error(name, dtype, numel):
     case.codec.encode(values, message[None], numel, error=error, seed=5, keep_residual=True)
     sent = decode(case, message, numel).to(dtype)
     wanted = given_values.double() + kept_error.double()
-    # One rounding of the sum, one of the difference; numbers are below 8, what is sent below 32.
+    # The sum and the difference are rounded; values are below 8, decoded numbers below 32.
     tolerance = 2 * 40 * torch.finfo(dtype).eps
     assert torch.equal(error, kept_error)
     assert ((sent.double() + values.double()) - wanted).abs().le(tolerance).all()
     same = torch.empty_like(message)
     case.codec.encode(given_values, same[None], numel, error=error, seed=5)
-    assert torch.equal(message, same)  # keeping the residual changes nothing
+    assert torch.equal(message, same)  # keeping the residual does not change the message
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_blocks_without_a_scale_are_kept_in_the_residual(name):
+def test_blocks_without_a_scale_stay_in_the_residual(name):
     case = CASES[name]
     values = torch.full((2 * BLOCK,), 1e-35)
     values[BLOCK:] = 1.0
@@ -244,7 +244,7 @@ def test_blocks_without_a_scale_are_kept_in_the_residual(name):
 
 
 def test_fp8_rounds_as_torch_does():
-    """Every 509th of all float32 bit patterns that are in range; 509 is prime."""
+    """Test every 509th bit pattern of float32 that is in range; 509 is prime."""
     bits = torch.arange(-(2**31), 2**31, 509, dtype=torch.int64).to(torch.int32)
     for number_format, dtype, top in (
         ("e4m3", torch.float8_e4m3fn, 448.0),
@@ -253,7 +253,7 @@ def test_fp8_rounds_as_torch_does():
         numbers = bits.view(torch.float32)
         numbers = numbers[numbers.abs() <= top]
         rows = numbers[: numbers.numel() // 31 * 31].view(-1, 31)
-        # The largest of each block is the largest of the format, so the scale is 1.
+        # The largest number of each block is that of the format, so the scale is 1.
         rows = torch.cat([torch.full((len(rows), 1), top), rows], 1)
         values = rows.reshape(-1)
         codec = Fp8Codec(number_format, block_size=32)
@@ -278,7 +278,7 @@ def test_fp8_decodes_every_finite_code_as_torch_does(number_format, dtype):
     assert torch.equal(values.view(torch.int32), codes.view(dtype).float().view(torch.int32))
 
 
-# ---------------------------------------------------------------------------------- random rounding
+# ------------------------------------------------------------------------------ stochastic rounding
 
 SEEDS = 4000
 STOCHASTIC = ["int8 stochastic", "4 levels, l2", "ternary", "natural"]
@@ -286,7 +286,7 @@ STOCHASTIC = ["int8 stochastic", "4 levels, l2", "ternary", "natural"]
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_mean_over_seeds_is_the_number(name):
-    """By Hoeffding, means of K numbers of an interval w are off by √(ln(2/δ)/2K)·w at chance δ."""
+    """By Hoeffding, a mean of K numbers of range w errs by √(ln(2/δ)/2K)·w with probability δ."""
     case = CASES[name]
     values = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(0))
     values[5] = 0.0
@@ -299,12 +299,12 @@ def test_mean_over_seeds_is_the_number(name):
     bound = width * math.sqrt(math.log(2 / chance) / (2 * SEEDS)) + scale * 2.0**-20
     assert ((decoded.mean(0) - values).abs() <= bound).all()
     spread = decoded.std(0)
-    assert (spread[values.abs() > 0] > 0).sum() > values.numel() / 2  # it does vary
+    assert (spread[values.abs() > 0] > 0).sum() > values.numel() / 2  # rounding is random
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_neighbors_are_rounded_independently(name):
-    """Of n numbers a third of the way between two codes, a third goes up: within 6 deviations."""
+    """A third of the numbers at a third of the way between two codes is rounded up."""
     case = CASES[name]
     numel = 200 * BLOCK
     values = torch.full((numel,), 4 / 3 if name == "natural" else 1 / 3)
@@ -315,14 +315,14 @@ def test_neighbors_are_rounded_independently(name):
         low, high = 0.0, math.sqrt((BLOCK - 1) / 9 + 1) / 4
     else:
         low, high = (42 / 127, 43 / 127) if name == "int8 stochastic" else (0.0, 1.0)
-    values[::BLOCK] = 1.0  # so that the scale is known
+    values[::BLOCK] = 1.0  # makes the scale known
     decoded = decode(case, encode(case, values, seed=11), numel).view(-1, BLOCK)[:, 1:]
     is_up = decoded > (low + high) / 2
     share = (values[1].item() - low) / (high - low)
     for flips in (is_up, is_up[:, 1:] ^ is_up[:, :-1], is_up[1:] ^ is_up[:-1]):
         expected = share if flips is is_up else 2 * share * (1 - share)
         deviation = math.sqrt(expected * (1 - expected) / flips.numel())
-        # A pair shares a number with the next pair, which widens the deviation by less than 2.
+        # Within 6 deviations. Pairs share numbers with the next pair, which at most doubles them.
         assert abs(flips.double().mean().item() - expected) < 12 * deviation
 
 
@@ -339,7 +339,7 @@ def test_signs_of_zeros_are_fair():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_number_of_threads_changes_nothing(name):
+def test_results_do_not_depend_on_the_number_of_threads(name):
     case = CASES[name]
     values = torch.randn(300_001, generator=torch.Generator().manual_seed(1))
     found = []
@@ -378,7 +378,7 @@ def test_majority_of_signs(count):
     codec = SignCodec("mean", majority=True, block_size=BLOCK)
     case = Case(codec, 1, *(lambda x: x,) * 3)
     values = torch.randn(count, 3 * BLOCK, generator=torch.Generator().manual_seed(count))
-    values[0, BLOCK : 2 * BLOCK] = 0  # has no vote there
+    values[0, BLOCK : 2 * BLOCK] = 0  # does not vote in this block
     messages = torch.stack([encode(case, row) for row in values])
     result = torch.empty(3 * BLOCK)
     codec.average(messages, result, 3 * BLOCK)
@@ -390,7 +390,7 @@ def test_majority_of_signs(count):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_message_that_is_not_finite_makes_nan(name):
+def test_one_message_that_is_not_finite_gives_nan(name):
     case = CASES[name]
     values = torch.ones(3, 2 * BLOCK)
     values[1, 3] = -math.inf
@@ -409,8 +409,8 @@ def test_one_message_that_is_not_finite_makes_nan(name):
 @pytest.mark.parametrize(
     ("numel", "length"), [(200, 100), (300, 100), (201, 100), (130, 64), (5, 9)]
 )
-def test_parts_are_encoded_each_by_itself(name, dtype, numel, length):
-    """Three of them, of which the last ones may be short or empty."""
+def test_parts_are_encoded_separately(name, dtype, numel, length):
+    """Encode three parts; the last ones may be short or empty."""
     codec = CASES[name].codec
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
     messages = torch.full((3, codec.encoded_bytes(length)), 0xAA, dtype=torch.uint8)
@@ -420,7 +420,9 @@ def test_parts_are_encoded_each_by_itself(name, dtype, numel, length):
     assert codec.assemble(messages, assembled, length, kept=kept).tolist() == [True]
     assert (kept == 7).all()
     for part, message in zip(values.split(length), messages, strict=False):
-        if name not in STOCHASTIC and name != "ternary, clipped":  # random numbers go by position
+        if (
+            name not in STOCHASTIC and name != "ternary, clipped"
+        ):  # random numbers depend on the position
             alone = torch.empty_like(message)
             codec.encode(part, alone[None], length, seed=2)
             assert torch.equal(message, alone)
@@ -433,7 +435,7 @@ def test_parts_are_encoded_each_by_itself(name, dtype, numel, length):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_part_that_is_not_finite_makes_all_nan_and_keeps_nothing(name):
+def test_one_part_that_is_not_finite_gives_nan_and_does_not_change_kept(name):
     codec = CASES[name].codec
     values = torch.ones(3 * BLOCK)
     values[BLOCK + 3] = -math.inf
@@ -445,7 +447,7 @@ def test_one_part_that_is_not_finite_makes_all_nan_and_keeps_nothing(name):
     assert (kept == 5).all()
 
 
-# -------------------------------------------------------------------------------- lengths, mistakes
+# ---------------------------------------------------------------------------------- lengths, errors
 
 
 @pytest.mark.parametrize(
@@ -464,7 +466,7 @@ def test_lengths(codec, expected):
     assert codec.encoded_bytes(0) == 0
 
 
-def test_mistakes_are_named():
+def test_errors_name_the_mistake():
     codec = LevelCodec(8, block_size=32)
     room = torch.empty(1, 8, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"float32 or float64, found Half"):

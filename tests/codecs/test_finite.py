@@ -1,4 +1,4 @@
-"""Whether all numbers are finite, and what packing knows of it."""
+"""The check that all numbers are finite, on its own and while packing."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -19,11 +19,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("length", [1, 7, 1025])
-def test_finds_a_number_anywhere(dtype: torch.dtype, number: float, length: int) -> None:
-    for place in {0, length // 2, length - 1}:
+def test_a_number_that_is_not_finite_is_found_anywhere(
+    dtype: torch.dtype, number: float, length: int
+) -> None:
+    for position in {0, length // 2, length - 1}:
         tensor = torch.randn(length).to(dtype)
         assert all_finite(tensor)
-        tensor[place] = number
+        tensor[position] = number
         assert not all_finite(tensor)
 
 
@@ -35,8 +37,8 @@ def test_extremes_are_finite(dtype: torch.dtype) -> None:
 
 
 @dataclass
-class Asks(commhooks.CommHook):
-    """Keeps the answers, and whether packing had them."""
+class AsksAllFinite(commhooks.CommHook):
+    """Record the answers, and whether packing computed them."""
 
     answers: list[bool] = field(default_factory=list, init=False)
     were_known: list[bool] = field(default_factory=list, init=False)
@@ -58,13 +60,13 @@ class Asks(commhooks.CommHook):
         return buffer.nan_to_num_()
 
 
-def ask(rank: int, size: int, dtype: torch.dtype, stock: bool) -> None:
-    """Gradients of all layouts, some parameters unused; one number of one of them in turn."""
+def ask(rank: int, size: int, dtype: torch.dtype, torch_ddp: bool) -> None:
+    """Make one number of each gradient infinite in turn, with one parameter unused."""
     like = probe_parameters(dtype)
-    inner = Asks()
-    options: Any = {} if stock else {"stable_buckets": True}
+    inner = AsksAllFinite()
+    options: Any = {} if torch_ddp else {"stable_buckets": True}
     hook = Schedule([(0, inner)])
-    trainer = Trainer(hook, like, torch_ddp=stock, find_unused_parameters=True, **options)
+    trainer = Trainer(hook, like, torch_ddp=torch_ddp, find_unused_parameters=True, **options)
     for unused in ("spare", "matrix"):
         for name in like:
             gradients = draw_gradients(like, rank)
@@ -75,21 +77,21 @@ def ask(rank: int, size: int, dtype: torch.dtype, stock: bool) -> None:
             inner.answers.clear()
             trainer.step(gradients)
             assert inner.answers.count(False) == is_bad
-    assert all(inner.were_known) == (not stock)
+    assert all(inner.were_known) == (not torch_ddp)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_packing_finds_out(run_ranks: Any, dtype: torch.dtype) -> None:
+def test_packing_computes_the_answer(run_ranks: Any, dtype: torch.dtype) -> None:
     run_ranks(ask, 1, dtype, False)
 
 
-def test_on_torchs_wrapper_the_buffer_is_looked_at(run_ranks: Any) -> None:
+def test_on_torch_ddp_the_buffer_is_checked(run_ranks: Any) -> None:
     run_ranks(ask, 1, torch.float32, True)
 
 
 def ask_of_other_strides(rank: int, size: int) -> None:
     warnings.filterwarnings("ignore", ".*gradient layout contract")
-    hook = Asks()
+    hook = AsksAllFinite()
     trainer = Trainer(hook, {"matrix": torch.zeros(12, 10)})
     for number in (1.0, torch.nan):
         trainer.parameters["matrix"].grad = torch.full((10, 12), number).T
@@ -103,7 +105,7 @@ def test_gradients_of_other_strides(run_ranks: Any) -> None:
 
 
 def ask_of_views(rank: int, size: int) -> None:
-    hook = Asks()
+    hook = AsksAllFinite()
     gradients = {"one": torch.ones(5), "other": torch.ones(3)}
     trainer = Trainer(hook, gradients, gradient_as_bucket_view=True, stable_buckets=True)
     trainer.step(gradients)
@@ -113,5 +115,5 @@ def ask_of_views(rank: int, size: int) -> None:
     assert hook.answers == [True, False]
 
 
-def test_what_lies_in_the_bucket_already_is_looked_at(run_ranks: Any) -> None:
+def test_gradients_that_are_views_of_the_bucket_are_checked(run_ranks: Any) -> None:
     run_ranks(ask_of_views, 1)

@@ -1,4 +1,4 @@
-"""Numbers on their way from what is computed in to half precision."""
+"""Conversion from the precision of computation to half precision."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from commhooks.precision import at_least_float32, fit
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("share", [1, 2])
-def test_finite_numbers_are_cut_and_others_stay(dtype, share):
+def test_finite_numbers_are_clamped_and_others_stay(dtype, share):
     largest = torch.finfo(dtype).max / share
     beyond = torch.finfo(torch.float32).max
     values = torch.tensor([0.5, beyond, -beyond, torch.inf, -torch.inf, torch.nan])
@@ -19,11 +19,11 @@ def test_finite_numbers_are_cut_and_others_stay(dtype, share):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nothing_is_cut_that_has_room(dtype):
+def test_float32_and_float64_are_not_clamped(dtype):
     values = torch.tensor([torch.finfo(torch.float32).max, 1.0])
     assert torch.equal(fit(values, dtype, share=2), values.to(dtype))
 
 
-def test_what_sums_are_kept_in():
+def test_the_dtype_of_sums():
     wide = [at_least_float32(d) for d in (torch.float16, torch.bfloat16, torch.float64)]
     assert wide == [torch.float32, torch.float32, torch.float64]

@@ -1,9 +1,9 @@
-"""Runs kernels on CPU tensors: the same sources and launches as on a GPU, compiled by g++.
+"""Run kernels on CPU tensors: the same sources and launches as on a GPU, compiled by g++.
 
     with emulated():
-        codec.encode(values, message)     # takes the path of CUDA tensors
+        codec.encode(values, message)     # runs as for CUDA tensors
 
-See cuda_emulation.h for what is checked on the way.
+cuda_emulation.h describes what is checked.
 """
 
 import ctypes
@@ -31,8 +31,8 @@ FLAGS = ("-std=gnu++20", "-O1", "-shared", "-fPIC", "-fvisibility=hidden", "-fno
 
 
 @dataclass(frozen=True, eq=False)
-class Elsewhere(Source):
-    """A source in this folder, not of the package."""
+class LocalSource(Source):
+    """A source in this folder instead of the package."""
 
     @property
     def path(self) -> Path:
@@ -40,18 +40,18 @@ class Elsewhere(Source):
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what is undefined on a GPU."""
+    """A kernel did something that is undefined on a GPU."""
 
 
 @dataclass(frozen=True)
 class Emulation:
-    """A backend for CPU tensors. ``is_backward``: the last block and thread come first."""
+    """A backend for CPU tensors. With ``is_backward``, the last block and thread run first."""
 
     is_backward: bool = False
     flags: tuple[str, ...] = ()
 
     def require(self, device: torch.device) -> None:
-        """There is a C++ compiler wherever this package is tested."""
+        """Do nothing: tests always have a C++ compiler."""
 
     def launch(
         self,
@@ -76,14 +76,14 @@ class Emulation:
 
 @contextmanager
 def emulated(is_backward: bool = False, flags: tuple[str, ...] = ()) -> Iterator[None]:
-    """CPU tensors are taken for those of a GPU."""
+    """Treat CPU tensors as tensors of a GPU."""
     with mock.patch.dict(kernels.BACKENDS, cpu=Emulation(is_backward, flags)):
         yield
 
 
 @cache
 def compiled(source: Source, flags: tuple[str, ...] = ()) -> Path:
-    """The library of a source. Kept in ``build/`` until anything it depends on changes."""
+    """Compile a source to a library, cached in ``build/`` until anything it depends on changes."""
     text = translation_unit(source)
     parts = (source.digest, text, (HERE / "cuda_emulation.h").read_text(), FLAGS, flags)
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -102,8 +102,8 @@ def compiled(source: Source, flags: tuple[str, ...] = ()) -> Path:
 
 
 def translation_unit(source: Source) -> str:
-    """The file itself, and a C function for each of its kernels."""
-    # A declaration that has no counterpart in C++.
+    """Return the text of the file, followed by a C function for each of its kernels."""
+    # C++ has no counterpart of this declaration.
     dynamic = re.compile(r"extern\s+__shared__\s+([^;]+?)\s*(\w+)\[\];")
     text = dynamic.sub(
         r"\1* const \2 = static_cast<\1*>(emulation::dynamic_shared());", source.path.read_text()

@@ -1,4 +1,4 @@
-// Kernels for tests of the emulation: what each does wrong, its name says.
+// Kernels for tests of the emulation. The name of each one says what is wrong with it.
 
 namespace {
 
@@ -49,11 +49,11 @@ __global__ void forgets_a_barrier(float* values, long long count) {
   values[threadIdx.x] = last;
 }
 
-__global__ void reads_behind_the_end(float* values, long long count) {
+__global__ void reads_beyond_the_end(float* values, long long count) {
   values[0] = values[threadIdx.x + count];
 }
 
-// Not wrong: what a warp's collectives give, one after the other, for each lane.
+// A correct kernel: stores the results of all warp collectives, for each lane.
 __global__ void all_collectives(int* found, long long count) {
   const unsigned all = 0xffffffffu;
   const int lane = (int)threadIdx.x;

@@ -1,15 +1,16 @@
-// CUDA's language, as far as the kernels of commhooks/kernels use it, for g++: the very .cu file is
-// compiled for the host, and its blocks and threads run one after the other.
+// The part of CUDA's language that the kernels in commhooks/kernels use, for g++. The same .cu files
+// are compiled for the host, and their blocks and threads run one after the other.
 //
-// The threads of a block are fibers. One runs until it waits for others, at a barrier or a warp's
-// collective; then the next one does:
+// The threads of a block are fibers. A thread runs until it waits for others, at a barrier or at a
+// warp collective; then the next thread runs:
 //
 //     thread 0   ----- __syncthreads                      -----...
 //     thread 1                       ----- __syncthreads  . . . -----...
 //
-// What is undefined on a GPU is an error here: a barrier that some threads do not reach, or reach at
-// another line of the source; a warp's collective without all the lanes of its mask. Threads may run
-// in reverse order, to show what depends on it. Not emulated: concurrency of blocks, memory order.
+// Undefined behavior on a GPU is an error here: a barrier that some threads do not reach, or reach at
+// another line of the source; a warp collective without all lanes of its mask. Threads can run in
+// reverse order, to find dependence on their order. Concurrency of blocks and memory order are not
+// emulated.
 #pragma once
 
 #include <sys/mman.h>
@@ -139,7 +140,7 @@ inline std::string name_of(const Thread& thread) {
   return text + " waits at " + stop.what + ", " + stop.file + ":" + std::to_string(stop.line);
 }
 
-// Waits for the other threads of `stop`, to each of which `given` goes.
+// Waits for the other threads at `stop`, and passes `given` to each of them.
 inline const uint64_t* meet(const Stop& stop, uint64_t given) {
   Thread& self = *machine.running;
   self.stop = stop;
@@ -184,8 +185,8 @@ inline bool resume_ready_threads() {
   return any;
 }
 
-// Lets threads [first, first + count) go on that all wait for each other: of the block, or the lanes
-// of a warp that `mask` names.
+// Releases the threads of [first, first + count) if all of them wait at `stop`: all threads of a
+// block, or the lanes of a warp in `mask`.
 inline bool release(unsigned first, unsigned count, const Stop& stop) {
   const auto takes_part = [&](unsigned i) {
     return stop.is_block_wide || (stop.mask >> i & 1) != 0;
@@ -282,7 +283,7 @@ void call(
   kernel(*static_cast<std::remove_const_t<Parameters>*>(arguments[places])...);
 }
 
-// Runs a kernel. `error` gets the text of what is wrong, and has room for `room` bytes.
+// Runs a kernel. Writes the text of an error to `error`, which holds `room` bytes.
 template <typename... Parameters>
 int launch(
     void (*kernel)(Parameters...),
@@ -304,7 +305,7 @@ int launch(
     machine.error = "expected " + std::to_string(sizeof...(Parameters)) + " arguments, found " +
         std::to_string(argument_count);
   } else if (block[0] * block[1] * block[2] > 1024 || grid[1] > 65535 || grid[2] > 65535) {
-    machine.error = "a GPU has no room for such a block or grid";
+    machine.error = "the block or the grid is larger than a GPU allows";
   } else {
     machine.kernel = [&] { call(kernel, arguments, std::index_sequence_for<Parameters...>()); };
     run_grid({grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared_bytes);
@@ -337,7 +338,7 @@ template <typename T>
 T shuffle(const Stop& stop, T value, unsigned source, int width) {
   const unsigned first = lane() / width * width;
   const uint64_t* const received = meet(stop, to_bits(value));
-  // From beyond its part of the warp a lane gets its own; from a lane that takes no part, anything.
+  // Beyond its part of the warp, a lane gets its own value. Lanes that take no part give any value.
   const bool is_inside = source >= first && source < first + width;
   return from_bits<T>(received[is_inside ? source : lane()]);
 }
@@ -375,7 +376,7 @@ unsigned match(const Stop& stop, T value) {
 
 }  // namespace emulation
 
-// A warp's collectives and barriers are macros, to know their line.
+// Warp collectives and barriers are macros, so that their line is known.
 #define COMMHOOKS_BLOCK_STOP(what) emulation::Stop{what, __FILE__, __LINE__, true, 0}
 #define COMMHOOKS_WARP_STOP(what, mask)   \
   emulation::Stop {                       \

@@ -1,6 +1,7 @@
-"""Emulates kernels under AddressSanitizer, which finds accesses outside of tensors.
+"""Emulate kernels under AddressSanitizer, which finds accesses outside of tensors.
 
-It has to be loaded before Python, and ends the process at a mistake: so, in a process of its own.
+The sanitizer must be loaded before Python, and ends the process at the first error. So the kernels
+run in another process.
 """
 
 import importlib
@@ -15,7 +16,7 @@ FLAGS = ("-fsanitize=address", "-g1")
 
 
 def run_sanitized(function: Callable[[], None]) -> str:
-    """What the sanitizer says of a module-level function that launches kernels; "" for nothing."""
+    """Run a module-level function that launches kernels; return the sanitizer's report, or ""."""
     compiler = os.environ.get("CXX", "g++")
     runtime = subprocess.run(
         [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The GPU's kernels give the bytes of the CPU's loops; emulated everywhere, and on a GPU if any."""
+"""Kernels give the bytes of the loops on the CPU: emulated, and on a GPU if there is one."""
 
 import math
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +17,12 @@ from commhooks.testing.compare import same_bits
 
 @dataclass(frozen=True)
 class Machine:
-    """Where kernels run. ``here()``: while they do so with tensors of ``device``."""
+    """Where kernels run: in the emulation if ``device`` is "cpu", otherwise on a GPU."""
 
     device: str
     is_backward: bool = False
 
-    def here(self) -> AbstractContextManager[None]:
+    def active(self) -> AbstractContextManager[None]:
         return emulated(self.is_backward) if self.device == "cpu" else nullcontext()
 
 
@@ -42,10 +42,10 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 def check(machine: Machine, codec: BlockCodec, *case: object) -> None:
     expected = list(run(codec, *case, "cpu"))
-    with machine.here():
+    with machine.active():
         found = [tensor.cpu() for tensor in run(codec, *case, machine.device)]
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if one.is_floating_point():  # a NaN is a NaN, whatever its other bits
+        if one.is_floating_point():  # all NaNs count as equal
             one, other = one.nan_to_num(123.0, math.inf), other.nan_to_num(123.0, math.inf)
         assert same_bits(one, other), f"tensor {index}"
 
@@ -70,7 +70,7 @@ def test_same_bytes_for_all_block_sizes(machine, name, block):
 
 
 @pytest.mark.parametrize("name", ["int8", "2 bits", "4 levels, l2", "majority"])
-def test_same_bytes_wherever_memory_begins_and_ends(machine, name):
+def test_same_bytes_for_all_lengths_and_alignments(machine, name):
     codec = CODECS[name](32)
     for numel in (0, 1, 2, 31, 32, 33, 64, 129):
         for parts in (1, 3, 5):
@@ -79,11 +79,11 @@ def test_same_bytes_wherever_memory_begins_and_ends(machine, name):
                 check(machine, codec, given, given / 8, parts, offset)
 
 
-def test_mistakes_are_named(machine):
+def test_errors_name_the_mistake(machine):
     codec, device = LevelCodec(8, block_size=32), machine.device
     room = torch.empty(1, 8, dtype=torch.uint8, device=device)
     values = torch.ones(4, device=device)
-    with machine.here():
+    with machine.active():
         with pytest.raises(CommHookError, match=r"float32 or float64, found .* of torch.float16"):
             codec.encode(values.half(), room, 4)
         with pytest.raises(CommHookError, match=r"in rows of 108 bytes for 96 of the 4 values"):

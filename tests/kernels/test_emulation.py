@@ -1,8 +1,8 @@
-"""The emulation of a GPU finds what is wrong with a kernel, and gives what a GPU gives."""
+"""The emulation of a GPU computes what a GPU computes, and finds errors of kernels."""
 
 import pytest
 import torch
-from emulation import Elsewhere, EmulationError, emulated
+from emulation import EmulationError, LocalSource, emulated
 from emulation.sanitizer import run_sanitized
 
 from commhooks import CommHookError, kernels
@@ -10,10 +10,10 @@ from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.levels import LevelCodec
 from commhooks.codecs.sign import SignCodec
 
-BROKEN = Elsewhere(
+BROKEN = LocalSource(
     "broken.cu",
     ("sum_by_halves", "misses_a_barrier", "waits_at_two_barriers", "shuffles_without_a_lane",
-     "forgets_a_barrier", "reads_behind_the_end", "all_collectives"),
+     "forgets_a_barrier", "reads_beyond_the_end", "all_collectives"),
 )  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_blocks_and_threads_work_together(is_backward):
         ("shuffles_without_a_lane", r"waits at __shfl_xor_sync, broken.cu:\d+; thread .* has end"),
     ],
 )
-def test_divergence_is_an_error_and_no_hang(kernel, message, is_backward):
+def test_divergence_raises_instead_of_hanging(kernel, message, is_backward):
     values = torch.zeros(64)
     with emulated(is_backward), pytest.raises(EmulationError, match=message):
         kernels.launch(BROKEN, kernel, (values, 40), grid=1, block=64)
@@ -71,7 +71,7 @@ def test_collectives_of_a_warp():
     assert room[-1] == 32
 
 
-def test_wrong_arguments_are_named():
+def test_errors_name_wrong_arguments():
     with emulated():
         with pytest.raises(EmulationError, match="expected 2 arguments, found 1"):
             kernels.launch(BROKEN, "sum_by_halves", (torch.zeros(3),), grid=1, block=32)
@@ -81,13 +81,13 @@ def test_wrong_arguments_are_named():
         kernels.launch(BROKEN, "sum_by_halves", (torch.zeros(3), 3), grid=1, block=32)
 
 
-def read_behind_the_end() -> None:
+def read_beyond_the_end() -> None:
     values = torch.zeros(64)
-    kernels.launch(BROKEN, "reads_behind_the_end", (values, 33), grid=1, block=32)
+    kernels.launch(BROKEN, "reads_beyond_the_end", (values, 33), grid=1, block=32)
 
 
 def encode_and_decode() -> None:
-    """Memory has just the size that it must have."""
+    """Encode and decode in tensors of exactly the required size."""
     for codec in (
         LevelCodec(8, block_size=32),
         SignCodec("mean", block_size=1056),
@@ -102,9 +102,9 @@ def encode_and_decode() -> None:
             codec.assemble(messages, values, length, kept=torch.zeros(numel))
 
 
-def test_an_access_outside_of_a_tensor_is_found():
-    assert "heap-buffer-overflow" in run_sanitized(read_behind_the_end)
+def test_an_access_outside_a_tensor_is_found():
+    assert "heap-buffer-overflow" in run_sanitized(read_beyond_the_end)
 
 
-def test_codecs_access_nothing_outside_of_their_tensors():
+def test_codecs_access_nothing_outside_their_tensors():
     assert run_sanitized(encode_and_decode) == ""

@@ -1,4 +1,4 @@
-"""Loops give the same bits, whichever instructions of the machine they are compiled to."""
+"""Loops give the same bits for every instruction set that they are compiled for."""
 
 from collections.abc import Iterator
 
@@ -27,14 +27,14 @@ def widest_again() -> Iterator[None]:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit; but a NaN is a NaN, whatever its other bits."""
+    """Return whether all bits are equal; all NaNs count as equal."""
     if not one.is_floating_point():
         return same_bits(one, other)
     nans = one.isnan()
     return torch.equal(nans, other.isnan()) and same_bits(one[~nans], other[~nans])
 
 
-def test_every_machine_has_one_and_others_are_refused():
+def test_every_machine_has_the_plain_set_and_other_names_raise():
     assert PLAIN == "plain"
     with pytest.raises(RuntimeError, match=r"an instruction set that this machine has, .*plain.*"):
         use_instruction_set("abacus")
@@ -71,7 +71,7 @@ def test_codecs(name, block, blocks, more, kind, dtype, with_error, parts, offse
     ("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)]
 )
 def test_every_code_of_fp8(name, dtype):
-    """Those of infinity and NaN too: nobody sends them, and the next numbers come out."""
+    """Codes of infinity and NaN, which are never sent, are decoded to larger numbers."""
     codes = torch.arange(256, dtype=torch.uint8)
     scale = torch.tensor([3.0]).view(torch.uint8)
     message = torch.cat([scale, scale, codes, codes.flip(0)])[None]
@@ -92,7 +92,7 @@ def test_every_code_of_fp8(name, dtype):
 @pytest.mark.parametrize("zeros", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_signs_with_and_without_a_zero(dtype, zeros, kind):
-    """A zero has a random sign; blocks without any are packed in another way."""
+    """Zeros get random signs; blocks without zeros are packed by other instructions."""
     codec = SignCodec("mean", block_size=128)
     values = numbers(1024, kind, dtype)
     values[values == 0] = 2.0**-80
@@ -109,7 +109,7 @@ def test_signs_with_and_without_a_zero(dtype, zeros, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_conversions(kind, dtype):
-    """On the way into a bucket, and back."""
+    """Convert numbers into a bucket, and back."""
     found = []
     for name in instruction_sets():
         use_instruction_set(name)

@@ -1,7 +1,7 @@
-"""Kernels to machine code, with NVRTC where it is installed, and what is kept of it."""
+"""Compilation of kernels with NVRTC, if it is installed, and the cache of machine code."""
 
 import pytest
-from emulation import Elsewhere
+from emulation import LocalSource
 
 from commhooks import CommHookError
 from commhooks.kernels import __main__ as check
@@ -20,7 +20,7 @@ ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loa
 ptxas info    : Used 129 registers, used 0 barriers
 """
 
-SUMS = Elsewhere("broken.cu", ("sum_by_halves", "forgets_a_barrier"))
+SUMS = LocalSource("broken.cu", ("sum_by_halves", "forgets_a_barrier"))
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def _has_nvrtc() -> None:
         pytest.skip(f"needs NVRTC: {error}")
 
 
-def test_report_reads_what_ptxas_says():
+def test_report_parses_the_output_of_ptxas():
     found = list(usages(LOG, {"_Z1fPf": "f"}))
     assert found == [Usage("f", 12, 12, 128), Usage("_Z1gPf", 129, 0, 0)]
     assert not any(usage.is_within_bounds for usage in found)
@@ -48,7 +48,7 @@ def test_machine_code_is_compiled_once(tmp_path, monkeypatch):
     cubin, name = loader._machine_code(SUMS, "sum_by_halves", "sm_90")
     assert cubin.read_bytes().startswith(b"\x7fELF")
     assert "sum_by_halves" in name
-    monkeypatch.setattr(loader, "compile_source", None)  # from here on it cannot be
+    monkeypatch.setattr(loader, "compile_source", None)  # from here on, compiling fails
     assert loader._machine_code(SUMS, "sum_by_halves", "sm_90") == (cubin, name)
     for other in ((SUMS, "forgets_a_barrier", "sm_90"), (SUMS, "sum_by_halves", "sm_80")):
         with pytest.raises(TypeError):
@@ -56,8 +56,8 @@ def test_machine_code_is_compiled_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("_has_nvrtc")
-def test_what_the_compiler_refuses_is_told():
+def test_the_error_contains_the_messages_of_the_compiler():
     with pytest.raises(
-        CommHookError, match=r"broken.cu for sm_90: NVRTC says(.|\n)*no_such_kernel"
+        CommHookError, match=r"broken.cu for sm_90: NVRTC fails with(.|\n)*no_such_kernel"
     ):
         nvrtc.compile_source(SUMS, ["no_such_kernel"], "sm_90")

@@ -1,4 +1,4 @@
-"""All that codecs do, on numbers of every kind, wherever memory begins."""
+"""Run all methods of a codec on numbers of every kind, at any offset in memory."""
 
 import math
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def numbers(numel: int, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def shifted(values: Tensor, offset: int, device: str) -> Tensor:
-    """A copy that begins ``offset`` numbers behind an aligned place, with sevens around it."""
+    """Return a copy that begins ``offset`` numbers after an aligned address, padded with sevens."""
     memory = torch.full((values.numel() + offset + 8,), 7, dtype=values.dtype, device=device)
     copy = memory[offset : offset + values.numel()]
     copy.copy_(values)
@@ -53,7 +53,7 @@ def shifted(values: Tensor, offset: int, device: str) -> Tensor:
 
 
 def around(copy: Tensor) -> Tensor:
-    """What is before and behind such a copy."""
+    """Return the padding of such a copy."""
     start = copy.storage_offset()
     memory = copy.as_strided((start + copy.numel() + 8,), (1,), 0)
     return torch.cat([memory[:start], memory[start + copy.numel() :]])
@@ -62,7 +62,7 @@ def around(copy: Tensor) -> Tensor:
 def run(
     codec: BlockCodec, given: Tensor, error: Tensor | None, parts: int, offset: int, device: str
 ) -> Iterator[Tensor]:
-    """All that a codec does with these numbers: messages, residuals, and what comes back."""
+    """Yield all results of a codec for these numbers: messages, residuals and decoded numbers."""
     length = -(-given.numel() // parts)
     values = shifted(given, offset, device)
     added = None if error is None else shifted(error, 3 * offset, device)
