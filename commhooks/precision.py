@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["at_least_float32", "fit"]
+__all__ = ["at_least_float32", "saturating_cast"]
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -11,14 +11,14 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def fit(values: Tensor, dtype: torch.dtype, share: int = 1) -> Tensor:
-    """Cast to ``dtype``; clamp finite numbers to its range, divided by ``share``.
+def saturating_cast(values: Tensor, dtype: torch.dtype, headroom: int = 1) -> Tensor:
+    """Cast to ``dtype``; clamp finite numbers to its range, divided by ``headroom``.
 
     With error feedback, the difference between the numbers and their cast is sent in later steps.
     A cast to infinity would make that impossible: the error would keep its size, and be out of
     range again in the next step. NaN and infinity are not changed.
     """
     if torch.finfo(dtype).max < torch.finfo(values.dtype).max:
-        largest = torch.finfo(dtype).max / share
+        largest = torch.finfo(dtype).max / headroom
         values = torch.where(values.isfinite(), values.clamp(-largest, largest), values)
     return values.to(dtype)

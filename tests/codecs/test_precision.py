@@ -1,19 +1,19 @@
-"""Conversion from the precision of computation to half precision."""
+"""The dtypes of sums, and casts to half precision."""
 
 import pytest
 import torch
 
-from commhooks.precision import at_least_float32, fit
+from commhooks.precision import at_least_float32, saturating_cast
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("share", [1, 2])
-def test_finite_numbers_are_clamped_and_others_stay(dtype, share):
-    largest = torch.finfo(dtype).max / share
+@pytest.mark.parametrize("headroom", [1, 2])
+def test_finite_numbers_are_clamped_and_others_stay(dtype, headroom):
+    largest = torch.finfo(dtype).max / headroom
     beyond = torch.finfo(torch.float32).max
     values = torch.tensor([0.5, beyond, -beyond, torch.inf, -torch.inf, torch.nan])
     expected = torch.tensor([0.5, largest, -largest, torch.inf, -torch.inf, torch.nan])
-    found = fit(values, dtype, share)
+    found = saturating_cast(values, dtype, headroom)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -21,7 +21,7 @@ def test_finite_numbers_are_clamped_and_others_stay(dtype, share):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_and_float64_are_not_clamped(dtype):
     values = torch.tensor([torch.finfo(torch.float32).max, 1.0])
-    assert torch.equal(fit(values, dtype, share=2), values.to(dtype))
+    assert torch.equal(saturating_cast(values, dtype, headroom=2), values.to(dtype))
 
 
 def test_the_dtype_of_sums():

@@ -96,6 +96,12 @@ def bad_arguments(rank: int, world_size: int) -> None:
         DistributedDataParallel(nn.Sequential(nn.LazyLinear(2)))
     with pytest.raises(ValueError, match=r"on one GPU; found device_ids=\[0\]"):
         DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
+    with pytest.raises(ValueError, match=r"on one GPU; found device_ids=None, output_device=0"):
+        DistributedDataParallel(nn.Linear(2, 2), output_device=0)
+    with pytest.raises(
+        ValueError, match=r"keys that group_key gives to no parameter: \['expert'\]"
+    ):
+        DistributedDataParallel(nn.Linear(2, 2), key_process_groups={"expert": dist.group.WORLD})
     with pytest.raises(ValueError, match="Bucket sizes must be positive, found"):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=-1)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))

@@ -186,9 +186,9 @@ def experts(rank: int, world_size: int, hook: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(0)
     net = make_net()
+    expert = net[2].weight.detach() + rank % 2
     with torch.no_grad():
-        net[2].weight.add_(rank % 2)
-    expert = net[2].weight.detach().clone()
+        net[2].weight.add_(rank)
     model = DistributedDataParallel(
         net,
         group_key=lambda name, _: "expert" if name.startswith("2.") else "shared",
@@ -308,6 +308,28 @@ def update_group(rank: int, world_size: int) -> None:
 
 def test_update_process_group() -> None:
     run_ranks(update_group, 3)
+
+
+def torch_hook_before_and_after(rank: int, world_size: int) -> None:
+    calls: list[str] = []
+
+    def hook(state: str, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        calls.append(state)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = DistributedDataParallel(make_net())
+    model.register_comm_hook("before", hook)
+    model._update_process_group(dist.new_group([0]))
+    model(inputs_of(0)).sum().backward()
+    model.register_comm_hook("after", hook)
+    model(inputs_of(0)).sum().backward()
+    assert calls == ["after"]
+
+
+def test_a_change_of_the_process_group_removes_the_hook() -> None:
+    run_ranks(torch_hook_before_and_after, 1)
 
 
 def update_group_under_a_hook(rank: int, world_size: int) -> None:

@@ -36,7 +36,7 @@ from commhooks.comm.wire import all_gather_bytes
 from commhooks.hook.base import CommHook
 from commhooks.kernels import backend_of, require
 from commhooks.kernels import sparse as kernels
-from commhooks.precision import at_least_float32, fit
+from commhooks.precision import at_least_float32, saturating_cast
 from reducer import GradBucket
 
 __all__ = [
@@ -83,7 +83,7 @@ class SparseVector:
     @classmethod
     def of(cls, vector: Tensor, indices: Tensor, dtype: torch.dtype) -> "SparseVector":
         """Copy ``vector[indices]``, rounded to ``dtype`` and clamped to its range."""
-        values = fit(vector.index_select(0, indices), dtype)
+        values = saturating_cast(vector.index_select(0, indices), dtype)
         return cls(indices, values, vector.numel())
 
     @property

@@ -36,7 +36,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Gt, Le
 from commhooks.hook.registry import register_hook
-from commhooks.precision import fit
+from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
 __all__ = ["RandomK"]
@@ -87,7 +87,7 @@ class RandomK(SparseHook):
             own = (own * (n / max(1, k))).to(buffer.dtype)
         else:
             # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
-            own = fit(own, buffer.dtype, share=2 * comm.size)
+            own = saturating_cast(own, buffer.dtype, headroom=2 * comm.size)
         mean = await comm.all_reduce(torch.cat([own, flag.to(own.dtype)]))
         all_finite = mean.isfinite().all()
         if is_known_false(all_finite):

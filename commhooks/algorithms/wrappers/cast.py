@@ -10,7 +10,7 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import register_hook
-from commhooks.precision import fit
+from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
 __all__ = ["Cast"]
@@ -62,5 +62,9 @@ class Cast(CommHook):
     def _cast(self, bucket: GradBucket, *, is_fed_back: bool = False) -> GradBucket:
         buffer = bucket.buffer()
         # Half of the range, for what is rounded up.
-        cast = fit(buffer, self.dtype, share=2) if is_fed_back else buffer.to(self.dtype)
+        cast = (
+            saturating_cast(buffer, self.dtype, headroom=2)
+            if is_fed_back
+            else buffer.to(self.dtype)
+        )
         return bucket_with(bucket, cast)

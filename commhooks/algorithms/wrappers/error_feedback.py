@@ -27,7 +27,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, TensorState, tree
 from commhooks.hook.registry import register_hook
-from commhooks.precision import fit
+from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
 __all__ = ["ErrorFeedback"]
@@ -84,7 +84,8 @@ class ErrorFeedback(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         error = self._memory.of(bucket, self.state)
         p = torch.add(error, bucket.buffer(), out=self._sums.of(bucket, self._unsaved))
-        bucket.buffer().copy_(fit(p, bucket.buffer().dtype, share=2))  # half, for rounding up
+        # The factor 2 leaves room for rounding up.
+        bucket.buffer().copy_(saturating_cast(p, bucket.buffer().dtype, headroom=2))
         nested = comm.within(self.inner, wants_contribution=True)
         average = await self.inner.reduce(bucket, nested)
         if nested.contribution is None:
