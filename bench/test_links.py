@@ -52,6 +52,6 @@ def test_over_a_link(benchmark: Any, place: Place, rates: Measurements, hook: st
     benchmark.extra_info.update(
         predicted_seconds=predicted,
         prediction_error=predicted / benchmark.extra_info["seconds"] - 1,
-        pays_below_mbit=cell.break_even_rate(rates) / 1e6,
+        break_even_mbit=cell.break_even_rate(rates) / 1e6,
         aim="predictions within 15 % in the median, 30 % at worst",
     )

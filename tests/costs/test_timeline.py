@@ -74,6 +74,29 @@ def test_a_group_executes_a_limited_number_of_collectives_at_once():
     assert replayed(bucket(0.0, 0.0), bucket(0.0, 0.0), backend=wide).backward_seconds == 1.0
 
 
+def test_a_stage_group_executes_one_collective_at_a_time():
+    # Only the process group itself executes as many as the backend can.
+    slow = Plain(latency=1.0, concurrent=2, has_stage_groups=True)
+    # Two collectives one after the other, then the vote.
+    assert replayed(bucket(0.0, 0.0), bucket(0.0, 0.0), backend=slow).backward_seconds == 3.0
+    native = replayed(bucket(0.0, 0.0), bucket(0.0, 0.0), native=True, backend=slow)
+    assert native.backward_seconds == 1.0
+
+
+def test_each_stage_has_a_group_of_its_own():
+    slow = Plain(latency=1.0, has_stage_groups=True)
+    # Bucket 0's second stage and bucket 1's first one overlap; then the vote.
+    timing = replayed(bucket(0.0, 0.0, 0.0), bucket(0.0, 0.0), backend=slow)
+    assert timing.backward_seconds == 3.0
+
+
+def test_a_faster_machine_shortens_all_work_but_no_communication():
+    trace = StepTrace((bucket(1.0, 300.0, local=0.25, unpack=0.5),), 0.5, is_native=False)
+    network = Network(2, LINK, LINK)
+    timing = replay(trace.faster(10.0), network, Plain(), 9.0)
+    assert timing.step_seconds == pytest.approx((0.5 + 1.0 + 2 * 0.25 + 0.5) / 10 + 3.0)
+
+
 def test_stages_of_later_buckets_wait_for_those_of_earlier_ones():
     slow = Plain(latency=1.0, has_stage_groups=True)
     # Bucket 1 reaches its first collective at once; bucket 0 only after 5 s of local work.
