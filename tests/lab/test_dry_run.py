@@ -165,6 +165,20 @@ class Broken(commhooks.CommHook):
         raise RuntimeError("no GPU here")
 
 
+class Solitary(commhooks.CommHook):
+    name = "solitary"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> torch.Tensor:
+        return await comm.among([comm.rank]).all_reduce(bucket.buffer())
+
+
+def test_collectives_of_a_single_rank_are_left_out(monkeypatch):
+    monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Solitary())
+    buckets, parameters = make_buckets()
+    kinds = dry_run({"name": "solitary"}, buckets, parameters, size=4, is_timed=False)
+    assert all(not trace.collectives for _, traces in kinds for trace in traces)
+
+
 def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):
     monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Broken())
     buckets, parameters = make_buckets()
@@ -175,5 +189,5 @@ def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):
 def test_gradients_are_not_changed():
     buckets, parameters = make_buckets()
     before = [bucket.buffer().clone() for bucket in buckets]
-    dry_run({"name": "allreduce"}, buckets, parameters, size=4)
+    dry_run({"name": "int8"}, buckets, parameters, size=4)  # int8 writes to the bucket
     assert all(torch.equal(b.buffer(), old) for b, old in zip(buckets, before, strict=True))
