@@ -99,6 +99,8 @@ class CommHook:
     Only the registered hook is asked. A wrapper that passes buckets on unchanged returns the answer
     of its nested hooks.
     """
+    skips_steps: ClassVar[bool] = False
+    """Whether the training loop asks the hook, on every rank, which optimizer steps to skip."""
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl", "mpi", "ucc")
     wire: ClassVar[str] = ""
     """What is sent, as text: "1 byte per element, in an all-gather"."""

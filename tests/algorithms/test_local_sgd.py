@@ -11,7 +11,7 @@ from test_gossip import draw, loss_of, make_bucket, make_net, rows, train
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.algorithms.averaging.local_sgd import LocalSGD, _cut
+from commhooks.algorithms.averaging.local_sgd import LocalSGD, runs_of
 from commhooks.comm.wire import all_reduce_bytes
 from reducer import GradBucket
 
@@ -47,7 +47,7 @@ def simulate_training(size: int, steps: int, hook: LocalSGD) -> Tensor:
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
     count = len(list(nets[0].parameters()))
     outer = [OuterOptimizer(hook) for _ in range(count)]
-    fragment_of = _cut([p.numel() for p in nets[0].parameters()], hook.fragments)
+    fragment_of = runs_of([p.numel() for p in nets[0].parameters()], hook.fragments)
     for step in range(steps):
         for rank, net in enumerate(nets):
             net.zero_grad()
@@ -195,11 +195,11 @@ def test_the_outer_optimizer_is_kept_in_float32_for_half_precision_models() -> N
 
 
 def test_fragments_are_runs_of_about_equal_size() -> None:
-    assert _cut([10] * 6, 3) == [0, 0, 1, 1, 2, 2]
-    assert _cut([1, 1, 1, 97], 2) == [0, 0, 0, 1]
-    assert _cut([5, 0, 0], 2) == [1, 1, 1]
-    assert _cut([0, 0], 2) == [0, 0]
-    assert _cut([3, 4, 5], 1) == [0, 0, 0]
+    assert runs_of([10] * 6, 3) == [0, 0, 1, 1, 2, 2]
+    assert runs_of([1, 1, 1, 97], 2) == [0, 0, 0, 1]
+    assert runs_of([5, 0, 0], 2) == [1, 1, 1]
+    assert runs_of([0, 0], 2) == [0, 0]
+    assert runs_of([3, 4, 5], 1) == [0, 0, 0]
 
 
 def test_bytes_are_not_known_before_the_launcher_has_been_asked() -> None:

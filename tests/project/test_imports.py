@@ -39,8 +39,6 @@ Entries on one floor do not import each other. `commhooks` stands for ``import c
 FLOOR_OF = {
     name: floor for floor, line in enumerate(FLOORS.strip().splitlines()) for name in line.split()
 }
-# `hierarchical` refuses to contain SkipNonfinite, which it knows by its class.
-EXCEPTIONS = {("algorithms.averaging", "algorithms.wrappers")}
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -101,13 +99,7 @@ def imports_of(own: str, modules: list[str]) -> set[str]:
 def test_imports_go_down(name: str) -> None:
     modules = [module for module in MODULES if module != "reducer" and on_floors(module) == name]
     for other in imports_of(name, modules) - {"reducer"}:
-        assert FLOOR_OF[other] < FLOOR_OF[name] or (name, other) in EXCEPTIONS, other
-
-
-def test_exceptions_are_needed() -> None:
-    for name, other in EXCEPTIONS:
-        modules = [module for module in MODULES if on_floors(module) == name]
-        assert other in imports_of(name, modules)
+        assert FLOOR_OF[other] < FLOOR_OF[name], other
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,31 +1,34 @@
 """Gossip: each rank averages with one other rank per step.
 
 Daily et al.: GossipGraD, 2018, https://arxiv.org/abs/1803.05880 averages gradients; Lian et al.:
-D-PSGD, NeurIPS 2017, https://arxiv.org/abs/1705.09056 parameters.
+D-PSGD, NeurIPS 2017, https://arxiv.org/abs/1705.09056 parameters. One step of rank i with its own
+parameters x and gradients g::
 
-With A the mixing matrix of step t, (I + P)/2 (see comm/topologies.py), rank i's gradient g_i of
-its own
-parameters x_i, and an optimizer's step u:
+    def step(x, g, t):
+        target, source = partners(i, t)       # one permutation of the ranks per step
+        if what == "gradients":               # x_i(t+1) = x_i(t) - u(Σ_j A_ij g_j(t))
+            g = (g + exchange(g, send_to=target, receive_from=source)) / 2
+        if average_every > 0 and t > 0 and t % average_every == 0:
+            x = all_reduce(x) / N
+        elif what == "parameters":            # x_i(t+1) = Σ_j A_ij x_j(t) - u(g_i(t))
+            x = (x + exchange(x, send_to=target, receive_from=source)) / 2
+        return x - u(g)                       # the optimizer's step
 
-    gradients     x_i(t+1) = x_i(t) - u(Σ_j A_ij g_j(t))
-    parameters    x_i(t+1) = Σ_j A_ij x_j(t) - u(g_i(t))
-
-No row or column of A sums to anything but 1, so with plain SGD the mean of the models takes the
-same steps as if all gradients were averaged. The models themselves differ: gradients that were
-averaged differently pull them apart, and only the mixing of parameters pulls them together.
+A = (I + P)/2 is the mixing matrix of step t, P its permutation (comm/topologies.py). Every row and
+column of A sums to 1, so with plain SGD the mean of the models takes the same steps as if all
+gradients were averaged. The models themselves differ: gradients that were averaged differently
+drive them apart, and only mixed parameters bring them closer.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.averaging.consensus_distance import WithoutConsensus
+from commhooks.algorithms.averaging.without_consensus import PeerToPeer
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator, PendingCollective
-from commhooks.comm.topologies import Permutation, check_topology, round_at
+from commhooks.comm.topologies import Permutation
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
@@ -37,12 +40,12 @@ __all__ = ["Gossip"]
 
 @register_hook("gossip")
 @dataclass
-class Gossip(WithoutConsensus):
-    """Average with one other rank per step, another one each time; models may differ.
+class Gossip(PeerToPeer):
+    """Average with one other rank per step, with another one each time; models may differ.
 
     Every rank gets another result, so save and load each rank's own model. Messages per rank and
     step do not grow with the number of ranks, and no rank waits for all others. Each optimizer sees
-    the gradients of its own rank's data; what that costs is in docs/hooks/gossip.md.
+    the gradients of its own rank's data; docs/hooks/gossip.md says what that costs.
 
     Wire, per bucket and step: its gradients or parameters once, in their dtype, to one rank. In
     every ``average_every``-th step one all-reduce of the parameters, in float32 (float64 for
@@ -51,8 +54,8 @@ class Gossip(WithoutConsensus):
     """
 
     what: Literal["gradients", "parameters"] = "parameters"
-    """What is averaged. Parameters: mixing pulls models together in each step. Gradients: nothing
-    does but ``average_every``, so without that models part as steadily as without communication."""
+    """What is averaged. Parameters: mixing brings models closer in each step. Gradients: only
+    ``average_every`` does; without it models diverge as steadily as without communication."""
     topology: Permutation = "dissemination"
     """Who sends to whom, see :mod:`commhooks.comm.topologies`."""
     average_every: Annotated[int, Ge(0)] = 0
@@ -63,24 +66,42 @@ class Gossip(WithoutConsensus):
     wire = "the gradients or parameters once, to one rank"
     paper = "https://arxiv.org/abs/1803.05880"
 
-    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raises CommHookError if the topology cannot be built of the group's ranks."""
-        super().prepare(parameters, group)
-        check_topology(self.topology, group.size())
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         if comm.size == 1:
             return buffer
         if self.what == "gradients":
             # Halved first, so that sums of large half-precision numbers do not overflow.
-            received = await self._from_partner(buffer.div_(2), bucket, comm)
+            received = await self._exchange(buffer.div_(2), bucket, comm)
             buffer += received
         if self._averages_in(bucket.step):
             await self._average_parameters(bucket, comm)
         elif self.what == "parameters":
             await self._mix_parameters(bucket, comm)
         return buffer
+
+    def _averages_in(self, step: int) -> bool:
+        return self.average_every > 0 and step > 0 and step % self.average_every == 0
+
+    async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
+        own = pack(parameters_of(bucket))
+        difference = (await self._exchange(own, bucket, comm)).sub_(own)
+        self.measure(bucket.step, difference, partner_of=comm.size)
+        store(own.add_(difference, alpha=0.5), parameters_of(bucket))
+
+    async def _average_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
+        own = pack(parameters_of(bucket))
+        own = own.to(at_least_float32(own.dtype))
+        mean = await comm.all_reduce(own / comm.size)
+        self.measure(bucket.step, own.sub_(mean))
+        store(mean, parameters_of(bucket))
+
+    def _exchange(
+        self, tensor: Tensor, bucket: GradBucket, comm: Communicator
+    ) -> PendingCollective:
+        partners = self.round_of(bucket, comm)
+        (source,) = partners.sources(comm.rank)
+        return comm.exchange(tensor, send_to=partners.targets[comm.rank], receive_from=source)
 
     @property
     def changes_parameters(self) -> bool:
@@ -95,26 +116,3 @@ class Gossip(WithoutConsensus):
             exact = sum(p.numel() * at_least_float32(p.dtype).itemsize for p in parameters)
             return sent + all_reduce_bytes(exact, size)
         return sent or sum(parameter.nbytes for parameter in parameters)
-
-    def _averages_in(self, step: int) -> bool:
-        return self.average_every > 0 and step > 0 and step % self.average_every == 0
-
-    async def _mix_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
-        own = pack(parameters_of(bucket))
-        difference = (await self._from_partner(own, bucket, comm)).sub_(own)
-        self._distance.add(bucket.step, difference, partner_of=comm.size)
-        store(own.add_(difference, alpha=0.5), parameters_of(bucket))
-
-    async def _average_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
-        own = pack(parameters_of(bucket))
-        own = own.to(at_least_float32(own.dtype))
-        mean = await comm.all_reduce(own / comm.size)
-        self._distance.add(bucket.step, own.sub_(mean))
-        store(mean, parameters_of(bucket))
-
-    def _from_partner(
-        self, tensor: Tensor, bucket: GradBucket, comm: Communicator
-    ) -> PendingCollective:
-        partners = round_at(self.topology, comm.size, bucket.step, self.seed)
-        (source,) = partners.sources(comm.rank)
-        return comm.exchange(tensor, send_to=partners.targets[comm.rank], receive_from=source)

@@ -1,12 +1,20 @@
 """Plain averaging inside nodes, any hook between them.
 
     node 0: ranks 0 1 2 3        1. all-reduce inside each node
-    node 1: ranks 4 5 6 7        2. inner hook among the leaders, ranks 0 and 4
+    node 1: ranks 4 5 6 7        2. the inner hook among the leaders, ranks 0 and 4
                                  3. broadcast by each leader to its node
 
-Memory and links inside a node are fast, so all ranks of a node are as one to the network: 1/L of
-the bytes cross it, L being the number of ranks per node, and the inner hook's losses are those of
-averages, which are smaller than the gradients' own.
+In code, on a rank whose node has L ranks::
+
+    def average(g):
+        g = all_reduce(g, ranks=node) / L
+        if is_leader:
+            g = inner(g, ranks=leaders)
+        return broadcast(g, root=leader, ranks=node)
+
+Memory and links inside a node are fast, so the network between nodes has one rank per node to
+serve: it carries 1/L of the bytes, and the inner hook compresses averages, whose errors are smaller
+than those of the gradients themselves.
 """
 
 from collections.abc import Mapping
@@ -16,7 +24,6 @@ from typing import Annotated, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.wrappers.skip_nonfinite import SkipNonfinite
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes, broadcast_bytes
@@ -34,24 +41,23 @@ __all__ = ["Hierarchical"]
 class Hierarchical(CommHook):
     """Average exactly inside each node, and by the inner hook between nodes.
 
-    The inner hook runs on the first rank of each node, with one rank per node to average over: what
-    it promises of ranks holds of nodes. Its state, errors for example, is on these ranks only. To
-    correct its errors, put ``error_feedback`` inside.
+    The inner hook runs on the first rank of each node, and averages over these ranks. Its state,
+    errors for example, is on them only. To correct its errors, put ``error_feedback`` inside.
 
     Wire, per bucket and step: one all-reduce of the gradients inside the node, and from the node's
     first rank what the inner hook sends between nodes and one broadcast of the gradients inside.
 
     Raises:
-        CommHookOptionError: the inner hook changes parameters, which it would on the first ranks
-            only; ``local_sgd`` has an option ``ranks_per_node``. Or it is or has a
-            ``skip_nonfinite``, of whose drops the first ranks only would know; put that around.
+        CommHookOptionError: the inner hook changes parameters, which it would do on the first ranks
+            only (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
+            ``skip_nonfinite`` does, which only the first ranks would know.
     """
 
     inner: CommHook
     """The hook that averages over nodes."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
-    """L; node i has the i-th L ranks. 0: as many as the launcher says are on each node, in
-    LOCAL_WORLD_SIZE; registered, the option has that number."""
+    """L; node i has the i-th L ranks. 0: the number that the launcher gives in LOCAL_WORLD_SIZE,
+    which the option has once the hook is registered."""
 
     _is_first: bool = field(default=True, init=False, repr=False, compare=False)
     """Whether this rank is the first of its node, which sends the most."""
@@ -68,15 +74,15 @@ class Hierarchical(CommHook):
                 f"{self.inner!r} also changes parameters, which it would do on one rank of each "
                 "node only. For local_sgd, give its option ranks_per_node instead"
             )
-        if any(isinstance(hook, SkipNonfinite) for hook in tree(self.inner)):
+        if any(hook.skips_steps for hook in tree(self.inner)):
             raise CommHookOptionError(
-                f"option 'inner' of hook {self.name!r}: only one rank of each node would know of "
-                f"the steps that {self.inner!r} skips, and models would part. Put skip_nonfinite "
+                f"option 'inner' of hook {self.name!r}: only one rank of each node would know "
+                f"which steps {self.inner!r} skips, and models would differ. Put skip_nonfinite "
                 "around hierarchical instead"
             )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raises CommHookError unless the ranks can be divided into equal nodes."""
+        """Raise CommHookError unless the ranks can be divided into equal nodes."""
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
         self._is_first = group.rank() % self.ranks_per_node == 0
         nodes = _Nodes(group, self.ranks_per_node)
@@ -96,7 +102,7 @@ class Hierarchical(CommHook):
         return buffer
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        """Before it is registered, those of the first rank of a node."""
+        """Return the bytes of this rank; of the first rank of a node if it is not registered."""
         if self.ranks_per_node == 0:
             return None  # the launcher has not been asked yet
         nbytes = bucket.buffer().nbytes
@@ -110,7 +116,7 @@ class Hierarchical(CommHook):
 
 
 class _Nodes:
-    """What a hook asks of a group when it is registered, with nodes in place of ranks."""
+    """The part of a process group that hooks use when they are registered, of nodes as ranks."""
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
         self._group = group

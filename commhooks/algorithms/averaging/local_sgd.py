@@ -1,31 +1,29 @@
-"""Local SGD: every rank trains by itself, and now and then all average their parameters.
+"""Local SGD: every rank trains by itself, and all average their parameters once per period.
 
 Stich, ICLR 2019, https://arxiv.org/abs/1805.09767; after a start with plain averaging, post-local
 SGD: Lin et al., ICLR 2020, https://arxiv.org/abs/1808.07217; with an outer optimizer, DiLoCo:
-Douillard et al., 2023, https://arxiv.org/abs/2311.08105, and by fragments, Streaming DiLoCo, 2025,
-https://arxiv.org/abs/2501.18512.
+Douillard et al., 2023, https://arxiv.org/abs/2311.08105; by fragments, Streaming DiLoCo, 2025,
+https://arxiv.org/abs/2501.18512. One step with the parameters x and gradients g of a rank, the
+anchor a and the momentum v of the outer optimizer, and the period H::
 
-At the hook of step t rank i's parameters x_i are what t optimizer steps have made of them; those
-steps' gradients g_i have just been computed. With s the first local step and H the period:
-
-    t < s     g = mean_j g_j                                                  as plain averaging
-    t >= s    g = g_i, or the mean over the ranks of the node
-              if t - s is a multiple of H:
-                  m = mean_j x_j
-                  outer "none":        x_i = m
-                  outer "nesterov":    d = a - m      what the inner steps have made of the anchor a
-                                       v = μ·v + d
-                                       a = a - η·(d + μ·v)
-                                       x_i = a
-    then      x_i = x_i - optimizer's step along g
+    def step(x, g, a, v, t):
+        if t < start_step:
+            g = all_reduce(g) / N                   # plain averaging
+        elif (t - start_step) % H == 0:             # otherwise local; nodes may average g
+            x = all_reduce(x) / N
+            if outer == "nesterov":                 # else "none"
+                d = a - x                           # how far the inner steps moved the anchor
+                v = μ * v + d
+                x = a = a - η * (d + μ * v)
+        return x - u(g), a, v                       # the optimizer's step
 
 The first average becomes the anchor, with v = 0. The papers average between two steps. Here the
-average lies between a step's gradients and its update, so that it travels while backward goes on:
-the first of every H updates uses a gradient that was taken before the average.
+average comes between the gradients of a step and its update, so that it travels while backward goes
+on: the first of every H updates uses gradients that were computed before the average.
 
-Fragments: the parameters, in the model's order, are cut into F runs of about equal size, and run f
-is averaged in steps t with t - s = ⌊f·H/F⌋ modulo H. So each step sends about 1/F of the model at
-most, and each parameter travels once per period as before.
+Fragments: the parameters, in the model's order, are divided into F runs of about equal size, and
+run f is averaged in steps t with t - start_step = ⌊f·H/F⌋ modulo H. So each step sends at most
+about 1/F of the model, and each parameter still travels once per period.
 """
 
 import itertools
@@ -38,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.averaging.consensus_distance import WithoutConsensus
+from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
@@ -57,27 +55,26 @@ __all__ = ["LocalSGD"]
 class LocalSGD(WithoutConsensus):
     """Average parameters every ``period`` steps instead of gradients in each; models may differ.
 
-    Between two averages every rank has another model, so save and load each rank's own. DiLoCo:
-    ``period=500, outer="nesterov"``, with AdamW as the optimizer.
-
-    The default period is a trade of accuracy for bytes, see docs/hooks/local_sgd.md.
+    Between two averages every rank has another model, so save and load each rank's own. For DiLoCo
+    use ``period=500, outer="nesterov"``, with AdamW as the optimizer. The default period trades
+    accuracy for bytes, see docs/hooks/local_sgd.md.
 
     Wire: before ``start_step`` one all-reduce of the gradients per step, then nothing, except one
     all-reduce of the parameters per period, in float32 (float64 for float64 parameters), of each
     fragment in its turn; with ``ranks_per_node`` also one of the gradients among a node's ranks per
     step. Memory, with an outer optimizer: two numbers per parameter element, in the same dtype.
 
-    Where an average is not finite, no rank changes its parameters or state, and the gradients of
-    the bucket become NaN on all ranks. After a step that failed, and at the end of ``join``, the
-    outer optimizer begins anew.
+    If an average is not finite, no rank changes its parameters or state, and the gradients of the
+    bucket become NaN on all ranks. After a failed step, and at the end of ``join``, the outer
+    optimizer starts from the beginning.
     """
 
     period: Annotated[int, Ge(1)] = 8
-    """H, steps from one average to the next. The longer, the further models part in between."""
+    """H, steps from one average to the next. The longer it is, the more models differ."""
     start_step: Annotated[int, Ge(0)] = 0
     """Average gradients in the steps before this one."""
     outer: Literal["none", "nesterov"] = "none"
-    """What becomes of the averages: the new parameters, or input of SGD with Nesterov momentum."""
+    """Averages become the new parameters, or the input of SGD with Nesterov momentum."""
     outer_lr: Annotated[float, Gt(0), Lt(math.inf)] = 0.7
     """η. At 1, without momentum, "nesterov" does the same as "none"."""
     outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
@@ -85,8 +82,8 @@ class LocalSGD(WithoutConsensus):
     fragments: Annotated[int, Ge(1)] = 1
     """F, parts of the model that are averaged in different steps."""
     ranks_per_node: Annotated[int, Ge(0)] = 1
-    """Average gradients among so many ranks in each local step. 0: as many as the launcher says are
-    on each node; registered, the option has that number."""
+    """Average gradients among this many ranks in each local step. 0: the number of ranks per node
+    that the launcher gives, which the option has once the hook is registered."""
 
     _fragment_of: dict[str, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -96,7 +93,7 @@ class LocalSGD(WithoutConsensus):
     paper = "https://arxiv.org/abs/1805.09767"
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raises CommHookError for unequal nodes, and for more fragments than parameters."""
+        """Raise CommHookError for unequal nodes, and for more fragments than parameters."""
         super().prepare(parameters, group)
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
         if self.fragments > len(parameters):
@@ -104,7 +101,7 @@ class LocalSGD(WithoutConsensus):
                 f"expected at most as many fragments as parameters, {len(parameters)}, found "
                 f"fragments={self.fragments}"
             )
-        runs = _cut([parameter.numel() for parameter in parameters.values()], self.fragments)
+        runs = runs_of([parameter.numel() for parameter in parameters.values()], self.fragments)
         self._fragment_of = dict(zip(parameters, runs, strict=True))
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -118,6 +115,42 @@ class LocalSGD(WithoutConsensus):
         if due and not await self._average(due, bucket.step, comm):
             buffer.fill_(torch.nan)
         return buffer
+
+    def _due(self, bucket: GradBucket) -> dict[str, Tensor]:
+        """Return the parameters that are averaged in this step."""
+        turn = (bucket.step - self.start_step) % self.period
+        return {
+            name: parameter
+            for name, parameter in zip(bucket.names, parameters_of(bucket), strict=True)
+            if turn == self._fragment_of.get(name, 0) * self.period // self.fragments
+        }
+
+    async def _average(self, due: Mapping[str, Tensor], step: int, comm: Communicator) -> bool:
+        """Return whether the average was finite; it is the same on all ranks."""
+        parameters = list(due.values())
+        own = pack(parameters)
+        own = own.to(at_least_float32(own.dtype))
+        mean = await comm.all_reduce(own / comm.size)
+        if not mean.isfinite().all():
+            return False
+        self.measure(step, own.sub_(mean))
+        if self.outer == "nesterov":
+            parts = torch.split(mean, [parameter.numel() for parameter in parameters])
+            for name, part in zip(due, parts, strict=True):
+                self._outer_step(name, part.view(due[name].shape))
+        store(mean, parameters)
+        return True
+
+    def _outer_step(self, name: str, mean: Tensor) -> None:
+        """Replace ``mean`` by the new anchor."""
+        if name not in self.state:
+            self.state[name] = {"anchor": mean.clone(), "momentum": torch.zeros_like(mean)}
+            return
+        anchor, momentum = self.state[name]["anchor"], self.state[name]["momentum"]
+        outer_gradient = anchor - mean
+        momentum.mul_(self.outer_momentum).add_(outer_gradient)
+        anchor.sub_(outer_gradient.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+        mean.copy_(anchor)
 
     @property
     def changes_parameters(self) -> bool:
@@ -137,48 +170,15 @@ class LocalSGD(WithoutConsensus):
         return in_node + all_reduce_bytes(averaged_bytes, size)
 
     def recover(self) -> None:
-        """Anchors may have moved on some ranks only; the next average becomes the new one."""
+        """Forget the anchors, which may have moved on some ranks only: the next average is one."""
         self.state = {}
 
-    def _due(self, bucket: GradBucket) -> dict[str, Tensor]:
-        """The parameters that are averaged in this step."""
-        turn = (bucket.step - self.start_step) % self.period
-        return {
-            name: parameter
-            for name, parameter in zip(bucket.names, parameters_of(bucket), strict=True)
-            if turn == self._fragment_of.get(name, 0) * self.period // self.fragments
-        }
 
-    async def _average(self, due: Mapping[str, Tensor], step: int, comm: Communicator) -> bool:
-        """Whether the average was finite; the same on all ranks."""
-        parameters = list(due.values())
-        own = pack(parameters)
-        own = own.to(at_least_float32(own.dtype))
-        mean = await comm.all_reduce(own / comm.size)
-        if not mean.isfinite().all():
-            return False
-        self._distance.add(step, own.sub_(mean))
-        if self.outer == "nesterov":
-            parts = torch.split(mean, [parameter.numel() for parameter in parameters])
-            for name, part in zip(due, parts, strict=True):
-                self._step_outwards(name, part.view(due[name].shape))
-        store(mean, parameters)
-        return True
+def runs_of(sizes: Sequence[int], count: int) -> list[int]:
+    """Divide items into runs of about equal size; return the run, 0 to count - 1, of each item.
 
-    def _step_outwards(self, name: str, mean: Tensor) -> None:
-        """Puts the new anchor in place of ``mean``."""
-        if name not in self.state:
-            self.state[name] = {"anchor": mean.clone(), "momentum": torch.zeros_like(mean)}
-            return
-        anchor, momentum = self.state[name]["anchor"], self.state[name]["momentum"]
-        descent = anchor - mean
-        momentum.mul_(self.outer_momentum).add_(descent)
-        anchor.sub_(descent.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
-        mean.copy_(anchor)
-
-
-def _cut(sizes: Sequence[int], count: int) -> list[int]:
-    """The run, 0 to count - 1, of each item: that in which its middle lies."""
+    An item is in the run that contains its middle.
+    """
     total = max(sum(sizes), 1)
     starts = itertools.accumulate(sizes, initial=0)
     return [

@@ -83,6 +83,7 @@ class SkipNonfinite(CommHook):
 
     lossless = True
     checks_finite = True
+    skips_steps = True
     wire = "an all-reduce of 4 bytes per bucket, and what the inner hook sends"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
