@@ -1,4 +1,6 @@
-"""What a hook remembers of every gradient element from step to step, by parameter name."""
+"""What a hook keeps of every gradient element from step to step, by parameter name."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from commhooks.hook.derived_bucket import bucket_with
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["BucketMemory"]
+__all__ = ["BucketMemory", "adopt"]
 
 
 class BucketMemory:
@@ -18,40 +20,47 @@ class BucketMemory:
 
     The numbers of a bucket lie in one flat tensor, in the bucket's order, so that a kernel passes
     over them and the gradients together; ``state[parameter][field]`` are views of it, in the shape
-    and memory format of the parameter. When buckets are cut anew, or a loaded state replaces the
-    hook's, new flat tensors take over what the entries hold.
+    and memory format of the parameter. When buckets are rebuilt, or a loaded state replaces the
+    hook's, new flat tensors take over the numbers of the entries.
     """
 
     def __init__(self, field: str) -> None:
         self._field = field
         self._state: TensorState | None = None
-        self._cuts: PerBucketCache[Tensor] = PerBucketCache()
+        self._flats: PerBucketCache[Tensor] = PerBucketCache()
 
     def of(self, bucket: GradBucket, state: TensorState) -> Tensor:
-        """(numel,), zeros at first; float32, or float64 for float64 gradients."""
+        """Return (numel,), zeros at first; float32, or float64 for float64 gradients."""
         if state is not self._state:
             self._state = state
-            self._cuts.clear()
-        flat = self._cuts.get(bucket)
-        return self._cuts.put(bucket, self._take_over(bucket, state)) if flat is None else flat
-
-    def _take_over(self, bucket: GradBucket, state: TensorState) -> Tensor:
-        buffer = bucket.buffer()
-        dtype = at_least_float32(buffer.dtype)
-        flat = torch.zeros(buffer.numel(), dtype=dtype, device=buffer.device)
-        views = bucket_with(bucket, flat).gradients()
-        for name, view in zip(bucket.names, views, strict=True):
-            entry = state.setdefault(name, {})
-            if self._field in entry:
-                _check_shape(name, self._field, entry[self._field], view)
-                view.copy_(entry[self._field])
-            entry[self._field] = view
+            self._flats.clear()
+        flat = self._flats.get(bucket)
+        if flat is None:
+            buffer = bucket.buffer()
+            flat = torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
+            views = bucket_with(bucket, flat).gradients()
+            adopt(state, self._field, zip(bucket.names, views, strict=True))
+            self._flats.put(bucket, flat)
         return flat
 
 
-def _check_shape(name: str, field: str, found: Tensor, expected: Tensor) -> None:
-    if found.shape != expected.shape:
-        raise CommHookStateError(
-            f"state of {name!r}: expected {field!r} of shape {tuple(expected.shape)}, found "
-            f"{tuple(found.shape)}: it was saved for another model"
-        )
+def adopt(state: TensorState, field: str, views: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy ``state[key][field]`` to the view of each key, and put the view in its place.
+
+    A view without an entry keeps its numbers.
+
+    Raises:
+        CommHookStateError: an entry has another shape than its view.
+    """
+    for key, view in views:
+        entry = state.setdefault(key, {})
+        if field in entry:
+            if entry[field].shape != view.shape:
+                raise CommHookStateError(
+                    f"state of {key!r}: expected {field!r} of shape {tuple(view.shape)}, found "
+                    f"{tuple(entry[field].shape)}. It was saved with other options, for example "
+                    "another rank of powersgd, or for another model: load a state that fits, or "
+                    "register a new hook to begin without one."
+                )
+            view.copy_(entry[field])
+        entry[field] = view

@@ -1,4 +1,4 @@
-"""Something for each bucket, as the buckets are cut at present."""
+"""A cache of what a hook has made for each bucket, which ends when the buckets are rebuilt."""
 
 from typing import Generic, TypeVar
 
@@ -6,28 +6,28 @@ from reducer import GradBucket
 
 __all__ = ["PerBucketCache"]
 
-_Kept = TypeVar("_Kept")
+_Value = TypeVar("_Value")
 
 
-class PerBucketCache(Generic[_Kept]):
-    """Kept until another bucket has one of the parameters."""
+class PerBucketCache(Generic[_Value]):
+    """One value per bucket, kept until another bucket has one of its parameters."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[frozenset[str], _Kept]] = {}
+        self._values: dict[str, tuple[frozenset[str], _Value]] = {}
 
-    def get(self, bucket: GradBucket) -> _Kept | None:
-        """None for a bucket that is new, or was cut otherwise since."""
-        _, kept = self._kept.get(bucket.key, (None, None))
-        return kept
+    def get(self, bucket: GradBucket) -> _Value | None:
+        """Return None if the bucket is new or its composition has changed."""
+        _, value = self._values.get(bucket.key, (None, None))
+        return value
 
-    def put(self, bucket: GradBucket, kept: _Kept) -> _Kept:
-        """``kept``, in place of what there is of all buckets with the same parameters."""
+    def put(self, bucket: GradBucket, value: _Value) -> _Value:
+        """Store and return a value, and drop those of all buckets with the same parameters."""
         names = frozenset(bucket.names)
-        for key, (others, _) in list(self._kept.items()):
+        for key, (others, _) in list(self._values.items()):
             if not names.isdisjoint(others):
-                del self._kept[key]
-        self._kept[bucket.key] = names, kept
-        return kept
+                del self._values[key]
+        self._values[bucket.key] = names, value
+        return value
 
     def clear(self) -> None:
-        self._kept.clear()
+        self._values.clear()

@@ -1,16 +1,19 @@
-// Low-rank compression: orthonormal bases, products with them, what is sent and received, and the end
-// of a step. One launch for all matrices of a bucket, of whatever shapes, and for what is sent as it is.
+// Low-rank compression of all matrices of a bucket, of whatever shapes, each step in one launch:
+// orthonormal bases, products with them, messages and their average, and the end of a step. Ranges
+// that are sent as they are ("exact") take part in messages and in the end of a step.
 //
 // Note [Tall and thin]
 // ~~~~~~~~~~~~~~~~~~~~
-// Products of a matrix with a few vectors take no longer than reading the matrix, so M = E + G is read
-// once, in vectors, and its rows or columns are cut into spans, such that there are threads enough:
+// A product of a matrix with a few vectors takes no longer than reading the matrix, so M = E + G is
+// read once, in vectors. Its columns or rows are divided into spans, so that there are enough
+// threads:
 //
 //   project_left    P = M·Qᵀ    a warp: a few rows, a span of columns; its lanes add up at the end
 //   project_right   Q = Pᵀ·M    a thread: a vector of columns, a span of rows
 //
-// Sums over the first spans go where factors belong, those over further ones behind all that is sent,
-// and `send` adds them up, span by span: no atomics, always the same order.
+// Sums over the first spans are written to the place of the factors, those over further spans
+// behind everything that is sent, and `message` adds them up, span by span: without atomics, and
+// always in the same order.
 
 #include "codecs/portable.h"
 #include "grid.h"
@@ -23,34 +26,35 @@ using codecs::u8;
 constexpr int kBasisThreads = 512;
 constexpr int kMaxRank = 256;
 constexpr int kThreads = 256;
-constexpr int kRows = 4;  // that a thread handles together: it loads right factors once for them
+constexpr int kRows = 4;  // rows per thread of `apply`: right factors are loaded once for them
 
 constexpr int kWarps = kThreads / 32;
 
-// Which of the factors of a matrix.
+// The sides: which of the factors of a matrix.
 constexpr int kLeft = 0;
 constexpr int kRight = 1;
 
 struct Factor {
-  i64 start;        // where it is among those of its side
-  i64 first_block;  // of those of `project_left` or `project_right` that are its
-  i64 span;         // columns, of a left one, or rows that one sum is over
-  i64 further;      // where the sums over further spans are, behind what is sent
+  i64 start;        // where it begins among the factors of its side
+  i64 first_block;  // the first block of `project_left` or `project_right` that computes it
+  i64 span;         // how many columns (left) or rows (right) one sum is over
+  i64 further;      // where the sums over further spans begin, behind what is sent
 };
 
-// One matrix of a bucket: its shape, and where its numbers are, in elements. Or numbers that are sent as
-// they are: one row, of rank 0, with its place beside factors. As algorithms/lowrank/products.py writes it.
+// One matrix of a bucket: its shape, and where its numbers are, in elements. Or, with rank 0, an
+// exact range: one row, with its place behind the factors. Letters as in
+// algorithms/lowrank/compressor.py.
 struct Matrix {
-  i64 first_block;  // of those of `absorb` that are its
+  i64 first_block;  // the first block of `apply` that handles it
   i64 gradient;     // (rows, columns) in the bucket
-  i64 error;        // and in the errors
+  i64 error;        // (rows, columns) in the errors
   i64 rows;
   i64 columns;
   i64 rank;
   Factor factors[2];  // (rows, rank) and (rank, columns)
 };
 
-// The last of `count` matrices for which `begins(matrix) <= place`. They are in this order.
+// Returns the last of `count` matrices with `begins(matrix) <= place`; they are sorted by it.
 template <typename Begins>
 __device__ inline const Matrix& find_matrix(
     const Matrix* matrices, i64 count, i64 place, const Begins& begins) {
@@ -73,8 +77,8 @@ struct Column {
   }
 };
 
-// Applies the reflection I - tau·v·vᵀ of column `pivot`, v = (1, below...), to the rows from `pivot`
-// on of `column`. For all threads of a block.
+// Applies the reflection I - tau·v·vᵀ with v = (1, elements below `pivot` of the column v) to the
+// rows of `column` from `pivot` on. All threads of a block call it.
 template <typename T>
 __device__ void reflect(Column<T> v, double tau, Column<T> column, i64 pivot, i64 rows) {
   double product = threadIdx.x == 0 ? (double)column[pivot] : 0;
@@ -91,9 +95,9 @@ __device__ void reflect(Column<T> v, double tau, Column<T> column, i64 pivot, i6
   __syncthreads();
 }
 
-// One block per matrix: an orthonormal basis of the columns of its left factor, or of the rows of its
-// right one, by Householder's QR as in LAPACK's geqr2 and org2r, summed in float64. Where columns depend
-// on each other the basis is completed with other directions.
+// Computes orthonormal bases of the columns of left factors, or of the rows of right ones, by
+// Householder's QR as in LAPACK's geqr2 and org2r, with sums in float64. Where columns depend on
+// each other the basis is completed with other directions. One block per matrix.
 template <typename T>
 __global__ void __launch_bounds__(kBasisThreads)
     orthonormalize(const Matrix* matrices, i64 side, const T* factors, T* basis) {
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(kBasisThreads)
   }
 }
 
-// A vector of M = E + G. `error` may be null.
+// Loads a vector of M = E + G. `error` may be null.
 template <typename T, typename G>
 __device__ Vector<T> load_sum(const T* error, const G* gradient, i64 at, i64 columns) {
   Vector<T> sum = load_as<T>(gradient, at, columns);
@@ -165,7 +169,7 @@ __device__ Vector<T> load_sum(const T* error, const G* gradient, i64 at, i64 col
   return sum;
 }
 
-// Numbers that are sent as they are: a vector for each thread.
+// Copies an exact range: one vector per thread.
 template <typename T, typename G>
 __device__ void copy_exact(const Matrix& matrix, int side, const G* bucket, T* own) {
   const Factor& place = matrix.factors[side];
@@ -177,7 +181,7 @@ __device__ void copy_exact(const Matrix& matrix, int side, const G* bucket, T* o
   }
 }
 
-// Where the sums over a span go. `sent`: how many numbers are sent.
+// Returns where the sums over a span are written. `sent`: how many numbers are sent.
 template <typename T>
 __device__ T* place_of_sums(const Matrix& matrix, int side, i64 span, i64 sent, T* own) {
   const Factor& factor = matrix.factors[side];
@@ -185,7 +189,7 @@ __device__ T* place_of_sums(const Matrix& matrix, int side, i64 span, i64 sent, 
   return own + (span == 0 ? factor.start : sent + factor.further + (span - 1) * length);
 }
 
-// The sums over a warp of 32 numbers that each lane has: lane i gets that of the i-th ones.
+// Each lane of a warp has 32 numbers; lane i returns the sum of all lanes' numbers at index i.
 template <typename T>
 __device__ T sum_by_lane(T (&numbers)[32]) {
 #pragma unroll
@@ -201,7 +205,8 @@ __device__ T sum_by_lane(T (&numbers)[32]) {
   return numbers[0];
 }
 
-// P = M·Qᵀ, given Q, of rank `most` or less; and what is sent as it is. See Note [Tall and thin].
+// Computes P = M·Qᵀ of matrices of rank `most` or less, and copies exact ranges. See Note [Tall and
+// thin].
 template <typename T, typename G, int most>
 __global__ void __launch_bounds__(kThreads, 2) project_left(
     const Matrix* matrices,
@@ -212,7 +217,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_left(
     i64 sent,
     T* own) {
   constexpr int size = Vector<T>::size;
-  constexpr int together = 32 / most;  // rows; so each lane ends with one sum
+  constexpr int together = 32 / most;  // rows per warp, so that each lane ends with one sum
   const auto begins = [](const Matrix& matrix) { return matrix.factors[kLeft].first_block; };
   const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
   if (matrix.rank == 0) {
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_left(
   }
 }
 
-// Q = Pᵀ·M, given P. As `project_left`.
+// Computes Q = Pᵀ·M; otherwise as `project_left`.
 template <typename T, typename G, int most>
 __global__ void __launch_bounds__(kThreads, 2) project_right(
     const Matrix* matrices,
@@ -276,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 2) project_right(
     i64 sent,
     T* own) {
   constexpr int size = Vector<T>::size;
-  constexpr int ahead = 32 / most;  // rows that a thread loads before it multiplies one
+  constexpr int ahead = 32 / most;  // rows that a thread loads before it multiplies the first
   const auto begins = [](const Matrix& matrix) { return matrix.factors[kRight].first_block; };
   const Matrix matrix = find_matrix(matrices, count, blockIdx.x, begins);
   if (matrix.rank == 0) {
@@ -331,11 +336,11 @@ __global__ void __launch_bounds__(kThreads, 2) project_right(
   }
 }
 
-// Adds up the sums over spans, of the first `factors` numbers, and makes a copy to send. Numbers of more
-// than `largest` in size become NaN, here and there, as products with them could overflow on one rank
-// only. `verdict`: null, or what becomes true.
+// Adds up the sums over spans of the first `factors` numbers, and copies everything that is sent to
+// `total`. Numbers larger than `largest` become NaN in both places, as products with them could
+// overflow on one rank only. `all_finite` becomes true; it may be null.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) send(
+__global__ void __launch_bounds__(kThreads) message(
     const Matrix* matrices,
     i64 count,
     i64 side,
@@ -344,9 +349,9 @@ __global__ void __launch_bounds__(kThreads) send(
     i64 sent,
     double largest,
     T* total,
-    u8* verdict) {
-  if (verdict != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
-    *verdict = 1;
+    u8* all_finite) {
+  if (all_finite != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+    *all_finite = 1;
   }
   const i64 stride = (i64)gridDim.x * kThreads;
   for (i64 i = (i64)blockIdx.x * kThreads + threadIdx.x; i < sent; i += stride) {
@@ -370,28 +375,29 @@ __global__ void __launch_bounds__(kThreads) send(
   }
 }
 
-// Makes a sum over `ranks` into their mean; the verdict becomes false if something is not finite.
+// Divides a sum over ranks by their number; `all_finite` becomes false if a result is not finite.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) receive(T* total, i64 numel, i64 ranks, u8* verdict) {
-  bool is_sound = true;
+__global__ void __launch_bounds__(kThreads)
+    average(T* total, i64 numel, i64 ranks, u8* all_finite) {
+  bool is_finite = true;
   for_each_vector<T>(numel, [&](i64 at) {
     Vector<T> numbers = load(total, at, numel);
     for (int j = 0; j < Vector<T>::size; ++j) {
       numbers.items[j] /= (T)ranks;
-      is_sound &= isfinite(numbers.items[j]) != 0;
+      is_finite &= isfinite(numbers.items[j]) != 0;
     }
     store(total, at, numel, numbers);
   });
-  if (!is_sound) {
-    *verdict = 0;  // all that come here write the same
+  if (!is_finite) {
+    *all_finite = 0;  // all threads that come here write the same
   }
 }
 
-// `kept` takes over each vector of `fresh`, but for those of zeros, if the verdict is true. One block
-// per matrix and vector: a column of a left factor, a row of a right one.
+// Copies each vector of `fresh`, except vectors of zeros, to `kept` if `all_finite` is true. One
+// block per matrix and vector: a column of a left factor, a row of a right one.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    keep(const u8* verdict, const Matrix* matrices, i64 side, const T* fresh, T* kept) {
+    keep(const u8* all_finite, const Matrix* matrices, i64 side, const T* fresh, T* kept) {
   const Matrix& matrix = matrices[blockIdx.x];
   if (blockIdx.y >= matrix.rank) {
     return;
@@ -403,7 +409,7 @@ __global__ void __launch_bounds__(kThreads)
   for (i64 i = threadIdx.x; i < length; i += kThreads) {
     is_alive |= fresh[start + i * stride] != 0;
   }
-  if (!__syncthreads_or(is_alive) || !*verdict) {
+  if (!__syncthreads_or(is_alive) || !*all_finite) {
     return;
   }
   for (i64 i = threadIdx.x; i < length; i += kThreads) {
@@ -411,14 +417,18 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// With the sums over `halves` half steps, whose factors lie `lefts` and `rights` elements apart:
-// error = error + gradient - own_left·own_right; gradient = mean_left·mean_right; and what was sent as it
-// was comes from `exact`, where it lies beside factors of `exact_side`. Where the verdict is false,
-// errors stay as they are and gradients become NaN. What gradients have no range for is cut off, and goes
-// to errors. `errors` may be null. A thread handles a vector of columns in kRows rows.
+// Ends a step of `halves` half steps, whose factors lie `lefts` and `rights` elements a With the
+// sums over these of the products:
+//
+//   error = error + gradient - own_left·own_right      gradient = mean_left·mean_right
+//
+// Exact ranges are copied from `exact`, where they follow factors of `exact_side`. If `all_finite`
+// is false errors stay as they are and gradients become NaN. Results beyond the range of G are
+// clamped, and the rest goes to the errors. `errors` may be null. A thread handles a vector of
+// columns in kRows rows.
 template <typename T, typename G>
-__global__ void __launch_bounds__(kThreads) absorb(
-    const u8* verdict,
+__global__ void __launch_bounds__(kThreads) apply(
+    const u8* all_finite,
     const Matrix* matrices,
     i64 count,
     T* errors,
@@ -446,8 +456,8 @@ __global__ void __launch_bounds__(kThreads) absorb(
     return;
   }
   G* const gradient = bucket + matrix.gradient;
-  const bool is_sound = *verdict;
-  const bool has_error = errors != nullptr && is_sound && rank > 0;
+  const bool is_finite = *all_finite;
+  const bool has_error = errors != nullptr && is_finite && rank > 0;
   T* const error = has_error ? errors + matrix.error : nullptr;
   Vector<T> rest[kRows];
   Vector<T> mean[kRows];
@@ -458,10 +468,10 @@ __global__ void __launch_bounds__(kThreads) absorb(
       rest[i] = load_sum(error + start, gradient + start, at, columns);
     }
     for (int j = 0; j < size; ++j) {
-      mean[i].items[j] = is_sound ? (T)0 : (T)codecs::float_of(0x7fc00000u);
+      mean[i].items[j] = is_finite ? (T)0 : (T)codecs::float_of(0x7fc00000u);
     }
   }
-  if (rank == 0 && is_sound) {
+  if (rank == 0 && is_finite) {
     mean[0] = load(exact + matrix.factors[exact_side].start, at, columns);
   }
   for (i64 half = 0; half < halves; ++half) {

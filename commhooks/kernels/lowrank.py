@@ -1,8 +1,7 @@
 """Launches of lowrank.cu: low-rank compression of all matrices of a bucket. Nothing synchronizes.
 
-Letters as in algorithms/lowrank/products.py. Tensors of numbers are float32 or float64, of one
-dtype, but
-for the bucket, which may also be in half precision.
+Letters as in algorithms/lowrank/compressor.py. Errors and factors are float32 or float64, all of
+one dtype; the bucket may also be in half precision.
 """
 
 from collections.abc import Sequence
@@ -22,41 +21,34 @@ LEFT, RIGHT = 0, 1
 """Which of the factors of a matrix."""
 
 MAX_RANK = 256
-"""The most columns of a matrix that :meth:`MatrixKernels.orthonormalize` takes."""
+"""The highest rank that :meth:`MatrixKernels.orthonormalize` takes."""
 
-_PROJECT = ("project_left", "project_right")
-_RANKS = {  # that kernels take, at most; above, products are torch's
+_RANKS = {  # the highest ranks that kernels for products are compiled for; above, torch multiplies
     torch.float32: (8, 16),
     torch.float64: (16,),
 }
+_OF_FACTORS = ("orthonormalize", "message", "average", "keep")
+_PROJECT = ("project_left", "project_right")
 
 
 def _kernel(name: str, *arguments: str | int) -> str:
     return f"commhooks::kernels::{name}<{', '.join(map(str, arguments))}>"
 
 
-SOURCE = Source(
-    "lowrank.cu",
-    (
-        *(
-            _kernel(name, type_)
-            for name in ("orthonormalize", "send", "receive", "keep")
-            for type_ in TYPES.values()
-        ),
-        *(
-            kernel
-            for dtype, element in ELEMENTS.items()
-            for kernel in (
-                _kernel("absorb", TYPES[at_least_float32(dtype)], element),
-                *(
-                    _kernel(name, TYPES[at_least_float32(dtype)], element, most)
-                    for name in _PROJECT
-                    for most in _RANKS[at_least_float32(dtype)]
-                ),
-            )
-        ),
-    ),
-)
+def _kernels() -> list[str]:
+    kernels = [_kernel(name, type_) for name in _OF_FACTORS for type_ in TYPES.values()]
+    for dtype, element in ELEMENTS.items():
+        wide = at_least_float32(dtype)
+        kernels.append(_kernel("apply", TYPES[wide], element))
+        kernels += [
+            _kernel(name, TYPES[wide], element, highest)
+            for name in _PROJECT
+            for highest in _RANKS[wide]
+        ]
+    return kernels
+
+
+SOURCE = Source("lowrank.cu", tuple(_kernels()))
 
 _BASIS_THREADS = 512
 _THREADS = 256
@@ -67,9 +59,9 @@ _STREAMING_BLOCKS = 2048
 
 
 class Matrix(NamedTuple):
-    """One of a bucket: its shape, and where its numbers are, in elements. As in lowrank.cu.
+    """One matrix of a bucket: its shape, and where its numbers are, in elements.
 
-    Of rank 0: numbers that are sent as they are, in one row, after all others.
+    A matrix of rank 0 stands for a range that is sent as it is, in one row; these come last.
     """
 
     gradient: int
@@ -82,11 +74,10 @@ class Matrix(NamedTuple):
 
 
 class MatrixKernels:
-    """The kernels for the matrices of one bucket, of whatever shapes; each is one launch for all.
+    """The kernels for the matrices of one bucket, of whatever shapes; each method is one launch.
 
-    ``like``: a tensor of the dtype to work in; ``bucket``: the bucket, flat. Factors of one side
-    are flat, those of all matrices, and what is sent as it is comes behind them. A ``side`` is
-    LEFT or RIGHT.
+    ``bucket``: the bucket, flat. ``like``: a tensor of the dtype to work in. The factors of one
+    ``side``, LEFT or RIGHT, of all matrices are one flat tensor, which the exact ranges may follow.
     """
 
     def __init__(self, matrices: Sequence[Matrix], bucket: Tensor, like: Tensor) -> None:
@@ -94,36 +85,33 @@ class MatrixKernels:
         self._count = sum(matrix.rank > 0 for matrix in matrices)
         self._largest_rank = max((matrix.rank for matrix in matrices), default=0)
         self._largest = float(torch.finfo(like.dtype).max / 2**16)
-        most = next((most for most in _RANKS[like.dtype] if self._largest_rank <= most), None)
-        self.multiplies = most is not None
+        highest = next((rank for rank in _RANKS[like.dtype] if self._largest_rank <= rank), None)
+        self.multiplies = highest is not None
         """Whether ranks are low enough for :meth:`project`."""
         self._vector = 16 // like.itemsize
-        self._together = 32 // (most or 32)
-        self._factors = [0, 0]
-        self.spare = [0, 0]
-        """For each side, what :meth:`project` needs behind what is sent, in elements."""
-        self._project_blocks = [[0, 0], [0, 0]]  # by side: for matrices, and for all
+        self._together = 32 // (highest or 32)
+        self._factors = [0, 0]  # elements, by side
+        self._further = [0, 0]  # elements of the sums over further spans, by side
+        self._project_blocks = [[0, 0], [0, 0]]  # by side: for matrices, and with exact ranges
         self._blocks = 0
         rows = []
         for matrix in matrices:
             head = (self._blocks, matrix.gradient, matrix.error, *matrix[-3:])
-            rows.append((*head, *self._cut(LEFT, matrix), *self._cut(RIGHT, matrix)))
+            rows.append((*head, *self._factor(LEFT, matrix), *self._factor(RIGHT, matrix)))
             self._blocks += _blocks(-(-matrix.rows // _ROWS) * self._vectors(matrix))
         table = torch.tensor(rows, dtype=torch.int64)
         if like.is_cuda:
             table = table.pin_memory()  # or the host would wait for the copy
         self._table = table.to(like.device, non_blocking=True)
         type_, element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
-        self._names = {
-            name: _kernel(name, type_) for name in ("orthonormalize", "send", "receive", "keep")
-        }
-        self._names["absorb"] = _kernel("absorb", type_, element)
-        self._project = [_kernel(name, type_, element, most or 0) for name in _PROJECT]
+        self._names = {name: _kernel(name, type_) for name in _OF_FACTORS}
+        self._names["apply"] = _kernel("apply", type_, element)
+        self._project = [_kernel(name, type_, element, highest or 0) for name in _PROJECT]
 
-    def _cut(self, side: int, matrix: Matrix) -> tuple[int, int, int, int]:
-        """The struct Factor of lowrank.cu, of which it counts what it needs."""
+    def _factor(self, side: int, matrix: Matrix) -> tuple[int, int, int, int]:
+        """Return the struct Factor of lowrank.cu, and count the elements and blocks it needs."""
         blocks = self._project_blocks[side]
-        start, first_block, further = (matrix.left, matrix.right)[side], blocks[1], self.spare[side]
+        start, first_block, further = matrix[2 + side], blocks[1], self._further[side]
         if matrix.rank == 0:
             blocks[1] += _blocks(self._vectors(matrix))
             return start, first_block, 0, 0
@@ -137,7 +125,7 @@ class MatrixKernels:
         else:
             threads = self._vectors(matrix) * spans
         self._factors[side] += matrix.rank * length
-        self.spare[side] += matrix.rank * length * (spans - 1)
+        self._further[side] += matrix.rank * length * (spans - 1)
         blocks[:] = 2 * [first_block + _blocks(threads)]
         return start, first_block, span, further
 
@@ -145,9 +133,9 @@ class MatrixKernels:
         return -(-matrix.columns // self._vector)
 
     def orthonormalize(self, side: int, factors: Tensor) -> Tensor:
-        """Orthonormal bases of the columns of left factors, or of the rows of right ones.
+        """Return orthonormal bases of the columns of each P, or of the rows of each Q.
 
-        No more than :data:`MAX_RANK` of each.
+        Ranks may not be above :data:`MAX_RANK`.
         """
         basis = factors.new_empty(self._factors[side])
         arguments = (self._table, side, factors, basis)
@@ -155,68 +143,72 @@ class MatrixKernels:
         return basis
 
     def project(
-        self,
-        side: int,
-        errors: Tensor | None,
-        bucket: Tensor,
-        basis: Tensor,
-        sent: int,
-        own: Tensor,
-    ) -> None:
-        """Writes the factors of M on ``side``, given those on the other side, into ``own``.
+        self, side: int, errors: Tensor | None, bucket: Tensor, basis: Tensor, sent: int
+    ) -> Tensor:
+        """Return the factors of M on one side, given those on the other side.
 
-        All ``sent`` numbers: those sent as they are as well, if there is room for them. Sums over
-        further spans go behind, where there are :attr:`spare` elements: Note [Tall and thin].
+        ``sent``: how many elements are sent; the exact ranges follow the factors if that leaves
+        room for them. Behind those are sums over further spans: Note [Tall and thin].
         """
+        own = basis.new_empty(sent + self._further[side])
         has_exact = sent > self._factors[side]
         count = self._all if has_exact else self._count
         arguments = (self._table, count, errors, bucket, basis, sent, own)
         blocks = self._project_blocks[side][has_exact]
         launch(SOURCE, self._project[side], arguments, grid=blocks, block=_THREADS)
+        return own
 
-    def send(self, side: int, own: Tensor, sent: int, verdict: Tensor | None) -> Tensor:
-        """Completes ``own``, as :meth:`project` has left it; returns a copy of what is sent.
+    def message(self, side: int, own: Tensor, sent: int, all_finite: Tensor | None) -> Tensor:
+        """Complete ``own``, as :meth:`project` has left it, and return a copy of what is sent.
 
-        NaN in both of numbers so large that products with them could overflow. ``verdict``, ()
-        bool, becomes true.
+        In both, numbers so large that products with them could overflow become NaN.
+        ``all_finite``, () bool, becomes true.
         """
         total = own.new_empty(sent)
         factors = self._factors[side] if own.numel() > sent else 0
         arguments = (self._table, self._count, side, factors, own, sent, self._largest, total)
         blocks = min(_STREAMING_BLOCKS, max(1, -(-sent // _THREADS)))
-        self._launch("send", (*arguments, verdict), blocks, _THREADS)
+        self._launch("message", (*arguments, all_finite), blocks, _THREADS)
         return total
 
-    def receive(self, total: Tensor, ranks: int, verdict: Tensor) -> None:
-        """The mean, in place of the sum; the verdict becomes false if it is not finite."""
-        arguments = (total, total.numel(), ranks, verdict)
+    def average(self, total: Tensor, ranks: int, all_finite: Tensor) -> None:
+        """Turn a sum into the mean, in place; ``all_finite`` becomes false if it is not finite."""
+        arguments = (total, total.numel(), ranks, all_finite)
         blocks = min(_STREAMING_BLOCKS, -(-total.nbytes // (16 * _THREADS)))
-        self._launch("receive", arguments, blocks, _THREADS)
+        self._launch("average", arguments, blocks, _THREADS)
 
-    def keep(self, side: int, fresh: Tensor, kept: Tensor, verdict: Tensor) -> None:
-        """``kept`` takes over vectors of ``fresh``, not those of zeros, if the verdict is true."""
-        arguments = (verdict, self._table, side, fresh, kept)
+    def keep(self, side: int, fresh: Tensor, kept: Tensor, all_finite: Tensor) -> None:
+        """Copy vectors of ``fresh``, except zeros, to ``kept`` if ``all_finite`` is true."""
+        arguments = (all_finite, self._table, side, fresh, kept)
         self._launch("keep", arguments, (self._count, self._largest_rank, 1), _THREADS)
 
-    def absorb(
+    def apply(
         self,
-        verdict: Tensor,
         errors: Tensor | None,
         bucket: Tensor,
-        own: tuple[Tensor, Tensor],
-        mean: tuple[Tensor, Tensor],
-        halves: int,
+        own: Sequence[Sequence[Tensor]],
+        mean: Sequence[Sequence[Tensor]],
         exact: tuple[Tensor, int],
+        all_finite: Tensor,
     ) -> None:
-        """E becomes E + G less the product of ``own``, and G the product of ``mean``, in one pass.
+        """Set E to E + G less the products of ``own``, and G to those of ``mean``, in one pass.
 
-        These: left and right factors, those of ``halves`` half steps one after the other, whose
-        products add up. ``exact``: the mean of what was sent as it was, beside factors of that
-        side. If the verdict, () bool, is false: E stays as it is and G becomes NaN.
+        ``own`` and ``mean``: by side, the factors of each half step, whose products add up.
+        ``exact``: the mean of the exact ranges, behind factors of that side. If ``all_finite`` is
+        false, E stays as it is and G becomes NaN.
         """
-        factors: tuple[Argument, ...] = (halves, *self._factors, *own, *mean, *exact)
-        arguments = (verdict, self._table, self._all, errors, bucket, *factors)
-        self._launch("absorb", arguments, self._blocks, _THREADS)
+        factors = (
+            self._concatenate(side, of[side]) for of in (own, mean) for side in (LEFT, RIGHT)
+        )
+        arguments = (all_finite, self._table, self._all, errors, bucket, len(own[LEFT]))
+        self._launch(
+            "apply", (*arguments, *self._factors, *factors, *exact), self._blocks, _THREADS
+        )
+
+    def _concatenate(self, side: int, factors: Sequence[Tensor]) -> Tensor:
+        if len(factors) == 1:
+            return factors[0]
+        return torch.cat([flat[: self._factors[side]] for flat in factors])
 
     def _launch(
         self,

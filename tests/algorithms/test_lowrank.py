@@ -4,8 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.lowrank.compressor import (
+    apply_to_batch,
+    deflate_batch,
+    orthonormal_basis,
+    project_batch,
+)
 from commhooks.algorithms.lowrank.matrix_plan import Side
-from commhooks.algorithms.lowrank.products import absorb, deflate, orthonormalize, project
 
 # k, n, m, r: below, at and above the vector width and the blocks of rows and factors.
 SHAPES = [
@@ -47,11 +52,11 @@ def test_project(
     try:
         if side is Side.LEFT:
             out = torch.full((k, n, r), torch.nan)
-            project(side, E if has_error else None, G, Q, out)
+            project_batch(side, E if has_error else None, G, Q, out)
             close(out, M @ Q.double().mT, m)
         else:
             out = torch.full((k, r, m), torch.nan)
-            project(side, E if has_error else None, G, P, out)
+            project_batch(side, E if has_error else None, G, P, out)
             close(out, P.double().mT @ M, n)
     finally:
         torch.set_num_threads(before)
@@ -60,13 +65,13 @@ def test_project(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_error", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_absorb(shape: tuple[int, int, int, int], has_error: bool, dtype: torch.dtype) -> None:
+def test_apply(shape: tuple[int, int, int, int], has_error: bool, dtype: torch.dtype) -> None:
     k, n, m, r = shape
     E, G = matrices(k, n, m, dtype)
     M = G.double() + E.double()
     P, Q = torch.randn(k, n, r), torch.randn(k, r, m)
     mean_P, mean_Q = torch.randn(k, n, r), torch.randn(k, r, m)
-    absorb(E if has_error else None, G, (P, Q), (mean_P, mean_Q), torch.tensor(True))
+    apply_to_batch(E if has_error else None, G, (P, Q), (mean_P, mean_Q), torch.tensor(True))
     exact = mean_P.double() @ mean_Q.double()
     if dtype is torch.float32:
         close(G, exact, r)
@@ -88,9 +93,9 @@ def test_deflate(shape: tuple[int, int, int, int], side: Side) -> None:
         torch.empty(k, n, r) if side is Side.LEFT else torch.empty(k, r, m) for _ in range(2)
     )
     found, expected, basis = found.double(), expected.double(), basis.double()
-    project(side, None, M, basis, found)
-    deflate(side, P, Q, basis, found)
-    project(side, None, M - P @ Q, basis, expected)
+    project_batch(side, None, M, basis, found)
+    deflate_batch(side, P, Q, basis, found)
+    project_batch(side, None, M - P @ Q, basis, expected)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -99,7 +104,7 @@ def test_orthonormalize_each_matrix_by_itself(side: Side) -> None:
     factor = torch.randn(3, 20, 4)
     factor[1] = 0
     factor[2, :, 2] = factor[2, :, 0]
-    basis = orthonormalize(side, factor if side is Side.LEFT else factor.mT)
+    basis = orthonormal_basis(side, factor if side is Side.LEFT else factor.mT)
     columns = basis if side is Side.LEFT else basis.mT
     torch.testing.assert_close(columns.mT @ columns, torch.eye(4).expand(3, 4, 4))
 
@@ -107,6 +112,6 @@ def test_orthonormalize_each_matrix_by_itself(side: Side) -> None:
 def test_kernels_refuse_what_does_not_fit() -> None:
     E, G = matrices(2, 3, 5, torch.float32)
     with pytest.raises(RuntimeError, match=r"right factors of shape \[2, 2, 5\].*\[2, 2, 4\]"):
-        project(Side.LEFT, E, G, torch.randn(2, 2, 4), torch.empty(2, 3, 2))
+        project_batch(Side.LEFT, E, G, torch.randn(2, 2, 4), torch.empty(2, 3, 2))
     with pytest.raises(RuntimeError, match="error to be float32"):
-        project(Side.LEFT, E.double(), G, torch.randn(2, 2, 5), torch.empty(2, 3, 2))
+        project_batch(Side.LEFT, E.double(), G, torch.randn(2, 2, 5), torch.empty(2, 3, 2))

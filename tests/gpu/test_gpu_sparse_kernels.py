@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.awkward_gradients import KINDS, draw
-from support.matrix_buckets import Bucket, check_absorb, check_products
+from support.matrix_buckets import Bucket, check_apply, check_products
 from support.sparse_vectors import choose, gathered, random_vector, written
 from torch import Tensor
 
@@ -117,13 +117,14 @@ def test_bases_are_orthonormal(side, dtype):
     tall = [(1, 1, 1, 1), (3, 768, 9, 4), (1, 5003, 9, 4), (2, 600, 9, 9)]
     shapes = [(k, n, m, r) if side is Side.LEFT else (k, m, n, r) for k, n, m, r in tall]
     bucket = Bucket(shapes, dtype, device="cuda")
-    factors = bucket.factors(side)
+    flat = bucket.factors(side)
+    factors = bucket.plan.factors(side, flat)
     vectors = 2 if side is Side.LEFT else 1
-    for F in factors.factors[1:]:
+    for F in factors[1:]:
         F.select(vectors, -1).copy_(F.select(vectors, 0))
     tolerance = 1000 * torch.finfo(dtype).eps
-    bases = bucket.arithmetic.orthonormalize(factors).factors
-    for basis, F in zip(bases, factors.factors, strict=True):
+    bases = bucket.plan.factors(side, bucket.compressor().orthonormalize(side, flat))
+    for basis, F in zip(bases, factors, strict=True):
         Q, columns = (T.double() if side is Side.LEFT else T.double().mT for T in (basis, F))
         identity = torch.eye(Q.shape[2], device="cuda").double().expand(Q.shape[0], -1, -1)
         torch.testing.assert_close(Q.mT @ Q, identity, rtol=tolerance, atol=tolerance)
@@ -141,23 +142,25 @@ def test_products(side, rank, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("verdict", [False, True])
+@pytest.mark.parametrize("finite", [False, True])
 @pytest.mark.parametrize("sides", [[Side.RIGHT], [Side.RIGHT, Side.LEFT]])
-def test_end_of_a_step(sides, verdict, dtype):
+def test_end_of_a_step(sides, finite, dtype):
     shapes = [(1, 1, 1, 1), (3, 70, 131, 5), (2, 768, 2304, 4)]
-    check_absorb(Bucket(shapes, dtype, device="cuda"), sides, verdict)
+    check_apply(Bucket(shapes, dtype, device="cuda"), sides, finite)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_low_rank_compression_sends_and_keeps(dtype):
     bucket = Bucket([(2, 300, 77, 4), (1, 5000, 9, 3)], dtype, device="cuda")
-    arithmetic = bucket.arithmetic
+    compressor = bucket.compressor()
+    sent = bucket.plan.factor_elements[Side.RIGHT]
     for number in (0.5, math.inf, 0.9 * torch.finfo(dtype).max):
-        fresh, kept = bucket.factors(Side.RIGHT), bucket.factors(Side.RIGHT)
-        fresh.flat[-1] = number
-        before = kept.flat.clone()
-        total, verdict = arithmetic.send(fresh, None)
-        verdict = arithmetic.receive(total.mul_(2), 2, verdict)
-        assert verdict == (number == 0.5)
-        arithmetic.keep(fresh, kept, verdict)
-        assert torch.equal(kept.flat, fresh.flat if verdict else before)
+        half = bucket.half_step(Side.RIGHT)
+        kept = compressor.factors[Side.RIGHT]
+        half.mean[sent - 1] = number
+        before = kept.clone()
+        total, finite = compressor.message(Side.RIGHT, half.mean, None)
+        finite = compressor.average(total.mul_(2), 2, finite)
+        assert finite == (number == 0.5)
+        compressor.keep(half, finite)
+        assert torch.equal(kept, half.mean[:sent] if finite else before)

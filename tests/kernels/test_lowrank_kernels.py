@@ -5,14 +5,19 @@ from contextlib import nullcontext
 import pytest
 import torch
 from emulation import emulated
-from support.matrix_buckets import DTYPES, Bucket, check_absorb, check_products, close
+from support.matrix_buckets import (
+    DTYPES,
+    Bucket,
+    check_apply,
+    check_products,
+    close,
+    errors_of,
+    mean_factors,
+)
 from torch import Tensor
 
-from commhooks.algorithms.lowrank.bucket import HalfStep, arithmetic_of
-from commhooks.algorithms.lowrank.matrix_memory import MatrixMemory
+from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, project_batch
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
-from commhooks.algorithms.lowrank.payload import Payload
-from commhooks.algorithms.lowrank.products import project
 from commhooks.testing.compare import same_bits
 
 # k, n, m, r: below, at and above vectors, rows that are handled together, and blocks.
@@ -54,7 +59,7 @@ def test_project(shape, has_error, side, dtype):
     basis = torch.randn((k, r, m) if side is Side.LEFT else (k, n, r), dtype=wide)
     out = torch.full((k, n, r) if side is Side.LEFT else (k, r, m), torch.nan, dtype=wide)
     with emulated():
-        project(side, E, G, basis, out)
+        project_batch(side, E, G, basis, out)
     B = basis.double().mT
     close(out, M @ B if side is Side.LEFT else B @ M, 2 * max(n, m))
 
@@ -79,10 +84,10 @@ def test_products_over_the_most_spans(side, shape):
 @pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
 @pytest.mark.parametrize("sides", [[Side.LEFT], [Side.RIGHT], [Side.RIGHT, Side.LEFT]])
 @pytest.mark.parametrize("has_error", [False, True])
-@pytest.mark.parametrize("verdict", [False, True])
-def test_absorb(sides, has_error, verdict, dtype):
+@pytest.mark.parametrize("finite", [False, True])
+def test_apply(sides, has_error, finite, dtype):
     with emulated():
-        check_absorb(Bucket(SHAPES, dtype, has_error=has_error), sides, verdict)
+        check_apply(Bucket(SHAPES, dtype, has_error=has_error), sides, finite)
 
 
 @pytest.mark.parametrize("has_error", [False, True])
@@ -93,17 +98,17 @@ def test_what_half_precision_has_no_range_for_goes_to_errors(has_error):
         torch.manual_seed(0)
         bucket = Bucket(SHAPES, torch.float16, has_error=has_error)
         half = bucket.half_step(Side.RIGHT)
-        for pair in half.mean_pairs:
-            pair[1].mul_(1e5)
+        half.mean[: bucket.plan.factor_elements[Side.RIGHT]] *= 1e5
         with context:
-            bucket.arithmetic.absorb([half], half.mean, bucket.buffer)
-        found.append((bucket.buffer, bucket.memory.error))
-        for G, E, (P, Q) in zip(
-            bucket.plan.views(bucket.buffer), bucket.memory.errors, half.mean_pairs, strict=True
-        ):
+            compressor = bucket.compressor()
+            compressor.apply([half], half, bucket.buffer, half.all_finite)
+        found.append((bucket.buffer, compressor.error))
+        products = bucket.products(mean_factors(half))
+        matrices = zip(bucket.plan.gradients(bucket.buffer), errors_of(compressor), strict=True)
+        for (G, E), product in zip(matrices, products, strict=True):
             assert G.isfinite().all()
             if E is not None:
-                beyond = (P @ Q).abs() > 1.1 * torch.finfo(torch.float16).max
+                beyond = product.abs() > 1.1 * torch.finfo(torch.float16).max
                 assert beyond.any() or G.numel() < 9
                 assert (E.abs()[beyond] > 1e3).all()
     (buffer, error), (of_kernels, error_of_kernels) = found
@@ -112,10 +117,10 @@ def test_what_half_precision_has_no_range_for_goes_to_errors(has_error):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("verdict", [False, True])
-def test_absorb_beyond_the_ranks_of_kernels(verdict, dtype):
+@pytest.mark.parametrize("finite", [False, True])
+def test_apply_beyond_the_ranks_of_kernels(finite, dtype):
     with emulated():
-        check_absorb(Bucket([(2, 258, 260, 257)], dtype), [Side.RIGHT], verdict)
+        check_apply(Bucket([(2, 258, 260, 257)], dtype), [Side.RIGHT], finite)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -130,18 +135,16 @@ def test_halves_are_widened_and_narrowed_as_torch_does(dtype):
         halves.float(), between, *(between.nextafter(torch.tensor(s)) for s in (-1e38, 1e38)),
         largest, -largest, torch.tensor([2**-149, -(2**-149), 3e38, torch.inf, torch.nan]),
     ])  # fmt: skip
-    plan = MatrixPlan((), ((0, numbers.numel()),))
+    plan = MatrixPlan((), ((0, numbers.numel()),), ())
     buffer = numbers.to(dtype)
-    memory = MatrixMemory(plan, {}, sides=(), error_feedback=False, seed=0, like=numbers[:0])
-    mean = Payload(plan, Side.LEFT, numbers, has_exact=True)
+    nothing = numbers[:0]
     with emulated():
-        arithmetic = arithmetic_of(plan, memory, buffer, numbers[:0])
-        nothing = Payload.empty(plan, Side.RIGHT, has_exact=False, like=numbers)
-        widened = arithmetic.project(buffer, nothing, has_exact=True).exact
+        compressor = Compressor(plan, buffer, {}, kept_sides=(), error_feedback=False, seed=0)
+        widened = compressor.project(Side.LEFT, buffer, nothing, has_exact=True)
         assert same_bits(widened.nan_to_num(9.0), buffer.float().nan_to_num(9.0))
         narrowed = torch.empty_like(buffer)
-        half = HalfStep(nothing, mean, mean, torch.tensor(True), is_sent=True)
-        arithmetic.absorb([half], mean, narrowed)
+        half = HalfStep(Side.LEFT, nothing, numbers, numbers, torch.tensor(True))
+        compressor.apply([half], half, narrowed, half.all_finite)
     assert torch.equal(narrowed.isnan(), buffer.isnan())
     assert same_bits(narrowed[~buffer.isnan()], buffer[~buffer.isnan()])
 
@@ -157,20 +160,20 @@ def test_bases_are_those_of_lapack(side, dtype, is_backward):
     shapes = [(k, n, m, r) if side is Side.LEFT else (k, m, n, r) for k, n, m, r in TALL]
     bucket = Bucket(shapes, dtype)
     factors = bucket.factors(side)
-    before = factors.flat.clone()
-    expected = bucket.arithmetic.orthonormalize(factors)
+    before = factors.clone()
+    expected = bucket.compressor().orthonormalize(side, factors)
     with emulated(is_backward):
-        found = bucket.arithmetic.orthonormalize(factors)
+        found = bucket.compressor().orthonormalize(side, factors)
     tolerance = 100 * torch.finfo(dtype).eps
-    torch.testing.assert_close(found.flat, expected.flat, rtol=tolerance, atol=tolerance)
-    assert torch.equal(factors.flat, before)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(factors, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
     bucket = Bucket([(6, 30, 9, 3)], dtype)
     factors = bucket.factors(Side.LEFT)
-    columns = factors.factors[0]
+    (columns,) = bucket.plan.factors(Side.LEFT, factors)
     columns[1] = 0
     columns[2, :, 1] = 0
     columns[3] *= 1e-30
@@ -178,7 +181,8 @@ def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
     columns[4, 1:] = 0
     columns[5] *= 1e33 if dtype == torch.float32 else 1e150
     with emulated():
-        basis = bucket.arithmetic.orthonormalize(factors).factors[0]
+        bases = bucket.compressor().orthonormalize(Side.LEFT, factors)
+    (basis,) = bucket.plan.factors(Side.LEFT, bases)
     tolerance = 100 * torch.finfo(dtype).eps
     identity = torch.eye(3, dtype=dtype).expand(6, 3, 3)
     torch.testing.assert_close(basis.mT @ basis, identity, rtol=tolerance, atol=tolerance)
@@ -187,9 +191,11 @@ def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
 def test_bases_of_what_is_not_finite_are_not_finite():
     bucket = Bucket([(2, 30, 9, 3)], torch.float32)
     factors = bucket.factors(Side.LEFT)
-    factors.factors[0][1, 17, 1] = torch.nan
+    (columns,) = bucket.plan.factors(Side.LEFT, factors)
+    columns[1, 17, 1] = torch.nan
     with emulated():
-        basis = bucket.arithmetic.orthonormalize(factors).factors[0]
+        bases = bucket.compressor().orthonormalize(Side.LEFT, factors)
+    (basis,) = bucket.plan.factors(Side.LEFT, bases)
     assert basis[0].isfinite().all()
     assert basis[1].isnan().any()
 
@@ -197,45 +203,48 @@ def test_bases_of_what_is_not_finite_are_not_finite():
 @pytest.mark.parametrize("is_emulated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [0, 1, 3, 4096, 4099])
-def test_what_is_sent_and_received(numel, dtype, is_emulated):
-    numbers = torch.randn(numel, dtype=dtype)
-    own = Payload(MatrixPlan((), ((0, numel),)), Side.LEFT, numbers, has_exact=True)
+def test_messages_and_their_average(numel, dtype, is_emulated):
+    own = torch.randn(numel, dtype=dtype)
+    plan = MatrixPlan((), ((0, numel),), ())
     largest = torch.finfo(dtype).max / 2**16
     with emulated() if is_emulated else nullcontext():
-        arithmetic = Bucket([], dtype).arithmetic
-        total, verdict = arithmetic.send(own, None)
-        assert torch.equal(total, numbers)
-        assert total.data_ptr() != numbers.data_ptr() or numel == 0
-        verdict = arithmetic.receive(total.mul_(3), 3, verdict)
-        torch.testing.assert_close(total, numbers)
-        assert verdict
+        compressor = Compressor(plan, own, {}, kept_sides=(), error_feedback=False, seed=0)
+        total, finite = compressor.message(Side.LEFT, own, None)
+        assert torch.equal(total, own)
+        assert total.data_ptr() != own.data_ptr() or numel == 0
+        finite = compressor.average(total.mul_(3), 3, finite)
+        torch.testing.assert_close(total, own)
+        assert finite
         for number in (torch.inf, -torch.inf, torch.nan, -2 * largest) if numel else ():
-            numbers[-1] = number
-            total, verdict = arithmetic.send(own, torch.tensor(True))
+            own[-1] = number
+            total, finite = compressor.message(Side.LEFT, own, None)
             expected = [False] * (numel - 1) + [True]
-            assert total.isnan().tolist() == numbers.isnan().tolist() == expected
-            verdict = arithmetic.receive(total, 3, verdict)
-            assert not verdict
-            assert not arithmetic.receive(torch.ones(3, dtype=dtype), 3, verdict)
-        numbers.fill_(-largest)
-        total, verdict = arithmetic.send(own, None)
-        assert torch.equal(total, numbers)
+            assert total.isnan().tolist() == own.isnan().tolist() == expected
+            finite = compressor.average(total, 3, finite)
+            assert not finite
+            assert not compressor.average(torch.ones(3, dtype=dtype), 3, finite)
+        own.fill_(-largest)
+        total, finite = compressor.message(Side.LEFT, own, None)
+        assert torch.equal(total, own)
 
 
 @pytest.mark.parametrize("is_emulated", [False, True])
 @pytest.mark.parametrize("side", Side)
 def test_vectors_of_zeros_are_not_kept(side, is_emulated):
     bucket = Bucket(SHAPES, torch.float32)
-    fresh, kept = bucket.factors(side), bucket.factors(side)
+    half = bucket.half_step(side)
     dim = 2 if side is Side.LEFT else 1
-    for F in fresh.factors:
+    fresh = bucket.plan.factors(side, half.mean)
+    for F in fresh:
         F.select(dim, -1)[-1] = 0
-    before = [F.clone() for F in kept.factors]
     with emulated() if is_emulated else nullcontext():
-        bucket.arithmetic.keep(fresh, kept, torch.tensor(False))
-        assert all(map(torch.equal, kept.factors, before))
-        bucket.arithmetic.keep(fresh, kept, torch.tensor(True))
-    for found, new, old in zip(kept.factors, fresh.factors, before, strict=True):
+        compressor = bucket.compressor()
+        kept = bucket.plan.factors(side, compressor.factors[side])
+        before = [F.clone() for F in kept]
+        compressor.keep(half, torch.tensor(False))
+        assert all(map(torch.equal, kept, before))
+        compressor.keep(half, torch.tensor(True))
+    for found, new, old in zip(kept, fresh, before, strict=True):
         new.select(dim, -1)[-1] = old.select(dim, -1)[-1]
         assert torch.equal(found, new)
 
@@ -246,12 +255,12 @@ def test_a_bucket_takes_one_launch_of_each_kind(monkeypatch, dtype):
     monkeypatch.setattr("commhooks.kernels.lowrank.launch", lambda *a, **_: launched.append(a[1]))
     with emulated():
         bucket = Bucket(SHAPES, dtype)
-        arithmetic = bucket.arithmetic
+        compressor = bucket.compressor()
         half = bucket.half_step(Side.RIGHT)
-        basis = arithmetic.orthonormalize(half.own)
-        own = arithmetic.project(bucket.buffer, basis, has_exact=True)
-        total, verdict = arithmetic.send(own, None)
-        arithmetic.receive(total, 2, verdict)
-        arithmetic.absorb([half], half.mean, bucket.buffer)
-        arithmetic.keep(half.mean, half.own, half.verdict)
+        basis = compressor.orthonormalize(Side.RIGHT, half.own)
+        own = compressor.project(Side.LEFT, bucket.buffer, basis, has_exact=True)
+        total, finite = compressor.message(Side.LEFT, own, None)
+        finite = compressor.average(total, 2, finite)
+        compressor.apply([half], half, bucket.buffer, finite)
+        compressor.keep(half, finite)
     assert len(set(launched)) == len(launched) == 6

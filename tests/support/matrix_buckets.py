@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.lowrank.bucket import Arithmetic, HalfStep, arithmetic_of
-from commhooks.algorithms.lowrank.matrix_memory import MatrixMemory
-from commhooks.algorithms.lowrank.matrix_plan import MatrixBatch, MatrixPlan, Piece, Side
-from commhooks.algorithms.lowrank.payload import Payload
+from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep
+from commhooks.algorithms.lowrank.matrix_plan import MatrixBatch, MatrixPlan, Side
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -17,7 +15,7 @@ def close(found: Tensor, exact: Tensor, terms: int) -> None:
 
 
 class Bucket:
-    """Matrices of several shapes, some numbers apart, with errors and what works on them.
+    """Matrices of several shapes with some numbers between them, and their errors.
 
     Some of the numbers between them are sent as they are.
     """
@@ -30,86 +28,116 @@ class Bucket:
         has_error: bool = True,
         device: str = "cpu",
     ) -> None:
-        batches, exact, offset = [], [], 0
+        batches, exact, errors, offset = [], [], [], 0
         for b, (k, n, m, r) in enumerate(shapes):
             keys = tuple(f"{b}.{i}" for i in range(k))
-            pieces = [Piece(key, i * n * m, (i + 1) * n * m, (n, m)) for i, key in enumerate(keys)]
-            batches.append(MatrixBatch(offset, n * m + 3, n, m, r, keys, tuple(pieces)))
+            batches.append(MatrixBatch(offset, n * m + 3, n, m, r, keys))
+            errors += [(key, (n, m)) for key in keys]
             offset += k * (n * m + 3)
             exact.append((offset - 2, offset))
         if shapes:
             offset += 1500
             exact.append((offset - 1499, offset))
-        self.plan = MatrixPlan(tuple(batches), tuple(exact))
+        self.plan = MatrixPlan(tuple(batches), tuple(exact), tuple(errors))
         generator = torch.Generator().manual_seed(offset)
         self.buffer = torch.randn(offset, generator=generator).to(device, dtype)
-        self.like = self.buffer.new_empty(0, dtype=torch.promote_types(dtype, torch.float32))
-        options = {"sides": (Side.RIGHT,), "error_feedback": has_error, "seed": 0}
-        self.memory = MatrixMemory(self.plan, {}, like=self.like, **options)
-        if self.memory.error is not None:
-            self.memory.error.normal_()
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self._has_error = has_error
+        self._state = {key: {"error": torch.randn(shape)} for key, shape in errors}
 
-    @property
-    def arithmetic(self) -> Arithmetic:
-        return arithmetic_of(self.plan, self.memory, self.buffer, self.like)
+    def compressor(self) -> Compressor:
+        """Another one with the same errors; it runs kernels if it is made where they run."""
+        return Compressor(
+            self.plan,
+            self.buffer,
+            self._state,
+            kept_sides=Side,
+            error_feedback=self._has_error,
+            seed=0,
+        )
 
-    def factors(self, side: Side, *, has_exact: bool = False) -> Payload:
-        found = Payload.empty(self.plan, side, has_exact=has_exact, like=self.like)
-        found.flat.normal_()
-        return found
+    def factors(self, side: Side, *, has_exact: bool = False) -> Tensor:
+        elements = self.plan.sent_elements(side, has_exact=has_exact)
+        return torch.randn(elements, dtype=self.dtype, device=self.buffer.device)
 
-    def half_step(self, side: Side, verdict: bool = True) -> HalfStep:
+    def half_step(self, side: Side, finite: bool = True) -> HalfStep:
+        basis = self.factors(side.other)
         own, mean = (self.factors(side, has_exact=True) for _ in range(2))
-        told = torch.tensor(verdict, device=self.buffer.device)
-        return HalfStep(self.factors(side.other), own, mean, told, is_sent=True)
+        return HalfStep(side, basis, own, mean, torch.tensor(finite, device=self.buffer.device))
+
+    def products(self, side_factors: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """P·Q of each batch, in float64."""
+        factors = (self.plan.factors(side, side_factors[side]) for side in Side)
+        return [P.double() @ Q.double() for P, Q in zip(*factors, strict=True)]
+
+
+def errors_of(compressor: Compressor) -> list[Tensor | None]:
+    if compressor.error is None:
+        return [None] * len(compressor.plan.batches)
+    return list(compressor.plan.errors(compressor.error))
+
+
+def own_factors(half: HalfStep) -> tuple[Tensor, Tensor]:
+    return half.own_factor(Side.LEFT), half.own_factor(Side.RIGHT)
+
+
+def mean_factors(half: HalfStep) -> tuple[Tensor, Tensor]:
+    return half.mean_factor(Side.LEFT), half.mean_factor(Side.RIGHT)
 
 
 def check_products(bucket: Bucket, side: Side, *, has_exact: bool) -> None:
     bucket.buffer[: bucket.buffer.numel() // 2] /= 2**14  # many of which are subnormal in float16
+    plan, compressor = bucket.plan, bucket.compressor()
     basis = bucket.factors(side.other)
-    arithmetic = bucket.arithmetic
-    own = arithmetic.project(bucket.buffer, basis, has_exact=has_exact)
-    total, _ = arithmetic.send(own, None)
-    assert total.numel() == own.sent_elements
-    assert torch.equal(total, own.flat[: total.numel()])
-    matrices = zip(bucket.memory.errors, bucket.plan.views(bucket.buffer), strict=True)
-    for (E, G), F, found in zip(matrices, basis.factors, own.factors, strict=True):
+    own = compressor.project(side, bucket.buffer, basis, has_exact=has_exact)
+    earlier = None if has_exact else torch.tensor(True, device=own.device)
+    total, _ = compressor.message(side, own, earlier)
+    assert total.numel() == plan.sent_elements(side, has_exact=has_exact)
+    assert torch.equal(total, own[: total.numel()])
+    for E, G, F, found in zip(
+        errors_of(compressor),
+        plan.gradients(bucket.buffer),
+        plan.factors(side.other, basis),
+        plan.factors(side, own),
+        strict=True,
+    ):
         M, B = G.double() + (0 if E is None else E.double()), F.double().mT
         close(found, M @ B if side is Side.LEFT else B @ M, 2 * max(M.shape))
     if has_exact:
-        expected = torch.cat(bucket.plan.exact_parts(bucket.buffer)).to(total.dtype)
-        assert torch.equal(own.exact, expected)
+        expected = torch.cat(plan.exact_parts(bucket.buffer)).to(total.dtype)
+        assert torch.equal(torch.cat(plan.exact_parts_behind(side, own)), expected)
 
 
-def check_absorb(bucket: Bucket, sides: list[Side], verdict: bool) -> None:
-    halves = [bucket.half_step(side, verdict) for side in sides]
+def check_apply(bucket: Bucket, sides: list[Side], finite: bool) -> None:
+    plan, compressor = bucket.plan, bucket.compressor()
+    halves = [bucket.half_step(side, finite) for side in sides]
+    first = halves[0]
     expected = bucket.buffer.clone()  # but for the matrices
-    for G in bucket.plan.views(expected):
+    for G in plan.gradients(expected):
         G.zero_()
-    exact = halves[0].mean.exact
-    halves[0].mean.store_exact(exact if verdict else exact * torch.nan, expected)
+    exact = plan.exact_parts_behind(first.side, first.mean)
+    for part, mean in zip(plan.exact_parts(expected), exact, strict=True):
+        part.copy_(mean if finite else mean * torch.nan)
     sent, average = (
-        [sum(P.double() @ Q.double() for P, Q in pairs) for pairs in zip(*of_halves, strict=True)]
-        for of_halves in ([h.own_pairs for h in halves], [h.mean_pairs for h in halves])
+        [sum(products) for products in zip(*map(bucket.products, pairs), strict=True)]
+        for pairs in (map(own_factors, halves), map(mean_factors, halves))
     )
-    if not verdict:
+    if not finite:
         bucket.buffer[0] = torch.inf
-        halves[0].own.flat[0] = torch.nan
+        first.own[0] = torch.nan
     errors = [
-        None if E is None else E.double() + (G.double() - S if verdict else 0)
-        for E, G, S in zip(
-            bucket.memory.errors, bucket.plan.views(bucket.buffer), sent, strict=True
-        )
+        None if E is None else E.double() + (G.double() - S if finite else 0)
+        for E, G, S in zip(errors_of(compressor), plan.gradients(bucket.buffer), sent, strict=True)
     ]
-    bucket.arithmetic.absorb(halves, halves[0].mean, bucket.buffer)
-    views = bucket.plan.views(bucket.buffer)
+    compressor.apply(halves, first, bucket.buffer, halves[-1].all_finite)
+    views = plan.gradients(bucket.buffer)
     for batch, E, error, G, mean in zip(
-        bucket.plan.batches, bucket.memory.errors, errors, views, average, strict=True
+        plan.batches, errors_of(compressor), errors, views, average, strict=True
     ):
         terms = len(sides) * batch.rank + 2
         if E is not None:
             close(E, error, terms)
-        if not verdict:
+        if not finite:
             assert G.isnan().all()
         elif G.dtype in DTYPES:
             close(G, mean, terms)
@@ -122,12 +150,13 @@ def check_absorb(bucket: Bucket, sides: list[Side], verdict: bool) -> None:
 def every_kernel() -> None:
     """Small, with memory that ends where tensors do."""
     bucket = Bucket([(1, 1, 1, 1), (2, 7, 33, 5), (1, 130, 68, 3)], torch.float32)
-    arithmetic = bucket.arithmetic
+    compressor = bucket.compressor()
     half = bucket.half_step(Side.RIGHT)
+    finite = None
     for side in Side:
-        basis = arithmetic.orthonormalize(bucket.factors(side))
-        own = arithmetic.project(bucket.buffer, basis, has_exact=side is Side.LEFT)
-        total, verdict = arithmetic.send(own, None)
-        arithmetic.receive(total, 2, verdict)
-    arithmetic.absorb([half], half.mean, bucket.buffer)
-    arithmetic.keep(half.mean, bucket.memory.factors[Side.RIGHT], half.verdict)
+        basis = compressor.orthonormalize(side.other, bucket.factors(side.other))
+        own = compressor.project(side, bucket.buffer, basis, has_exact=finite is None)
+        total, finite = compressor.message(side, own, finite)
+        finite = compressor.average(total, 2, finite)
+    compressor.apply([half], half, bucket.buffer, half.all_finite)
+    compressor.keep(half, half.all_finite)

@@ -1,0 +1,370 @@
+"""The matrices of a bucket: what PowerSGD keeps of them and computes for all of them at once.
+
+A batch is k matrices of one shape.
+
+G: (k, n, m)  gradients, in the bucket's memory and dtype; may be strided along k
+E: (k, n, m)  errors, contiguous, or None without error feedback
+M: (k, n, m)  E + G, the matrices to send; never stored as a whole
+P: (k, n, r)  left factors          M ≈ P·Q: one factor is orthonormal, and the other one is
+Q: (k, r, m)  right factors         M multiplied by it (this Q is the transpose of the paper's)
+
+E, P and Q have one dtype, float32 or float64, whatever the dtype of G. The factors of one side of
+all batches are one flat tensor, and so is what is sent:
+
+    | factors of batch 0 | factors of batch 1 | ... | exact range 0 | exact range 1 | ...
+      (k, n, r) or (k, r, m)                          only in the first half step
+
+On a GPU with CuPy each method of :class:`Compressor` is one launch for all batches, see
+kernels/lowrank.py. Otherwise it goes batch by batch: float32 on the CPU through compiled functions,
+each of which is one pass over the memory, everything else through torch's products. Nothing here
+synchronizes a device.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks import _C
+from commhooks.algorithms.bucket_memory import adopt
+from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
+from commhooks.codecs.finite import all_finite, nan_unless, zero_unless
+from commhooks.errors import CommHookError
+from commhooks.hook.base import TensorState
+from commhooks.kernels import backend_of, require
+from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
+from commhooks.precision import at_least_float32
+
+__all__ = [
+    "Compressor",
+    "HalfStep",
+    "apply_to_batch",
+    "deflate_batch",
+    "orthonormal_basis",
+    "project_batch",
+]
+
+# A tile of M, E and G fits in a core's second-level cache, so that the passes that make it and use
+# it read the main memory once.
+_TILE_ELEMENTS = 1 << 17
+
+
+class HalfStep(NamedTuple):
+    """The factors of one side of all matrices, and the orthonormal ones that they came from."""
+
+    side: Side  # of ``own`` and ``mean``
+    basis: Tensor  # of the other side
+    own: Tensor  # this rank's
+    mean: Tensor  # over all ranks
+    all_finite: Tensor  # () bool: whether everything received so far is; the same on all ranks
+
+    def own_factor(self, side: Side) -> Tensor:
+        """Return P or Q of what this rank sent."""
+        return self.own if side is self.side else self.basis
+
+    def mean_factor(self, side: Side) -> Tensor:
+        """Return P or Q of the mean over ranks."""
+        return self.mean if side is self.side else self.basis
+
+
+class Compressor:
+    """The errors and factors of a bucket's matrices, and the products with them.
+
+    ``error`` is flat, zeros at first, None without error feedback. ``factors`` holds those to start
+    from, of each of ``kept_sides``, random at first. The entries of ``state`` are copied, and
+    become views of these.
+    """
+
+    def __init__(
+        self,
+        plan: MatrixPlan,
+        buffer: Tensor,
+        state: TensorState,
+        *,
+        kept_sides: Iterable[Side],
+        error_feedback: bool,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self._like = buffer.new_empty(0, dtype=at_least_float32(buffer.dtype))
+        self.error: Tensor | None = None
+        self._errors: Sequence[Tensor | None] = [None] * len(plan.batches)
+        if error_feedback:
+            self.error = self._like.new_zeros(plan.error_elements)
+            adopt(state, "error", plan.error_entries(self.error))
+            self._errors = plan.errors(self.error)
+        self.factors: dict[Side, Tensor] = {}
+        for side in kept_sides:
+            self.factors[side] = self.draw_factors(side, seed)
+            adopt(state, side.name.lower(), plan.factor_entries(side, self.factors[side]))
+        self._kernels: MatrixKernels | None = None
+        if _runs_kernels(plan, buffer):
+            self._kernels = MatrixKernels(list(_matrices(plan)), buffer, self._like)
+
+    def draw_factors(self, side: Side, seed: int, step: int = 0) -> Tensor:
+        """Return random factors, which depend on the arguments and the keys of matrices only.
+
+        They are thus the same on all ranks and devices, however parameters are put into buckets.
+        """
+        flat = torch.empty(self.plan.factor_elements[side])
+        for key, factor in self.plan.factor_entries(side, flat):
+            digest = hashlib.sha256(f"{seed}/{step}/{side.name}/{key}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+            factor.normal_(generator=generator)
+        if self._like.is_cuda:
+            flat = flat.pin_memory()  # or the host would wait for the copy
+        return flat.to(self._like, non_blocking=True)
+
+    def orthonormalize(self, side: Side, factors: Tensor) -> Tensor:
+        """Return orthonormal bases of the columns of each P, or of the rows of each Q."""
+        if self._kernels is not None:
+            return self._kernels.orthonormalize(side, factors)
+        bases = factors.new_empty(self.plan.factor_elements[side])
+        for factor, basis in zip(*self._views(side, factors, bases), strict=True):
+            basis.copy_(orthonormal_basis(side, factor))
+        return bases
+
+    def project(self, side: Side, buffer: Tensor, basis: Tensor, *, has_exact: bool) -> Tensor:
+        """Return the factors of M on one side, given those on the other side: M·Qᵀ or Pᵀ·M.
+
+        :meth:`message` completes them. ``has_exact``: the exact ranges follow.
+        """
+        sent = self.plan.sent_elements(side, has_exact=has_exact)
+        if self._kernels is not None and self._kernels.multiplies:
+            return self._kernels.project(side, self.error, buffer, basis, sent)
+        own = basis.new_empty(sent)
+        matrices = zip(
+            self._errors,
+            self.plan.gradients(buffer),
+            self.plan.factors(side.other, basis),
+            self.plan.factors(side, own),
+            strict=True,
+        )
+        for E, G, of_batch, out in matrices:
+            project_batch(side, E, G, of_batch, out)
+        if has_exact and self.plan.exact:
+            torch._foreach_copy_(
+                self.plan.exact_parts_behind(side, own), self.plan.exact_parts(buffer)
+            )
+        return own
+
+    def deflate(self, side: Side, own: Tensor, basis: Tensor, sent: HalfStep) -> None:
+        """Subtract from ``own`` what :meth:`project` makes of the product that was sent."""
+        factors = zip(
+            self.plan.factors(Side.LEFT, sent.own_factor(Side.LEFT)),
+            self.plan.factors(Side.RIGHT, sent.own_factor(Side.RIGHT)),
+            self.plan.factors(side.other, basis),
+            self.plan.factors(side, own),
+            strict=True,
+        )
+        for P, Q, of_batch, out in factors:
+            deflate_batch(side, P, Q, of_batch, out)
+
+    def message(
+        self, side: Side, own: Tensor, earlier: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return a copy of ``own`` to be summed over ranks, and the flag for :meth:`average`.
+
+        ``earlier``: that of the half step before, None for the first one, which has the exact
+        ranges. In ``own`` and the copy, numbers so large that products with them could overflow on
+        one rank only become NaN.
+        """
+        if self._kernels is not None:
+            sent = self.plan.sent_elements(side, has_exact=earlier is None)
+            fresh = own.new_empty((), dtype=torch.bool) if earlier is None else None
+            total = self._kernels.message(side, own, sent, fresh)
+            return total, fresh if earlier is None else earlier
+        largest = torch.finfo(own.dtype).max / 2**16
+        own.masked_fill_(own.abs() > largest, torch.nan)
+        return own.clone(), earlier
+
+    def average(self, total: Tensor, ranks: int, earlier: Tensor | None) -> Tensor:
+        """Turn a sum into the mean, in place; return whether it and all before it are finite."""
+        if self._kernels is not None:
+            assert earlier is not None
+            self._kernels.average(total, ranks, earlier)
+            return earlier
+        is_finite = all_finite(total.div_(ranks))
+        return is_finite if earlier is None else is_finite & earlier
+
+    def apply(
+        self, sent: Sequence[HalfStep], first: HalfStep, buffer: Tensor, all_finite: Tensor
+    ) -> None:
+        """End a step: set E to M less what this rank sent, and G to what all sent on average.
+
+        What was sent is the sum of the products of ``sent``. The exact ranges become the means that
+        follow the factors of ``first``. If ``all_finite`` is false, which on the CPU it never is, E
+        stays as it is and G becomes NaN.
+        """
+        own = [[half.own_factor(side) for half in sent] for side in Side]
+        mean = [[half.mean_factor(side) for half in sent] for side in Side]
+        if self._kernels is not None:
+            exact = first.mean, first.side
+            self._kernels.apply(self.error, buffer, own, mean, exact, all_finite)
+            return
+        matrices = zip(
+            self._errors,
+            self.plan.gradients(buffer),
+            *(self._side_by_side(side, factors[side]) for factors in (own, mean) for side in Side),
+            strict=True,
+        )
+        for E, G, P, Q, mean_P, mean_Q in matrices:
+            apply_to_batch(E, G, (P, Q), (mean_P, mean_Q), all_finite)
+        if self.plan.exact:
+            exact_mean = nan_unless(all_finite, first.mean)
+            torch._foreach_copy_(
+                self.plan.exact_parts(buffer), self.plan.exact_parts_behind(first.side, exact_mean)
+            )
+
+    def keep(self, half: HalfStep, all_finite: Tensor) -> None:
+        """Store the mean factors to start from them again, except for vectors of zeros.
+
+        A matrix of zeros, or of a lower rank than r, has factors with vectors of zeros, from which
+        no later step could find a direction again: there the old vectors stay. If ``all_finite`` is
+        false all stay.
+        """
+        side, kept = half.side, self.factors[half.side]
+        if self._kernels is not None:
+            self._kernels.keep(side, half.mean, kept, all_finite)
+            return
+        dim = -2 if side is Side.LEFT else -1
+        for new, old in zip(*self._views(side, half.mean, kept), strict=True):
+            is_alive = (new != 0).any(dim=dim, keepdim=True)
+            old.copy_(torch.where(is_alive & all_finite, new, old))
+
+    def _views(self, side: Side, *factors: Tensor) -> list[list[Tensor]]:
+        return [self.plan.factors(side, flat) for flat in factors]
+
+    def _side_by_side(self, side: Side, factors: Sequence[Tensor]) -> list[Tensor]:
+        """Join the vectors of half steps: the product of all is the sum of their products."""
+        if len(factors) == 1:
+            return self.plan.factors(side, factors[0])
+        dim = 2 if side is Side.LEFT else 1
+        of_batches = zip(*self._views(side, *factors), strict=True)
+        return [torch.cat(of_batch, dim=dim) for of_batch in of_batches]
+
+
+def project_batch(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:
+    """Write the factors of M on one side, given those on the other side: M·Qᵀ or Pᵀ·M."""
+    if _is_compiled(G):
+        kernel = _C.project_left if side is Side.LEFT else _C.project_right
+        kernel(E, G, basis, out)
+        return
+    if backend_of(G) is not None and G.dtype == out.dtype:  # M would take memory of the GPU
+        for beta, term in enumerate((G,) if E is None else (G, E)):
+            operands = (term, basis.mT) if side is Side.LEFT else (basis.mT, term)
+            out.baddbmm_(*operands, beta=beta)
+        return
+    for matrices, rows in _tiles(G):
+        M = G[matrices, rows].to(out.dtype) if E is None else E[matrices, rows] + G[matrices, rows]
+        if side is Side.LEFT:
+            torch.bmm(M, basis[matrices].mT, out=out[matrices, rows])
+        else:
+            beta = 0 if rows.start == 0 else 1
+            out[matrices].baddbmm_(basis[matrices, rows].mT, M, beta=beta)
+
+
+def deflate_batch(side: Side, P: Tensor, Q: Tensor, basis: Tensor, out: Tensor) -> None:
+    """Turn factors of M, as :func:`project_batch` wrote them, into factors of M - P·Q."""
+    if side is Side.LEFT:
+        out.baddbmm_(P, torch.bmm(Q, basis.mT), alpha=-1)
+    else:
+        out.baddbmm_(torch.bmm(basis.mT, P), Q, alpha=-1)
+
+
+def apply_to_batch(
+    E: Tensor | None,
+    G: Tensor,
+    own: tuple[Tensor, Tensor],
+    mean: tuple[Tensor, Tensor],
+    all_finite: Tensor,
+) -> None:
+    """Set E to M - P·Q of ``own``, and G to P·Q of ``mean``; see :meth:`Compressor.apply`.
+
+    Results beyond the range of G's dtype are clamped; the rest goes to E, the same on every rank.
+    """
+    if _is_compiled(G):
+        _C.apply_factors(E, G, *own, *mean)
+        return
+    P, Q = (zero_unless(all_finite, factor) for factor in own)
+    mean_P, mean_Q = mean[0], nan_unless(all_finite, mean[1])
+    for matrices, rows in _tiles(G):
+        G_tile, E_tile = G[matrices, rows], None if E is None else E[matrices, rows]
+        if E_tile is not None:
+            E_tile.add_(zero_unless(all_finite, G_tile))
+            E_tile.baddbmm_(P[matrices, rows], Q[matrices], alpha=-1)
+        if G_tile.dtype == mean_Q.dtype:
+            torch.bmm(mean_P[matrices, rows], mean_Q[matrices], out=G_tile)
+            continue
+        product = torch.bmm(mean_P[matrices, rows], mean_Q[matrices])
+        largest = torch.finfo(G_tile.dtype).max
+        G_tile.copy_(product.clamp(-largest, largest))
+        if E_tile is not None:
+            E_tile.add_(torch.where(product.abs() > largest, product - G_tile, 0))
+
+
+def orthonormal_basis(side: Side, factor: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of each P, or of the rows of each Q.
+
+    It is Householder's QR, which needs no small constant to be safe: where a factor lacks rank,
+    zero included, the basis is completed with other directions and is orthonormal all the same.
+    """
+    if side is Side.RIGHT:
+        return orthonormal_basis(Side.LEFT, factor.mT).mT
+    basis: Tensor = torch.linalg.qr(factor).Q
+    return basis
+
+
+def _is_compiled(G: Tensor) -> bool:
+    return backend_of(G) is None and G.dtype == torch.float32
+
+
+def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of whole matrices, or of rows where one matrix is too large for a tile.
+
+    On devices other than CPUs everything is one tile: there the number of launches counts.
+    """
+    k, n, m = G.shape
+    limit = _TILE_ELEMENTS if G.device.type == "cpu" else G.numel()
+    if n * m <= limit:
+        step = limit // (n * m)
+        for i in range(0, k, step):
+            yield slice(i, min(i + step, k)), slice(0, n)
+        return
+    step = max(1, limit // m)
+    for i in range(k):
+        for row in range(0, n, step):
+            yield slice(i, i + 1), slice(row, min(row + step, n))
+
+
+def _matrices(plan: MatrixPlan) -> Iterator[Matrix]:
+    """Yield those of all batches, and then the exact ranges, as kernels need them."""
+    error = left = right = 0
+    for batch in plan.batches:
+        n, m, r = batch.rows, batch.columns, batch.rank
+        for i in range(len(batch.keys)):
+            yield Matrix(batch.offset + i * batch.spacing, error, left, right, n, m, r)
+            error, left, right = error + n * m, left + n * r, right + r * m
+    for start, stop in plan.exact:
+        yield Matrix(start, 0, left, right, 1, stop - start, 0)
+        left, right = left + stop - start, right + stop - start
+
+
+def _runs_kernels(plan: MatrixPlan, buffer: Tensor) -> bool:
+    largest = max((batch.rank for batch in plan.batches), default=0)
+    return backend_of(buffer) is not None and largest <= MAX_RANK and _has_cupy(buffer.device)
+
+
+@cache
+def _has_cupy(device: torch.device) -> bool:
+    """Return whether kernels can run there; warn once if not."""
+    try:
+        require(device)
+    except CommHookError as error:
+        warnings.warn(f"low-rank compression goes through torch, slower: {error}", stacklevel=2)
+        return False
+    return True
