@@ -27,7 +27,7 @@ def test_starts_at_zero(dtype: torch.dtype, expected: torch.dtype) -> None:
     assert torch.equal(flat, torch.zeros(17, dtype=expected))
 
 
-def test_is_kept_by_parameter_when_buckets_are_cut_anew() -> None:
+def test_is_kept_by_parameter_when_buckets_are_rebuilt() -> None:
     state: dict[str, dict[str, Tensor]] = {}
     memory = BucketMemory("error")
     memory.of(make_bucket("a", "b"), state).copy_(torch.arange(17.0))

@@ -1,4 +1,4 @@
-"""Gossip: what one exchange makes of gradients and parameters, on many ranks and on real ones."""
+"""Test how gossip mixes gradients and parameters, on many simulated ranks and on real ones."""
 
 import copy
 import math
@@ -50,7 +50,7 @@ def rows(tensors_of_ranks: list[list[Tensor]]) -> Tensor:
 def take_step(
     hooks: list[Any], parameters: list[list[Tensor]], step: int
 ) -> tuple[Tensor, list[int]]:
-    """What became of the gradients of :func:`draw`, row by row, and the bytes of each rank."""
+    """Return the results for the gradients of :func:`draw`, by row, and the bytes of each rank."""
     dtype = parameters[0][0].dtype
     buckets = [
         make_bucket(draw(rank, step, dtype), of_rank, step)
@@ -106,7 +106,7 @@ def test_one_rank_changes_no_bit(what: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("what", ["gradients", "parameters"])
-def test_all_ranks_average_their_parameters_now_and_then(what: str) -> None:
+def test_all_ranks_average_their_parameters_in_every_third_step(what: str) -> None:
     size = 5
     hooks = [Gossip(what, average_every=3) for _ in range(size)]
     parameters = [draw(rank, 99) for rank in range(size)]
@@ -158,7 +158,7 @@ def test_consensus_distance_of_two_ranks_is_exact_and_of_more_unbiased() -> None
             squares += [hook.metrics()["consensus_distance"] ** 2 for hook in hooks]
         if size == 2:
             assert squares == pytest.approx((apart**2).tolist())
-        # 2400 draws, whose standard deviation is about half their mean.
+        # 2400 draws with a standard deviation of about half their mean.
         assert sum(squares) / len(squares) == pytest.approx((apart**2).mean().item(), rel=0.05)
 
 

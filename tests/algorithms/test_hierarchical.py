@@ -1,4 +1,4 @@
-"""Nodes average exactly, and what runs between them sees nodes instead of ranks."""
+"""Test that nodes average exactly, and that the inner hook sees nodes instead of ranks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ def test_the_average_and_its_cost(size: int, ranks_per_node: int) -> None:
 
 
 class _Group:
-    """What a hook asks of a process group when it is registered."""
+    """The part of a process group that hooks use when they are registered."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -106,7 +106,7 @@ def test_resumes_bitwise(run_ranks: Any) -> None:
         assert torch.equal(found, expected)
 
 
-# -------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------ refused inner hooks
 
 
 @pytest.mark.parametrize(
@@ -134,13 +134,13 @@ def test_hooks_that_change_parameters_are_refused(inner: Any) -> None:
         },
     ],
 )
-def test_what_all_ranks_have_to_know_of_is_refused(inner: Any) -> None:
+def test_hooks_that_skip_steps_are_refused(inner: Any) -> None:
     with pytest.raises(commhooks.CommHookOptionError, match=r"skips.*Put skip_nonfinite around"):
         commhooks.create("hierarchical", inner=inner)
 
 
 def skip_around(rank: int, size: int) -> Tensor:
-    """The training loop of the docs; a gradient of one who is no leader is not finite."""
+    """Run the training loop of the docs; a gradient on a rank that does not lead is not finite."""
     inner = Hierarchical(commhooks.create("bf16"), ranks_per_node=2)
     net = nn.Linear(3, 1)
     model = commhooks.DistributedDataParallel(net)

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo against their definitions, simulated in one process in float64."""
+"""Test local SGD and DiLoCo against their definitions, simulated in one process in float64."""
 
 import math
 import os
@@ -19,7 +19,7 @@ DILOCO = {"outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9}
 
 
 class OuterOptimizer:
-    """The oracle: torch's own SGD, on one anchor, with what the inner steps did as its gradient."""
+    """The oracle: torch's SGD on one anchor; its gradient is the negative of the inner steps."""
 
     def __init__(self, hook: LocalSGD) -> None:
         self.hook = hook
@@ -249,6 +249,6 @@ def test_options_out_of_range(options: dict[str, Any]) -> None:
 def test_stats_show_the_saving(run_ranks: Any) -> None:
     results = run_ranks(train, 2, LocalSGD(period=4), range(8), True)
     elements = sum(parameter.numel() for parameter in make_net().parameters())
-    # One average, in step 4: buckets are cut anew after step 0, and the count begins again.
+    # One average, in step 4: buckets are rebuilt after step 0, and the count begins again.
     for _, _, wire_bytes, _ in results:
         assert wire_bytes == pytest.approx(all_reduce_bytes(8 * elements, 2) / 7)

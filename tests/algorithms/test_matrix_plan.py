@@ -1,4 +1,4 @@
-"""How buckets are cut into matrices; the byte counts of the paper's two models."""
+"""Test how buckets are divided into matrices, and the byte counts of the paper's models."""
 
 import math
 
@@ -172,7 +172,7 @@ def test_a_matrix_of_low_rank_keeps_a_low_rank_in_the_bucket():
     bucket = torch.cat([torch.zeros(7), matrix.flatten()])
     assert plan.batches[0].columns == 96
     (view,) = plan.gradients(bucket)
-    assert torch.linalg.matrix_rank(view) <= 2 * 2  # two in a row, cut at an offset
+    assert torch.linalg.matrix_rank(view) <= 2 * 2  # two per row, which begin at an offset
 
 
 def test_small_and_empty_buckets_are_exact():

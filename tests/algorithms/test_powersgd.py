@@ -1,4 +1,4 @@
-"""PowerSGD against its paper: references, invariants, and what must not happen to its state."""
+"""Test PowerSGD against its paper: references, invariants, and protection of its state."""
 
 import copy
 import io
@@ -110,7 +110,7 @@ def test_follows_the_reference(two_sided, world_size):
 @pytest.mark.parametrize("iterations", [2, 3])
 @pytest.mark.parametrize("two_sided", [True, False])
 def test_further_iterations_send_what_is_left(two_sided, iterations):
-    """Each is a step of the reference, on a gradient of zeros and the errors of the one before."""
+    """Each one is a step of the reference on zero gradients and the errors of the last one."""
     hooks = [powersgd(two_sided=two_sided, num_iters_per_step=iterations) for _ in range(2)]
     factor = starting_factor("first")
     errors = [torch.zeros(23, 17, dtype=torch.float64) for _ in hooks]
@@ -163,7 +163,7 @@ def starting_factor(name: str) -> Tensor:
 @pytest.mark.parametrize("two_sided", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_sent_plus_error_is_gradient_plus_old_error(dtype, two_sided):
-    """On every rank. What a rank sends is what all get when it is alone, so one rank shows it."""
+    """It holds on every rank; a single rank sends exactly the result, so one rank shows it."""
     hook = powersgd(two_sided=two_sided)
     # Rounding of the result, and of float32 where the result has more digits than that.
     tolerance = 20 * max(torch.finfo(dtype).eps, torch.finfo(torch.float64).eps)
@@ -195,19 +195,19 @@ def test_nothing_is_lost_in_the_mean(two_sided):
         torch.testing.assert_close(got[name] + error, given[name])
 
 
-def test_what_outgrows_float16_is_sent_later():
-    """Errors are in float32, and one vector of 64 at a time makes them, and products, large."""
+def test_results_beyond_the_range_of_float16_are_sent_later():
+    """Errors are float32; sending one vector of 64 at a time makes them and products large."""
     hook = powersgd(rank=1)
     gradient = 4000 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     given, got = torch.zeros(2, 64 * 64, dtype=torch.float64)
-    is_cut = False
+    is_clamped = False
     for step in range(60):
         given += gradient.half().double().flatten()
         (result,) = take_step([hook], [{"w": gradient.half()}], step)
         assert result.isfinite().all()
-        is_cut |= bool((result.abs() == torch.finfo(torch.float16).max).any())
+        is_clamped |= bool((result.abs() == torch.finfo(torch.float16).max).any())
         got += result
-    assert is_cut
+    assert is_clamped
     missing = hook.state["w"]["error"].double().flatten()
     rounding = 60 * 16  # of results up to 65504, at most 16 in each step
     assert (got + missing - given).abs().max() <= rounding
@@ -283,7 +283,7 @@ def test_two_sided_sends_twice_and_one_sided_once():
 @pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("two_sided", [True, False])
 def test_cost_formula(two_sided, iterations, dtype):
-    """After a first step of exact averages: r·n or r·m of each matrix in turn, and what is exact.
+    """After a first step of exact averages: r·n or r·m of each matrix in turn, and exact ranges.
 
     Of three ranks each sends 2·2·⌈b/3⌉ in an all-reduce of b bytes.
     """
@@ -369,7 +369,7 @@ def test_without_error_feedback_no_error_is_kept(two_sided):
     assert "error" not in {name for _, name, _ in tensors_of(hook.state)}
 
 
-def test_without_warm_start_every_step_draws_anew():
+def test_without_warm_start_every_step_draws_other_factors():
     hook = powersgd(warm_start=False, error_feedback=False)
     results = [take_step([hook], [gradients_of(0, 0)], step)[0] for step in (0, 1, 0)]
     assert not torch.equal(results[0], results[1])
@@ -377,7 +377,7 @@ def test_without_warm_start_every_step_draws_anew():
     assert hook.state == {}
 
 
-# --------------------------------------------------------------- zeros, and what is not finite
+# ------------------------------------------------------------- zeros, and numbers not finite
 
 
 @pytest.mark.parametrize("two_sided", [True, False])
@@ -501,8 +501,8 @@ def test_channels_last_is_seen_in_its_own_order():
 
 
 def test_state_follows_parameters_into_other_buckets():
-    """Cut into one bucket, two, and one in another order, the same numbers come out."""
-    cuts = [
+    """One bucket, two, and one in another order give the same numbers."""
+    divisions = [
         [list(SHAPES)],
         [["third", "bias", "first"], ["convolution", "empty", "second", "scalar"]],
         [list(reversed(SHAPES))],
@@ -511,7 +511,7 @@ def test_state_follows_parameters_into_other_buckets():
     for step in range(9):
         gradients = gradients_of(0, step)
         expected = by_name(take_step([fixed], [gradients], step)[0])
-        for names in cuts[step // 3]:
+        for names in divisions[step // 3]:
             bucket = make_bucket({name: gradients[name] for name in names}, step)
             lockstep([moving], [bucket])
             for name, result in zip(names, bucket.gradients(), strict=True):

@@ -46,7 +46,7 @@ def train_in_buckets(rank: int, world_size: int, bucket_mb: float) -> list[dict[
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buckets_do_not_matter(run_ranks, world_size):
-    """Many overlapping buckets, which are cut anew after a step, and one: the same numbers."""
+    """Many overlapping buckets, which are rebuilt after a step, give the same numbers as one."""
     many = run_ranks(train_in_buckets, world_size, 0.0003)
     one = run_ranks(train_in_buckets, world_size, 25)
     for rank in range(world_size):

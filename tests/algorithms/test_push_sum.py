@@ -1,4 +1,4 @@
-"""Push-sum against its definition, and the sums that it must keep."""
+"""Test push-sum against its definition, and the sums that it must keep."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ CASES = [
 
 
 def push(hooks: list[PushSum], parameters: list[list[Tensor]], step: int) -> list[int]:
-    """One step; the bytes that each rank has sent."""
+    """Take one step; return the bytes that each rank has sent."""
     buckets = [make_bucket(draw(rank, step), of, step) for rank, of in enumerate(parameters)]
     results, comms = simulate(hooks, buckets)
     for rank, bucket in enumerate(buckets):
@@ -58,7 +58,7 @@ def test_models_tend_to_the_mean_and_weights_keep_their_sum(topology: str, size:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_precision_models_lose_nothing_on_the_way(dtype: torch.dtype) -> None:
-    """What is pushed is float32, so the mean does not drift as that of rounded models would."""
+    """Messages are float32, so the mean does not drift as that of rounded models would."""
     size = 5
     hooks = [PushSum("uniform") for _ in range(size)]
     parameters = [draw(rank, 99, dtype) for rank in range(size)]
@@ -121,7 +121,7 @@ def test_resumes_bitwise(run_ranks: Any) -> None:
         assert torch.equal(found, expected)
 
 
-def test_begins_anew_after_a_failed_step() -> None:
+def test_starts_again_after_a_failed_step() -> None:
     hooks = [PushSum("uniform") for _ in range(4)]
     parameters = [draw(rank, 99) for rank in range(4)]
     for step in range(5):
@@ -135,7 +135,7 @@ def test_begins_anew_after_a_failed_step() -> None:
 
 
 def test_weights_differ_where_a_bucket_was_left_out() -> None:
-    """And buckets are cut anew afterwards: no sum over ranks changes."""
+    """Buckets are rebuilt afterwards; no sum over ranks changes."""
     size = 5
     hooks = [PushSum("uniform") for _ in range(size)]
     parameters = [draw(rank, 99) for rank in range(size)]
@@ -181,7 +181,7 @@ def join(rank: int, size: int) -> Tensor:
     return torch.cat([weights, *rows([list(net.parameters())]).detach()])
 
 
-def test_begins_anew_when_join_has_given_all_ranks_one_model(run_ranks: Any) -> None:
+def test_starts_again_when_join_has_given_all_ranks_one_model(run_ranks: Any) -> None:
     found = torch.stack(run_ranks(join, 3))
     count = len(list(make_net().parameters()))
     assert not torch.equal(found[0, :count], found[1, :count])

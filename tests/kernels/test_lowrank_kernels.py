@@ -91,8 +91,8 @@ def test_apply(sides, has_error, finite, dtype):
 
 
 @pytest.mark.parametrize("has_error", [False, True])
-def test_what_half_precision_has_no_range_for_goes_to_errors(has_error):
-    """On the CPU and, by kernels, on a GPU."""
+def test_results_beyond_the_range_of_half_precision_go_to_errors(has_error):
+    """On the CPU, and by kernels on a GPU."""
     found = []
     for context in (nullcontext(), emulated()):
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_apply_beyond_the_ranks_of_kernels(finite, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_halves_are_widened_and_narrowed_as_torch_does(dtype):
-    """All of them, what lies between two neighbors, and what is beyond the largest."""
+    """All halves, the numbers between two neighbors, and numbers beyond the largest half."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     halves = bits.view(dtype)
     finite = halves[halves.isfinite()].float().sort().values
@@ -170,7 +170,7 @@ def test_bases_are_those_of_lapack(side, dtype, is_backward):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
+def test_bases_of_dependent_columns_are_orthonormal(dtype):
     bucket = Bucket([(6, 30, 9, 3)], dtype)
     factors = bucket.factors(Side.LEFT)
     (columns,) = bucket.plan.factors(Side.LEFT, factors)
@@ -188,7 +188,7 @@ def test_bases_of_dependent_columns_are_orthonormal_all_the_same(dtype):
     torch.testing.assert_close(basis.mT @ basis, identity, rtol=tolerance, atol=tolerance)
 
 
-def test_bases_of_what_is_not_finite_are_not_finite():
+def test_bases_of_factors_that_are_not_finite_are_not_finite():
     bucket = Bucket([(2, 30, 9, 3)], torch.float32)
     factors = bucket.factors(Side.LEFT)
     (columns,) = bucket.plan.factors(Side.LEFT, factors)

@@ -86,7 +86,7 @@ def mean_factors(half: HalfStep) -> tuple[Tensor, Tensor]:
 
 
 def check_products(bucket: Bucket, side: Side, *, has_exact: bool) -> None:
-    bucket.buffer[: bucket.buffer.numel() // 2] /= 2**14  # many of which are subnormal in float16
+    bucket.buffer[: bucket.buffer.numel() // 2] /= 2**14  # many are then subnormal in float16
     plan, compressor = bucket.plan, bucket.compressor()
     basis = bucket.factors(side.other)
     own = compressor.project(side, bucket.buffer, basis, has_exact=has_exact)
