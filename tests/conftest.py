@@ -43,7 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in grids.values():
         marker = cases[0].get_closest_marker("covering")
         assert marker is not None
-        values = [sorted(case.callspec.indices.items()) for case in cases]
+        values = [
+            [repr(value) for _, value in sorted(case.callspec.params.items())] for case in cases
+        ]
         sample = covering_sample(values, *marker.args)
         for index, case in enumerate(cases):
             if index not in sample:

@@ -33,6 +33,7 @@ def push(hooks: list[PushSum], parameters: list[list[Tensor]], step: int) -> lis
     return [comm.wire_bytes for comm in comms]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("topology", "size"), CASES)
 def test_models_tend_to_the_mean_and_weights_keep_their_sum(topology: str, size: int) -> None:
     hooks = [PushSum(topology) for _ in range(size)]

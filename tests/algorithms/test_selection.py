@@ -124,6 +124,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [0, 1, 300, 3000, 150_000, SIZE])

@@ -88,6 +88,7 @@ def test_any_size_hears_of_everyone_within_log2_rounds(topology: str, size: int)
     assert not (mixed(topology, size, range(rounds - 1)) > 0).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("topology", "size"), CASES)
 def test_ranks_come_to_agree(topology: str, size: int) -> None:
     """On the mean for permutations; with push-sum's division by the weights for all.

@@ -50,6 +50,7 @@ def check(machine: Machine, codec: BlockCodec, *case: object) -> None:
         assert same_bits(one, other), f"tensor {index}"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", CODECS)
 def test_same_bytes_for_all_kinds_of_numbers(machine, name, dtype):
@@ -61,6 +62,7 @@ def test_same_bytes_for_all_kinds_of_numbers(machine, name, dtype):
             check(machine, codec, given, with_error, 3, 0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("block", [32, 96, 256, 512, 544, 1024, 2080, 4096])
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary, clipped", "sign, root mean"])
 def test_same_bytes_for_all_block_sizes(machine, name, block):

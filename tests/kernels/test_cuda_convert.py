@@ -145,6 +145,7 @@ class Bucket:
         assert torch.all(self.flat[offset:] == -7.0)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("destination", DTYPES, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)
 def test_all_dtypes(source: torch.dtype, destination: torch.dtype) -> None:
@@ -305,6 +306,7 @@ def pairs_of_other_strides(source: torch.dtype, to: torch.dtype) -> list[tuple[T
     ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("destination", DTYPES, ids=str)
 @pytest.mark.parametrize("source", DTYPES, ids=str)

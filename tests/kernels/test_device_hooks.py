@@ -41,6 +41,7 @@ class HostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", HOOKS)
 def test_kernels_give_what_loops_give_and_the_host_reads_nothing(name, dtype):

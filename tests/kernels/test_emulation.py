@@ -102,9 +102,11 @@ def encode_and_decode() -> None:
             codec.assemble(messages, values, length, kept=torch.zeros(numel))
 
 
+@pytest.mark.exhaustive
 def test_an_access_outside_a_tensor_is_found():
     assert "heap-buffer-overflow" in run_sanitized(read_beyond_the_end)
 
 
+@pytest.mark.exhaustive
 def test_codecs_access_nothing_outside_their_tensors():
     assert run_sanitized(encode_and_decode) == ""

@@ -46,6 +46,7 @@ def matrices(k: int, n: int, m: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return error, apart[:, : n * m].unflatten(1, (n, m))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_error", [False, True])
@@ -64,6 +65,7 @@ def test_project(shape, has_error, side, dtype):
     close(out, M @ B if side is Side.LEFT else B @ M, 2 * max(n, m))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize(("has_error", "has_exact"), [(False, True), (True, False)])
@@ -81,6 +83,7 @@ def test_products_over_the_most_spans(side, shape):
         check_products(Bucket([shape], torch.float32), side, has_exact=True)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [*DTYPES, *HALVES])
 @pytest.mark.parametrize("sides", [[Side.LEFT], [Side.RIGHT], [Side.RIGHT, Side.LEFT]])
 @pytest.mark.parametrize("has_error", [False, True])

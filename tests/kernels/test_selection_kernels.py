@@ -27,6 +27,7 @@ def check_largest(gradient: Tensor, error: Tensor | None, count: int, **order: b
     assert same_bits(gradient, expected_sum)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,6 +72,7 @@ def test_largest_in_misaligned_memory(dtype, offset):
     assert same_bits(view, expected[offset:])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,6 +33,7 @@ SIZES = [
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize(("numel", "count"), SIZES)
 def test_messages_have_the_same_bytes(numel, count, is_backward):
@@ -53,6 +54,7 @@ def receive(messages: Tensor, vectors: list[SparseVector]) -> tuple[bool, Tensor
     return all_finite, received.commit(buffer, None, buffer)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("numel", "count"), [s for s in SIZES if s[0] < 10**6])
@@ -69,6 +71,7 @@ def test_means_have_the_same_bits(numel, count, ranks, dtype):
         assert torch.equal(found[1].view(torch.uint8), expected[1].view(torch.uint8))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("all_finite", [False, True])
@@ -173,6 +176,7 @@ def test_momentum_correction(length, momentum, dtype):
     assert torch.equal(total, g + v)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("length", [0, 1, 8, 4099])
@@ -205,5 +209,6 @@ def run_every_kernel() -> None:
     every_lowrank_kernel()
 
 
+@pytest.mark.exhaustive
 def test_kernels_access_nothing_outside_of_their_tensors():
     assert run_sanitized(run_every_kernel) == ""

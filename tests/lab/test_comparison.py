@@ -133,9 +133,19 @@ def test_a_missing_row_is_a_key_error(comparison: Comparison) -> None:
 
 
 @needs_links
-def test_over_links() -> None:
-    found = compare("support.compared:net", ["bf16"], links=[100e6, 10e6], steps=3, world_size=3)
-    assert found.links == ["loopback", "100 Mbit/s", "10 Mbit/s"]
+@pytest.mark.parametrize(
+    ("world_size", "links", "names"),
+    [
+        (2, [10e6], ["loopback", "10 Mbit/s"]),
+        pytest.param(
+            *(3, [100e6, 10e6], ["loopback", "100 Mbit/s", "10 Mbit/s"]),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_over_links(world_size: int, links: list[float], names: list[str]) -> None:
+    found = compare("support.compared:net", ["bf16"], links=links, steps=3, world_size=world_size)
+    assert found.links == names
     assert all(row.measured for row in found.rows)
     slow = found.row("torch", "10 Mbit/s")
     assert slow.floor_seconds is not None

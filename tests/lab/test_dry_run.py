@@ -63,6 +63,7 @@ def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [2, 3, 32])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["name"])
 def test_it_sends_the_bytes_of_the_formula(config, size):

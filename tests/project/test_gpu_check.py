@@ -25,7 +25,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_stage_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    stage = Stage("hangs", (sys.executable, "-c", HANGS), limit_seconds=10)
+    stage = Stage("hangs", (sys.executable, "-c", HANGS), limit_seconds=4)
     outcome = run_stage(stage, stage.limit_seconds, tmp_path / "log", tmp_path)
     assert outcome.status == "timed out"
     assert outcome.is_bad

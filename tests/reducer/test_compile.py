@@ -82,6 +82,7 @@ def train(
     return counts
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", ["module", "wrapper"])
 @pytest.mark.parametrize("hook", [None, "bf16", "powersgd"])
 def test_gradients_are_averaged_with_no_more_graphs_than_torch(

@@ -21,6 +21,7 @@ def test_unpack_restores_what_pack_wrote(dtype: torch.dtype, to: torch.dtype) ->
     assert torch.equal(torch.cat(back), (flat[:70_006].double() * 4.0).to(dtype))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

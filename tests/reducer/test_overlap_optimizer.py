@@ -66,6 +66,7 @@ def test_overlapped_steps_equal_steps_after_backward(optimizer: str) -> None:
     run_ranks(same_as_after_backward, 2, optimizer, None, {}, False)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("hook", [None, "allreduce", "bf16", "noop", "powersgd"])
 @pytest.mark.parametrize(
     "options",

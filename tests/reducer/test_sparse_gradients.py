@@ -55,6 +55,7 @@ def train(rank: int, world_size: int, bag: bool, options: dict[str, Any]) -> Non
     assert of_wrappers[0][0].is_sparse
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bag", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3])

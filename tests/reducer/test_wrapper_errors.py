@@ -200,6 +200,7 @@ def check_graph(rank: int, world_size: int, kind: str, options: dict[str, Any]) 
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize(

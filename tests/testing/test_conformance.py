@@ -65,6 +65,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {},
     ],
 }
+ONE_PER_FAMILY = {"gossip", "int8", "local_sgd", "powersgd", "push_sum", "skip_nonfinite", "topk"}
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
 )
@@ -73,21 +74,33 @@ OWN_HOOKS = sorted(
 @pytest.mark.usefixtures("run_ranks")
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, options) for name in OWN_HOOKS for options in OPTIONS.get(name, [{}])],
+    [
+        pytest.param(name, options, marks=[pytest.mark.exhaustive] if index else [])
+        for name in OWN_HOOKS
+        for index, options in enumerate(OPTIONS.get(name, [{}]))
+    ],
 )
 def test_every_hook_conforms(name, options):
     check_hook(functools.partial(commhooks.create, name, **options))
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"noop", "fp16", "batched_powersgd"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ONE_PER_FAMILY else [pytest.mark.exhaustive])
+        for name in sorted(OPTIONS.keys() - {"noop", "fp16", "batched_powersgd"})
+    ],
+)
 def test_on_three_ranks(name):
     options = OPTIONS.get(name, [{}])[0]
     check_hook(functools.partial(commhooks.create, name, **options), world_size=3)
 
 
 @pytest.mark.usefixtures("run_ranks")
-@pytest.mark.parametrize("inner", ["allreduce", POWERSGD])
+@pytest.mark.parametrize(
+    "inner", [pytest.param("allreduce", marks=pytest.mark.exhaustive), POWERSGD]
+)
 def test_nodes_of_two_ranks(inner):
     check_hook(functools.partial(make_nodes_of_two, inner), world_size=4)
 
