@@ -130,7 +130,7 @@ class ShadowHook(JoinHook):
         if plan.syncs_buffers:
             model.sync_buffers(plan.root)
         if plan.synchronizes:
-            model.reducer.shadow_backward(plan.share_skipped(model))
+            model.reducer.match_backward(plan.share_skipped(model))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the model of the rank that finished last to all ranks."""

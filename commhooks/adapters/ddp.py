@@ -29,7 +29,7 @@ class DDPAdapter(Adapter):
             )
         self._reducer = model.reducer
         rows = self._reducer.bucket_stats()
-        reduced = {name for row in rows if row["lane"] == 0 for name in row["names"]}
+        reduced = {name for row in rows if row["group"] == 0 for name in row["names"]}
         names = model.parameter_names.items()
         parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
         super().__init__(model.device, parameters, list(model.parameter_names.values()))
@@ -117,7 +117,7 @@ class DDPAdapter(Adapter):
         rows = {row["key"]: row for row in self._reducer.bucket_stats()}
         for span in recording.spans:
             row = rows.get(span.key)
-            if row is None or not (self._is_native or row["lane"]) or recording.run_of(span):
+            if row is None or not (self._is_native or row["group"]) or recording.run_of(span):
                 continue
             sent = self._wire_bytes(row)
             operation = "all_gather" if row["is_sparse"] else "all_reduce"
@@ -128,7 +128,7 @@ class DDPAdapter(Adapter):
         packed = row["packed_bytes"] // max(row["steps"], 1)
         if row["is_sparse"]:  # each rank sends its rows to all others
             return all_gather_bytes(packed, row["ranks"])
-        if row["lane"] != 0:
+        if row["group"] != 0:
             return all_reduce_bytes(packed, row["ranks"])
         if self._runner is not None:
             return self._collector.wire_bytes(row["key"])

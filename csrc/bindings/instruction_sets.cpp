@@ -8,8 +8,8 @@ namespace commhooks {
 
 void register_instruction_sets(py::module_& module) {
   module.def("instruction_sets", &instruction_sets, R"(
-Return the instruction sets that this CPU supports and loops are compiled for, the widest last. The
-widest is the default.)");
+Return the instruction sets that this CPU supports and loops are compiled for, the widest last.
+The widest is the default.)");
   module.def("use_instruction_set", &use_instruction_set, py::arg("name"), R"(
 Set the instruction set that the loops of this extension use, for the whole process. See
 commhooks.testing.use_instruction_set, which sets it for both extensions.)");

@@ -13,7 +13,7 @@ namespace commhooks {
 namespace {
 
 constexpr int64_t kGrainElements = 1 << 15;
-// So that the codes of a block fill whole words whatever their width.
+// With this multiple the codes of a block fill whole words at any width.
 constexpr int64_t kBlockMultiple = 32;
 
 int64_t divide_up(int64_t numerator, int64_t denominator) {
@@ -33,7 +33,7 @@ void check_values(const char* name, const at::Tensor& tensor) {
       tensor.strides(), ".");
 }
 
-// A second tensor of one number per value.
+// Checks a tensor that has one number per value.
 void check_companion(const char* name, const at::Tensor& tensor, const at::Tensor& values) {
   check_values(name, tensor);
   TORCH_CHECK(
@@ -53,7 +53,7 @@ CpuBlockCodec::CpuBlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_si
 }
 
 int64_t CpuBlockCodec::encoded_bytes(int64_t part_length) const {
-  TORCH_CHECK(part_length >= 0, "Expected a number of elements, found ", part_length, ".");
+  TORCH_CHECK(part_length >= 0, "Expected part_length to be at least 0, found ", part_length, ".");
   return 4 * (divide_up(part_length, block_size_) + divide_up(part_length * loops_->bits(), 32));
 }
 
@@ -85,12 +85,13 @@ void CpuBlockCodec::encode(
       [&](int64_t begin, int64_t end) { loops_->encode(call, begin, end); });
 }
 
-void CpuBlockCodec::average(const at::Tensor& messages, at::Tensor values, int64_t part_length) const {
+void CpuBlockCodec::average(
+    const at::Tensor& messages, at::Tensor values, int64_t part_length) const {
   check_values("values", values);
   const Parts parts = parts_of(values, part_length, messages);
   TORCH_CHECK(
       messages.size(0) > 0 && values.numel() <= part_length,
-      "Expected messages of one part of at most ", part_length, " elements, found ",
+      "Expected messages for one part of at most ", part_length, " elements, found ",
       messages.size(0), " messages and ", values.numel(), " elements.");
   decode(
       {

@@ -1,4 +1,5 @@
-// Encodes gradients as blocks of codes with one scale each, and averages what others have encoded.
+// Encodes gradients as blocks of codes with one scale each, and averages the messages of several
+// ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +11,8 @@
 
 namespace commhooks {
 
-// Numbers, cut into parts of equal length, of which the last ones may have fewer or none; and parts
-// into blocks. Blocks are counted through all parts.
+// Numbers, divided into parts of equal length and parts into blocks. The last parts may have fewer
+// elements or none. Blocks are numbered over all parts.
 struct Parts {
   int64_t numel;
   int64_t part_length;
@@ -22,7 +23,7 @@ struct Parts {
   }
 };
 
-// Some blocks of one encoding. Scales and codes lie in a message without alignment.
+// The arguments of encoding. Scales and codes in a message are not aligned.
 struct EncodeCall {
   Parts parts;
   void* values;
@@ -35,13 +36,13 @@ struct EncodeCall {
   bool keep_residual;
 };
 
-// Some blocks, each of which several messages tell.
+// The arguments of decoding; several messages may have the same block.
 struct DecodeCall {
   Parts parts;
   const uint8_t* messages;
   int64_t message_bytes;
   int64_t codes_offset;
-  int64_t message_count;  // per part; those of one part follow each other
+  int64_t message_count;  // per part; the messages of one part are consecutive
   void* values;
   void* kept;  // may be null
   bool is_double;
@@ -56,33 +57,34 @@ class BlockLoops {
   virtual void decode(const DecodeCall& call, int64_t begin, int64_t end) const = 0;
 };
 
-// norm: "max" or "l2". clip: the largest number kept, in root mean squares of the block, with "max"
+// norm: "max" or "l2". clip: with "max", larger numbers are clamped; in root mean squares of the
+// block.
 std::unique_ptr<BlockLoops> level_loops(
     int64_t bits, int64_t levels, const std::string& norm, double clip, bool stochastic);
-// format: "e4m3" or "e5m2"
+// format: "e4m3" or "e5m2".
 std::unique_ptr<BlockLoops> fp8_loops(const std::string& format);
 std::unique_ptr<BlockLoops> natural_loops();
 // norm: "mean" or "root_mean". majority: several messages are decoded to the sign that most of them
-// have, times their mean scale; to zero where they are in balance.
+// have, times their mean scale, and to zero if there are as many of each.
 std::unique_ptr<BlockLoops> sign_loops(const std::string& norm, bool majority);
 
-// The message of a part of n values is, in bytes:
+// The message of a part of n values has these bytes:
 //
 //     | scales: 4 per block, float32 | codes: ceil(n * bits / 8) | zeros up to a multiple of 4 |
 //
-// A part with fewer values than the others has a message of the same length, with zeros where they
-// would be. All tensors are on the CPU; values, error and kept are 1-D, contiguous, and of one dtype,
-// float32 or float64, while scales, codes and sums of what was decoded are float32. Results do not
-// depend on the number of threads, nor on the machine: commhooks/kernels/block_codec.cu gives the same.
+// A part with fewer values has a message of the same length, filled up with zeros. All tensors are
+// on the CPU; values, error and kept are 1-D, contiguous, and have the same dtype, float32 or
+// float64; scales, codes and sums of decoded numbers are float32. Results depend neither on the
+// number of threads nor on the machine: commhooks/kernels/block_codec.cu computes the same bytes.
 class CpuBlockCodec {
  public:
   CpuBlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_size);
 
-  // Of the message of a part.
+  // Returns the length of the message of a part.
   int64_t encoded_bytes(int64_t part_length) const;
 
-  // Row i of `messages` becomes the message of part i of values + error. If `keep_residual`, values
-  // become what the messages leave out; else they stay.
+  // Writes the message of part i of values + error to row i of `messages`. If `keep_residual`, the
+  // error of the encoding is written to values; otherwise values do not change.
   void encode(
       at::Tensor values,
       at::Tensor messages,
@@ -91,11 +93,11 @@ class CpuBlockCodec {
       uint64_t seed,
       bool keep_residual) const;
 
-  // values = mean over the rows of `messages`, each of the same part.
+  // Sets values to the mean of the rows of `messages`, which all have the same part.
   void average(const at::Tensor& messages, at::Tensor values, int64_t part_length) const;
 
-  // If all scales are finite, part i of values = row i of `messages`, kept = what values were before,
-  // and the result is true; else values = NaN.
+  // If all scales are finite, decodes row i of `messages` to part i of values, copies the former
+  // values to kept, and returns true. Otherwise sets values to NaN and returns false.
   bool assemble(
       const at::Tensor& messages,
       at::Tensor values,
@@ -105,7 +107,7 @@ class CpuBlockCodec {
  private:
   Parts parts_of(const at::Tensor& values, int64_t part_length, const at::Tensor& messages) const;
   void decode(const DecodeCall& call, int64_t blocks) const;
-  int64_t grain() const;  // blocks that are worth a thread
+  int64_t grain() const;  // the least number of blocks for one thread
 
   std::unique_ptr<BlockLoops> loops_;
   int64_t block_size_;

@@ -1,18 +1,19 @@
-// Sums over blocks, in the order that codecs/block.h gives, of several blocks at once.
+// Sums over several blocks at a time, in the order of Note [Order of sums] in
+// kernels/codecs/block.h.
 #pragma once
 
 #include "codecs/blocks.h"
 
 namespace commhooks {
 
-// How many blocks there are at most: whole vectors on any machine, two of the longest, so that one's
-// sums and roots overlap with the other's.
+// The largest number of blocks: whole vectors on any machine, and two of the longest vectors, so
+// that the sums and roots of one overlap with those of the other.
 constexpr int64_t kMostBlocks = 32;
 
 static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
 
-// Of two vectors, each of which is made of runs of 2 * half numbers: adds the halves of each run. Runs
-// of the first and the second take turns in the result.
+// Adds the two halves of each run of 2 * half numbers, in two vectors. In the result, runs of the
+// first and of the second vector alternate.
 template <typename Set, int half>
 COMMHOOKS_INLINE auto add_halves(
     typename Vectors<Set>::Floats one, typename Vectors<Set>::Floats other) {
@@ -23,7 +24,7 @@ COMMHOOKS_INLINE auto add_halves(
   return __builtin_shuffle(one, other, lower) + __builtin_shuffle(one, other, lower + half);
 }
 
-// The sum of each of as many vectors as one has lanes, by halves: that of vector i in lane i.
+// Sums each of as many vectors as a vector has lanes, by halves; the sum of vector i is in lane i.
 template <typename Set, int half = Set::kFloats / 2>
 COMMHOOKS_INLINE auto sum_each(typename Vectors<Set>::Floats* vectors) {
   for (int i = 0; i < half; ++i) {
@@ -36,8 +37,8 @@ COMMHOOKS_INLINE auto sum_each(typename Vectors<Set>::Floats* vectors) {
   }
 }
 
-// What the halves of a chunk are added up to until it is a vector, in registers: numbers `step` apart
-// meet after those that are twice as far apart.
+// Adds the halves of a chunk, in registers, until it is one vector: numbers `step` apart are added
+// after numbers that are twice as far apart.
 template <typename Set, bool squares, int width, int step = Set::kFloats>
 COMMHOOKS_INLINE auto sum_to_vector(const float* y, float inverse) {
   if constexpr (step < width) {
@@ -55,7 +56,8 @@ COMMHOOKS_INLINE auto sum_to_vector(const float* y, float inverse) {
   }
 }
 
-// That of each chunk of all blocks. Their width is a power of two from kTile on, found among constants.
+// The same for each chunk of all blocks, whose width is a power of two of at least kTile, as a
+// constant.
 template <typename Set, bool squares, int constant = codecs::kChunk>
 COMMHOOKS_INLINE void sum_chunks(
     const float* y,
@@ -75,7 +77,8 @@ COMMHOOKS_INLINE void sum_chunks(
   }
 }
 
-// See Note [Order of sums]. sums[i] = the sum over block i of |y| * inverses[i], or of its square.
+// Sets sums[i] to the sum over block i of |y| * inverses[i], or of its square. See Note [Order of
+// sums].
 template <typename Set, bool squares>
 COMMHOOKS_INLINE void sum_blocks(
     const float* y, int64_t block_size, int64_t blocks, const float* inverses, float* sums) {

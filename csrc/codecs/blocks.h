@@ -1,18 +1,19 @@
-// What the loops over blocks of all codecs of commhooks/kernels/codecs share. A block is read from memory
-// once and written once; all passes in between are over buffers that stay in the first-level cache.
+// The common parts of the loops over blocks, for all codecs in commhooks/kernels/codecs. A block is
+// read from memory once and written once; all other passes are over buffers in the first-level
+// cache.
 #pragma once
 
-#include "kernels/codecs/block.h"
 #include "codecs/block_codec.h"
+#include "kernels/codecs/block.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <utility>
 
-// A multiplication and an addition are rounded one by one, also where one instruction could do both: not
-// all machines have it, and all are to give the same bits. This holds for what is written below it, so
-// also for the functions that loops are inlined into.
+// Multiplications and additions are rounded separately, even if one instruction could do both, so
+// that all machines compute the same bits. This applies to the code below, and therefore also to
+// the functions that loops are inlined into.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("fp-contract=off")
 #else
@@ -25,11 +26,11 @@ namespace commhooks {
 
 constexpr int64_t kMaxBlockSize = 4096;
 
-// Loops over scratch memory go in whole tiles: a remainder costs as much as the loop where blocks are
-// small.
+// Loops over scratch memory handle whole tiles: for small blocks, a loop over the remainder would
+// cost as much as the loop itself.
 constexpr int64_t kTile = 64;
 
-// As many as a register holds.
+// Vectors as wide as a register.
 template <typename Set>
 struct Vectors {
   static constexpr int kBytes = Set::kFloats * sizeof(float);
@@ -38,7 +39,7 @@ struct Vectors {
   using Places [[gnu::vector_size(kBytes)]] = int32_t;
 };
 
-// at(lane) of each lane, a constant: `at` captures nothing.
+// Returns a constant vector of at(lane) for each lane; `at` captures nothing.
 template <typename Vector, typename At>
 COMMHOOKS_INLINE Vector for_lanes(At /*at*/) {
   return []<size_t... lane>(std::index_sequence<lane...>) COMMHOOKS_ALWAYS_INLINE {
@@ -47,7 +48,7 @@ COMMHOOKS_INLINE Vector for_lanes(At /*at*/) {
   }(std::make_index_sequence<sizeof(Vector) / sizeof(Vector{}[0])>());
 }
 
-// At any alignment.
+// For addresses of any alignment.
 template <typename T>
 COMMHOOKS_INLINE T load(const void* from) {
   T value;
@@ -60,10 +61,11 @@ COMMHOOKS_INLINE void store(void* to, const T& value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-// Where a block is: of the parts, of all numbers, and how many it has, which may be none.
+// The place of a block in the parts and among all numbers, and its number of elements, which may be
+// 0.
 struct Place {
   int64_t part;
-  int64_t block;  // of the part
+  int64_t block;  // in the part
   int64_t first;
   int64_t count;
 };
@@ -77,8 +79,8 @@ inline Place place_of(const Parts& parts, int64_t index) {
   return {part, block, first, std::clamp<int64_t>(left, 0, parts.block_size)};
 }
 
-// Asks for memory that is needed soon. While codes are computed the CPU does not see as far as the
-// next block, and its own prefetching begins anew with each.
+// Prefetches memory that is needed soon. While codes are computed the CPU does not look ahead to
+// the next block, and its own prefetching starts over with each block.
 template <typename T>
 COMMHOOKS_INLINE void prefetch(const T* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(T))) {

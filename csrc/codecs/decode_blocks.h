@@ -1,4 +1,4 @@
-// The loop that decodes blocks and averages what several messages tell of them, for any codec.
+// The loop that decodes blocks and averages several messages, for any codec.
 #pragma once
 
 #include "codecs/blocks.h"
@@ -9,22 +9,22 @@
 
 namespace commhooks {
 
-// How many bytes of codes ahead of their use memory is asked for. Messages are as many streams as there
-// are ranks, more than the CPU's own prefetching follows.
+// The distance at which codes are prefetched, in bytes. There are as many messages as ranks, more
+// streams than the CPU prefetches by itself.
 constexpr int64_t kCodesAhead = 320;
 
 struct alignas(64) Tile {
   float numbers[kTile];
 };
 
-// value(code) * weight of the numbers of a tile, added up for the codes of one message after the other;
-// the sums stay in registers.
+// Sums value(code) * weight for the numbers of a tile, one message after the other; the sums stay
+// in registers.
 template <typename Set, typename Codec>
 class TileSum {
  public:
   COMMHOOKS_INLINE explicit TileSum(const Codec& codec) : codec_(codec) {
     for (Floats& sum : sums_) {
-      sum = -Floats{};  // plus any x, also -0, is x
+      sum = -Floats{};  // -0 plus x is x, even for -0
     }
     if constexpr (kLooksUp) {
       for (uint32_t code = 0; code < 16; ++code) {
@@ -55,11 +55,11 @@ class TileSum {
   static constexpr int kLanes = Set::kFloats;
   static constexpr int kBits = Codec::kBits;
   static constexpr uint32_t kMask = (1u << kBits) - 1;
-  // Codes of at most four bits, by the lowest four bits of their lanes, in one or two registers; one
-  // instruction does so for a whole vector. The table repeats where codes have fewer bits.
+  // Codes of at most four bits: a table in one or two registers, indexed by the lowest four bits of
+  // each lane with one instruction per vector. The table repeats itself if codes have fewer bits.
   static constexpr bool kLooksUp = kBits <= 4 && kLanes >= 8;
   static constexpr int kTables = 16 / kLanes;
-  // Codes of fp8, where halves are converted by an instruction.
+  // Codes of fp8, if the CPU has an instruction that converts halves.
   static constexpr bool kWidens =
       kLanes >= 8 && (std::is_same_v<Codec, codecs::E4M3> || std::is_same_v<Codec, codecs::E5M2>);
 
@@ -78,12 +78,12 @@ class TileSum {
     }
   }
 
-  // The codes of vector i in the lowest bits of its lanes, with those that follow above.
+  // Returns the codes of vector i in the lowest bits of its lanes; the bits above are later codes.
   COMMHOOKS_INLINE static Words codes_of(const uint8_t* packed, int64_t i) {
     constexpr int per_word = 32 / kBits;
     const uint8_t* const from = packed + i * kLanes / per_word * 4;
     Words words = Words{} + load<uint32_t>(from);
-    if constexpr (kLanes > per_word) {  // then it is twice as many
+    if constexpr (kLanes > per_word) {  // twice as many
       const Words others = Words{} + load<uint32_t>(from + 4);
       const auto is_first = for_lanes<Words>([](int lane) { return lane < per_word ? ~0u : 0u; });
       words = (words & is_first) | (others & ~is_first);
@@ -100,8 +100,8 @@ class TileSum {
   }
 
   COMMHOOKS_INLINE void compute(const uint8_t* packed, float weight) {
-    uint32_t
-        codes[kTile];  // as wide as numbers, or compilers compute in bytes and widen what they find
+    uint32_t codes[kTile];  // as wide as the numbers; otherwise compilers compute in bytes and then
+                            // widen
     for (int64_t i = 0; i < kTile * kBits / 8; ++i) {
       for (int64_t k = 0; k < 8 / kBits; ++k) {
         codes[i * (8 / kBits) + k] = (packed[i] >> (k * kBits)) & kMask;
@@ -111,7 +111,7 @@ class TileSum {
     for (int64_t i = 0; i < kTile; ++i) {
       tile.numbers[i] = codec_.value(codes[i]);
     }
-#pragma GCC unroll 16  // else the sums are in memory, and each message waits for the one before
+#pragma GCC unroll 16  // otherwise sums are in memory, and each message waits for the one before
     for (int64_t i = 0; i < kTile / kLanes; ++i) {
       sums_[i] += load<Floats>(tile.numbers + kLanes * i) * weight;
     }
@@ -122,16 +122,16 @@ class TileSum {
   Floats sums_[kTile / kLanes];
 };
 
-// Whether several messages are averaged, or vote on the sign.
+// How several messages are combined: by their mean, or by a vote on the sign.
 enum class Several { kMean, kMajority };
 
-// What a message tells of a block.
+// The share of one message in a block.
 struct Share {
   const uint8_t* codes;
   float weight;
 };
 
-// The shares of all messages of the block's part. Returns the mean of their scales.
+// Finds the shares of all messages of the block's part. Returns the mean of their scales.
 template <Several several, int bits>
 COMMHOOKS_INLINE float find_shares(
     const DecodeCall& call, const Place& place, std::vector<Share>& shares) {
@@ -151,7 +151,7 @@ COMMHOOKS_INLINE float find_shares(
   return mean_scale;
 }
 
-// Numbers of a block whose codes begin `offset` bytes behind the block's.
+// Decodes numbers of a block whose codes begin `offset` bytes after the first code of the block.
 template <typename Set, typename Codec>
 COMMHOOKS_INLINE Tile
 sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t offset) {
@@ -162,7 +162,7 @@ sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t offset) {
   return sum.total();
 }
 
-// The same where a block ends: nothing is read behind the codes of `count` numbers.
+// The same at the end of a block: nothing is read after the codes of `count` numbers.
 template <typename Set, typename Codec>
 COMMHOOKS_INLINE Tile sum_part_of_tile(
     const Codec& codec, const std::vector<Share>& shares, int64_t offset, int64_t count) {
@@ -202,7 +202,7 @@ COMMHOOKS_INLINE void decode_blocks(
       Tile tile = is_whole ? sum_tile<Set>(codec, shares, offset)
                            : sum_part_of_tile<Set>(codec, shares, offset, count);
       if constexpr (several == Several::kMajority) {
-        // In two loops: in one, compilers multiply the bounds, and branch on which of them it is.
+        // Two loops, as compilers generate a branch per element for one.
         for (float& number : tile.numbers) {
           number = codecs::clamp(number, 1.0f);
         }
@@ -213,7 +213,7 @@ COMMHOOKS_INLINE void decode_blocks(
       const int64_t first = place.first + i;
       T* const values = static_cast<T*>(call.values) + first;
       T* const kept = call.kept == nullptr ? nullptr : static_cast<T*>(call.kept) + first;
-      if (is_whole) {  // a constant, for which copying is a few instructions
+      if (is_whole) {  // a constant size, which is copied with a few instructions
         store_tile(tile, values, kept, kTile);
       } else {
         store_tile(tile, values, kept, count);

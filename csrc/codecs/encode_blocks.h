@@ -1,29 +1,29 @@
 // The loop that encodes blocks, for any codec.
 //
-// It goes through a few blocks at a time: a scale is a sum, a root and two divisions, each of which waits
-// for the one before. Those of several blocks are vectors, and overlap.
+// It handles a few blocks at a time: a scale takes a sum, a root and two divisions, and each waits
+// for the one before. The scales of several blocks are computed as vectors, and overlap.
 #pragma once
 
-#include "kernels/codecs/sign.h"
 #include "codecs/block_sums.h"
 #include "codecs/blocks.h"
 #include "codecs/sign_bits.h"
+#include "kernels/codecs/sign.h"
 
 #include <type_traits>
 
 namespace commhooks {
 
-// Numbers of the blocks that are encoded at a time. What is read and made of them is to stay in the
-// first-level cache, which errors make tight; only scales of sums have so long chains of operations that
-// many blocks are worth it all the same.
+// The number of elements that are encoded at a time. Inputs and results should stay in the
+// first-level cache, which is too small with errors; only scales from sums have chains of
+// operations that are long enough for many blocks to pay off nevertheless.
 constexpr int64_t group_numbers(codecs::Norm norm, bool has_error) {
   return has_error && norm == codecs::Norm::kLargest ? kMaxBlockSize / 4 : kMaxBlockSize;
 }
 
-// How many elements ahead of its use memory is asked for: while codes are written, for the next blocks.
+// The distance at which the next blocks are prefetched while codes are written, in elements.
 constexpr int64_t kAhead = 4096;
 
-// Scratch memory of some blocks.
+// Scratch memory for a group of blocks.
 struct Group {
   Group(int64_t block_size, int64_t numbers)
       : spacing(
@@ -32,7 +32,7 @@ struct Group {
         most(std::clamp<int64_t>(numbers / spacing, 1, kMostBlocks)) {}
 
   const int64_t spacing;  // of blocks in y
-  const int64_t most;     // blocks
+  const int64_t most;     // number of blocks at most
   int64_t blocks = 0;
   Place places[kMostBlocks];
   uint32_t largest[kMostBlocks] = {};  // the bits of the largest |y|
@@ -40,14 +40,14 @@ struct Group {
   alignas(64) float norms[kMostBlocks];
   alignas(64) float scales[kMostBlocks];
   alignas(64) float inverses[kMostBlocks];
-  alignas(64) float y[kMaxBlockSize];  // what is encoded, zeros behind each block
+  alignas(64) float y[kMaxBlockSize];  // the numbers to encode, with zeros after each block
 };
 
-// y = values + error, or values alone; returns the bits of the largest |y|.
+// Sets y to values + error, or to values if there is no error; returns the bits of the largest |y|.
 template <typename T>
 COMMHOOKS_INLINE uint32_t load_sums(
     const T* __restrict values, const T* __restrict error, float* __restrict y, int64_t count) {
-  int32_t largest = 0;  // magnitudes have no sign bit, and signed maxima are an instruction
+  int32_t largest = 0;  // signed, as there is an instruction for the maximum of signed numbers
   if (error == nullptr) {
     for (int64_t i = 0; i < count; ++i) {
       y[i] = static_cast<float>(values[i]);
@@ -79,8 +79,8 @@ COMMHOOKS_INLINE void load_group(const EncodeCall& call, int64_t begin, Group& g
   }
 }
 
-// The loops over kMostBlocks are vectors; what is in the places of blocks that the group has not does not
-// matter.
+// The loops over kMostBlocks are vectorized; results for blocks that the group does not have are
+// not used.
 template <typename Set, codecs::Norm norm>
 COMMHOOKS_INLINE void find_norms(Group& group) {
   if constexpr (norm == codecs::Norm::kLargest) {
@@ -122,12 +122,12 @@ COMMHOOKS_INLINE void find_scales(const Codec& codec, Group& group) {
   }
 }
 
-// The codes of a tile, one per byte, into `bits` each, lowest bits first.
+// Packs the codes of a tile, one per byte, into `bits` bits each, lowest bits first.
 template <int bits>
 COMMHOOKS_INLINE void pack_tile(const uint8_t* __restrict codes, uint8_t* __restrict packed) {
   for (int64_t i = 0; i < kTile * bits / 8; ++i) {
     if constexpr (bits == 1) {
-      // The product gathers bit 0 of byte k in bit 56 + k.
+      // The product moves bit 0 of byte k to bit 56 + k.
       const auto eight = load<uint64_t>(codes + 8 * i);
       packed[i] = static_cast<uint8_t>((eight * 0x0102040810204080u) >> 56);
     } else if constexpr (bits == 2) {
@@ -142,7 +142,7 @@ COMMHOOKS_INLINE void pack_tile(const uint8_t* __restrict codes, uint8_t* __rest
   }
 }
 
-// `codes` has room for whole tiles, and zeros behind those that count.
+// `codes` has space for whole tiles, with zeros after the last code.
 template <int bits>
 COMMHOOKS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t count) {
   for (; count >= kTile; count -= kTile) {
@@ -157,7 +157,7 @@ COMMHOOKS_INLINE void pack(const uint8_t* codes, uint8_t* packed, int64_t count)
   }
 }
 
-// One per byte, zeros behind them up to whole tiles.
+// Computes the codes, one per byte, followed by zeros up to whole tiles.
 template <typename Codec>
 COMMHOOKS_INLINE void find_codes(
     const Codec& codec,
@@ -169,7 +169,7 @@ COMMHOOKS_INLINE void find_codes(
   const codecs::Random random = codecs::random_for(seed, static_cast<uint64_t>(place.first));
   const auto first = static_cast<uint32_t>(place.first);
   const auto padded = static_cast<int32_t>((place.count + kTile - 1) / kTile * kTile);
-  for (int32_t i = 0; i < padded; ++i) {  // an index as wide as the numbers
+  for (int32_t i = 0; i < padded; ++i) {  // the index has the width of the numbers
     codes[i] =
         static_cast<uint8_t>(codec.code(y[i] * inverse, random, first + static_cast<uint32_t>(i)));
   }
@@ -178,7 +178,7 @@ COMMHOOKS_INLINE void find_codes(
   }
 }
 
-// What block i of the group is in the message of its part, and what stays behind.
+// Writes block i of the group to the message of its part, and its residual to values.
 template <typename Set, typename Codec, typename T>
 COMMHOOKS_INLINE void write_block(
     const Codec& codec, const EncodeCall& call, const Group& group, int64_t i) {
@@ -187,7 +187,7 @@ COMMHOOKS_INLINE void write_block(
   const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
   const int64_t codes_begin = call.codes_offset + block * code_bytes;
   uint8_t* const packed = message + codes_begin;
-  // Those of the numbers there are; then zeros, for those that the part has not.
+  // The codes of the elements of the part, followed by zeros.
   const int64_t packed_bytes = (count * Codec::kBits + 7) / 8;
   const int64_t room = std::min(code_bytes, call.message_bytes - codes_begin);
   if (packed_bytes < room) {
@@ -205,7 +205,7 @@ COMMHOOKS_INLINE void write_block(
   store(message + 4 * block, scale);
   const float* __restrict const y = group.y + i * group.spacing;
   const float inverse = group.inverses[i];
-  // Whether codes are but the signs of y, in which case they are packed by then.
+  // Whether the codes are the signs of y and have been packed already.
   const bool are_signs = std::is_same_v<Codec, codecs::Sign> && has_scale &&
       count % Set::kFloats == 0 && pack_signs(Set(), y, inverse, count, packed);
   alignas(64) uint8_t codes[kMaxBlockSize];

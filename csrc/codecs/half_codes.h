@@ -1,9 +1,9 @@
-// Codes of fp8 as numbers of half precision, which are widened by an instruction that compilers do not
-// choose by themselves.
+// Decodes fp8 through half precision, with an instruction that compilers do not choose by
+// themselves.
 #pragma once
 
-#include "kernels/codecs/fp8.h"
 #include "codecs/blocks.h"
+#include "kernels/codecs/fp8.h"
 
 #ifdef COMMHOOKS_X86
 #include <immintrin.h>
@@ -11,8 +11,9 @@
 
 namespace commhooks {
 
-// Whether the codes of a tile are decoded alike as halves: not those of infinity and NaN, which nobody
-// sends, and which other loops take for numbers. e4m3 leaves room for these in a half.
+// Returns whether the codes of a tile give the same numbers as halves. Codes of infinity and NaN do
+// not: encoders do not produce them, and the other loops decode them as numbers. With e4m3 all
+// codes do.
 COMMHOOKS_INLINE bool are_halves(codecs::E4M3 /*codec*/, const uint8_t* /*codes*/) {
   return true;
 }
@@ -20,15 +21,14 @@ COMMHOOKS_INLINE bool are_halves(codecs::E4M3 /*codec*/, const uint8_t* /*codes*
 COMMHOOKS_INLINE bool are_halves(codecs::E5M2 /*codec*/, const uint8_t* codes) {
   uint8_t above = 0;
   for (int64_t i = 0; i < kTile; ++i) {
-    above |=
-        static_cast<uint8_t>((codes[i] & 0x7f) + 4);  // bit 7 where the exponent is the largest
+    above |= static_cast<uint8_t>((codes[i] & 0x7f) + 4);  // bit 7 is set for the largest exponent
   }
   return above < 0x80;
 }
 
 #ifdef COMMHOOKS_X86
-// What kFloats codes stand for; one of each per instruction set, by its type. A half has as many bits of
-// exponent as e5m2. It has one more than e4m3, and is 2^8 times smaller, also where it is subnormal.
+// The numbers of kFloats codes; one overload per instruction set. A half has as many exponent bits
+// as e5m2. It has one more than e4m3, so its number is 2^8 times smaller, also if it is subnormal.
 
 __attribute__((target("arch=x86-64-v3"))) inline __m128i upper_bytes(
     Avx2 /*set*/, const uint8_t* codes) {

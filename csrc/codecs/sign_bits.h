@@ -1,4 +1,4 @@
-// Packs the signs of numbers by instructions that gather them; compilers do not find these by themselves.
+// Packs the signs of numbers with instructions that compilers do not choose by themselves.
 #pragma once
 
 #include "codecs/blocks.h"
@@ -9,8 +9,9 @@
 
 namespace commhooks {
 
-// One of each per instruction set, by its type. Bit i of `packed` = whether y[i] * inverse is negative;
-// false if one of these is zero, or if there is no such instruction. `count` is a multiple of kFloats.
+// One overload per instruction set. Sets bit i of `packed` if y[i] * inverse is negative. Returns
+// false if one of these is zero, or if there is no such instruction. `count` is a multiple of
+// kFloats.
 
 COMMHOOKS_INLINE bool pack_signs(
     Plain /*set*/, const float* /*y*/, float /*inverse*/, int64_t /*count*/, uint8_t* /*packed*/) {

@@ -4,7 +4,7 @@
 
 namespace commhooks {
 
-// Held by the callbacks as well, which may outlive the queue.
+// Callbacks share it, and may outlive the queue.
 struct CompletionQueue::Tokens {
   std::mutex mutex;
   std::condition_variable arrived;
@@ -25,8 +25,8 @@ struct CompletionQueue::Waiter {
     int64_t token;
   };
 
-  // The state is shared with the thread, which is detached: a Work that never ends must not keep the
-  // queue's owner from going away.
+  // The state is shared with the thread, which is detached: a Work that never completes must not
+  // block the destruction of the queue.
   struct State {
     std::mutex mutex;
     std::condition_variable changed;
@@ -50,7 +50,7 @@ struct CompletionQueue::Waiter {
         try {
           item.work->wait();
         } catch (const std::exception&) {
-          // The reader of the token asks the Work, and gets the error from it.
+          // The reader of the token gets the error from the Work.
         }
         tokens->put(item.token);
       }
@@ -90,12 +90,12 @@ void CompletionQueue::watch(
   try {
     future = work->getFuture();
   } catch (const c10::Error&) {
-    // Raised by Works that have none; see below.
+    // This Work has no future; see below.
   }
   if (future) {
     future->addCallback(
         [tokens = tokens_, token](c10::ivalue::Future&) { tokens->put(token); },
-        /*uses_future=*/false);  // so no stream is made to wait for it
+        /*uses_future=*/false);  // so that no stream waits for it
     return;
   }
   std::lock_guard<std::mutex> lock(waiters_mutex_);

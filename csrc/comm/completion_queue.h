@@ -1,4 +1,4 @@
-// Lets one thread wait for many collectives.
+// A queue on which one thread waits for many collectives.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -14,9 +14,9 @@
 
 namespace commhooks {
 
-// A queue of integer tokens. A token is put directly, or watched for: it arrives when a Work has
-// completed, with or without an error (ask the Work). Threads that complete Works only push an
-// integer: they never need the GIL, and never run a hook's code.
+// A queue of integer tokens. A token is appended directly, or once a Work has completed, with or
+// without an error (which the Work has). Threads that complete Works only append an integer: they
+// never need the GIL, and never run code of a hook.
 class CompletionQueue {
  public:
   CompletionQueue();
@@ -26,11 +26,11 @@ class CompletionQueue {
 
   void put(int64_t token);
 
-  // Point-to-point Works of Gloo have no future; these are waited for, in the order in which they come,
-  // by a helper thread for each stage.
+  // Point-to-point Works of Gloo have no future; one thread per stage waits for them, in the order
+  // of the calls.
   void watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t token, int64_t stage);
 
-  // Blocks until a token is there or `timeout` has passed; no timeout: for as long as it takes.
+  // Waits for a token, or until `timeout` has passed, if there is one.
   std::optional<int64_t> get(std::optional<std::chrono::duration<double>> timeout);
 
  private:

@@ -11,7 +11,7 @@ bool JoinedWork::wait(std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(waiting_);
   if (!isCompleted()) {
     std::exception_ptr first_error;
-    // All of them, also after an error: their tensors are in use until then.
+    // Wait for all of them even after an error: their tensors are in use until then.
     for (const auto& work : works_) {
       try {
         work->wait(timeout);

@@ -8,9 +8,9 @@
 
 namespace commhooks {
 
-// Completes once all of `works` have, with the first error among them; at once if there are none.
-// For point-to-point Works of Gloo, which can be waited for only once; this one can be waited for
-// again and again, and lets go of them after the first time. Has no future.
+// Completes once all of `works` have completed, with their first error; immediately if there are
+// none. For point-to-point Works of Gloo, which can be waited for only once. A JoinedWork can be
+// waited for several times, and releases the Works after the first time. Has no future.
 class JoinedWork : public c10d::Work {
  public:
   explicit JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works);

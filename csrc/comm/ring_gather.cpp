@@ -4,7 +4,7 @@
 
 namespace commhooks {
 
-constexpr std::chrono::milliseconds kAtOnce{1};
+constexpr std::chrono::milliseconds kShortest{1};
 
 RingGather::RingGather(c10::intrusive_ptr<c10d::Backend> group, std::vector<at::Tensor> parts)
     : group_(std::move(group)),
@@ -14,7 +14,7 @@ RingGather::RingGather(c10::intrusive_ptr<c10d::Backend> group, std::vector<at::
   try {
     post();
   } catch (...) {
-    pass_on(kAtOnce);  // see Note [Nothing posted is dropped] in point_to_point.py
+    pass_on(kShortest);  // see Note [Nothing posted is dropped] in point_to_point.py
     throw;
   }
 }
@@ -47,7 +47,7 @@ bool RingGather::wait(std::chrono::milliseconds timeout) {
 
 std::exception_ptr RingGather::pass_on(std::chrono::milliseconds timeout) {
   std::exception_ptr first_error;
-  // All of them, also after an error: their tensors are in use until then.
+  // Wait for all of them even after an error: their tensors are in use until then.
   const auto attempt = [&](const auto& step) {
     try {
       step();
@@ -71,8 +71,8 @@ std::exception_ptr RingGather::pass_on(std::chrono::milliseconds timeout) {
 
 void RingGather::send(int distance) {
   std::vector<at::Tensor> part{parts_[(rank_ - distance + size_) % size_]};
-  // The tag is how far the part will have come: parts of one gather may overtake those of another that
-  // have come farther, but not those that have come as far.
+  // The tag is the distance that the part will have traveled. Parts of two gathers with different
+  // tags may overtake each other; those with the same tag stay in order.
   sends_.push_back(group_->send(part, (rank_ + 1) % size_, distance + 1));
 }
 

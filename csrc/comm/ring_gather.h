@@ -1,4 +1,4 @@
-// The tensors of all ranks of a Gloo group, by messages to the next rank.
+// An all-gather over Gloo by messages to the next rank.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -10,15 +10,15 @@
 
 namespace commhooks {
 
-// An all-gather around a ring: in each of N-1 rounds a rank passes on to the next one what came from
-// the one before. A node of several ranks so receives each part once.
+// An all-gather around a ring: in each of N-1 rounds a rank sends to the next rank the part that it
+// received from the rank before. A node of several ranks therefore receives each part once.
 //
-// All receives are posted at once, which is what Gloo's own does not: see Note [Receives first] in
-// point_to_point.py. Parts are passed on by whoever waits, so somebody has to. Has no future. Holds the
-// group until it has completed.
+// Unlike Gloo's own all-gather, this one posts all receives first: see Note [Receives first] in
+// point_to_point.py. The thread that waits passes the parts on, so some thread has to wait. Has no
+// future. Owns a reference to the group until it has completed.
 class RingGather : public c10d::Work {
  public:
-  // parts: one per rank, of CPU memory, equally long; this rank's is filled.
+  // parts: one CPU tensor per rank, of equal length; the part of this rank is the input.
   RingGather(c10::intrusive_ptr<c10d::Backend> group, std::vector<at::Tensor> parts);
 
   bool wait(std::chrono::milliseconds timeout) override;
@@ -26,15 +26,14 @@ class RingGather : public c10d::Work {
  private:
   void post();
   std::exception_ptr pass_on(std::chrono::milliseconds timeout);
-  void send(int distance);  // the part of the rank so far behind this one
+  void send(int distance);  // sends the part of the rank that is `distance` before this one
 
   std::mutex waiting_;
   c10::intrusive_ptr<c10d::Backend> group_;
   std::vector<at::Tensor> parts_;
   int rank_;
   int size_;
-  std::vector<c10::intrusive_ptr<c10d::Work>>
-      receives_;  // of the parts of ranks -1, -2, ... of this one
+  std::vector<c10::intrusive_ptr<c10d::Work>> receives_;  // parts of the ranks 1, 2, ... before
   std::vector<c10::intrusive_ptr<c10d::Work>> sends_;
 };
 

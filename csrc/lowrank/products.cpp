@@ -11,11 +11,11 @@
 namespace commhooks {
 namespace {
 
-// A vector as wide as the widest registers; the compiler splits it up on lesser CPUs.
+// A vector of the width of the widest registers; the compiler splits it for other CPUs.
 constexpr int64_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Rows that are handled together, so that what is loaded of the right factors is used that often.
+// Rows that are handled together, so that each load of the right factors is used for all of them.
 constexpr int64_t kRows = 4;
 // Factors that are handled together: kRows * kFactors sums stay in registers.
 constexpr int64_t kFactors = 4;
@@ -30,7 +30,7 @@ struct Matrix {
   int64_t rank;
 };
 
-// `count` < kLanes where a row ends.
+// `count` < kLanes at the end of a row.
 COMMHOOKS_INLINE Lanes load(const float* from, int64_t count) {
   Lanes lanes = {};
   if (count >= kLanes) {
@@ -62,9 +62,9 @@ COMMHOOKS_INLINE float sum(const Lanes& lanes) {
   return total;
 }
 
-// Calls `body` with the number of rows and of factors as constants, for blocks of at most kRows rows
-// of [begin, end) and at most kFactors factors of [0, rank). Rows are the outer loop: their elements
-// are in the first-level cache when the next block of factors comes.
+// Calls `body` with the number of rows and of factors as constants, for blocks of at most kRows
+// rows of [begin, end) and at most kFactors factors of [0, rank). Rows are the outer loop: their
+// elements are in the first-level cache for the next block of factors.
 template <typename Body>
 COMMHOOKS_INLINE void for_blocks(int64_t begin, int64_t end, int64_t rank, const Body& body) {
   for (int64_t row = begin; row < end;) {
@@ -157,8 +157,7 @@ COMMHOOKS_INLINE void apply_rows(
   for_blocks(
       begin, end, rank,
       [&]<int64_t rows, int64_t factors>(int64_t row, int64_t factor) COMMHOOKS_ALWAYS_INLINE {
-        const bool first =
-            factor == 0;  // of the blocks of factors: the others go on where it stopped
+        const bool first = factor == 0;  // later blocks of factors add to it
         for (int64_t column = 0; column < columns; column += kLanes) {
           const int64_t count = columns - column;
           Lanes error[rows] = {};

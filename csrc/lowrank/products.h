@@ -1,4 +1,4 @@
-// The products of low-rank compression, each in one pass over the memory.
+// The matrix products of low-rank compression, each in one pass over the memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,11 +7,11 @@
 
 namespace commhooks {
 
-// All tensors are float32 on the CPU. With M = error + gradient (gradient alone where there is no
-// error), which is never stored:
+// All tensors are float32 on the CPU. M = error + gradient (gradient alone if there is no error) is
+// never stored.
 //
 //   error     (k, n, m)  contiguous, or none
-//   gradient  (k, n, m)  strides (any, m, 1): matrices inside a bucket
+//   gradient  (k, n, m)  strides (any, m, 1): matrices in a bucket
 //   left      (k, n, r)  contiguous
 //   right     (k, r, m)  contiguous
 //

@@ -16,10 +16,10 @@
 namespace commhooks {
 namespace {
 
-// Enough work for a thread to be worth waking: about 10 microseconds of copying.
+// The least work for one thread: about 10 microseconds of copying.
 constexpr int64_t kGrainElements = 1 << 15;
 
-// So few that they are in the innermost cache still when they are looked at.
+// Few enough to be in the innermost cache when they are checked.
 constexpr int64_t kTileElements = 1 << 11;
 
 using Kernel = void (*)(const void* source, void* destination, int64_t numel, double scale);
@@ -107,7 +107,8 @@ Kernel choose_kernel(c10::ScalarType from, c10::ScalarType to, double scale, boo
   }
 }
 
-// What becomes of consecutive numbers: `run` says whether all that it wrote are finite, if anybody asks.
+// Converts consecutive numbers. If asked to check, `run` returns whether all written numbers are
+// finite.
 class Conversion {
  public:
   Conversion(c10::ScalarType from, c10::ScalarType to, double scale, bool stream, bool checks)
@@ -115,9 +116,9 @@ class Conversion {
         to_(to),
         scale_(scale),
         checks_(checks),
-        // Numbers are looked at where they were written, so they have to be in a cache there.
+        // Numbers are checked where they were written, so they have to be in a cache there.
         kernel_(choose_kernel(from, to, scale, stream && !checks)),
-        // What is in place has just been read, so it is in a cache already.
+        // Numbers that are converted in place have just been read, so they are in a cache.
         kernel_in_place_(choose_kernel(from, to, scale, /*stream=*/false)) {}
 
   bool run(const char* source, char* destination, int64_t numel) const {
@@ -164,8 +165,8 @@ void convert(
   const size_t to_size = c10::elementSize(to);
   std::atomic<bool> all_finite{true};
 
-  // ends[i]: number of elements up to and including piece i; the pieces laid end to end are cut into
-  // even ranges, whatever their own sizes.
+  // ends[i]: number of elements up to and including piece i. The concatenated pieces are divided
+  // into equal ranges.
   std::vector<int64_t> ends;
   ends.reserve(pieces.size());
   int64_t total = 0;

@@ -1,4 +1,4 @@
-// How gradients get into buckets and back, on one kind of device.
+// Copies gradients into buckets and back, on one type of device.
 #pragma once
 
 #include "packing/piece.h"
@@ -10,17 +10,17 @@
 
 namespace commhooks {
 
-// Nothing here waits for a device: on an accelerator copies are enqueued on the current stream.
+// Never waits for a device: on an accelerator, copies are enqueued on the current stream.
 class Copier {
  public:
   virtual ~Copier() = default;
 
-  // Whether `copy_pieces` works; else everything goes through `copy_tensors`.
+  // Whether `copy_pieces` is supported; otherwise use `copy_tensors` for everything.
   virtual bool copies_pieces() const = 0;
 
-  // destination = cast<to>(scale * source) for every piece, in one pass. `leaves_cache`: destinations
-  // are part of something larger than the caches of a CPU. `finite`: undefined, or () bool there, which
-  // becomes false if a number that was written is not finite.
+  // destination = cast<to>(scale * source) for every piece, in one pass. `leaves_cache`:
+  // destinations are parts of memory that is larger than the caches of a CPU. `finite`: undefined,
+  // or a () bool tensor on the device that is set to false if a written number is not finite.
   virtual void copy_pieces(
       const std::vector<Piece>& pieces,
       c10::ScalarType from,
@@ -29,7 +29,7 @@ class Copier {
       bool leaves_cache,
       const at::Tensor& finite) const = 0;
 
-  // The same for tensors of any strides, pair by pair of one shape.
+  // The same for pairs of tensors of equal shapes and any strides.
   virtual void copy_tensors(
       const std::vector<at::Tensor>& sources,
       const std::vector<at::Tensor>& destinations,
@@ -37,8 +37,8 @@ class Copier {
       const at::Tensor& finite) const;
 };
 
-// For the CPU, pieces by `convert`; for CUDA, by kernels of our own where they were compiled; for
-// all else ATen's foreach operations.
+// On the CPU pieces are copied by `convert`; on CUDA by the kernels in cuda/, if they were
+// compiled; otherwise by ATen's foreach operations.
 std::unique_ptr<Copier> make_copier(c10::Device device);
 
 }  // namespace commhooks

@@ -9,9 +9,9 @@
 namespace commhooks {
 namespace {
 
-// Infinities and NaN are the numbers whose exponent has all bits set.
+// Infinities and NaN have an exponent with all bits set.
 template <typename Bits>
-bool is_free_of(Bits exponent, const void* numbers, int64_t numel) {
+bool exponents_below(Bits exponent, const void* numbers, int64_t numel) {
   const auto* bytes = static_cast<const char*>(numbers);
   return on_widest([=](auto) COMMHOOKS_ALWAYS_INLINE {
     Bits found = 0;
@@ -29,15 +29,15 @@ bool is_free_of(Bits exponent, const void* numbers, int64_t numel) {
 bool all_finite(const void* numbers, int64_t numel, c10::ScalarType type) {
   switch (type) {
     case c10::kDouble:
-      return is_free_of<uint64_t>(0x7ff0000000000000u, numbers, numel);
+      return exponents_below<uint64_t>(0x7ff0000000000000u, numbers, numel);
     case c10::kFloat:
-      return is_free_of<uint32_t>(0x7f800000u, numbers, numel);
+      return exponents_below<uint32_t>(0x7f800000u, numbers, numel);
     case c10::kHalf:
-      return is_free_of<uint16_t>(0x7c00u, numbers, numel);
+      return exponents_below<uint16_t>(0x7c00u, numbers, numel);
     case c10::kBFloat16:
-      return is_free_of<uint16_t>(0x7f80u, numbers, numel);
+      return exponents_below<uint16_t>(0x7f80u, numbers, numel);
     default:
-      TORCH_CHECK(false, "Expected floating numbers, found ", type, ".");
+      TORCH_CHECK(false, "Expected a floating type, found ", type, ".");
   }
 }
 

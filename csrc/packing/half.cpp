@@ -14,7 +14,7 @@
 namespace commhooks {
 namespace {
 
-// The bits of the bfloat16 nearest to `value`.
+// Returns the bits of the bfloat16 nearest to `value`.
 COMMHOOKS_INLINE uint16_t bfloat16_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -23,7 +23,7 @@ COMMHOOKS_INLINE uint16_t bfloat16_bits(float value) {
   return static_cast<uint16_t>(is_nan ? 0x7fc0u : rounded);
 }
 
-// One of each name per instruction set, by its type.
+// One overload per instruction set.
 
 void convert_to_half(Plain, const float* in, uint16_t* out, int64_t numel, float factor) {
   for (int64_t i = 0; i < numel; ++i) {
@@ -38,7 +38,7 @@ void convert_from_half(Plain, const uint16_t* in, float* out, int64_t numel, flo
 }
 
 #ifdef COMMHOOKS_X86
-// Compilers do not vectorize the conversion from and to half by themselves.
+// Compilers do not vectorize conversions from and to half by themselves.
 __attribute__((target("arch=x86-64-v4"))) void convert_to_half(
     Avx512, const float* in, uint16_t* out, int64_t numel, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
@@ -85,7 +85,7 @@ __attribute__((target("arch=x86-64-v3"))) void convert_from_half(
   convert_from_half(Plain(), in + i, out + i, numel - i, factor);
 }
 
-// Splits [0, numel) so that the middle part starts at a cache line of `out` and is a multiple of it.
+// Splits [0, numel) so that the middle part consists of whole cache lines of `out`.
 template <typename T>
 struct CacheLines {
   static constexpr int64_t kPerLine = 64 / sizeof(T);

@@ -1,12 +1,12 @@
-// Numbers on their way from one place in memory to another.
+// Elements to copy from one place in memory to another.
 #pragma once
 
 #include <cstdint>
 
 namespace commhooks {
 
-// `numel` consecutive elements; a null source stands for zeros. Source and destination may be the
-// same memory, but must not overlap otherwise.
+// `numel` consecutive elements; if the source is null, they are zeros. Source and destination may
+// be the same memory, but must not overlap otherwise.
 struct Piece {
   const void* source;
   void* destination;

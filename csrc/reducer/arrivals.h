@@ -1,4 +1,4 @@
-// Which gradients of a step are there, and in which order they came.
+// Which gradients of a step have arrived, and in which order.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@ class Arrivals {
   explicit Arrivals(size_t parameters) : arrived_(parameters, 0) {}
 
   void begin_step();
-  // Whether the parameter's gradient had not arrived yet.
+  // Notes the gradient of a parameter; returns false if it had arrived before.
   bool add(size_t index);
-  // Those of an abandoned step tell nothing about the next one.
+  // For an abandoned step, whose order may be incomplete.
   void forget_order() {
     order_.clear();
   }
@@ -29,8 +29,8 @@ class Arrivals {
   const std::vector<size_t>& order() const {
     return order_;
   }
-  // Whether they came in the order of the step before.
-  bool came_as_before() const {
+  // Returns whether the order is the same as in the step before.
+  bool same_order_as_before() const {
     return order_ == last_order_;
   }
 

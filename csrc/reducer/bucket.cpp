@@ -16,7 +16,7 @@
 namespace commhooks {
 namespace {
 
-// Strides of dimensions of size one (or of empty tensors) say nothing about the order in memory.
+// Strides of dimensions of size one, and of empty tensors, do not affect the order in memory.
 bool same_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.stride(dim) != strides[dim] && tensor.size(dim) != 1) {
@@ -30,19 +30,19 @@ char* at_offset(const at::Tensor& flat, size_t elements) {
   return static_cast<char*>(flat.data_ptr()) + elements * flat.itemsize();
 }
 
-// Gradients are copied once this much has gathered: few enough to be in a core's cache still, enough
-// for one pass over many small ones.
+// Gradients are copied once this many bytes have been gathered: few enough to still be in the cache
+// of a core, and enough for one pass over many small gradients.
 constexpr int64_t kFlushBytes = 1 << 20;
 
-// Buckets above this size have left the caches before they are read again.
+// Buckets of this size or more do not stay in the caches until they are read again.
 constexpr int64_t kCachedBytes = 4 << 20;
 
 // See Note [Complex gradients].
-at::Tensor as_it_travels(const at::Tensor& gradient) {
+at::Tensor packed_view(const at::Tensor& gradient) {
   return gradient.is_complex() ? at::view_as_real(gradient.resolve_conj()) : gradient;
 }
 
-std::vector<at::Tensor> as_they_travel(const std::vector<at::Tensor>& parameters) {
+std::vector<at::Tensor> packed_views(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> views;
   views.reserve(parameters.size());
   for (const auto& parameter : parameters) {
@@ -59,7 +59,7 @@ Bucket::Bucket(
     std::vector<size_t> indices,
     bool grads_are_views)
     : parameters_(std::move(parameters)),
-      layout_(make_bucket_layout(as_they_travel(parameters_), std::move(names))),
+      layout_(make_bucket_layout(packed_views(parameters_), std::move(names))),
       indices_(std::move(indices)),
       grads_are_views_(grads_are_views),
       numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())),
@@ -76,9 +76,8 @@ const at::Tensor& Bucket::flat() {
     if (grads_are_views_) {
       views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
-        const at::Tensor traveling = view(flat_, i);
-        views_.push_back(
-            parameters_[i].is_complex() ? at::view_as_complex(traveling) : traveling);
+        const at::Tensor packed = view(flat_, i);
+        views_.push_back(parameters_[i].is_complex() ? at::view_as_complex(packed) : packed);
       }
     }
   }
@@ -119,6 +118,7 @@ bool Bucket::is_plain(const at::Tensor& grad, size_t position) const {
 }
 
 void Bucket::begin_step(std::shared_ptr<const GradientStore> store) {
+  exchange = {.missing = indices_.size()};
   store_ = std::move(store);
   gathered_.assign(indices_.size(), 0);
   pieces_.clear();
@@ -164,7 +164,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
   if (grads_are_views_) {
     flat();
   }
-  const at::Tensor grad = as_it_travels(original);
+  const at::Tensor grad = packed_view(original);
   const bool is_view = grads_are_views_ && is_own_view(grad, i);
   if (is_view && target.is_same(flat_) && format.scale == 1.0) {
     packs_all_ = false;
@@ -181,7 +181,7 @@ void Bucket::gather(const PackFormat& format, size_t i) {
     store_->set(parameters_[i], views_[i]);
     kept_.push_back(grad);
   } else if (!grad.is_alias_of(original)) {
-    kept_.push_back(grad);  // a copy, made for its way
+    kept_.push_back(grad);  // a temporary copy
   }
 }
 
@@ -214,7 +214,7 @@ at::Tensor Bucket::pack(const PackFormat& format) {
     return pack_sparse(format);
   }
   if (store_->is_nowhere()) {
-    return zeros(format);  // the bucket's own memory may be that of gradients
+    return zeros(format);  // gradients may be views of the bucket's own memory
   }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {
@@ -241,7 +241,7 @@ at::Tensor Bucket::pack_sparse(const PackFormat& format) const {
   if (!grad.defined()) {
     return no_rows(parameters_.front());
   }
-  // Dense where the parameter has other uses as well.
+  // The gradient is dense if the parameter also has other uses.
   const at::Tensor rows = grad.is_sparse() ? grad.coalesce() : grad.detach().to_sparse(1);
   return rows.mul(format.scale).coalesce();
 }
@@ -310,12 +310,11 @@ void Bucket::check_gradient(const at::Tensor& grad, size_t position) const {
       grad.layout() == c10::kStrided && grad.scalar_type() == parameter.scalar_type() &&
           grad.device() == parameter.device() && grad.sizes() == parameter.sizes(),
       "Parameter ", layout_->names[position],
-      " has a gradient that cannot travel in its bucket: expected a dense ",
-      parameter.scalar_type(), " tensor of shape ", parameter.sizes(), " on ", parameter.device(),
-      ", found layout ", grad.layout(), ", ", grad.scalar_type(), ", shape ", grad.sizes(), " on ",
-      grad.device(),
-      ". Of sparse gradients only those of nn.Embedding and nn.EmbeddingBag with sparse=True are "
-      "expected.");
+      " has a gradient that does not fit its bucket: expected a dense ", parameter.scalar_type(),
+      " tensor of shape ", parameter.sizes(), " on ", parameter.device(), ", found layout ",
+      grad.layout(), ", ", grad.scalar_type(), ", shape ", grad.sizes(), " on ", grad.device(),
+      ". Sparse gradients are only supported for nn.Embedding and nn.EmbeddingBag with "
+      "sparse=True.");
 }
 
 }  // namespace commhooks

@@ -1,4 +1,4 @@
-// Gradients that travel together, and the memory they travel in.
+// Gradients that are reduced together, and the memory they are reduced in.
 #pragma once
 
 #include "packing/copier.h"
@@ -14,66 +14,69 @@ namespace commhooks {
 // Sums over the steps since the last reset.
 struct BucketStats {
   int64_t steps = 0;
-  int64_t packed_bytes = 0;  // what was handed to the hook
-  // Of the host's time. On an accelerator hooks only enqueue work, and complete when they have.
-  double hook_seconds = 0;  // from handing over to completion
-  double exposed_seconds =
-      0;  // of these, what the thread that runs backward spent in or for the hook
+  int64_t packed_bytes = 0;  // handed to the hook
+  // Time on the host. On an accelerator hooks complete once they have enqueued their work.
+  double hook_seconds = 0;     // from launch to completion
+  double exposed_seconds = 0;  // in the thread that runs backward, in the hook or waiting for it
 };
 
 // Note [Complex gradients]
 // ~~~~~~~~~~~~~~~~~~~~~~~~
-// Backends and hooks know real numbers only. A complex gradient travels as its real view, of shape
-// [..., 2], and that is what the bucket's layout says of it; only `.grad` itself is complex.
+// Backends and hooks only handle real numbers. A complex gradient is packed as its real view, whose
+// shape is [..., 2], and the layout of the bucket describes this view; only `.grad` is complex.
 class Bucket {
  public:
-  // `indices`: of `parameters` in the reducer. `grads_are_views`: `gradient_as_bucket_view`.
+  // `indices`: the indices of `parameters` in the reducer. `grads_are_views`: the option
+  // `gradient_as_bucket_view`.
   Bucket(
       std::vector<at::Tensor> parameters,
       std::vector<std::string> names,
       std::vector<size_t> indices,
       bool grads_are_views);
 
-  // Packs the gradient at `position` as soon as it is there, or some time later, together with others:
-  // many small ones are worth one pass, and a large one is worth reading while it is still in a cache.
-  // Optional; CPU only.
+  // Packs the gradient at `position` now, or later together with others: a large gradient is read
+  // while it is still in a cache, and small ones are packed in one pass. Optional; only does
+  // something on the CPU.
   void pack_early(const PackFormat& format, size_t position);
 
-  // That a gradient has arrived on the current stream. See Note [Streams].
+  // Notes that a gradient has arrived on the current stream. See Note [Streams].
   void add_stream() {
     streams_.add_current(device());
   }
-  // Lets the current stream work on the bucket and its gradients: before `pack` and `unpack`.
+  // Makes the current stream wait for the bucket and its gradients; call it before `pack` and
+  // `unpack`.
   void enter_stream();
 
-  // Gathers the gradients into one tensor in `format` and returns it. Parameters without a gradient
-  // count as zeros; where the store is nowhere, the tensor is a new one. With `grads_are_views`, `.grad` of each parameter that has one becomes a view of
-  // `flat()`, whose contents are undefined until `unpack`, unless the returned tensor is `flat()`.
+  // Packs the gradients into one tensor in `format` and returns it. Parameters without a gradient
+  // count as zeros; if the store is nowhere, the tensor is a new one. With `grads_are_views`,
+  // `.grad` of each parameter that has one becomes a view of `flat()`, whose contents are undefined
+  // until `unpack`, unless the returned tensor is `flat()`.
   at::Tensor pack(const PackFormat& format);
 
-  // Whether all that `pack` returned is finite, () bool on the device. Undefined if the format did not
-  // ask, or if something lay in its place already and has not been looked at.
+  // Whether the tensor that `pack` returned is finite, as a () bool tensor on the device. Undefined
+  // if the format did not ask for it, or if a gradient was already in place and has not been
+  // checked.
   at::Tensor finite() const {
     return packs_all_ ? finite_ : at::Tensor();
   }
 
-  // Forgets what was packed early, and reads gradients from `store` from now on.
+  // Starts a new exchange, and reads gradients from `store` from now on.
   void begin_step(std::shared_ptr<const GradientStore> store);
   void set_store(std::shared_ptr<const GradientStore> store) {
     store_ = std::move(store);
   }
 
-  // Throws unless `result` is what a hook may return for this bucket.
+  // Throws if a hook may not return `result` for this bucket.
   void check_result(const at::Tensor& result, const PackFormat& format) const;
 
-  // Writes `result` (flat, any floating dtype) into the gradients at `positions`; parameters there get
-  // one if they have none.
+  // Writes `result` (flat, any floating dtype) into the gradients at `positions`; parameters there
+  // get one if they have none.
   void unpack(const at::Tensor& result, const std::vector<size_t>& positions);
 
-  // Gives the memory back, unless gradients are views of it.
+  // Frees the memory, unless gradients are views of it.
   void release();
 
-  // Of the gradients as they travel.
+  // The layout of the packed gradients.
   const BucketLayout& layout() const {
     return *layout_;
   }
@@ -98,23 +101,27 @@ class Bucket {
   }
 
   size_t index = 0;        // among all buckets
-  size_t lane = 0;         // index of the hook that averages it
-  bool is_sparse = false;  // its only gradient is, so `pack` returns a sparse tensor
+  size_t group = 0;        // index of its reduction group
+  bool is_sparse = false;  // its only gradient is sparse, so `pack` returns a sparse tensor
 
-  // --- of the current step ---
-  size_t missing = 0;    // gradients that have not arrived yet
-  bool skipped = false;  // no rank uses any of its parameters
-  std::unique_ptr<PendingResult> pending;
-  std::chrono::steady_clock::time_point handed_over;
-  // When the hook completed, in `handed_over`'s clock; zero until the callback that sets it has run.
-  std::shared_ptr<std::atomic<std::chrono::steady_clock::duration>> completed;
+  // The part of the current step in this bucket; replaced as a whole when a step begins.
+  struct Exchange {
+    size_t missing = 0;    // number of gradients that have not arrived yet
+    bool skipped = false;  // no rank uses any of its parameters
+    std::unique_ptr<PendingResult> pending;
+    std::chrono::steady_clock::time_point handed_over;
+    // When the hook completed, in the clock of `handed_over`; zero until the callback that sets it
+    // has run.
+    std::shared_ptr<std::atomic<std::chrono::steady_clock::duration>> completed;
+  };
+  Exchange exchange;
 
   BucketStats stats;
 
  private:
-  // The view of `flat` through which the gradient at `position` is seen, as it travels.
+  // Returns the packed gradient at `position` as a view of `flat`.
   at::Tensor view(const at::Tensor& flat, size_t position) const;
-  // The tensor that gradients are packed into.
+  // Returns the tensor that gradients are packed into.
   const at::Tensor& packed(const PackFormat& format);
   void gather(const PackFormat& format, size_t position);
   void flush(const PackFormat& format);
@@ -123,11 +130,11 @@ class Bucket {
   at::Tensor no_rows(const at::Tensor& parameter) const;
   at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();
-  // Whether the memory of `grad` is the place in `flat_` that is reserved for it.
+  // Returns whether the memory of `grad` is its place in `flat_`.
   bool is_own_view(const at::Tensor& grad, size_t position) const;
-  // Whether moving `grad` is moving consecutive numbers, which the copier can.
+  // Returns whether the copier can copy `grad`: whether its memory has the order of the bucket.
   bool is_plain(const at::Tensor& grad, size_t position) const;
-  // Whether the bucket is too large to stay in a cache.
+  // Returns whether the bucket is too large to stay in a cache.
   bool leaves_cache() const;
   void check_gradient(const at::Tensor& grad, size_t position) const;
 
@@ -138,19 +145,19 @@ class Bucket {
   int64_t numel_;
   std::unique_ptr<Copier> copier_;
   std::shared_ptr<const GradientStore> store_ = local_gradients();
-  at::Tensor flat_;                // in the gradients' dtype; made when first needed
-  std::vector<at::Tensor> views_;  // of flat_, to serve as `.grad`
-  at::Tensor wire_;                // in the dtype that a hook asked for; made when first needed
+  at::Tensor flat_;                // in the dtype of the gradients; allocated when first needed
+  std::vector<at::Tensor> views_;  // of flat_, one per `.grad`
+  at::Tensor wire_;  // in the dtype that a hook asked for; allocated when first needed
 
   std::vector<char> gathered_;  // per position, in this step
   std::vector<Piece> pieces_;   // gathered, but not copied yet
   int64_t pieces_numel_ = 0;
-  std::vector<at::Tensor> sources_;  // what is not pieces: all together, too
+  std::vector<at::Tensor> sources_;  // gradients that are not pieces, copied together as well
   std::vector<at::Tensor> destinations_;
-  bool packs_all_ = true;         // nothing was in its place already
-  at::Tensor finite_;             // of what has been packed
-  std::vector<at::Tensor> kept_;  // gradients that `pieces_` point to and nobody else may keep
-  StreamTrail streams_;           // that have worked on the bucket or its gradients in this step
+  bool packs_all_ = true;         // no gradient was already in place
+  at::Tensor finite_;             // whether the packed gradients are finite
+  std::vector<at::Tensor> kept_;  // owns the memory that `pieces_` point to
+  StreamTrail streams_;           // streams that used the bucket or its gradients in this step
 };
 
 }  // namespace commhooks

@@ -10,8 +10,8 @@ namespace {
 struct OpenBucket {
   std::vector<size_t> members;
   int64_t bytes = 0;
-  size_t last_position = 0;  // in `order`, of the member that is expected last
-  size_t number = 0;         // among those of its key
+  size_t last_position = 0;  // of its members in `order`
+  size_t number = 0;         // among the buckets of its key
 };
 
 }  // namespace
@@ -21,7 +21,7 @@ std::vector<std::vector<size_t>> plan_buckets(
     const std::vector<int64_t>& keys,
     const std::vector<size_t>& order,
     const BucketCaps& caps) {
-  TORCH_CHECK_VALUE(!caps.empty(), "Expected at least one size for buckets.");
+  TORCH_CHECK_VALUE(!caps.empty(), "Expected at least one bucket size.");
   using Key = std::tuple<c10::ScalarType, c10::DeviceType, c10::DeviceIndex, int64_t>;
   std::map<Key, OpenBucket> open;
   std::vector<std::pair<size_t, std::vector<size_t>>> closed;  // (last position, members)

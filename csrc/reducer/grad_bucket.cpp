@@ -1,7 +1,7 @@
 #include "reducer/grad_bucket.h"
 
-#include "shared/finite.h"
 #include "reducer/streams.h"
+#include "shared/finite.h"
 
 #include <optional>
 

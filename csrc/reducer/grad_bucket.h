@@ -1,4 +1,4 @@
-// What a communication hook sees of a bucket.
+// The bucket that a communication hook gets.
 #pragma once
 
 #include "reducer/layout.h"
@@ -11,8 +11,9 @@
 
 namespace commhooks {
 
-// Derives from torch's GradBucket so that hooks written for torch accept it; torch's methods are not
-// virtual, and its `getGradients` assumes row-major layouts, so Python sees the methods below instead.
+// Derives from torch's GradBucket so that hooks written for torch accept it. The methods of torch
+// are not virtual, and its `getGradients` assumes row-major layouts, so Python gets the methods
+// below.
 class GradBucket : public c10d::GradBucket {
  public:
   GradBucket(
@@ -24,21 +25,22 @@ class GradBucket : public c10d::GradBucket {
       Names left_out = nullptr,
       at::Tensor finite = {});
 
-  // One view of the buffer per parameter. See Note [Bucket views].
+  // Returns one view of the buffer per parameter. See Note [Bucket views].
   std::vector<at::Tensor> gradients() const;
 
-  // () bool on the buffer's device, which the current stream may read. What packing found out if it was
-  // asked to and nobody has changed the buffer since, else by one pass over the buffer.
+  // Returns whether the buffer is finite, as a () bool tensor on its device that the current stream
+  // may read. Uses the result of packing, if packing checked it and the buffer has not been changed
+  // since; otherwise makes one pass over the buffer.
   at::Tensor all_finite() const;
 
   const BucketLayout& layout() const {
     return *layout_;
   }
-  // Number of synchronized backward passes that came before this one.
+  // Number of synchronized backward passes before this one.
   int64_t step() const {
     return step_;
   }
-  // Parameters that no hook gets in this step.
+  // Names of the parameters that no hook gets in this step.
   std::vector<std::string> left_out() const {
     return left_out_ ? *left_out_ : std::vector<std::string>();
   }
@@ -47,7 +49,7 @@ class GradBucket : public c10d::GradBucket {
   std::shared_ptr<const BucketLayout> layout_;
   int64_t step_;
   Names left_out_;
-  at::Tensor finite_;  // of `packed_` as it was; undefined where that is not known
+  at::Tensor finite_;  // whether `packed_` was finite at `packed_version_`; undefined if unknown
   at::Tensor packed_;
   int64_t packed_version_ = 0;
 };

@@ -53,7 +53,7 @@ class ContextGradients final : public GradientStore {
     TORCH_CHECK(
         has(parameter),
         "A parameter that this rank did not use in a distributed autograd context cannot get a "
-        "gradient there: all ranks have to use the same parameters.");
+        "gradient in it: all ranks have to use the same parameters.");
     context_->runGradCallbackForVariable(parameter, [&](at::Tensor& place) {
       place = std::move(gradient);
       return true;

@@ -7,27 +7,27 @@
 
 namespace commhooks {
 
-// `.grad`; or, in a backward that runs inside a torch.distributed.autograd context, that context; or,
-// on a rank that takes part with zeros, nothing.
+// Either `.grad`; or the torch.distributed.autograd context, if backward runs inside one; or
+// nothing, on a rank that takes part in a step with zeros.
 class GradientStore {
  public:
   virtual ~GradientStore() = default;
-  // Undefined where the parameter has none.
+  // Returns an undefined tensor if the parameter has no gradient.
   virtual at::Tensor get(const at::Tensor& parameter) const = 0;
   virtual void set(const at::Tensor& parameter, at::Tensor gradient) const = 0;
-  // Whether it holds no gradients and takes none: averages need not be written.
+  // Whether it has no gradients and stores none, so that averages need not be written.
   virtual bool is_nowhere() const {
     return false;
   }
 };
 
-// That of the backward which this thread runs.
+// Returns the store of the backward that this thread runs.
 std::shared_ptr<const GradientStore> current_gradients();
 
-// `.grad`.
+// Returns the store that is `.grad`.
 const std::shared_ptr<const GradientStore>& local_gradients();
 
-// Zeros, whatever `.grad` holds.
+// Returns the store without gradients; `.grad` is neither read nor written.
 const std::shared_ptr<const GradientStore>& no_gradients();
 
 }  // namespace commhooks

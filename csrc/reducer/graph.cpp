@@ -15,7 +15,7 @@ std::unordered_set<const torch::autograd::Node*> reachable_nodes(
   };
   for (const auto& output : outputs) {
     if (output.requires_grad()) {
-      // For a parameter that is itself an output, this is its gradient accumulator.
+      // If the output is itself a parameter, this is its gradient accumulator.
       visit(torch::autograd::impl::gradient_edge(output).function.get());
     }
   }

@@ -1,4 +1,4 @@
-// Looks at the autograd graph of a forward pass.
+// The autograd graph of a forward pass.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace commhooks {
 
-// All nodes that a backward from `outputs` can reach.
+// Returns all nodes that a backward from `outputs` can reach.
 std::unordered_set<const torch::autograd::Node*> reachable_nodes(
     const std::vector<at::Tensor>& outputs);
 

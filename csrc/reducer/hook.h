@@ -1,4 +1,4 @@
-// What the reducer asks of a communication hook.
+// The interface between the reducer and communication hooks.
 #pragma once
 
 #include "reducer/layout.h"
@@ -11,42 +11,42 @@
 
 namespace commhooks {
 
-// How the reducer packs gradients for a hook: cast to `dtype` (default: the gradients' own), times
-// `scale`; and whether it finds out on the way if all packed numbers are finite. None costs anything:
-// packing passes over the memory anyway.
+// How the reducer packs gradients for a hook: multiplied by `scale` and cast to `dtype` (default:
+// the dtype of the gradients), and with `checks_finite` also whether all packed numbers are finite.
+// None of these costs an extra pass over the memory.
 struct PackFormat {
   std::optional<c10::ScalarType> dtype;
   double scale = 1.0;
   bool checks_finite = false;
 };
 
-// One bucket of one step, packed. `index` and `bucket_count` are those of the buckets that this hook
-// gets in this step.
+// One packed bucket of one step. `index` and `bucket_count` count the buckets that this hook gets
+// in this step.
 struct BucketCall {
   std::shared_ptr<const BucketLayout> layout;
   at::Tensor buffer;
   size_t index;
   size_t bucket_count;
   int64_t step;
-  Names left_out;     // parameters of buckets that no hook gets in this step; null: there are none
-  at::Tensor finite;  // () bool: whether all of the buffer is; undefined where that is not known
+  Names left_out;  // parameters of buckets that no hook gets in this step; null if there are none
+  at::Tensor finite;  // () bool: whether the buffer is finite; undefined if that is not known
 };
 
-// A hook's answer that is on its way.
+// The result of a hook, which may not be complete yet.
 class PendingResult {
  public:
   virtual ~PendingResult() = default;
 
-  // Completes when the result is there, or an error; on an accelerator, when its work is enqueued.
+  // Completes with the result or with an error; on an accelerator, once the work is enqueued.
   virtual c10::ivalue::Future& future() = 0;
 
-  // The average, flat, with one element per element of the bucket; its dtype may be that of the
-  // gradients or of the packed buffer. Throws what the hook threw. Only after `future()` has been waited
-  // for; then the current stream may read it. See Note [Streams].
+  // Returns the average, flat, with one element per element of the bucket; its dtype is that of the
+  // gradients or that of the packed buffer. Rethrows an error of the hook. May only be called after
+  // `future()` has completed; the current stream may then read the result. See Note [Streams].
   virtual at::Tensor result() = 0;
 };
 
-// There is always a hook; the default one averages.
+// There is always a hook; the default is AverageHook.
 class Hook {
  public:
   virtual ~Hook() = default;
@@ -58,18 +58,19 @@ class Hook {
     return {};
   }
 
-  // Whether the gradients come out as they go in. Nothing is packed then, and `run` not called.
+  // Whether the hook leaves all gradients unchanged. Then nothing is packed, and `run` is not
+  // called.
   virtual bool passes_through() const {
     return false;
   }
 
-  // Called on the thread that runs backward, in bucket order, without the GIL and without any lock of
-  // the reducer that autograd needs. Must not wait for other ranks. The buffer has been packed on the
-  // current stream, which goes on with backward: a hook leaves it free. See Note [Streams].
+  // Called on the thread that runs backward, in bucket order, without the GIL and without a lock
+  // that autograd needs. Must not wait for other ranks. The buffer has been packed on the current
+  // stream, which backward goes on to use: a hook works on other streams. See Note [Streams].
   virtual std::unique_ptr<PendingResult> run(const BucketCall& call) = 0;
 
-  // The step ended early, for a reason that may lie outside the hook; buckets that are on their way
-  // have been handed out, others of this step will not come.
+  // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this
+  // step will be launched.
   virtual void abandon() {}
 };
 

@@ -9,12 +9,12 @@
 namespace commhooks {
 namespace {
 
-// FNV-1a, 64 bit: short, and the same on every platform.
+// FNV-1a with 64 bits: short, and the same on every platform.
 std::string digest(const std::vector<std::string>& names) {
   uint64_t hash = 0xcbf29ce484222325ULL;
   for (const auto& name : names) {
-    for (size_t i = 0; i <= name.size();
-         ++i) {  // includes the final NUL, so that {ab, c} != {a, bc}
+    // Including the final NUL, so that {ab, c} and {a, bc} differ.
+    for (size_t i = 0; i <= name.size(); ++i) {
       hash = (hash ^ static_cast<unsigned char>(name.c_str()[i])) * 0x100000001b3ULL;
     }
   }
@@ -41,7 +41,7 @@ std::vector<int64_t> gradient_strides(const at::Tensor& parameter) {
 std::shared_ptr<const BucketLayout> make_bucket_layout(
     std::vector<at::Tensor> parameters, std::vector<std::string> names) {
   TORCH_CHECK_VALUE(
-      parameters.size() == names.size(), "A bucket needs one name per parameter; got ",
+      parameters.size() == names.size(), "Expected one name per parameter of a bucket, found ",
       parameters.size(), " parameters and ", names.size(), " names.");
   auto layout = std::make_shared<BucketLayout>();
   size_t offset = 0;

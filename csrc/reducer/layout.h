@@ -1,4 +1,4 @@
-// Where gradients lie inside a flat bucket.
+// The places of gradients in a flat bucket.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,19 +11,19 @@ namespace commhooks {
 
 // Note [Bucket views]
 // ~~~~~~~~~~~~~~~~~~~
-// A bucket is one flat tensor: the gradients of its parameters one after the other, without padding.
-// The gradient of a parameter is seen through the parameter's own strides when these are dense and do
-// not overlap (contiguous, channels_last, transposed ...), and row-major otherwise. Autograd gives
+// A bucket is one flat tensor: the gradients of its parameters one after the other, without
+// padding. The view of a gradient has the strides of its parameter if these are dense and do not
+// overlap (contiguous, channels_last, transposed, ...), and is row-major otherwise. Autograd gives
 // `.grad` the same layout, so that
 //   * packing and unpacking are plain copies of memory,
-//   * with `gradient_as_bucket_view` the view itself can serve as `.grad`,
+//   * with `gradient_as_bucket_view` the view can be used as `.grad`,
 //   * element [i, j, ...] of `GradBucket::gradients()[k]` is element [i, j, ...] of the gradient,
-//     whatever its memory format.
-// These functions are the only place that decides the layout; the reducer and GradBucket both use them.
+//     in any memory format.
+// Only these functions define the layout; the reducer and GradBucket both use them.
 std::vector<int64_t> gradient_strides(const at::Tensor& parameter);
 at::Tensor gradient_view(const at::Tensor& flat, const at::Tensor& parameter, int64_t offset);
 
-// The part of a bucket that stays the same from step to step; shared by the GradBuckets of all steps.
+// The part of a bucket that is the same in all steps; shared by the GradBuckets of all steps.
 struct BucketLayout {
   std::vector<at::Tensor> parameters;
   std::vector<std::string> names;

@@ -3,7 +3,7 @@
 namespace commhooks {
 namespace {
 
-// A collective that works in place.
+// The result of an in-place collective.
 class InPlaceResult final : public PendingResult {
  public:
   InPlaceResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
@@ -14,8 +14,8 @@ class InPlaceResult final : public PendingResult {
   }
 
   at::Tensor result() override {
-    // Has completed, so this throws what went wrong, or makes the current stream wait for the
-    // collective's. Of a future of Gloo's only the default stream knows that.
+    // The collective has completed, so this rethrows its error, or makes the current stream wait
+    // for the stream of the collective. A future of Gloo only synchronizes with the default stream.
     work_->wait();
     return buffer_;
   }
@@ -63,7 +63,7 @@ std::unique_ptr<PendingResult> SparseAverageHook::run(const BucketCall& call) {
 }
 
 std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& /*call*/) {
-  TORCH_INTERNAL_ASSERT(false, "passes through");
+  TORCH_INTERNAL_ASSERT(false, "NoopHook passes through, so it is never run.");
 }
 
 }  // namespace commhooks

@@ -7,9 +7,9 @@
 
 namespace commhooks {
 
-// The exact average by one all-reduce, which the backend is free to overlap with backward. With a wire
-// dtype the gradients are divided by the number of ranks in fp32, cast once while they are packed, and
-// cast back while they are unpacked; the sum itself is taken in the wire dtype.
+// Averages by one all-reduce, which the backend may overlap with backward. With a wire dtype
+// gradients are divided by the number of ranks in fp32 and cast while they are packed, and cast
+// back while they are unpacked; the sum is computed in the wire dtype.
 class AverageHook final : public Hook {
  public:
   AverageHook(
@@ -28,7 +28,7 @@ class AverageHook final : public Hook {
   std::optional<c10::ScalarType> wire_dtype_;
 };
 
-// The exact average of sparse gradients: of the rows that any rank has.
+// Averages sparse gradients: all rows that any rank has.
 class SparseAverageHook final : public Hook {
  public:
   explicit SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
@@ -44,7 +44,8 @@ class SparseAverageHook final : public Hook {
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };
 
-// Sends nothing: every rank keeps its own gradients. Shows what everything but the wire costs.
+// Sends nothing: every rank keeps its own gradients. Measures the cost of everything but
+// communication.
 class NoopHook final : public Hook {
  public:
   std::string name() const override {

@@ -1,4 +1,4 @@
-// What the reducer did when, while somebody wants to know.
+// Records when the reducer did what, on request.
 #pragma once
 
 #include "reducer/layout.h"
@@ -15,35 +15,35 @@ namespace commhooks {
 enum class Activity {
   Backward,  // from the first gradient to the last
   Drain,     // from there until all averages are written back
-  Gradient,  // an instant: it has arrived
+  Gradient,  // an instant: a gradient has arrived
   Pack,
-  Launch,  // handing the bucket to its hook, which may do part of its work there
-  Hook,    // from handing over until the result is there
+  Launch,  // in the call of the hook, which may do part of its work there
+  Hook,    // from launch to completion
   Wait,
   Unpack,
 };
 
 const char* name_of(Activity activity);
 
-// Of a steady clock, which on Linux is CLOCK_MONOTONIC, as Python's `time.monotonic_ns`.
+// Times are of a steady clock, which on Linux is CLOCK_MONOTONIC, the clock of `time.monotonic_ns`.
 struct Span {
   using Clock = std::chrono::steady_clock;
 
   Activity activity;
-  size_t index;  // of the parameter, of the bucket, or of the step for Backward and Drain
+  size_t index;  // of the parameter for Gradient, of the step for Backward and Drain, else of the
+                 // bucket
   Clock::time_point start;
   Clock::time_point end;
-  std::shared_ptr<const BucketLayout> layout;  // of a hook's bucket
-  std::string hook;
+  std::shared_ptr<const BucketLayout> layout;  // of the bucket, for Hook
+  std::string hook;                            // name of the hook, for Hook
 };
 
-// Keeps spans between `start` and `stop`; otherwise a span costs one look at a flag. Spans may come
-// from any thread.
+// Keeps spans between `start` and `stop`; otherwise a span only costs reading a flag. Thread-safe.
 class Recorder {
  public:
   using Clock = Span::Clock;
 
-  // A span from here to the end of the scope.
+  // Adds a span that lasts until the end of the scope.
   class Scope {
    public:
     Scope(Recorder& recorder, Activity activity, size_t index)
@@ -71,7 +71,7 @@ class Recorder {
     return is_on_.load(std::memory_order_relaxed);
   }
   void start();
-  // Ends the recording and hands it out.
+  // Ends the recording and returns it.
   std::vector<Span> stop();
 
   void add(Span span);

@@ -1,4 +1,4 @@
-// Construction, settings, buckets and observation; the course of a step is in reducer_step.cpp.
+// Construction, settings, buckets and observation; reducer_step.cpp has the steps.
 #include "reducer/reducer.h"
 
 #include <ATen/ops/tensor.h>
@@ -36,7 +36,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
       process_group_(std::move(process_group)),
-      lanes_(process_group_, options_.key_groups),
+      groups_(process_group_, options_.key_groups),
       graph_(parameters_.size()),
       unused_(parameters_.size()),
       arrivals_(parameters_.size()) {
@@ -45,11 +45,11 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
   TORCH_CHECK_VALUE(
       options_.names.size() == count && options_.keys.size() == count &&
           options_.sparse.size() == count,
-      "Expected one name, one key and one flag for sparse gradients per parameter; got ", count,
+      "Expected one name, one key and one flag for sparse gradients per parameter, found ", count,
       " parameters, ", options_.names.size(), " names, ", options_.keys.size(), " keys and ",
       options_.sparse.size(), " flags.");
   next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
-  aside_ = side_stream(parameters_.front().device());
+  side_stream_ = side_stream(parameters_.front().device());
   // Gradients arrive in about the reverse of the order in which parameters were registered.
   std::vector<size_t> order(count);
   std::iota(order.rbegin(), order.rend(), 0);
@@ -72,7 +72,7 @@ void Reducer::attach() {
           return outputs;
         },
         refuse_compiled_autograd);
-    // The parameter holds its accumulator weakly; the hook would die with it.
+    // Keep the accumulator, which owns the hook: the parameter only has a weak reference to it.
     const uintptr_t key = accumulator->add_post_hook(std::move(hook));
     accumulators_.emplace_back(key, std::move(accumulator));
   }
@@ -87,8 +87,8 @@ void Reducer::detach() {
 
 Reducer::~Reducer() {
   detach();
-  // Buckets that are still with the hook keep their memory alive themselves; waiting for them here
-  // could block whoever drops the last reference.
+  // Buckets that the hook still has keep their memory alive; waiting for them here could block the
+  // thread that drops the last reference.
 }
 
 // --------------------------------------------------------------------------------------- buckets
@@ -133,7 +133,7 @@ void Reducer::set_buckets(const std::vector<size_t>& order, bool back_to_front) 
     bucket->index = b;
     const size_t first = plan[b].front();
     bucket->is_sparse = options_.sparse[first];
-    bucket->lane = lanes_.index_of(options_.keys[first], bucket->is_sparse);
+    bucket->group = groups_.index_of(options_.keys[first], bucket->is_sparse);
     buckets_.push_back(std::move(bucket));
   }
 }
@@ -150,7 +150,7 @@ bool Reducer::rebuild_buckets() {
     order.assign(arrivals_.order().begin(), arrivals_.order().end());
     if (dynamic_graph_locked()) {
       next_rebuild_ *= 2;
-      if (!arrivals_.came_as_before()) {
+      if (!arrivals_.same_order_as_before()) {
         order.assign(parameters_.size(), kUnstable);
       }
     }
@@ -184,14 +184,14 @@ void Reducer::set_hook(std::shared_ptr<Hook> hook) {
   TORCH_CHECK(
       state_.phase() == Phase::Idle || !any_gradient_locked(), rank_prefix(),
       "The hook can only be changed between two steps, and a backward is under way.");
-  // The former one, now in `hook`, goes away without the lock: if it is in Python that takes the GIL,
-  // whose holder may be waiting for the lock.
-  lanes_.of_users().hook.swap(hook);
+  // The former hook, now in `hook`, is destroyed without the lock: if it is written in Python, that
+  // takes the GIL, and the thread that has the GIL may be waiting for the lock.
+  groups_.of_users().hook.swap(hook);
 }
 
 std::string Reducer::hook_name() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return lanes_.of_users().hook->name();
+  return groups_.of_users().hook->name();
 }
 
 void Reducer::set_keys(std::vector<int64_t> keys) {
@@ -201,14 +201,16 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       " parameters, found ", keys.size(), ".");
   TORCH_CHECK(
       state_.phase() == Phase::Idle || (state_.collecting() && !any_gradient_locked()),
-      rank_prefix(),
-      "Buckets can only be cut anew between two steps, and a backward is under way.");
+      rank_prefix(), "Buckets can only be rebuilt between two steps, and a backward is under way.");
   options_.keys = std::move(keys);
   set_buckets(order_, back_to_front_);
   if (state_.collecting()) {
-    // A forward has announced a backward; under `static_graph` it knows of nothing unreachable.
+    // A forward has announced a backward. With `static_graph`, `absent` follows from the graph.
+    if (options_.static_graph) {
+      step_.absent.clear();
+    }
     begin_step_locked(
-        options_.static_graph ? std::vector<size_t>() : std::move(absent_), std::move(store_));
+        {.scale = step_.scale, .store = step_.store, .absent = std::move(step_.absent)});
   }
 }
 
@@ -216,15 +218,15 @@ void Reducer::set_static_graph() {
   std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK(
       completed_ == 0 && state_.phase() == Phase::Idle, rank_prefix(),
-      "static_graph has to be set before the first forward, and ", completed_,
-      " steps have been made.");
+      "static_graph has to be set before the first forward, but ", completed_,
+      " steps have completed.");
   options_.static_graph = true;
   next_rebuild_ = 1;
 }
 
 void Reducer::set_process_group(GroupPtr process_group) {
   abandon();
-  Lanes lanes(process_group, options_.key_groups);  // then the former ones; see set_hook
+  ReductionGroups groups(process_group, options_.key_groups);
   std::lock_guard<std::mutex> lock(mutex_);
   process_group_ = std::move(process_group);
   first_step_ += completed_;
@@ -233,7 +235,7 @@ void Reducer::set_process_group(GroupPtr process_group) {
   rebuilt_ = false;
   graph_.forget();
   unused_.forget_all();
-  std::swap(lanes_, lanes);
+  std::swap(groups_, groups);  // the former ones are destroyed without the lock; see set_hook
   set_buckets(order_, back_to_front_);
 }
 
@@ -265,8 +267,8 @@ std::vector<Reducer::BucketInfo> Reducer::buckets() const {
   std::vector<BucketInfo> infos;
   for (const auto& bucket : buckets_) {
     infos.push_back(
-        {bucket->shared_layout(), bucket->indices(), bucket->bytes(), bucket->lane,
-         bucket->is_sparse, lanes_[bucket->lane].process_group->getSize(), bucket->stats});
+        {bucket->shared_layout(), bucket->indices(), bucket->bytes(), bucket->group,
+         bucket->is_sparse, groups_[bucket->group].process_group->getSize(), bucket->stats});
   }
   return infos;
 }

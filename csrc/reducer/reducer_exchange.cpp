@@ -1,4 +1,4 @@
-// Buckets on their way to the hooks and back. See Note [How a gradient travels].
+// Launches buckets and writes their averages back. See Note [How a gradient travels].
 #include "reducer/reducer.h"
 
 #include <ATen/record_function.h>
@@ -18,8 +18,8 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 // -------------------------------------------------------------------------------- to the hooks
 
 PackFormat Reducer::format_of(const Bucket& bucket) const {
-  PackFormat format = lanes_[bucket.lane].hook->format();
-  format.scale *= scale_;
+  PackFormat format = groups_[bucket.group].hook->format();
+  format.scale *= step_.scale;
   return format;
 }
 
@@ -27,26 +27,29 @@ void Reducer::launch_ready_buckets() {
   std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
   while (true) {
     size_t bucket_index = 0;
+    Step step;  // a copy, as another thread may end the step
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!state_.collecting() || next_launch_ == buckets_.size() ||
-          buckets_[next_launch_]->missing > 0) {
+      if (!state_.collecting() || step_.next_launch == buckets_.size() ||
+          buckets_[step_.next_launch]->exchange.missing > 0) {
         break;
       }
-      bucket_index = next_launch_++;
+      bucket_index = step_.next_launch++;
+      step = step_;
     }
-    launch(bucket_index);
+    launch(bucket_index, step);
   }
-  if (observer_ && !unused_.ranks_tell()) {
+  if (observer_ && !unused_.exchanges_use()) {
     finish_ready_buckets();
   }
 }
 
-void Reducer::launch(size_t bucket_index) {
+void Reducer::launch(size_t bucket_index, const Step& step) {
   Bucket& bucket = *buckets_[bucket_index];
-  Lane& lane = lanes_[bucket.lane];
-  Hook& hook = *lane.hook;
-  if (bucket.skipped || hook.passes_through()) {
+  Bucket::Exchange& exchange = bucket.exchange;
+  ReductionGroup& group = groups_[bucket.group];
+  Hook& hook = *group.hook;
+  if (exchange.skipped || hook.passes_through()) {
     return;
   }
   at::RecordFunction range(at::RecordScope::FUNCTION);
@@ -55,27 +58,27 @@ void Reducer::launch(size_t bucket_index) {
   }
   bucket.enter_stream();
   if (options_.gradient_as_bucket_view && needs_outputs()) {
-    unused_.keep(bucket, parameters_, *store_);
+    unused_.keep(bucket, parameters_, *step.store);
   }
   const at::Tensor buffer = pack(bucket);
-  const BucketCall call{bucket.shared_layout(),   buffer,    lane.launched++, lane.buckets,
-                        first_step_ + completed_, left_out_, bucket.finite()};
+  const BucketCall call{bucket.shared_layout(),   buffer,        group.launched++, group.buckets,
+                        first_step_ + completed_, step.left_out, bucket.finite()};
   bucket.stats.packed_bytes += static_cast<int64_t>(
       bucket.is_sparse ? call.buffer._indices().nbytes() + call.buffer._values().nbytes()
                        : call.buffer.nbytes());
   const Recorder::Scope launching(recorder_, Activity::Launch, bucket_index);
-  bucket.handed_over = Clock::now();
-  if (times_.communication_start == Clock::time_point()) {
-    times_.communication_start = bucket.handed_over;
+  exchange.handed_over = Clock::now();
+  if (step_.times.communication_start == Clock::time_point()) {
+    step_.times.communication_start = exchange.handed_over;
   }
-  bucket.pending = hook.run(call);
-  bucket.completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
-  bucket.pending->future().addCallback(
-      [completed = bucket.completed](c10::ivalue::Future&) {
+  exchange.pending = hook.run(call);
+  exchange.completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
+  exchange.pending->future().addCallback(
+      [completed = exchange.completed](c10::ivalue::Future&) {
         *completed = Clock::now().time_since_epoch();
       },
-      /*uses_future=*/false);  // or it would be called on a stream that waits for the hook's
-  bucket.stats.exposed_seconds += seconds_between(bucket.handed_over, Clock::now());
+      /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
+  bucket.stats.exposed_seconds += seconds_between(exchange.handed_over, Clock::now());
 }
 
 at::Tensor Reducer::pack(Bucket& bucket) {
@@ -86,55 +89,59 @@ at::Tensor Reducer::pack(Bucket& bucket) {
 // ------------------------------------------------------------------------------------- and back
 
 void Reducer::finish_ready_buckets() {
-  c10::OptionalStreamGuard aside;
-  if (aside_) {
-    aside.reset_stream(*aside_);
+  c10::OptionalStreamGuard stream;
+  if (side_stream_) {
+    stream.reset_stream(*side_stream_);
   }
-  while (next_finish_ < next_launch_) {
-    Bucket& bucket = *buckets_[next_finish_];
-    const bool elsewhere = aside_ && aside_->device() != bucket.device();
-    if (elsewhere || (bucket.pending && !bucket.pending->future().completed())) {
+  while (step_.next_finish < step_.next_launch) {
+    Bucket& bucket = *buckets_[step_.next_finish];
+    const bool elsewhere = side_stream_ && side_stream_->device() != bucket.device();
+    const auto& pending = bucket.exchange.pending;
+    if (elsewhere || (pending && !pending->future().completed())) {
       return;
     }
-    ++next_finish_;
+    ++step_.next_finish;
     bucket.enter_stream();
     finish(bucket);
   }
 }
 
 void Reducer::finish(Bucket& bucket) {
-  if (bucket.skipped) {
+  Bucket::Exchange& exchange = bucket.exchange;
+  if (exchange.skipped) {
     return;
   }
-  write_back(bucket, bucket.pending ? await(bucket) : at::Tensor());
-  bucket.pending.reset();
+  write_back(bucket, exchange.pending ? await(bucket) : at::Tensor());
+  exchange.pending.reset();
 }
 
 at::Tensor Reducer::await(Bucket& bucket) {
+  Bucket::Exchange& exchange = bucket.exchange;
   {
     const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
     const auto start = Clock::now();
-    bucket.pending->future().wait();
+    exchange.pending->future().wait();
     bucket.stats.exposed_seconds += seconds_between(start, Clock::now());
   }
-  // Waiters are woken before callbacks run, so a hook that was waited for may have no time yet.
-  const Clock::time_point called_back(bucket.completed->load());
-  const auto end = called_back > bucket.handed_over ? called_back : Clock::now();
-  const Hook& hook = *lanes_[bucket.lane].hook;
-  bucket.stats.hook_seconds += seconds_between(bucket.handed_over, end);
+  // Waiting threads wake up before callbacks run, so the time of the callback may still be unset.
+  const Clock::time_point called_back(exchange.completed->load());
+  const auto end = called_back > exchange.handed_over ? called_back : Clock::now();
+  const Hook& hook = *groups_[bucket.group].hook;
+  bucket.stats.hook_seconds += seconds_between(exchange.handed_over, end);
   if (recorder_.is_on()) {
     recorder_.add(
-        {Activity::Hook, bucket.index, bucket.handed_over, end, bucket.shared_layout(),
+        {Activity::Hook, bucket.index, exchange.handed_over, end, bucket.shared_layout(),
          hook.name()});
   }
-  at::Tensor average = bucket.pending->result();
+  at::Tensor average = exchange.pending->result();
   bucket.check_result(average, hook.format());
   return average;
 }
 
-// Parameters that this rank used need no news from the others.
+// The averages of parameters that this rank used are written at once, those of others once it is
+// known whether any rank used them.
 void Reducer::write_back(Bucket& bucket, const at::Tensor& average) {
-  if (store_->is_nowhere()) {
+  if (step_.store->is_nowhere()) {
     return;
   }
   std::vector<size_t> positions;
@@ -145,12 +152,12 @@ void Reducer::write_back(Bucket& bucket, const at::Tensor& average) {
     }
   }
   unpack(bucket, average, positions);
-  if (unused_.ranks_tell() && average.defined()) {
+  if (unused_.exchanges_use() && average.defined()) {
     unused_.defer(bucket, average);
   }
 }
 
-// `average` is undefined where gradients stay as they are.
+// If `average` is undefined, gradients stay as they are.
 void Reducer::unpack(
     Bucket& bucket, const at::Tensor& average, const std::vector<size_t>& positions) {
   if (average.defined()) {
@@ -190,10 +197,10 @@ void Reducer::drain() {
   const Recorder::Scope draining(
       recorder_, Activity::Drain, static_cast<size_t>(first_step_ + completed_));
   drain_buckets();
-  if (unused_.ranks_tell()) {
+  if (unused_.exchanges_use()) {
     finish_unused();
   }
-  unused_.restore(parameters_, *store_);
+  unused_.restore(parameters_, *step_.store);
   for (const auto& future : std::exchange(awaited_, {})) {
     future->waitAndThrow();
   }
@@ -203,9 +210,9 @@ void Reducer::drain() {
     }
   }
   std::lock_guard<std::mutex> lock(mutex_);
+  step_.times.communication_end = Clock::now();
+  last_times_ = step_.times;
   end_step_locked();
-  times_.communication_end = Clock::now();
-  last_times_ = times_;
   ++completed_;
   state_.finish();
 }
@@ -216,11 +223,11 @@ void Reducer::drain_buckets() {
     bucket->stats.steps += 1;
     bucket->enter_stream();
   }
-  for (; next_finish_ < buckets_.size(); ++next_finish_) {
-    Bucket& bucket = *buckets_[next_finish_];
+  for (size_t b = step_.next_finish; b < buckets_.size(); ++b) {
+    Bucket& bucket = *buckets_[b];
     if (error) {
-      if (bucket.pending) {
-        bucket.pending->future().wait();  // so that no memory is in use when the next step begins
+      if (const auto& pending = bucket.exchange.pending) {
+        pending->future().wait();  // so that no memory is in use when the next step begins
       }
       continue;
     }
@@ -235,16 +242,16 @@ void Reducer::drain_buckets() {
   }
 }
 
-// Parameters that another rank used get a gradient here too; those that no rank used stay untouched.
+// Parameters that another rank used get a gradient here too; those that no rank used keep theirs.
 void Reducer::finish_unused() {
   Usage& usage = unused_.usage();
   if (!options_.static_graph && usage.all_here()) {
     usage.clear();
-    return;  // nobody can have news
+    return;  // every average has been written
   }
   std::vector<size_t> group_of(parameters_.size());
   for (size_t index = 0; index < group_of.size(); ++index) {
-    group_of[index] = lanes_.group_of(options_.keys[index]);
+    group_of[index] = groups_.process_group_of(options_.keys[index]);
   }
   const Usage::Everywhere everywhere = usage.finish_exchange(group_of);
   for (const auto& [bucket, average, positions] : unused_.settle(everywhere)) {
@@ -255,12 +262,12 @@ void Reducer::finish_unused() {
     return;
   }
   unused_.remember(everywhere);
-  if (store_->is_nowhere()) {
+  if (step_.store->is_nowhere()) {
     std::vector<int> gradients(parameters_.size());
     for (size_t index = 0; index < gradients.size(); ++index) {
       gradients[index] = everywhere.gradients(index);
     }
-    graph_.take_over(std::move(gradients));
+    graph_.set_expected(std::move(gradients));
   }
 }
 

@@ -1,4 +1,4 @@
-// A step until its buckets are with the hooks. See Note [How a gradient travels].
+// A step until all its buckets have been handed to the hooks. See Note [How a gradient travels].
 #include "reducer/reducer.h"
 
 #include "reducer/graph.h"
@@ -17,8 +17,8 @@ using Clock = Span::Clock;
 
 }  // namespace
 
-// Rides on the callback that ends a backward. If autograd drops the callback without running it, the
-// backward died from an exception, and so does the step.
+// Owned by the callback that ends a backward. If autograd drops the callback without running it,
+// the backward ended with an exception, and the step is abandoned.
 class Reducer::BackwardGuard {
  public:
   explicit BackwardGuard(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
@@ -45,50 +45,42 @@ class Reducer::BackwardGuard {
 
 // ------------------------------------------------------------------------------------- beginning
 
-void Reducer::begin_step_locked(
-    std::vector<size_t> unreachable, std::shared_ptr<const GradientStore> store) {
+void Reducer::begin_step_locked(Step step) {
+  step_ = std::move(step);
   arrivals_.begin_step();
   graph_.begin_step();
   unused_.begin_step(tracks_use_locked());
-  lanes_.begin_step();
-  store_ = std::move(store);
-  next_launch_ = 0;
-  next_finish_ = 0;
-  times_ = {};
+  groups_.begin_step();
   for (auto& bucket : buckets_) {
-    bucket->missing = bucket->indices().size();
-    bucket->skipped = false;
-    bucket->pending.reset();
-    bucket->begin_step(store_);
+    bucket->begin_step(step_.store);
   }
   if (options_.skip_unused_buckets) {
-    skip_unused_locked(unreachable);
+    skip_unused_locked();
   }
   for (const auto& bucket : buckets_) {
-    lanes_[bucket->lane].buckets += bucket->skipped ? 0 : 1;
+    groups_[bucket->group].buckets += bucket->exchange.skipped ? 0 : 1;
   }
-  absent_ = std::move(unreachable);
   for (size_t index = 0; index < graph_.expected().size(); ++index) {
     if (graph_.expected(index) == 0) {
-      absent_.push_back(index);
+      step_.absent.push_back(index);
     }
   }
 }
 
-void Reducer::skip_unused_locked(const std::vector<size_t>& unreachable) {
+void Reducer::skip_unused_locked() {
   std::vector<size_t> absent(buckets_.size(), 0);
-  for (const size_t index : unreachable) {
+  for (const size_t index : step_.absent) {
     ++absent[locations_[index].bucket];
   }
   std::vector<std::string> left_out;
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    buckets_[b]->skipped = absent[b] == buckets_[b]->indices().size();
-    if (buckets_[b]->skipped) {
+    buckets_[b]->exchange.skipped = absent[b] == buckets_[b]->indices().size();
+    if (buckets_[b]->exchange.skipped) {
       const auto& names = buckets_[b]->layout().names;
       left_out.insert(left_out.end(), names.begin(), names.end());
     }
   }
-  left_out_ = std::make_shared<const std::vector<std::string>>(std::move(left_out));
+  step_.left_out = std::make_shared<const std::vector<std::string>>(std::move(left_out));
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale) {
@@ -96,7 +88,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
       "Expected to have finished reduction in the prior iteration before starting a new one. ");
   check_frozen();
 
-  // Outside the lock: the graph may be large, and nothing here depends on the step.
+  // Without the lock: the graph may be large, and nothing here depends on the step.
   std::vector<size_t> unreachable;
   if (options_.find_unused_parameters && !options_.static_graph && !accumulators_.empty()) {
     const auto reachable = reachable_nodes(outputs);
@@ -113,13 +105,12 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
       return;  // remove_autograd_hooks() was called
     }
     state_.expect();
-    scale_ = scale;
-    begin_step_locked(std::move(unreachable), local_gradients());
+    begin_step_locked({.scale = scale, .absent = std::move(unreachable)});
   }
 
   if (needs_outputs()) {
-    // Fires before any gradient of a parameter, in the outermost backward, and also on a rank whose
-    // outputs use no parameter's gradient at all.
+    // Runs before any gradient of a parameter, in the outermost backward, and also on a rank whose
+    // outputs do not depend on any parameter.
     for (const auto& output : outputs) {
       if (output.grad_fn()) {
         output.register_hook([weak = weak_from_this()](const at::Tensor& /*grad*/) {
@@ -132,12 +123,12 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
   }
 }
 
-void Reducer::shadow_backward(const std::vector<bool>& skipped) {
+void Reducer::match_backward(const std::vector<bool>& skipped) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_VALUE(
-        skipped.size() == buckets_.size(), rank_prefix(), "Expected to be told of each of the ",
-        buckets_.size(), " buckets whether it is skipped, found ", skipped.size(), " flags.");
+        skipped.size() == buckets_.size(), rank_prefix(), "Expected one flag for each of the ",
+        buckets_.size(), " buckets, found ", skipped.size(), " flags.");
     std::vector<size_t> unused;
     for (size_t b = 0; b < buckets_.size(); ++b) {
       if (skipped[b]) {
@@ -146,8 +137,8 @@ void Reducer::shadow_backward(const std::vector<bool>& skipped) {
       }
     }
     state_.expect();
-    begin_step_locked(std::move(unused), no_gradients());
-    absent_.clear();
+    begin_step_locked({.store = no_gradients(), .absent = std::move(unused)});
+    step_.absent.clear();
     if (!discovering_locked()) {
       for (const size_t index : order_) {
         arrive_locked(index);
@@ -162,7 +153,7 @@ std::vector<bool> Reducer::skipped_buckets() const {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<bool> skipped;
   for (const auto& bucket : buckets_) {
-    skipped.push_back(bucket->skipped);
+    skipped.push_back(bucket->exchange.skipped);
   }
   return skipped;
 }
@@ -191,8 +182,8 @@ void Reducer::on_gradient(size_t index) {
     if (state_.collecting()) {
       queue_backward_end_locked();
     }
-    // Also in `no_sync`: what was used there counts at the next synchronization.
-    if (tracks_use_locked() && store_->get(parameters_[index]).defined()) {
+    // Also in `no_sync`: parameters used there count as used at the next synchronization.
+    if (tracks_use_locked() && step_.store->get(parameters_[index]).defined()) {
       unused_.add_use(index);
     }
     if (!state_.collecting()) {
@@ -216,11 +207,12 @@ void Reducer::on_gradient(size_t index) {
       }
     }
     arrive_locked(index);
-    bucket_ready = next_launch_ < buckets_.size() && buckets_[next_launch_]->missing == 0;
+    bucket_ready =
+        step_.next_launch < buckets_.size() && buckets_[step_.next_launch]->exchange.missing == 0;
   }
   const Location& location = locations_[index];
   Bucket& bucket = *buckets_[location.bucket];
-  if (!lanes_[bucket.lane].hook->passes_through() && !unused_.may_include(index)) {
+  if (!groups_[bucket.group].hook->passes_through() && !unused_.may_include(index)) {
     const Recorder::Scope packing(recorder_, Activity::Pack, location.bucket);
     bucket.pack_early(format_of(bucket), location.position);
   }
@@ -237,12 +229,12 @@ void Reducer::queue_backward_end_locked() {
     TORCH_WARN_ONCE(
         "DistributedDataParallel in a backward with create_graph=True: gradients are averaged, but "
         "higher-order gradients through the average are not. Use torch.autograd.grad and average "
-        "what it returns.");
+        "its results.");
   }
-  times_.backward_start = Clock::now();
-  store_ = current_gradients();
+  step_.times.backward_start = Clock::now();
+  step_.store = current_gradients();
   for (auto& bucket : buckets_) {
-    bucket->set_store(store_);
+    bucket->set_store(step_.store);
   }
   auto guard = std::make_shared<BackwardGuard>(weak_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
@@ -250,7 +242,7 @@ void Reducer::queue_backward_end_locked() {
 }
 
 void Reducer::mark_absent_locked() {
-  for (const size_t index : std::exchange(absent_, {})) {
+  for (const size_t index : std::exchange(step_.absent, {})) {
     arrive_locked(index);
   }
 }
@@ -265,7 +257,7 @@ void Reducer::arrive_locked(size_t index) {
       "same part of the model; 3) with `find_unused_parameters=True`, a parameter that "
       "`forward`'s outputs do not depend on got a gradient after all. If the graph does not "
       "change over iterations, `static_graph=True` supports all of these.");
-  --buckets_[locations_[index].bucket]->missing;
+  --buckets_[locations_[index].bucket]->exchange.missing;
 }
 
 void Reducer::end_discovery_locked() {
@@ -287,10 +279,11 @@ void Reducer::on_backward_end() {
     if (discovering_locked()) {
       end_discovery_locked();
     }
-    times_.backward_end = Clock::now();
-    if (times_.backward_start != Clock::time_point()) {
+    step_.times.backward_end = Clock::now();
+    if (step_.times.backward_start != Clock::time_point()) {
       const auto step = static_cast<size_t>(first_step_ + completed_);
-      recorder_.add({Activity::Backward, step, times_.backward_start, times_.backward_end});
+      recorder_.add(
+          {Activity::Backward, step, step_.times.backward_start, step_.times.backward_end});
     }
   }
   bool waits = true;
@@ -298,16 +291,16 @@ void Reducer::on_backward_end() {
     launch_ready_buckets();
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (next_launch_ < buckets_.size()) {
-        // Another backward may bring the rest; the next forward complains if none does.
+      if (step_.next_launch < buckets_.size()) {
+        // Another backward may bring the rest; otherwise the next forward raises an error.
         return;
       }
       state_.drain();
       waits = !manual_finalization_;
     }
-    if (unused_.ranks_tell()) {
+    if (unused_.exchanges_use()) {
       unused_.usage().start_exchange(
-          lanes_.groups(), graph_.expected(), parameters_.front().device());
+          groups_.process_groups(), graph_.expected(), parameters_.front().device());
     }
   } catch (...) {
     abandon();
@@ -321,8 +314,7 @@ void Reducer::on_backward_end() {
 // --------------------------------------------------------------------------------------- failure
 
 void Reducer::end_step_locked() {
-  scale_ = 1.0;
-  store_ = local_gradients();
+  step_ = {};
   unused_.forget();
   awaited_.clear();
 }
@@ -339,15 +331,15 @@ void Reducer::abandon() noexcept {
     end_step_locked();
   }
   {
-    // Another thread of autograd may be handing a bucket to its hook; it will hand out no more.
+    // Another thread of autograd may be handing a bucket to its hook; it does not launch any more.
     std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
   }
-  lanes_.abandon();
-  // Other ranks have launched these buckets too, or are gone, so each completes or fails.
+  groups_.abandon();
+  // Other ranks have launched these buckets too, or have exited, so each completes or fails.
   for (auto& bucket : buckets_) {
-    if (bucket->pending) {
-      bucket->pending->future().wait();
-      bucket->pending.reset();
+    if (auto& pending = bucket->exchange.pending) {
+      pending->future().wait();
+      pending.reset();
     }
   }
   unused_.usage().clear();
@@ -371,12 +363,12 @@ void Reducer::check_complete(const char* advice) {
         false, rank_prefix(), advice,
         "This error indicates that your module has parameters that were not used in producing "
         "the loss: ",
-        describe(missing),
-        switched_off.empty() ? "" : " (of which requires_grad was switched off: ",
+        describe(missing), switched_off.empty() ? "" : " (requires_grad was switched off for: ",
         describe(switched_off), switched_off.empty() ? "" : ")",
         ". If they are meant to be unused in some iterations, or if not all outputs of `forward` "
-        "take part in the loss, pass `find_unused_parameters=True`; if the same ones are unused in every iteration, `static_graph=True` is "
-        "faster. The reducer has been reset; the next iteration starts clean.");
+        "take part in the loss, pass `find_unused_parameters=True`; if the same ones are unused in "
+        "every iteration, `static_graph=True` is faster. The reducer has been reset; the next "
+        "iteration starts clean.");
   }
 }
 

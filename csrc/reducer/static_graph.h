@@ -1,4 +1,4 @@
-// What the reducer learns of a graph that is the same in every backward.
+// What the reducer learns about a graph that is the same in every backward.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@ namespace commhooks {
 
 // Note [Static graph]
 // ~~~~~~~~~~~~~~~~~~~
-// The first backward only watches, and reduces everything at its end. It shows how many gradients each
-// parameter gets; from then on a parameter has arrived with the last of them, and one that gets none is
-// not waited for.
+// The first backward only counts how many gradients each parameter gets, and reduces everything at
+// its end. In later backwards a parameter has arrived with the last of its gradients, and
+// parameters that get none are not waited for.
 class StaticGraph {
  public:
   explicit StaticGraph(size_t parameters) : parameters_(parameters) {}
@@ -32,27 +32,28 @@ class StaticGraph {
   bool has_watched() const {
     return !watched_.empty();
   }
-  // Ends it: the graph is known. Returns the parameters that got gradients, by the last that each got.
+  // Ends the first backward: the graph is known now. Returns the parameters that got gradients, in
+  // the order of the last gradient of each.
   std::vector<size_t> learn();
-  // On a rank that had no backward of its own: what the others have learnt.
-  void take_over(std::vector<int> gradients) {
+  // Takes the graph from other ranks, on a rank that had no backward.
+  void set_expected(std::vector<int> gradients) {
     expected_ = std::move(gradients);
   }
 
-  // --- all others; `index` of a graph that is known ---
+  // --- later backwards, once the graph is known ---
 
-  // In one backward.
+  // The number of gradients of a parameter in one backward.
   int expected(size_t index) const {
     return expected_[index];
   }
-  // Per parameter; empty where the graph is not known.
+  // The same for all parameters; empty if the graph is not known.
   const std::vector<int>& expected() const {
     return expected_;
   }
   bool expects_more(size_t index) const {
     return left_[index] > 0;
   }
-  // Whether it was the last one.
+  // Counts one gradient; returns whether it was the last one.
   bool count(size_t index) {
     return --left_[index] == 0;
   }
@@ -61,7 +62,7 @@ class StaticGraph {
   size_t parameters_;
   std::vector<size_t> watched_;  // once for each gradient, in the order of arrival
   std::vector<int> expected_;    // gradients per parameter; empty until known
-  std::vector<int> left_;        // of those, in this step
+  std::vector<int> left_;        // gradients per parameter that have yet to arrive in this step
 };
 
 }  // namespace commhooks

@@ -1,4 +1,4 @@
-// The one state of the reducer.
+// The state of the reducer.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -16,15 +16,15 @@ namespace commhooks {
 //                          |                         |
 //                          |________ abandon() ______|_______________> Idle
 //
-//   Idle        gradients accumulate locally (`no_sync`, or no forward yet).
-//   Collecting  a forward has announced a backward: gradients count their buckets down, and every
-//               bucket whose turn it is goes to the hook. A second forward without a gradient in
+//   Idle        gradients accumulate locally (in `no_sync`, or before the first forward).
+//   Collecting  a forward has announced a backward. Gradients are counted per bucket, and complete
+//               buckets are handed to the hook in order. A second forward without a gradient in
 //               between changes nothing.
-//   Draining    all buckets are with the hook; the thread that ran backward (or, with manual
-//               finalization, finalize_backward()) waits for the results, in bucket order, and writes
-//               them back.
+//   Draining    the hook has all buckets. The thread that ran backward (or, with manual
+//               finalization, calls finalize_backward()) waits for the results in bucket order,
+//               and writes them back.
 //
-// An exception anywhere leads through abandon() to Idle: the next forward starts clean.
+// Every exception leads through abandon() to Idle, so that the next forward starts clean.
 enum class Phase { Idle, Collecting, Draining };
 
 class StepState {
@@ -39,8 +39,8 @@ class StepState {
   void expect() {
     TORCH_CHECK(
         phase_ != Phase::Draining,
-        "The last backward has not been finished: call finalize_backward() after each, as manual "
-        "finalization asks.");
+        "The last backward has not been finished: with manual finalization, call "
+        "finalize_backward() after each backward.");
     phase_ = Phase::Collecting;
   }
   void drain() {

@@ -24,14 +24,14 @@ std::vector<UnusedParameters::Deferred> UnusedParameters::settle(
     const Usage::Everywhere& everywhere) {
   std::vector<Deferred> settled;
   for (auto& [bucket, average] : std::exchange(deferred_, {})) {
-    Deferred news{bucket, std::move(average), {}};
+    Deferred deferred{bucket, std::move(average), {}};
     for (size_t position = 0; position < bucket->indices().size(); ++position) {
       const size_t index = bucket->indices()[position];
       if (!usage_.here(index) && everywhere.used(index)) {
-        news.positions.push_back(position);
+        deferred.positions.push_back(position);
       }
     }
-    settled.push_back(std::move(news));
+    settled.push_back(std::move(deferred));
   }
   const auto used_elsewhere = [&](const auto& kept) { return everywhere.used(kept.first); };
   kept_.erase(std::remove_if(kept_.begin(), kept_.end(), used_elsewhere), kept_.end());
@@ -39,9 +39,9 @@ std::vector<UnusedParameters::Deferred> UnusedParameters::settle(
 }
 
 void UnusedParameters::remember(const Usage::Everywhere& everywhere) {
-  unused_for_good_.resize(everywhere.size());
+  always_unused_.resize(everywhere.size());
   for (size_t index = 0; index < everywhere.size(); ++index) {
-    unused_for_good_[index] = !everywhere.used(index);
+    always_unused_[index] = !everywhere.used(index);
   }
 }
 
@@ -60,7 +60,7 @@ void UnusedParameters::forget() {
 
 void UnusedParameters::forget_all() {
   forget();
-  unused_for_good_.clear();
+  always_unused_.clear();
 }
 
 }  // namespace commhooks

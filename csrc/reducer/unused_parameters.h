@@ -1,4 +1,4 @@
-// Parameters whose gradients a step may have to leave as they are.
+// Parameters whose gradients a step may not change.
 #pragma once
 
 #include "reducer/bucket.h"
@@ -9,34 +9,35 @@
 
 namespace commhooks {
 
-// See Note [Unused parameters]. A step writes averages of parameters that this rank used as soon as
-// they are there; those of the others wait here until it is known whether any rank used them.
+// See Note [Unused parameters]. Averages of parameters that this rank used are written as soon as
+// they are available; those of other parameters wait here until it is known whether any rank used
+// them.
 class UnusedParameters {
  public:
   explicit UnusedParameters(size_t parameters) : usage_(parameters) {}
 
-  // `ranks_tell`: whether at the end of this step ranks tell each other what they used.
-  void begin_step(bool ranks_tell) {
-    ranks_tell_ = ranks_tell;
+  // `exchanges_use`: whether ranks exchange which parameters they used at the end of this step.
+  void begin_step(bool exchanges_use) {
+    exchanges_use_ = exchanges_use;
   }
-  bool ranks_tell() const {
-    return ranks_tell_;
+  bool exchanges_use() const {
+    return exchanges_use_;
   }
 
-  // This rank uses the parameter, in this step or before it in `no_sync`.
+  // Notes that this rank uses the parameter, in this step or before it in `no_sync`.
   void add_use(size_t index) {
     usage_.add(index);
   }
-  // Whether the parameter's gradient may have to stay as it is.
+  // Returns whether the gradient of the parameter may have to stay unchanged.
   bool may_include(size_t index) const {
-    return ranks_tell_ ? !usage_.here(index) : !unused_for_good_.empty() && unused_for_good_[index];
+    return exchanges_use_ ? !usage_.here(index) : !always_unused_.empty() && always_unused_[index];
   }
 
-  // Copies the gradients of such parameters, as the hook is about to work in place on them.
-  // `parameters`: all of the reducer.
+  // Copies the gradients of such parameters before the hook overwrites them. `parameters`: all
+  // parameters of the reducer.
   void keep(
       const Bucket& bucket, const std::vector<at::Tensor>& parameters, const GradientStore& store);
-  // That `average` holds averages of such parameters.
+  // Keeps `average`, which contains averages of such parameters.
   void defer(Bucket& bucket, at::Tensor average);
 
   Usage& usage() {
@@ -46,27 +47,27 @@ class UnusedParameters {
   struct Deferred {
     Bucket* bucket;
     at::Tensor average;
-    std::vector<size_t> positions;  // of parameters that other ranks used, and this one did not
+    std::vector<size_t> positions;  // of parameters that other ranks used, but this rank did not
   };
-  // What was deferred and is to be written, now that the use on all ranks is known. The gradients of
-  // these parameters need no longer be kept.
+  // Returns the deferred averages to write, now that the use on all ranks is known, and drops the
+  // copies of the gradients of these parameters.
   std::vector<Deferred> settle(const Usage::Everywhere& everywhere);
-  // From now on ranks need not tell each other: the graph is static.
+  // Keeps the result for later steps, as the graph is static.
   void remember(const Usage::Everywhere& everywhere);
-  // Puts back the gradients that were kept.
+  // Restores the gradients that were copied.
   void restore(const std::vector<at::Tensor>& parameters, const GradientStore& store);
 
-  // Of this step.
+  // Forgets this step.
   void forget();
-  // Also of the graph.
+  // Forgets this step and the graph.
   void forget_all();
 
  private:
-  bool ranks_tell_ = false;
+  bool exchanges_use_ = false;
   Usage usage_;
   std::vector<std::pair<size_t, at::Tensor>> kept_;
   std::vector<std::pair<Bucket*, at::Tensor>> deferred_;
-  std::vector<char> unused_for_good_;  // per parameter, under `static_graph`; empty until known
+  std::vector<char> always_unused_;  // per parameter, with `static_graph`; empty until known
 };
 
 }  // namespace commhooks

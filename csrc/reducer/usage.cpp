@@ -10,8 +10,8 @@
 namespace commhooks {
 namespace {
 
-// Pinned memory, from which and to which copies do not make the host wait: fresh, so that nobody
-// changes it before it has been read.
+// Returns new pinned memory: copies from and to it do not make the host wait, and nothing else
+// writes to it before it has been read.
 at::Tensor pinned_like(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).pinned_memory(true));
 }
@@ -23,7 +23,7 @@ at::Tensor to_device(const at::Tensor& numbers, c10::Device device) {
   return pinned_like(numbers).copy_(numbers).to(device, /*non_blocking=*/true);
 }
 
-// All of them, waiting for the device once.
+// Copies all maps to the host, waiting for the device once.
 std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& maps) {
   std::vector<at::Tensor> numbers;
   for (const at::Tensor& map : maps) {
@@ -83,7 +83,7 @@ void Usage::clear() {
     try {
       work->wait();
     } catch (const std::exception&) {
-      // Whoever clears after a failure has that to report.
+      // The caller clears after a failure, and reports that.
     }
   }
   works_.clear();

@@ -1,4 +1,4 @@
-// Which parameters get gradients: on this rank, and on any.
+// Which parameters get gradients, on this rank and on any rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,11 +11,12 @@ namespace commhooks {
 
 // Note [Unused parameters]
 // ~~~~~~~~~~~~~~~~~~~~~~~~
-// A parameter that no rank used keeps its `.grad` as it is; one that some rank used gets the average on
-// all ranks, in which the others count as zeros. So at the end of a step in which parameters may be
-// unused, ranks tell each other what they used, here and in `no_sync` before: the element-wise maximum
-// of one number per parameter, 2·(gradients in this backward) + (whether used). Under `static_graph`
-// that happens once, and the numbers also tell a rank that was out of inputs what the graph is like.
+// A parameter that no rank used keeps its `.grad`; one that some rank used gets the average on all
+// ranks, where the other ranks count as zeros. At the end of a step in which parameters may be
+// unused, ranks therefore exchange which parameters they used, in this step and before it in
+// `no_sync`: the element-wise maximum of one number per parameter, 2 * (gradients in this backward)
+// + (whether used). With `static_graph` this happens once, and the numbers also describe the graph
+// to a rank that has run out of inputs.
 class Usage {
  public:
   explicit Usage(size_t count) : used_(count, 0) {}
@@ -28,13 +29,14 @@ class Usage {
   }
   bool all_here() const;
 
-  // Sends what this rank used to the ranks of each group. `gradients`: in one backward, or empty.
+  // Starts sending the use on this rank to the ranks of each group. `gradients`: the number of
+  // gradients per parameter in one backward, or empty.
   void start_exchange(
       const std::vector<c10::intrusive_ptr<c10d::ProcessGroup>>& groups,
       const std::vector<int>& gradients,
       c10::Device device);
 
-  // Per parameter: what came of it among the ranks that it is averaged over.
+  // The result for each parameter, over the ranks that it is averaged over.
   class Everywhere {
    public:
     explicit Everywhere(std::vector<int> numbers) : numbers_(std::move(numbers)) {}
@@ -45,7 +47,7 @@ class Usage {
     bool used(size_t index) const {
       return numbers_[index] > 0;
     }
-    // In one backward.
+    // The number of gradients in one backward.
     int gradients(size_t index) const {
       return numbers_[index] / 2;
     }
@@ -53,11 +55,11 @@ class Usage {
    private:
     std::vector<int> numbers_;
   };
-  // `group_of`: of each parameter, among the groups of `start_exchange`. Waits for the other ranks, and
-  // for the device; everything before this is only enqueued on the current stream.
+  // `group_of`: the index of each parameter's group among the groups of `start_exchange`. Waits for
+  // the other ranks and for the device; all work before it is only enqueued on the current stream.
   Everywhere finish_exchange(const std::vector<size_t>& group_of);
 
-  // Forgets what was used, and an exchange that is under way.
+  // Forgets the use, and an exchange that is under way.
   void clear();
 
  private:

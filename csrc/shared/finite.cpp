@@ -6,8 +6,8 @@
 
 namespace commhooks {
 
-// `isfinite().all()` makes several tensors of this size on the way; the smallest and the largest number
-// tell as much, since NaN comes through.
+// `isfinite().all()` allocates several tensors of the same size; the smallest and the largest
+// number are sufficient, since both are NaN if any number is.
 at::Tensor all_finite(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return at::ones({}, tensor.options().dtype(at::kBool));

@@ -1,12 +1,12 @@
-// Whether a tensor's numbers are finite, on whatever device.
+// Whether all numbers of a tensor are finite, on any device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace commhooks {
 
-// () bool on the tensor's device; true for an empty tensor. One pass over its memory. Enqueued on the
-// current stream and not waited for.
+// Returns a () bool tensor on the device of `tensor`; true for an empty tensor. One pass over the
+// memory, enqueued on the current stream without waiting.
 at::Tensor all_finite(const at::Tensor& tensor);
 
 }  // namespace commhooks

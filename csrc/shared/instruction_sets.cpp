@@ -43,7 +43,7 @@ void use_instruction_set(const std::string& name) {
   const std::vector<std::string> names = find_instruction_sets();
   const auto found = std::find(names.begin(), names.end(), name);
   TORCH_CHECK(
-      found != names.end(), "Expected an instruction set that this machine has, ",
+      found != names.end(), "Expected an instruction set that this CPU supports, ",
       c10::Join(", ", names), "; found '", name, "'.");
   chosen() = static_cast<InstructionSet>(found - names.begin());
 }

@@ -1,8 +1,9 @@
-// Loops that are compiled once per instruction set, of which the machine at hand runs the widest it has:
+// Loops that are compiled once per instruction set; the CPU runs the widest one that it supports:
 //
-//     on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE { add<decltype(set)>(values, error, numel); });
+//     on_widest([&](auto set) COMMHOOKS_ALWAYS_INLINE { add<decltype(set)>(values, error, numel);
+//     });
 //
-// All that such a body calls has to be COMMHOOKS_INLINE, or it is compiled for any machine.
+// Functions that such a body calls have to be COMMHOOKS_INLINE; others are compiled for any CPU.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +13,13 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define COMMHOOKS_X86 1
 #endif
-// So that a function is compiled for the instruction set of the one that calls it.
+// Compiles a function for the instruction set of its caller.
 #define COMMHOOKS_ALWAYS_INLINE __attribute__((always_inline))
 #define COMMHOOKS_INLINE inline COMMHOOKS_ALWAYS_INLINE
 
 namespace commhooks {
 
-// Types, so that loops can differ by them. kFloats is how many a register holds.
+// Types, so that loops can be overloaded. kFloats is the number of floats in a register.
 struct Plain {
   static constexpr int kFloats = 4;
 };
@@ -31,11 +32,11 @@ struct Avx512 {
 
 enum class InstructionSet { kPlain, kAvx2, kAvx512 };
 
-// The widest that this machine has, unless another one was chosen.
+// Returns the widest one that this CPU supports, unless another one was chosen.
 InstructionSet instruction_set();
 
-// Those that this machine has, by name, the widest last; and the choice of one for the whole process.
-// Tests compare what they give.
+// The names of those that this CPU supports, the widest last, and the choice of one for all loops
+// that are linked with this file, for the whole process. Tests compare their results.
 std::vector<std::string> instruction_sets();
 void use_instruction_set(const std::string& name);
 

@@ -23,7 +23,7 @@ int64_t words_of(int64_t bits) {
   return (bits + kWordBits - 1) / kWordBits;
 }
 
-// Words at any address.
+// Words at addresses of any alignment.
 uint64_t load(const uint8_t* words, int64_t index) {
   uint64_t word;
   std::memcpy(&word, words + index * sizeof(word), sizeof(word));
@@ -34,7 +34,7 @@ void store(uint8_t* words, int64_t index, uint64_t word) {
   std::memcpy(words + index * sizeof(word), &word, sizeof(word));
 }
 
-// Writes fields of one width one after the other.
+// Writes consecutive fields of one width.
 class BitWriter {
  public:
   BitWriter(uint8_t* words, int width) : words_(words), width_(width) {}
@@ -63,7 +63,7 @@ class BitWriter {
   uint64_t word_ = 0;
 };
 
-// Field `index` of those that a BitWriter wrote.
+// Returns field `index` of the fields that a BitWriter wrote.
 uint64_t read_field(const uint8_t* words, int width, int64_t index) {
   if (width == 0) {
     return 0;
@@ -162,8 +162,8 @@ void pack_indices(
       count == 0 ||
           (from[0] >= 0 && from[count - 1] >= 0 &&
            static_cast<int64_t>(code.position(from[count - 1], count - 1)) < high_bits),
-      "Expected indices that ", high_bits, " bits can hold, found ", from[0], " to ",
-      from[count - 1], ".");
+      "Expected indices that fit ", high_bits, " bits, found ", from[0], " to ", from[count - 1],
+      ".");
   pack(from, count, code, words_of(high_bits), packed.mutable_data_ptr<uint8_t>());
 }
 
@@ -181,7 +181,7 @@ void unpack_indices(
           packed.const_data_ptr<uint8_t>(), indices.numel(), code, words_of(high_bits), numel,
           indices.mutable_data_ptr<int32_t>()),
       "Expected ", indices.numel(), " ascending indices below ", numel,
-      ", found others: the message is damaged, or ranks have different options.");
+      " in a message: it is corrupted, or ranks have different options.");
 }
 
 void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor& out) {
@@ -199,7 +199,7 @@ void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor
   AT_DISPATCH_FLOATING_TYPES(out.scalar_type(), "scatter_add", [&] {
     const auto* const from = values.const_data_ptr<scalar_t>();
     auto* const to = out.mutable_data_ptr<scalar_t>();
-    // Each thread adds to a range of its own.
+    // Each thread adds to its own range.
     at::parallel_for(0, out.numel(), kGrainElements, [&](int64_t begin, int64_t end) {
       const auto* const stop = std::lower_bound(first, last, end);
       for (const auto* at = std::lower_bound(first, last, begin); at < stop; ++at) {
@@ -214,8 +214,8 @@ void draw_indices(int64_t seed, int64_t rotation, int64_t numel, at::Tensor& ind
   const int64_t count = indices.numel();
   TORCH_CHECK(
       count <= numel && numel <= std::numeric_limits<int32_t>::max(),
-      "Expected to draw at most as many indices as there are, fewer than 2^31, found ", count,
-      " of ", numel, ".");
+      "Expected to draw at most numel indices, with numel below 2^31, found ", count, " of ", numel,
+      ".");
   TORCH_CHECK(
       0 <= rotation && rotation < std::max<int64_t>(numel, 1), "Expected a rotation below ", numel,
       ", found ", rotation, ".");

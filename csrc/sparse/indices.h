@@ -1,4 +1,4 @@
-// Sparse gradients: how their indices are written, and how their values come back.
+// Packs and unpacks the indices of sparse gradients, adds their values, and draws random indices.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,8 +6,8 @@
 namespace commhooks {
 
 // Writes ascending int32 indices as a bitmap of `high_bits` bits, then `low_bits` bits for each
-// index, both as little-endian words of 64 bits, into all of `packed` (uint8). See Note [Index code]
-// in commhooks/algorithms/sparse/index_code.py.
+// index, both as little-endian words of 64 bits, into all of `packed` (uint8). See Note [Index
+// code] in commhooks/algorithms/sparse/index_code.py.
 void pack_indices(
     const at::Tensor& indices,
     int64_t high_bits,
@@ -15,7 +15,7 @@ void pack_indices(
     bool adds_rank,
     at::Tensor& packed);
 
-// The reverse, into all of `indices`. Checks that they ascend and are below `numel`.
+// Reads `packed` into all of `indices`. Throws unless they are ascending and below `numel`.
 void unpack_indices(
     const at::Tensor& packed,
     int64_t high_bits,
@@ -24,12 +24,12 @@ void unpack_indices(
     int64_t numel,
     at::Tensor& indices);
 
-// out[indices[i]] += values[i] for ascending int32 indices; float32 or float64. Does not depend on
-// the number of threads.
+// out[indices[i]] += values[i] for ascending int32 indices; float32 or float64. The result does not
+// depend on the number of threads.
 void scatter_add(const at::Tensor& values, const at::Tensor& indices, at::Tensor& out);
 
-// Fills `indices` with ascending int32 indices below `numel`, all different, drawn at random. See
-// RandomIndices in codecs/sparse.h. Does not depend on the number of threads.
+// Fills `indices` with random, distinct, ascending int32 indices below `numel`. See RandomIndices
+// in kernels/codecs/sparse.h. The result does not depend on the number of threads.
 void draw_indices(int64_t seed, int64_t rotation, int64_t numel, at::Tensor& indices);
 
 }  // namespace commhooks

@@ -21,7 +21,7 @@ namespace {
 
 using codecs::magnitude_bits;
 
-constexpr int64_t kWord = 64;        // elements that one word of marks stands for
+constexpr int64_t kWord = 64;        // elements per word of marks
 constexpr int64_t kBlock = 1 << 10;  // elements whose flags stay in the first-level cache
 constexpr int64_t kChunk = 1 << 16;  // elements that a thread takes at a time
 constexpr int64_t kSamples = 1 << 16;
@@ -29,15 +29,15 @@ constexpr int64_t kSamples = 1 << 16;
 template <typename T>
 using Key = decltype(magnitude_bits(T{}));
 
-// Eight bytes, each 0 or 1, as eight bits: the product moves byte i to bit 56 + i.
+// Packs eight bytes, each 0 or 1, into eight bits: the product moves byte i to bit 56 + i.
 COMMHOOKS_INLINE uint64_t gather_bits(const uint8_t* flags) {
   uint64_t bytes;
   std::memcpy(&bytes, flags, sizeof(bytes));
   return bytes * 0x0102040810204080ull >> 56;
 }
 
-// Adds `error`, and sets bit i of `marks` where the magnitude of the sum i is `bound` or more.
-// Returns how many there are.
+// Adds `error`, and sets bit i of `marks` if the magnitude of sum i is at least `bound`. Returns
+// the number of marks.
 template <typename T>
 COMMHOOKS_INLINE int64_t mark(
     T* __restrict gradient,
@@ -76,7 +76,7 @@ at::Tensor empty_indices(int64_t count) {
   return at::empty({count}, at::kInt);
 }
 
-// The elements of a tensor whose magnitude is `bound` or more, one bit for each element.
+// The elements of a tensor with a magnitude of at least `bound`, one bit per element.
 class Marks {
  public:
   template <typename T>
@@ -124,8 +124,8 @@ class Marks {
   std::vector<int64_t> ends_;  // marks up to the end of each chunk
 };
 
-// The `rank`-th largest, from 1, of the keys `key_at(0)` to `key_at(count - 1)`. Finds its digits
-// from the top; each pass looks at those keys that agree so far.
+// Returns the `rank`-th largest, from 1, of the keys `key_at(0)` to `key_at(count - 1)`. Finds its
+// digits from the highest one on; each pass reads the keys that have the digits found so far.
 template <typename KeyAt>
 auto kth_largest(int64_t count, int64_t rank, const KeyAt& key_at) {
   using K = decltype(key_at(0));
@@ -149,9 +149,9 @@ auto kth_largest(int64_t count, int64_t rank, const KeyAt& key_at) {
   return found;
 }
 
-// A bound that most likely a few more than `count` elements reach, judged by a sample; never 0, so
-// that zeros are not marked. The sample has one element out of each of kSamples runs, at places that
-// no pattern in the gradient can follow.
+// Estimates from a sample a bound that slightly more than `count` elements are likely to reach;
+// never 0, so that zeros are not marked. The sample has one element of each of kSamples runs, at
+// pseudorandom places that do not follow a pattern in the gradient.
 template <typename T>
 Key<T> sample_bound(const T* gradient, const T* error, int64_t numel, int64_t count) {
   if (numel <= kSamples) {
@@ -174,7 +174,7 @@ Key<T> sample_bound(const T* gradient, const T* error, int64_t numel, int64_t co
   return std::max<Key<T>>(bound, 1);
 }
 
-// Those of the ascending `candidates` that are the `count` largest; of equal ones the first.
+// Returns the `count` largest of the ascending `candidates`; among equal ones, the first.
 template <typename T>
 at::Tensor keep_largest(const T* gradient, const at::Tensor& candidates, int64_t count) {
   const int64_t numel = candidates.numel();
@@ -200,7 +200,7 @@ at::Tensor keep_largest(const T* gradient, const at::Tensor& candidates, int64_t
   return kept;
 }
 
-// All non-zeros are `found`; to make up `count`, the first zeros join them.
+// Adds the first zeros to `found`, which has all non-zeros, until there are `count` indices.
 at::Tensor add_zeros(const at::Tensor& found, int64_t count) {
   const auto* from = found.data_ptr<int32_t>();
   const auto* const end = from + found.numel();
@@ -221,7 +221,8 @@ at::Tensor add_zeros(const at::Tensor& found, int64_t count) {
 
 template <typename T>
 at::Tensor largest(T* gradient, const T* error, int64_t numel, int64_t count) {
-  // A sample may mislead, and many elements may be equal: then the bound is found exactly.
+  // If the sample was not representative, or many elements are equal, the bound is computed
+  // exactly.
   const int64_t most = 4 * count + kSamples;
   const auto bound = sample_bound(gradient, error, numel, count);
   Marks marks(gradient, error, numel, bound);
@@ -252,11 +253,11 @@ void check(const at::Tensor& gradient, const std::optional<at::Tensor>& error) {
       !error ||
           (error->device().is_cpu() && error->scalar_type() == gradient.scalar_type() &&
            error->sizes() == gradient.sizes() && error->is_contiguous()),
-      "Expected errors like the gradients, ", gradient.sizes(), " in ", gradient.scalar_type(),
-      ", found ", error ? error->sizes() : at::IntArrayRef(), ".");
+      "Expected errors with the shape and dtype of the gradients, ", gradient.sizes(), " in ",
+      gradient.scalar_type(), ", found ", error ? error->sizes() : at::IntArrayRef(), ".");
 }
 
-// Calls `body(gradient, error)` with pointers of the tensors' type; without errors, null.
+// Calls `body(gradient, error)` with typed pointers; `error` is null if there are no errors.
 template <typename Body>
 at::Tensor dispatch(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, const Body& body) {

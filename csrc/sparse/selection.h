@@ -1,4 +1,4 @@
-// Which numbers of a gradient a sparse hook sends, found in one pass over the memory.
+// Selects the elements of a gradient that a sparse hook sends, in one pass over the memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,15 +7,16 @@
 
 namespace commhooks {
 
-// Both add `error` to `gradient` on the way, where there is one. `gradient` and `error` are flat,
-// contiguous, float32 or float64, on the CPU. Returned are indices, int32 and ascending. Infinities
-// and NaN count as larger than all numbers. Results do not depend on the number of threads.
+// Both functions first add `error` to `gradient`, if there is one. `gradient` and `error` are flat,
+// contiguous, float32 or float64, on the CPU. Returns ascending int32 indices. Infinities and NaN
+// count as larger than all numbers. Results do not depend on the number of threads.
 
-// The `count` elements of the largest magnitude, and exactly that many: of equal ones the first.
+// Selects exactly `count` elements with the largest magnitudes; among equal ones, the first.
 at::Tensor select_largest(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t count);
 
-// All elements whose magnitude is `threshold` or more. At infinity: all that are not finite.
+// Selects all elements with a magnitude of at least `threshold`. If it is infinity, selects all
+// elements that are not finite.
 at::Tensor select_above(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, double threshold);
 

@@ -1,6 +1,6 @@
+#include "bindings/commhooks/register.h"
 #include "comm/completion_queue.h"
 #include "comm/joined_work.h"
-#include "bindings/commhooks/register.h"
 #include "comm/ring_gather.h"
 
 #include <pybind11/chrono.h>
@@ -20,7 +20,7 @@ A queue of integer tokens on which one thread can wait for many collectives.)")
           R"(
 Append `token` once `work` has completed, with or without an error. The thread that completes the
 work does not take the GIL. Works without a future (point-to-point on Gloo) are waited for in the
-order in which they come, those of each `stage` by a thread of its own.)")
+order of the calls, by one thread per `stage`.)")
       .def(
           "get",
           [](CompletionQueue& self, std::optional<double> timeout_seconds) {
@@ -33,8 +33,8 @@ order in which they come, those of each `stage` by a thread of its own.)")
           },
           py::arg("timeout_seconds") = py::none(),
           R"(
-Remove and return the oldest token, waiting for one without the GIL; `None` once `timeout_seconds`
-have passed.)");
+Remove and return the oldest token, waiting for one without the GIL. Return None after
+`timeout_seconds`.)");
 
   module.def(
       "join_works",
@@ -42,8 +42,8 @@ have passed.)");
         return c10::make_intrusive<JoinedWork>(std::move(works));
       },
       py::arg("works"), R"(
-One Work that completes when all of `works` have, with the first error among them. Made for
-point-to-point on Gloo; has no future.)");
+Return one Work that completes when all of `works` have completed, with their first error. For
+point-to-point on Gloo; it has no future.)");
 
   module.def(
       "ring_gather",
@@ -52,9 +52,9 @@ point-to-point on Gloo; has no future.)");
         return c10::make_intrusive<RingGather>(std::move(group), std::move(parts));
       },
       py::arg("group"), py::arg("parts"), py::call_guard<py::gil_scoped_release>(), R"(
-Fill `parts`, contiguous CPU tensors of equal length, one per rank of the Gloo group, from the ranks
-whose parts they are; this rank's is sent. Point to point; has no future, and goes on while somebody
-waits for it.)");
+Gather `parts`, contiguous CPU tensors of equal length, one per rank of the Gloo group; the part
+of this rank is the input. Uses point-to-point messages. Return a Work without a future, which
+only makes progress while a thread waits for it.)");
 }
 
 }  // namespace commhooks

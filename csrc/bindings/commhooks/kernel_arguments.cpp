@@ -13,7 +13,7 @@ namespace {
 
 constexpr size_t kMostArguments = 32;
 
-// What a launch passes to the driver, which copies it: values of 8 bytes, and the address of each.
+// The arguments of a launch, which the driver copies: values of 8 bytes, and the address of each.
 struct Parameters {
   std::array<uint64_t, kMostArguments> values;
   std::array<void*, kMostArguments> addresses;
@@ -28,8 +28,8 @@ struct Parameters {
 py::tuple write_arguments(const py::tuple& arguments) {
   thread_local Parameters parameters;
   TORCH_CHECK_VALUE(
-      arguments.size() <= kMostArguments, "expected at most ", kMostArguments, " arguments, found ",
-      arguments.size());
+      arguments.size() <= kMostArguments, "Expected at most ", kMostArguments, " arguments, found ",
+      arguments.size(), ".");
   auto* to = parameters.values.data();
   const at::Tensor* first = nullptr;
   const auto write = [&](auto value) {
@@ -42,9 +42,9 @@ py::tuple write_arguments(const py::tuple& arguments) {
       first = first == nullptr ? &tensor : first;
       TORCH_CHECK_VALUE(
           tensor.is_contiguous() && tensor.device() == first->device(),
-          "expected contiguous tensors on one device, found shape ", tensor.sizes(),
-          " with strides ", tensor.strides(), " on ", tensor.device(), ", beside one on ",
-          first->device());
+          "Expected contiguous tensors on one device, found shape ", tensor.sizes(),
+          " with strides ", tensor.strides(), " on ", tensor.device(), " and a tensor on ",
+          first->device(), ".");
       write(tensor.data_ptr());
     } else if (PyFloat_Check(argument.ptr())) {
       write(PyFloat_AS_DOUBLE(argument.ptr()));
@@ -58,7 +58,7 @@ py::tuple write_arguments(const py::tuple& arguments) {
       write(bits);
     }
   }
-  TORCH_CHECK_VALUE(first != nullptr, "expected tensors on a GPU, found none");
+  TORCH_CHECK_VALUE(first != nullptr, "Expected tensors on a GPU, found none.");
   const c10::Device device = first->device();
   return py::make_tuple(
       c10::DeviceTypeName(device.type(), /*lower_case=*/true),
@@ -70,10 +70,11 @@ py::tuple write_arguments(const py::tuple& arguments) {
 
 void register_kernel_arguments(py::module_& module) {
   module.def("write_arguments", &write_arguments, py::arg("arguments"), R"(
-Writes the arguments of a kernel to memory of this thread, 8 bytes for each: of a tensor where its
-memory is, of a float a double, of an int its lowest 64 bits, of None zeros. Returns the type and the
-index of the tensors' device, and the address of an array with that of each value; all of it is there
-until the next call. Raises ValueError unless there are tensors, contiguous, on one device.)");
+Write the arguments of a kernel to memory of this thread, 8 bytes each: for a tensor the address
+of its memory, for a float a double, for an int its lowest 64 bits, for None zeros. Return the
+type and index of the device of the tensors, and the address of an array with the address of each
+value; they are valid until the next call in this thread. Raise ValueError unless there are
+tensors, contiguous and on one device.)");
 }
 
 }  // namespace commhooks

@@ -12,15 +12,18 @@ void register_lowrank(py::module_& module) {
   module.def(
       "project_left", &project_left, no_gil, py::arg("error"), py::arg("gradient"),
       py::arg("right"), py::arg("out"), R"(
-Writes (error + gradient) times the transposed right factors, in one pass. See csrc/lowrank/products.h.)");
+Write (error + gradient) times the transposed right factors to out, in one pass. See
+csrc/lowrank/products.h.)");
   module.def(
       "project_right", &project_right, no_gil, py::arg("error"), py::arg("gradient"),
       py::arg("left"), py::arg("out"), R"(
-Writes the transposed left factors times (error + gradient), in one pass. See csrc/lowrank/products.h.)");
+Write the transposed left factors times (error + gradient) to out, in one pass. See
+csrc/lowrank/products.h.)");
   module.def(
-      "apply_factors", &apply_factors, no_gil, py::arg("error"), py::arg("gradient"), py::arg("own_left"),
-      py::arg("own_right"), py::arg("mean_left"), py::arg("mean_right"), R"(
-Takes what was sent out of error + gradient, and puts the mean into gradient, in one pass.)");
+      "apply_factors", &apply_factors, no_gil, py::arg("error"), py::arg("gradient"),
+      py::arg("own_left"), py::arg("own_right"), py::arg("mean_left"), py::arg("mean_right"), R"(
+Subtract own_left times own_right from error + gradient, which becomes the error, and write
+mean_left times mean_right to gradient, in one pass.)");
 }
 
 }  // namespace commhooks

@@ -15,6 +15,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "all_finite", &commhooks::all_finite, py::arg("tensor"),
       py::call_guard<py::gil_scoped_release>(), R"(
-Return whether all numbers are finite, as a () bool tensor on the tensor's device, without waiting for
-the device.)");
+Return whether all numbers are finite, as a () bool tensor on the tensor's device, without
+waiting for the device.)");
 }

@@ -1,5 +1,5 @@
-#include "bindings/reducer/register.h"
 #include "reducer/grad_bucket.h"
+#include "bindings/reducer/register.h"
 
 namespace py = pybind11;
 
@@ -20,9 +20,10 @@ std::shared_ptr<GradBucket> make_grad_bucket(
       : static_cast<int64_t>(layout->offsets.back() + layout->lengths.back());
   TORCH_CHECK_VALUE(
       buffer.dim() == 1 && buffer.numel() == expected,
-      "The buffer of a bucket is one-dimensional with one element per gradient element; expected ",
-      expected, " elements for these parameters, found a tensor of shape ", buffer.sizes(), ".");
-  TORCH_CHECK_VALUE(index < count, "bucket index ", index, " is not below the count ", count, ".");
+      "Expected a bucket buffer with one dimension and one element per gradient element, ",
+      expected, " for these parameters, found shape ", buffer.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      index < count, "Expected a bucket index below the count ", count, ", found ", index, ".");
   return std::make_shared<GradBucket>(
       std::move(layout), std::move(buffer), index, count, step,
       std::make_shared<const std::vector<std::string>>(std::move(left_out)));
@@ -40,10 +41,10 @@ py::list shapes(const GradBucket& bucket) {
 }  // namespace
 
 void register_grad_bucket(py::module_& module) {
-  // The base class is torch's; its Python type exists once torch.distributed has been imported.
+  // Importing torch.distributed registers the base class.
   py::module_::import("torch.distributed");
   py::class_<GradBucket, c10d::GradBucket, std::shared_ptr<GradBucket>>(module, "GradBucket", R"(
-What a communication hook sees of a bucket: gradients that travel together.
+The bucket that a communication hook gets: gradients that are reduced together.
 
 A subclass of `torch.distributed.GradBucket`, so hooks written for torch accept it.)")
       .def(
@@ -51,43 +52,44 @@ A subclass of `torch.distributed.GradBucket`, so hooks written for torch accept 
           py::kw_only(), py::arg("index") = 0, py::arg("count") = 1, py::arg("step") = 0,
           py::arg("left_out") = std::vector<std::string>(),
           R"(
-`buffer`: (sum of numel of `parameters`,), the gradients one after the other, without padding.)")
-      .def("index", &GradBucket::getIndex, "Position among the buckets of this step.")
+`buffer`: the gradients one after the other, without padding; its shape is (sum of numel of
+`parameters`,).)")
+      .def("index", &GradBucket::getIndex, "Return the index among the buckets of this step.")
       .def(
           "buffer", [](GradBucket& self) { return self.getBuffer(); },
-          "The flat (numel,) tensor with all gradients of the bucket.")
+          "Return the flat (numel,) tensor with all gradients of the bucket.")
       .def(
           "set_buffer", [](GradBucket& self, at::Tensor buffer) { self.setBuffer(buffer); },
-          py::arg("buffer"), "Put another tensor in the buffer's place.")
+          py::arg("buffer"), "Replace the buffer with another tensor.")
       .def("gradients", &GradBucket::gradients, R"(
-One view of the buffer per parameter, in the parameter's shape and memory format.)")
+Return one view of the buffer per parameter, in the shape and memory format of the parameter.)")
       .def(
           "parameters", [](const GradBucket& self) { return self.layout().parameters; },
-          "The parameters, in the order of `gradients()`.")
+          "Return the parameters, in the order of `gradients()`.")
       .def("all_finite", &GradBucket::all_finite, py::call_guard<py::gil_scoped_release>(), R"(
-Whether all numbers in the buffer are finite on this rank: () bool, on the buffer's device. Does not
-wait for it. Costs nothing where a hook's `checks_finite` made packing find out, as long as torch has
-not changed the buffer since; one pass over the buffer elsewhere. Ask before collectives, whose changes
-torch does not count.)")
-      .def("is_last", &GradBucket::isLast, "Whether this is the last bucket of the step.")
+Return whether all numbers in the buffer are finite on this rank, as a () bool tensor on the
+device of the buffer, without waiting for the device. Free of cost if the `checks_finite` of the
+hook made packing check it and torch has not changed the buffer since; otherwise one pass over
+the buffer. Call it before collectives, because torch does not count their changes.)")
+      .def("is_last", &GradBucket::isLast, "Return whether this is the last bucket of the step.")
       .def_property_readonly(
           "names", [](const GradBucket& self) { return self.layout().names; },
           "Parameter names, in the order of `gradients()`.")
       .def_property_readonly(
           "offsets", [](const GradBucket& self) { return self.layout().offsets; },
-          "Where each gradient starts in the buffer, in elements.")
+          "Offset of each gradient in the buffer, in elements.")
       .def_property_readonly(
           "lengths", [](const GradBucket& self) { return self.layout().lengths; },
           "Number of elements of each gradient.")
       .def_property_readonly("shapes", &shapes, "Shape of each gradient.")
       .def_property_readonly(
           "key", [](const GradBucket& self) { return self.layout().key; },
-          "Digest of `names`: the same across processes and restarts.")
+          "Digest of `names`, the same across processes and restarts.")
       .def_property_readonly(
           "step", &GradBucket::step, "Number of synchronized backward passes before this one.")
       .def_property_readonly(
           "left_out", &GradBucket::left_out,
-          "Names of the parameters whose buckets are left out of this step, as no rank uses them.");
+          "Names of the parameters whose buckets no hook gets in this step, as no rank uses them.");
 }
 
 }  // namespace commhooks

@@ -8,7 +8,7 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-// What copies tensors to or from consecutive parts of a flat one, each in its own memory order.
+// Copies tensors to or from consecutive parts of a flat tensor, each in its own memory order.
 class FlatCopy {
  public:
   explicit FlatCopy(const at::Tensor& flat)
@@ -28,7 +28,7 @@ class FlatCopy {
         !finite ||
             (finite->scalar_type() == c10::kBool && finite->numel() == 1 &&
              finite->device() == flat_.device()),
-        "Expected one bool on ", flat_.device(), " for whether all is finite.");
+        "Expected `finite` to be one bool on ", flat_.device(), ".");
     for (const at::Tensor& tensor : tensors) {
       void* place = advance(tensor);
       pieces_.push_back({tensor.const_data_ptr(), place, tensor.numel()});
@@ -52,8 +52,8 @@ class FlatCopy {
     TORCH_CHECK_VALUE(
         tensor.is_non_overlapping_and_dense() && tensor.device() == flat_.device() &&
             (used_ += tensor.numel()) <= flat_.numel(),
-        "Expected dense tensors on ", flat_.device(), " of no more than ", flat_.numel(),
-        " elements together, found shape ", tensor.sizes(), " with strides ", tensor.strides(),
+        "Expected dense tensors on ", flat_.device(), " with at most ", flat_.numel(),
+        " elements in total, found shape ", tensor.sizes(), " with strides ", tensor.strides(),
         " on ", tensor.device(), ".");
     void* place = next_;
     next_ += tensor.numel() * flat_.itemsize();
@@ -87,22 +87,24 @@ void register_packing(py::module_& module) {
       py::arg("tensors"), py::arg("flat"), py::arg("scale") = 1.0, py::arg("finite") = py::none(),
       py::call_guard<py::gil_scoped_release>(),
       R"(
-Copy dense tensors one after the other into `flat`, each in its own memory order, scaled and cast to its
-dtype, as buckets are packed. `finite`, one bool there, becomes false if something in `flat` is not
-finite. On CUDA one kernel, enqueued on the current stream. Raises ValueError for what does not fit, and
-where `has_kernels` is false.)");
+Copy dense tensors one after the other into `flat`, each in its own memory order, scaled and cast
+to the dtype of `flat`, as buckets are packed. `finite`, one bool on the same device, becomes
+false if a number in `flat` is not finite. On CUDA one kernel, enqueued on the current stream.
+Raises ValueError if tensors do not fit, or if `has_kernels` is false.)");
   module.def(
       "unpack",
       [](const at::Tensor& flat, const std::vector<at::Tensor>& tensors, double scale) {
         FlatCopy(flat).unpack(tensors, scale);
       },
       py::arg("flat"), py::arg("tensors"), py::arg("scale") = 1.0,
-      py::call_guard<py::gil_scoped_release>(), "The way back of `pack`.");
+      py::call_guard<py::gil_scoped_release>(),
+      "Copy the parts of `flat` back into dense tensors, the reverse of `pack`.");
   module.def(
       "has_kernels",
       [](const std::string& device) { return make_copier(c10::Device(device))->copies_pieces(); },
       py::arg("device"), R"(
-Whether buckets on devices of this type are packed by kernels of this build, not by torch's.)");
+Return whether this build has kernels that pack buckets on devices of this type; otherwise torch's
+operations are used.)");
 }
 
 }  // namespace commhooks

@@ -11,8 +11,8 @@ namespace py = pybind11;
 namespace commhooks {
 namespace {
 
-// Autograd carries `python_error`, and no other type, from its threads to the caller of backward with
-// the Python exception intact. Needs the GIL.
+// Autograd only passes a Python exception from its threads to the caller of backward as a
+// `python_error`. Requires the GIL.
 [[noreturn]] void throw_python_error(py::error_already_set& error) {
   error.restore();
   python_error persisted;
@@ -41,9 +41,9 @@ std::string name_of(const py::object& function) {
   return py::str(py::type::of(function).attr("__qualname__"));
 }
 
-// Whether Python takes objects back. A thread that asks for the GIL while the interpreter goes down is
-// ended on the spot, and in a destructor that ends the process.
-bool takes_back() {
+// Returns whether Python objects can be released. A thread that asks for the GIL during the
+// shutdown of the interpreter is terminated, which in a destructor terminates the process.
+bool can_release() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsInitialized() && !Py_IsFinalizing();
 #else
@@ -51,9 +51,9 @@ bool takes_back() {
 #endif
 }
 
-// From a destructor, which need not hold the GIL.
-void give_back(py::object& function) {
-  if (!takes_back()) {
+// Releases an object in a destructor, which may run without the GIL.
+void release(py::object& function) {
+  if (!can_release()) {
     function.release();
     return;
   }
@@ -61,15 +61,15 @@ void give_back(py::object& function) {
   function = py::object();
 }
 
-// A Python future, and what the exception of a failing one is annotated with.
+// A Python future, and the call that is added as a note to its exception.
 class PythonResult final : public PendingResult {
  public:
   PythonResult(std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper, BucketCall call)
       : wrapper_(std::move(wrapper)), call_(std::move(call)) {}
 
   ~PythonResult() override {
-    if (!takes_back()) {
-      new std::shared_ptr<torch::jit::PythonFutureWrapper>(std::move(wrapper_));  // never freed
+    if (!can_release()) {
+      new std::shared_ptr<torch::jit::PythonFutureWrapper>(std::move(wrapper_));  // leaked
       return;
     }
     py::gil_scoped_acquire gil;
@@ -87,9 +87,9 @@ class PythonResult final : public PendingResult {
       if (!THPVariable_Check(value.ptr())) {
         throw py::type_error(
             c10::str(
-                "Expected the future that a communication hook returns to hold one tensor, found ",
+                "Expected the future that a communication hook returns to have one tensor, found ",
                 py::repr(py::type::of(value)).cast<std::string>(),
-                ". `Work.get_future()` holds a list of tensors: add `.then(lambda f: "
+                ". `Work.get_future()` has a list of tensors: add `.then(lambda f: "
                 "f.value()[0])`."));
       }
       return THPVariable_Unpack(value.ptr());
@@ -118,7 +118,7 @@ PythonHook::PythonHook(py::object function)
 }
 
 PythonHook::~PythonHook() {
-  give_back(function_);
+  release(function_);
 }
 
 std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
@@ -148,7 +148,7 @@ std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
 }
 
 void PythonHook::abandon() {
-  if (!takes_back()) {
+  if (!can_release()) {
     return;
   }
   py::gil_scoped_acquire gil;
@@ -164,7 +164,7 @@ void PythonHook::abandon() {
 std::function<void(const std::vector<size_t>&)> python_observer(py::object function) {
   const std::shared_ptr<py::object> shared(
       new py::object(std::move(function)), [](py::object* owned) {
-        give_back(*owned);
+        release(*owned);
         delete owned;
       });
   return [shared](const std::vector<size_t>& indices) {

@@ -1,4 +1,4 @@
-// Hooks written in Python. The GIL is taken here and nowhere else in the reducer.
+// Hooks written in Python. The reducer takes the GIL only here.
 #pragma once
 
 #include "reducer/hook.h"
@@ -7,9 +7,9 @@
 
 namespace commhooks {
 
-// Calls `function(bucket)`, which returns a torch.futures.Future that will hold one tensor.
-// If `function` has an attribute `abandon`, it is called when a step ends early; if it has a `name`,
-// profiles show that; if its `checks_finite` is true, packing finds out whether gradients are finite.
+// Calls `function(bucket)`, which returns a torch.futures.Future of one tensor. If `function` has
+// an attribute `abandon`, it is called when a step ends early; if it has a `name`, profiles show
+// it; if its `checks_finite` is true, packing checks whether gradients are finite.
 class PythonHook final : public Hook {
  public:
   explicit PythonHook(pybind11::object function);
@@ -30,7 +30,7 @@ class PythonHook final : public Hook {
   PackFormat format_;
 };
 
-// Calls `function(indices)` as Reducer::Observer does.
+// Returns an observer that calls `function(indices)`; see Reducer::Observer.
 std::function<void(const std::vector<size_t>&)> python_observer(pybind11::object function);
 
 }  // namespace commhooks

@@ -1,6 +1,6 @@
+#include "reducer/reducer.h"
 #include "bindings/reducer/python_hook.h"
 #include "bindings/reducer/register.h"
-#include "reducer/reducer.h"
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -120,7 +120,7 @@ py::list bucket_stats(const Reducer& reducer) {
     row["key"] = info.layout->key;
     row["indices"] = info.indices;
     row["gradient_bytes"] = info.bytes;
-    row["lane"] = info.lane;
+    row["group"] = info.group;
     row["is_sparse"] = info.is_sparse;
     row["ranks"] = info.ranks;
     row["packed_bytes"] = info.stats.packed_bytes;
@@ -152,32 +152,36 @@ bucket order, and writes the averages back into `.grad`. See Note [How a gradien
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
           py::arg("scale") = 1.0, release_gil(),
           R"(
-Announce that the next backward synchronizes. `outputs`: the tensors that forward returned where
-`needs_outputs`, else empty. `scale`: what gradients are multiplied by before they are averaged. Raises
-RuntimeError, naming the parameters, if the previous backward left some without a gradient; the reducer
-is usable afterwards.)")
-      .def("shadow_backward", &Reducer::shadow_backward, py::arg("skipped"), release_gil(), R"(
-Take part in a backward of the other ranks with gradients of zero. `.grad` stays as it is. `skipped`:
-what `skipped_buckets` is on those ranks.)")
+Announce that the next backward synchronizes. `outputs`: the tensors that forward returned if
+`needs_outputs`, otherwise empty. `scale`: gradients are multiplied by it before they are
+averaged. Raises RuntimeError, naming the parameters, if the previous backward left some without
+a gradient; the reducer is usable afterwards.)")
+      .def("match_backward", &Reducer::match_backward, py::arg("skipped"), release_gil(), R"(
+Take part in a backward of the other ranks with gradients of zero, without changing `.grad`.
+`skipped`: `skipped_buckets` on those ranks.)")
       .def_property_readonly("skipped_buckets", &Reducer::skipped_buckets, R"(
-For each bucket, whether the step that is expected leaves it out, as `skip_unused_buckets` asks.)")
+For each bucket, whether the next step skips it because of `skip_unused_buckets`.)")
       .def_property_readonly(
           "needs_outputs", &Reducer::needs_outputs,
-          "Whether `prepare_for_backward` looks at the outputs of forward.")
+          "Whether `prepare_for_backward` uses the outputs of forward.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
-After the first synchronized step: cut buckets anew in the order in which rank 0 saw gradients arrive;
-with `find_unused_parameters` once it has seen the same order twice. Collective; a no-op, on all ranks
-alike, when there is nothing to do. Returns whether it did.)")
+Rebuild the buckets after the first synchronized step, in the order in which gradients arrived on
+rank 0; with `find_unused_parameters` once rank 0 has seen the same order twice. A collective
+call, which does nothing on all ranks if there is nothing to do. Returns whether buckets were
+rebuilt.)")
       .def_property_readonly(
-          "has_rebuilt_buckets", &Reducer::has_rebuilt, "Whether `rebuild_buckets` has cut any.")
+          "has_rebuilt_buckets", &Reducer::has_rebuilt,
+          "Whether `rebuild_buckets` has rebuilt the buckets.")
       .def("set_hook", &set_hook, py::arg("hook"), R"(
-Use `hook` from the next step on: a native one, or a callable that takes a GradBucket and returns a
-torch.futures.Future of one tensor like `bucket.buffer()`, the average. The callable runs with the GIL
-on the thread that runs backward, in bucket order. Raises RuntimeError while a backward is under way.)")
+Use `hook` from the next step on: a native hook, or a callable that takes a GradBucket and
+returns a torch.futures.Future of the average, one tensor like `bucket.buffer()`. The callable
+runs with the GIL on the thread that runs backward, in bucket order. Raises RuntimeError while a
+backward is under way.)")
       .def("set_keys", &Reducer::set_keys, py::arg("keys"), release_gil(), R"(
-Cut the buckets anew: only parameters of equal keys share one. Between two steps, on all ranks.)")
+Rebuild the buckets so that only parameters with equal keys share one. Call it between two steps,
+on all ranks.)")
       .def("set_static_graph", &Reducer::set_static_graph, release_gil(), R"(
-As the argument `static_graph`; before the first forward.)")
+Set the option `static_graph`; call it before the first forward.)")
       .def_property(
           "process_group", &Reducer::process_group,
           [](Reducer& reducer, GroupPtr process_group) {
@@ -185,12 +189,12 @@ As the argument `static_graph`; before the first forward.)")
             reducer.set_process_group(std::move(process_group));
           },
           R"(
-The ranks that gradients are averaged over. Setting it goes back to the plain average.)")
+The ranks that gradients are averaged over. Setting it also resets the hook to the average.)")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
 Detach from autograd: later backwards do not synchronize.)")
       .def("set_observer", &set_observer, py::arg("observer"), R"(
-Call `observer(indices)` on the thread that runs backward, as soon as the gradients of the parameters
-with these indices have been averaged and written back; None: no longer.)")
+Call `observer(indices)` on the thread that runs backward, as soon as the gradients of the
+parameters with these indices have been averaged and written back. None removes the observer.)")
       .def(
           "await_after_backward",
           [](Reducer& reducer,
@@ -203,31 +207,40 @@ with these indices have been averaged and written back; None: no longer.)")
           },
           py::arg("futures"), "Wait for these futures at the end of the next backward.")
       .def("set_manual_finalization", &Reducer::set_manual_finalization, py::arg("manual"), R"(
-Whether backward returns without waiting for the buckets; then call `finalize_backward` after each.)")
+Set whether backward returns without waiting for the averages; if so, call `finalize_backward`
+after each backward.)")
       .def("finalize_backward", &Reducer::finalize_backward, release_gil(), R"(
-Wait for all buckets and write the averages into `.grad`. Does nothing if no backward is unfinished.)")
+Wait for all buckets and write the averages into `.grad`. Does nothing if no backward is
+unfinished.)")
       .def("check_finalized", &Reducer::check_finalized, release_gil(), R"(
 Raise RuntimeError, naming the parameters, if the last backward left some without a gradient.)")
       .def("last_times", &last_times, R"(
-When, in seconds of a monotonic clock, the last step's backward started and ended, and communication.)")
+Return when backward and communication of the last step started and ended, in seconds of a
+monotonic clock: backward_start, backward_end, communication_start and communication_end.)")
       .def("start_recording", &Reducer::start_recording, release_gil(), R"(
-Note when what happens, until `stop_recording`. Each activity takes 80 bytes until then.)")
+Record when each activity happens, until `stop_recording`. Each activity takes 80 bytes.)")
       .def("stop_recording", &stop_recording, R"(
-End the recording; returns a dict for each activity: activity (backward, drain, gradient, pack, launch,
-hook, wait or unpack), index (of the parameter for a gradient, of the step for backward and drain, else
-of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for a gradient); and for a hook key
-and names of its bucket, and hook, its name. In no particular order.)")
-      .def_property_readonly("hook_name", &Reducer::hook_name, "Of the hook in use, for people.")
+End the recording, and return one dict per activity: activity (backward, drain, gradient, pack,
+launch, hook, wait or unpack), index (of the parameter for gradient, of the step for backward and
+drain, else of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for gradient).
+Activity hook also has key and names of the bucket, and hook, the name of the hook. The order is
+unspecified.)")
+      .def_property_readonly(
+          "hook_name", &Reducer::hook_name, "Name of the hook in use, for messages.")
       .def("abandon", &Reducer::abandon, release_gil(), R"(
-End the current step, if there is one: wait for the buckets that are with the hook and forget them.)")
+End the current step, if there is one: wait for the buckets that the hook has, and drop them.)")
       .def("bucket_stats", &bucket_stats, R"(
-One dict per bucket: index, names, key, indices (of parameters), gradient_bytes, lane (0: that of the
-hook which was set), is_sparse, ranks (that it is averaged over), and since the last reset: steps, packed_bytes
-(handed to the hook), hook_seconds (from handing over to completion), exposed_seconds (time that the
-thread running backward spent in the hook or waiting for it).)")
-      .def("reset_stats", &Reducer::reset_stats, release_gil(), "Start `bucket_stats` from zero.")
+Return one dict per bucket: index, names, key, indices (of parameters), gradient_bytes, group
+(the index of its reduction group, 0 for the hook that was set), is_sparse, ranks (the number of
+ranks that it is averaged over); and since the last reset: steps, packed_bytes (handed to the
+hook), hook_seconds (from launch to completion) and exposed_seconds (the time that the thread
+which runs backward spent in the hook or waiting for it).)")
+      .def(
+          "reset_stats", &Reducer::reset_stats, release_gil(),
+          "Reset the sums in `bucket_stats` to zero.")
       .def_property("steps", &Reducer::steps, &Reducer::set_steps, R"(
-Synchronized backward passes so far, the `step` of the next GradBucket. Set it when training resumes.)");
+Number of synchronized backward passes so far, which is `step` of the next GradBucket. Set it when
+training resumes.)");
 }
 
 }  // namespace commhooks

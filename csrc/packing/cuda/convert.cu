@@ -8,7 +8,7 @@
 namespace commhooks::cuda {
 namespace {
 
-// See Note [Tiles]. Arguments of a kernel take 4 KiB, or 32764 bytes since CUDA 12.1; what they take is
+// See Note [Tiles]. Arguments of a kernel may take 4 KiB, or 32764 bytes since CUDA 12.1. They are
 // copied with every launch, so a short list has a small table.
 template <int capacity_>
 struct Table {
@@ -30,9 +30,9 @@ struct alignas(sizeof(T) * width) Vector {
   T values[width];
 };
 
-// The `count` vectors of one tile, at most kTileElements / width. All are read before the first is
-// written, so that their ways through memory overlap. Whether what this thread wrote is finite: next to
-// memory that costs nothing, so it is found out whether or not anybody asks.
+// Copies the `count` vectors of one tile, at most kTileElements / width. All are read before the
+// first is written, so that the reads overlap. Returns whether the numbers that this thread wrote
+// are finite; that is always computed, because it is hidden behind the memory accesses.
 template <unsigned width, typename From, typename To>
 __device__ bool convert_vectors(
     const From* source, To* destination, unsigned count, Math<From, To> scale) {
@@ -69,8 +69,8 @@ __device__ bool is_aligned(const T* pointer, unsigned width) {
   return reinterpret_cast<uintptr_t>(pointer) % (sizeof(T) * width) == 0;
 }
 
-// Buckets have no padding, so a parameter of odd length shifts all that follow: then source and
-// destination are not aligned alike, and elements travel one by one, still side by side in a warp.
+// Buckets have no padding, so a parameter of odd length shifts all later ones: then the alignment
+// of source and destination differs, and elements are copied one by one, still coalesced in a warp.
 template <typename From, typename To>
 __device__ bool convert_tile(
     const From* source, To* destination, unsigned numel, Math<From, To> scale) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Fills tables, and starts a kernel for each.
+// Fills tables, and launches a kernel for each.
 template <typename From, typename To, typename Pieces>
 class Batch {
  public:

@@ -1,4 +1,4 @@
-// Copies, scales and casts many pieces of device memory in one launch. Knows nothing of torch.
+// Copies, scales and casts many pieces of device memory in one launch. Does not depend on torch.
 #pragma once
 
 #include "packing/piece.h"
@@ -12,8 +12,8 @@ namespace commhooks::cuda {
 
 enum class Element { fp64, fp32, fp16, bf16 };
 
-// Elements that lie neither consecutively nor in the same order on both sides. Dimensions are in any
-// order, without those of size one; strides count elements, and those of the source may be zero.
+// Elements that are not consecutive, or not in the same order on both sides. Dimensions are in any
+// order, without those of size one; strides are in elements, and those of the source may be zero.
 struct StridedPiece {
   static constexpr int kMostDims = 8;
 
@@ -26,15 +26,15 @@ struct StridedPiece {
   int64_t destination_strides[kMostDims];
 };
 
-// destination = cast<to>(scale * source) for every piece, as `convert` in cpu/convert.h does it: halves
+// destination = cast<to>(scale * source) for every piece, as `convert` in packing/convert.h: halves
 // are multiplied in fp32, fp64 in fp64, casts round to nearest even.
 //
-// Enqueued on `stream`, of the current device, and not waited for; the tables travel as arguments of
-// the kernel, so nothing is copied to the device first, nothing has to be kept, and a CUDA graph can
-// capture it. One launch up to 1360 pieces (of at most 2^30 elements, longer ones count several times),
-// or 21 strided ones. Returns null, or what CUDA says is wrong.
+// Enqueued on `stream`, of the current device, without waiting. The tables are arguments of the
+// kernel, so nothing is copied to the device first, nothing has to be kept alive, and a CUDA graph
+// can capture it. One launch handles up to 1360 pieces (of at most 2^30 elements; longer ones count
+// several times), or 21 strided ones. Returns null, or the error message of CUDA.
 //
-// `finite`: null, or device memory which becomes false if a number that was written is not finite.
+// `finite`: null, or device memory that is set to false if a written number is not finite.
 const char* convert(
     const Piece* pieces,
     size_t count,

@@ -18,7 +18,7 @@ struct StridedTable {
 };
 static_assert(sizeof(StridedTable) + sizeof(double) + sizeof(bool*) <= 4096);
 
-// Elements one by one: gradients whose memory order is not their parameter's are rare.
+// Copies elements one by one: gradients with another memory order than their parameter are rare.
 template <typename From, typename To>
 __global__ void __launch_bounds__(kThreads) convert_strided_pieces(
     const __grid_constant__ StridedTable table, Math<From, To> scale, bool* finite) {

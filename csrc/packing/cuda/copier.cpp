@@ -26,27 +26,26 @@ Element element_of(c10::ScalarType type) {
       return Element::bf16;
     default:
       TORCH_CHECK(
-          false, "Expected gradients of fp64, fp32, fp16 or bf16 to travel on CUDA, found ", type,
-          ".");
+          false, "Expected gradients in fp64, fp32, fp16 or bf16 on CUDA, found ", type, ".");
   }
 }
 
 void check(const char* error) {
-  TORCH_CHECK(error == nullptr, "The kernel that copies gradients could not be started: ", error);
+  TORCH_CHECK(error == nullptr, "The kernel that copies gradients could not be launched: ", error);
 }
 
 bool* place_of(const at::Tensor& finite) {
   return finite.defined() ? finite.mutable_data_ptr<bool>() : nullptr;
 }
 
-// Nothing if the kernel cannot number its elements.
+// Returns nothing if the kernel cannot index all elements.
 std::optional<StridedPiece> strided_piece(const at::Tensor& source, const at::Tensor& destination) {
   if (destination.numel() > std::numeric_limits<int32_t>::max()) {
     return std::nullopt;
   }
   std::vector<int64_t> dims(destination.dim());
   std::iota(dims.begin(), dims.end(), 0);
-  // In the order of the destination's memory, so that neighboring threads write side by side.
+  // In the memory order of the destination, so that writes are coalesced.
   std::stable_sort(dims.begin(), dims.end(), [&](int64_t left, int64_t right) {
     return destination.stride(left) > destination.stride(right);
   });
@@ -102,7 +101,7 @@ class CudaCopier final : public Copier {
     std::vector<at::Tensor> other_sources;
     std::vector<at::Tensor> other_destinations;
     for (size_t i = 0; i < destinations.size(); ++i) {
-      // Negated lazily, see torch.Tensor.is_neg: only ATen reads and writes that right.
+      // Only ATen handles lazily negated tensors; see torch.Tensor.is_neg.
       const bool is_negated = sources[i].is_neg() || destinations[i].is_neg();
       const auto piece = is_negated ? std::nullopt : strided_piece(sources[i], destinations[i]);
       if (piece) {

@@ -1,11 +1,12 @@
-// Gradients on CUDA devices.
+// The copier for gradients on CUDA devices.
 #pragma once
 
 #include "packing/copier.h"
 
 namespace commhooks::cuda {
 
-// Pieces by one launch of the kernels in cuda/convert.h, tensors of other strides by another one.
+// Copies pieces with one launch of the kernels in packing/cuda/convert.h, and tensors of other
+// strides with another.
 std::unique_ptr<Copier> make_copier(c10::Device device);
 
 }  // namespace commhooks::cuda

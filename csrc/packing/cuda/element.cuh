@@ -1,4 +1,4 @@
-// Floating types in kernels: what they are multiplied in, and how they get there and back.
+// Floating types in kernels: the types that they are multiplied in, and the casts.
 #pragma once
 
 #include "packing/cuda/convert.h"
@@ -29,7 +29,7 @@ __device__ inline void narrow(double value, double* to) {
 __device__ inline void narrow(double value, float* to) {
   *to = static_cast<float>(value);
 }
-// By way of fp32, as torch casts.
+// Through fp32, as torch casts.
 __device__ inline void narrow(double value, __half* to) {
   *to = __float2half_rn(static_cast<float>(value));
 }
@@ -66,7 +66,7 @@ __device__ bool is_finite(T value) {
   return isfinite(widen(value));
 }
 
-// Calls `function(From(), To())` for the types that `from` and `to` stand for.
+// Calls `function(From(), To())` with the types of `from` and `to`.
 template <typename From, typename Function>
 auto with_element_to(Element to, Function function) {
   switch (to) {

@@ -1,11 +1,11 @@
-// Starts kernels.
+// Launches kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace commhooks::cuda {
 
-// On `stream` of the current device.
+// Launches on `stream`, of the current device.
 template <typename Table, typename Scale>
 cudaError_t launch(
     void (*kernel)(Table, Scale, bool*),

@@ -1,0 +1,43 @@
+#include "reducer/reduction_groups.h"
+
+#include "reducer/native_hooks.h"
+
+#include <algorithm>
+
+namespace commhooks {
+
+ReductionGroups::ReductionGroups(
+    const GroupPtr& process_group, const std::map<int64_t, GroupPtr>& key_groups)
+    : process_groups_{process_group} {
+  for (const auto& [key, group] : key_groups) {
+    const auto known = std::find(process_groups_.begin(), process_groups_.end(), group);
+    process_group_of_key_[key] = known - process_groups_.begin();
+    if (known == process_groups_.end()) {
+      process_groups_.push_back(group);
+    }
+  }
+  for (const auto& group : process_groups_) {
+    groups_.push_back({std::make_shared<AverageHook>(group, std::nullopt), group});
+    groups_.push_back({std::make_shared<SparseAverageHook>(group), group});
+  }
+}
+
+size_t ReductionGroups::process_group_of(int64_t key) const {
+  const auto own = process_group_of_key_.find(key);
+  return own == process_group_of_key_.end() ? 0 : own->second;
+}
+
+void ReductionGroups::begin_step() {
+  for (ReductionGroup& group : groups_) {
+    group.buckets = 0;
+    group.launched = 0;
+  }
+}
+
+void ReductionGroups::abandon() {
+  for (const ReductionGroup& group : groups_) {
+    group.hook->abandon();
+  }
+}
+
+}  // namespace commhooks

@@ -1,0 +1,71 @@
+// The hooks of a reducer, and the ranks that each of them averages over.
+#pragma once
+
+#include "reducer/hook.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace commhooks {
+
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Note [Reduction groups]
+// ~~~~~~~~~~~~~~~~~~~~~~~
+// Not all buckets go to the hook that users choose. A reduction group is a hook and the ranks it
+// averages over. Group 0 has the users' hook; sparse gradients have a group of their own, and so
+// has each key with its own process group. A hook sees only the buckets of its group, numbered from
+// 0. Buckets are launched in their order, whatever their groups.
+struct ReductionGroup {
+  std::shared_ptr<Hook> hook;
+  GroupPtr process_group;
+
+  // Of the current step: how many buckets the hook gets, and how many it got so far.
+  size_t buckets = 0;
+  size_t launched = 0;
+};
+
+class ReductionGroups {
+ public:
+  // `key_groups`: the process groups of keys whose parameters are averaged over other ranks. Every
+  // group starts with the hook that averages.
+  ReductionGroups(const GroupPtr& process_group, const std::map<int64_t, GroupPtr>& key_groups);
+
+  // Returns the index of the reduction group for parameters with this key.
+  size_t index_of(int64_t key, bool is_sparse) const {
+    return 2 * process_group_of(key) + (is_sparse ? 1 : 0);
+  }
+  // Returns an index into `process_groups()`.
+  size_t process_group_of(int64_t key) const;
+
+  // Each process group once, the default one first.
+  const std::vector<GroupPtr>& process_groups() const {
+    return process_groups_;
+  }
+  ReductionGroup& operator[](size_t index) {
+    return groups_[index];
+  }
+  const ReductionGroup& operator[](size_t index) const {
+    return groups_[index];
+  }
+  ReductionGroup& of_users() {
+    return groups_.front();
+  }
+  const ReductionGroup& of_users() const {
+    return groups_.front();
+  }
+
+  void begin_step();
+  // Calls `abandon` of all hooks.
+  void abandon();
+
+ private:
+  std::vector<GroupPtr> process_groups_;
+  std::map<int64_t, size_t> process_group_of_key_;  // only keys that have their own
+  std::vector<ReductionGroup> groups_;  // two per process group: for dense and for sparse gradients
+};
+
+}  // namespace commhooks
