@@ -72,7 +72,7 @@ def test_is_close_to_what_any_code_needs(density):
 def test_damaged_messages_are_refused():
     code = IndexCode.shortest(1000, 3)
     packed = torch.zeros(code.nbytes, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match=r"3 ascending indices below 1000.*damaged"):
+    with pytest.raises(RuntimeError, match=r"3 ascending indices below 1000.*corrupted"):
         code.unpack(packed)
     with pytest.raises(RuntimeError, match="3 ascending indices"):
         code.unpack(torch.full_like(packed, 0xFF))

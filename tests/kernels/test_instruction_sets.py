@@ -36,7 +36,7 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 
 def test_every_machine_has_the_plain_set_and_other_names_raise():
     assert PLAIN == "plain"
-    with pytest.raises(RuntimeError, match=r"an instruction set that this machine has, .*plain.*"):
+    with pytest.raises(RuntimeError, match=r"an instruction set that this CPU supports, .*plain.*"):
         use_instruction_set("abacus")
 
 

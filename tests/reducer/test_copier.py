@@ -56,7 +56,7 @@ def test_memory_order_is_kept() -> None:
 
 
 def test_arguments_that_do_not_fit_raise() -> None:
-    with pytest.raises(ValueError, match="no more than 3"):
+    with pytest.raises(ValueError, match="at most 3"):
         _C.pack([torch.ones(4)], torch.empty(3))
     with pytest.raises(ValueError, match=r"strides \[2\]"):
         _C.pack([torch.ones(8)[::2]], torch.empty(9))

@@ -28,8 +28,8 @@ struct Parameters {
 py::tuple write_arguments(const py::tuple& arguments) {
   thread_local Parameters parameters;
   TORCH_CHECK_VALUE(
-      arguments.size() <= kMostArguments, "Expected at most ", kMostArguments, " arguments, found ",
-      arguments.size(), ".");
+      arguments.size() <= kMostArguments, "expected at most ", kMostArguments, " arguments, found ",
+      arguments.size());
   auto* to = parameters.values.data();
   const at::Tensor* first = nullptr;
   const auto write = [&](auto value) {
@@ -42,9 +42,9 @@ py::tuple write_arguments(const py::tuple& arguments) {
       first = first == nullptr ? &tensor : first;
       TORCH_CHECK_VALUE(
           tensor.is_contiguous() && tensor.device() == first->device(),
-          "Expected contiguous tensors on one device, found shape ", tensor.sizes(),
+          "expected contiguous tensors on one device, found shape ", tensor.sizes(),
           " with strides ", tensor.strides(), " on ", tensor.device(), " and a tensor on ",
-          first->device(), ".");
+          first->device());
       write(tensor.data_ptr());
     } else if (PyFloat_Check(argument.ptr())) {
       write(PyFloat_AS_DOUBLE(argument.ptr()));
@@ -58,7 +58,7 @@ py::tuple write_arguments(const py::tuple& arguments) {
       write(bits);
     }
   }
-  TORCH_CHECK_VALUE(first != nullptr, "Expected tensors on a GPU, found none.");
+  TORCH_CHECK_VALUE(first != nullptr, "expected tensors on a GPU, found none");
   const c10::Device device = first->device();
   return py::make_tuple(
       c10::DeviceTypeName(device.type(), /*lower_case=*/true),
