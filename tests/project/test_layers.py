@@ -22,7 +22,7 @@ MAY_INCLUDE = {
     "bindings/reducer": {"bindings", "packing", "reducer", "shared"},
     "bindings/commhooks": {"bindings", "codecs", "comm", "lowrank", "shared", "sparse"},
 }
-FILES = sorted(path for path in CSRC.rglob("*") if path.is_file() and path.suffix != ".md")
+FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h"))
 
 
 def folder_of(path: Path) -> str:
