@@ -46,6 +46,12 @@ def test_same_names(module: str) -> None:
     assert stubbed == public(vars(MODULES[module]))
 
 
+def test_each_type_is_in_one_module() -> None:
+    """Two modules that register one C++ type with pybind11 do not load together."""
+    names = [name for _, name in CLASSES]
+    assert len(names) == len(set(names))
+
+
 @pytest.mark.parametrize("where", FUNCTIONS, ids=".".join)
 def test_same_function_arguments(where: tuple[str, str]) -> None:
     arguments = [argument.arg for argument in FUNCTIONS[where].args.args]
