@@ -247,7 +247,7 @@ def test_bucket_keys_depend_on_names_only() -> None:
 
 
 def test_bucket_of_the_wrong_size_raises() -> None:
-    with pytest.raises(ValueError, match=r"expected 6 elements.*shape \[5\]"):
+    with pytest.raises(ValueError, match=r"6 for these parameters, found shape \[5\]"):
         GradBucket(torch.zeros(5), [torch.zeros(2, 3)], ["weight"])
     with pytest.raises(ValueError, match="one name per parameter"):
         GradBucket(torch.zeros(6), [torch.zeros(2, 3)], [])
