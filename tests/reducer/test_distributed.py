@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
@@ -157,6 +158,22 @@ def test_buffers_follow_rank_0() -> None:
 @pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
 def test_buffer_synchronization_can_be_disabled(option: str) -> None:
     assert run_ranks(buffers, 2, {option: False}) == [[2, 4, 6], [4, 8, 12]]
+
+
+def initial_buffers(rank: int, world_size: int, options: dict[str, bool]) -> None:
+    values = []
+    for wrapper in (DistributedDataParallel, TorchDDP):
+        module = Counter()
+        module.seen += rank
+        wrapper(module, **options)
+        values.append(module.seen.item())
+    assert values[0] == values[1]
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
+@pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_are_broadcast_at_the_start_when_torch_does(option: str) -> None:
+    run_ranks(initial_buffers, 2, {option: False})
 
 
 # --------------------------------------------------------------------------------------- groups

@@ -192,6 +192,8 @@ def names(rank: int, world_size: int) -> None:
         model(x).sum().backward()
 
     halves = DistributedDataParallel(make_net())
+    with pytest.raises(ValueError, match=r"one of \['ALLREDUCE', 'FP16_COMPRESS'\], found 3"):
+        halves._register_builtin_comm_hook(3)
     halves._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
     assert halves.comm_hook_name == "average"
     with pytest.raises(RuntimeError, match="can only be called once"):

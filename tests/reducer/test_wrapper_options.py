@@ -301,9 +301,11 @@ def update_group(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 1])
     model = DistributedDataParallel(make_net())
     assert_averaged(model, world_size)
+    model._update_process_group(group)
     if rank < 2:
-        model._update_process_group(group)
         assert_averaged(model, 2, steps=3)
+    else:
+        assert model.process_group is dist.group.WORLD
 
 
 def test_update_process_group() -> None:
@@ -321,7 +323,11 @@ def torch_hook_before_and_after(rank: int, world_size: int) -> None:
 
     model = DistributedDataParallel(make_net())
     model.register_comm_hook("before", hook)
+    model.hook_registration.averages_gradients = False
+    model.hook_registration.on_overwrite = lambda: calls.append("overwrite")
     model._update_process_group(dist.new_group([0]))
+    assert model.hook_registration.averages_gradients
+    model.broadcast_state(0)
     model(inputs_of(0)).sum().backward()
     model.register_comm_hook("after", hook)
     model(inputs_of(0)).sum().backward()
