@@ -84,7 +84,7 @@ class IndexCode:
         return indices
 
     def _nbytes_of(self, count: int) -> int:
-        """The size of the whole bitmap and the low bits of ``count`` indices."""
+        """Return the size of the whole bitmap and the low bits of ``count`` indices."""
         words = _words(self.high_bits) + _words(count * self.low_bits)
         return words * _WORD_BITS // 8
 

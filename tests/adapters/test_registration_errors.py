@@ -34,18 +34,18 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "route rule that matches nothing": (
         "route",
         {"rules": [["head.*", "bf16"]], "default": "allreduce"},
-        r"rule 'head\.\*' fits no parameter",
+        r"rule 'head\.\*' matches no parameter",
     ),
     "route without a rule for a parameter": (
         "route",
         {"rules": [["weight", "bf16"]]},
-        "no rule fits 'bias'",
+        "no rule matches 'bias'",
     ),
     "stages out of order": ("schedule", {"stages": [[5, "bf16"]]}, "ascend from 0, found"),
     "error feedback around error feedback": (
         "error_feedback",
         {"inner": "topk"},
-        "says what of each",
+        "tells its contribution",
     ),
 }
 

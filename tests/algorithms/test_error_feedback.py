@@ -100,7 +100,9 @@ def test_errors_may_outgrow_float16(run_ranks: Any) -> None:
     ],
 )
 def test_hooks_that_do_not_say_what_they_send_are_refused(inner: Any, culprit: str) -> None:
-    with pytest.raises(commhooks.CommHookOptionError, match=rf"says what of .*; {culprit}\("):
+    with pytest.raises(
+        commhooks.CommHookOptionError, match=rf"tells its contribution .*; {culprit}\("
+    ):
         commhooks.create("error_feedback", inner=inner)
 
 

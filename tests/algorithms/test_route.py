@@ -70,10 +70,13 @@ def test_bad_rules(rules: Any, message: str) -> None:
 def refuse(rank: int, size: int, stock: bool) -> None:
     trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, torch_ddp=stock)
     bad: list[tuple[list[Any], str]] = [
-        ([["m*", "fp16"]], "no rule fits 'vector', 'scalar', 'empty', 'convolution' and 3 more"),
-        ([["*", "fp16"], ["nothing.*", "fp16"]], r"rule 'nothing\.\*' fits no parameter"),
-        ([["*", "fp16"], ["m*", "fp16"]], r"earlier rules take all that rule 'm\*' fits, 'matrix'"),
-        ([["MATRIX", "fp16"], ["*", "fp16"]], "rule 'MATRIX' fits no parameter"),
+        ([["m*", "fp16"]], "no rule matches 'vector', 'scalar', 'empty', 'convolution' and 3 more"),
+        ([["*", "fp16"], ["nothing.*", "fp16"]], r"rule 'nothing\.\*' matches no parameter"),
+        (
+            [["*", "fp16"], ["m*", "fp16"]],
+            r"earlier rules take all that rule 'm\*' matches, 'matrix'",
+        ),
+        ([["MATRIX", "fp16"], ["*", "fp16"]], "rule 'MATRIX' matches no parameter"),
     ]
     for rules, message in bad:
         with pytest.raises(commhooks.CommHookError, match=message):
@@ -263,7 +266,7 @@ def leave_out(rank: int, size: int) -> None:
     model(torch.tensor([1, rank])).sum().backward()
     for hook in hooks:
         assert [call.is_last for call in hook.calls][-1]
-    with pytest.raises(commhooks.CommHookError, match=r"rule 'embedding\.\*' fits no parameter"):
+    with pytest.raises(commhooks.CommHookError, match=r"rule 'embedding\.\*' matches no parameter"):
         handle.replace("route", rules=[["embedding.*", "fp16"]], default="fp16")
 
 

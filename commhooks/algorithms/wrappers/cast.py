@@ -1,4 +1,7 @@
-"""Another hook in another precision. Wire: that of the other hook, on gradients of that dtype."""
+"""Run another hook in another precision::
+
+result = inner(gradient.to(dtype)).to(gradient.dtype)
+"""
 
 from dataclasses import dataclass
 
@@ -21,22 +24,23 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @register_hook("cast")
 @dataclass
 class Cast(CommHook):
-    """Hand the gradients to the inner hook in another dtype, and its average back in their own.
+    """Pass gradients to the inner hook in another dtype and convert its average back.
 
-    To a narrower one, so that it sends less; to a wider one, so that it computes more exactly. What
-    the dtype cannot hold becomes infinite, and stays so on all ranks; inside ``error_feedback`` it
-    is cut to half of the range, and the rest is sent later.
+    In a narrower dtype the inner hook sends fewer bytes; in a wider one it computes more exactly.
+    Numbers beyond the range of ``dtype`` become infinite on all ranks. Inside ``error_feedback``
+    they are clamped to half of the range instead, and the rest is sent later.
 
     Wire: that of the inner hook for gradients of ``dtype``. Memory: a copy of the bucket in
-    ``dtype`` while it is under way.
+    ``dtype`` until its average has arrived.
 
     Raises:
-        CommHookOptionError: ``dtype`` is none in which collectives can add.
+        CommHookOptionError: collectives cannot add numbers of ``dtype``.
     """
 
     inner: CommHook
-    """The hook that gets the bucket in ``dtype``."""
+    """The hook that runs on buckets in ``dtype``."""
     dtype: torch.dtype = torch.bfloat16
+    """float16, bfloat16, float32 or float64."""
 
     tells_contribution = True
     wire = "what the inner hook sends for gradients of that dtype"
@@ -61,10 +65,9 @@ class Cast(CommHook):
 
     def _cast(self, bucket: GradBucket, *, is_fed_back: bool = False) -> GradBucket:
         buffer = bucket.buffer()
-        # Half of the range, for what is rounded up.
-        cast = (
-            saturating_cast(buffer, self.dtype, headroom=2)
-            if is_fed_back
-            else buffer.to(self.dtype)
-        )
+        if is_fed_back:
+            # The factor 2 leaves room for rounding up.
+            cast = saturating_cast(buffer, self.dtype, headroom=2)
+        else:
+            cast = buffer.to(self.dtype)
         return bucket_with(bucket, cast)

@@ -1,19 +1,21 @@
-"""Error feedback: what a step did not send is added to the next gradient.
+"""Error feedback: add what a step did not send to the next gradient.
 
-Seide et al.: 1-Bit Stochastic Gradient Descent, Interspeech 2014; analysed for any compressor by
+Seide et al.: 1-Bit Stochastic Gradient Descent, Interspeech 2014; analyzed for any compressor by
 Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019,
 https://arxiv.org/abs/1901.09847 (Algorithm 2).
 
-Letters, on each rank:  g: gradient  e: error  p = g + e  s: what of p is in the average
+A step with the gradient g and the error e of each rank, where s is the part of p that is in the
+average::
 
-                    inner hook: average = mean of all s
-                    e = p - s, so  s + e == g + old e:  nothing is lost
+    p = g + e
+    average, s = inner(p)    # average = mean of s over all ranks
+    e = p - s                # s + e == g + old e: nothing is lost
 
-In the paper p = γ·g + e, with γ the learning rate, which a hook does not know. Here errors are in
-the unit of the gradients, and keep their numbers when the learning rate or a loss scale changes.
+The paper has p = γ·g + e with the learning rate γ, which a hook does not know. Here the error is in
+the unit of the gradients, and does not change when the learning rate or a loss scale changes.
 
-Also what is lost before the inner hook, where gradients are in half precision and p is not: what
-is rounded off, and what is beyond the range.
+If gradients are in half precision, p is not. The error then also holds what is lost by converting p
+to the gradients' dtype: rounding errors, and numbers beyond the range.
 """
 
 from dataclasses import dataclass, field
@@ -38,23 +40,24 @@ __all__ = ["ErrorFeedback"]
 class ErrorFeedback(CommHook):
     """Add what the inner hook did not send to the next gradient.
 
-    The inner hook has to say what it sends (``tells_contribution``); one that does not is refused
-    when this hook is made. Those with a memory of their own do not: errors would count twice. Nor
-    do those that may leave out more than they are given, as ``terngrad`` and ``randomk``: errors
-    would grow, see Note [Errors that do not grow] in algorithms/quantized/base.py.
+    The inner hook has to tell its contribution (``tells_contribution``); otherwise this hook cannot
+    be created. Hooks that keep an error of their own do not tell it, because the error would count
+    twice. Neither do hooks whose error may be larger than the gradient, such as ``terngrad`` and
+    ``randomk``: errors would grow, see Note [Errors that do not grow] in
+    algorithms/quantized/base.py.
 
     Wire: that of the inner hook. Memory: the errors, as large as the gradients in float32 (float64
-    for float64 gradients), and as much again to work in.
+    for float64 gradients), and a work buffer of the same size.
 
-    If the average of a bucket is not finite, the errors of its parameters stay as they were: see
-    Note [One commit] in algorithms/lowrank/powersgd.py. Does not synchronize the device.
+    If the average of a bucket is not finite, the errors of its parameters do not change. Does not
+    synchronize the device.
 
     Raises:
-        CommHookOptionError: the inner hook does not say what it sends.
+        CommHookOptionError: the inner hook does not tell its contribution.
     """
 
     inner: CommHook
-    """The hook that gets the sum of gradient and error."""
+    """The hook that runs on the sum of gradient and error."""
 
     _memory: BucketMemory = field(
         default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
@@ -64,7 +67,7 @@ class ErrorFeedback(CommHook):
         default_factory=lambda: BucketMemory("sum"), init=False, repr=False, compare=False
     )
     _unsaved: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Where ``_sums`` are kept, so that each step finds memory to work in."""
+    """The state of ``_sums``, a work buffer that steps reuse; it is not saved."""
 
     wire = "what the inner hook sends"
     paper = "https://arxiv.org/abs/1901.09847"
@@ -74,11 +77,11 @@ class ErrorFeedback(CommHook):
         for hook in tree(self.inner):
             if not hook.tells_contribution:
                 raise CommHookOptionError(
-                    f"option 'inner' of hook {self.name!r}: expected a hook that says what of each "
-                    f"gradient it sends; {hook!r} does not, because it keeps an error of its own, "
-                    "because it may leave out more than it is given, so that errors would grow in "
-                    "each step, or because that has no meaning for it. Use it without "
-                    "error_feedback"
+                    f"option 'inner' of hook {self.name!r}: expected a hook that tells its "
+                    f"contribution to the average; {hook!r} does not, because it keeps an error of "
+                    "its own, because its error may be larger than the gradient, so that errors "
+                    "would grow in each step, or because that has no meaning for it. Use it "
+                    "without error_feedback"
                 )
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -90,8 +93,8 @@ class ErrorFeedback(CommHook):
         average = await self.inner.reduce(bucket, nested)
         if nested.contribution is None:
             raise CommHookError(
-                f"expected {self.inner!r} to set comm.contribution, as its class says that it does "
-                "(tells_contribution), found None"
+                f"expected {self.inner!r} to set comm.contribution, because its tells_contribution "
+                "is true, found None"
             )
         unsent = p.sub_(nested.contribution)
         torch.where(all_finite(average), unsent, error, out=error)

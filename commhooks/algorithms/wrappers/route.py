@@ -1,9 +1,12 @@
-"""Different hooks for different parameters. Wire: that of each hook, for its part of the gradients.
+"""Run different hooks for different parameters::
 
-A bucket with parameters of several routes is taken apart: the gradients of each route are copied
-into a bucket of their own, the hooks run on these in the order of the rules, and their averages are
-copied back. On our own wrapper buckets are cut by route beforehand, so none is mixed and nothing is
-copied, unless the model has a ``group_key`` of its own.
+    for hook, parameters in routes:
+        result[parameters] = hook(gradient[parameters])
+
+A bucket with parameters of several routes is split: the gradients of each route are copied into a
+bucket of their own, the hooks run on these buckets in the order of the rules, and their averages
+are copied back. commhooks' own wrapper builds buckets per route, so nothing is split or copied,
+unless the model has its own ``group_key``.
 """
 
 import operator
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.wrappers.route_rules import Pattern, Rule, choose
+from commhooks.algorithms.wrappers.route_rules import Matcher, Rule, choose
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import BucketPart
@@ -34,34 +37,35 @@ class Route(CommHook):
     """Use different hooks for different parameters.
 
     ``route([("*.bias", "allreduce"), ("embedding.*", {"name": "topk", "density": 0.01})],
-    default={"name": "powersgd", "rank": 4})``. The first rule that fits a parameter decides.
+    default={"name": "powersgd", "rank": 4})``. The first rule that matches a parameter decides.
 
-    A rule is a pattern for names of parameters as in file names (:mod:`fnmatch`, case-sensitive):
-    ``*`` stands for any text, dots included, ``?`` for one character, ``[ab]`` for one of these. Or
-    it is a predicate, a function ``fn(name, parameter) -> bool`` of a module, in configs
-    "module:function".
+    A rule is a pattern for parameter names, as for file names (:mod:`fnmatch`, case-sensitive):
+    ``*`` matches any text including dots, ``?`` one character, and ``[ab]`` one of the characters.
+    Alternatively it is a predicate: a function ``fn(name, parameter) -> bool`` defined in a module,
+    "module:function" in configs.
 
-    Each hook gets buckets of its own parameters only, numbered from 0 in each step, the last one
-    marked as such. (Only the hook of the last bucket of all can be sure of that mark on torch's own
-    wrapper under ``skip_all_reduce_unused_params``, which does not tell what it leaves out; and
-    inside ``skip_nonfinite`` there is none where the last bucket is dropped.)
+    Each hook gets buckets that contain only its own parameters. They are numbered from 0 in each
+    step, and the last one is marked as the last. There are two exceptions to the mark. On torch DDP
+    with ``skip_all_reduce_unused_params``, which does not tell which buckets it leaves out, only
+    the hook of the model's last bucket is sure to see the mark. Inside ``skip_nonfinite`` no bucket
+    is marked if the last one is dropped.
 
-    Wire: that of each hook for its parameters. Memory: a copy of each bucket in which routes are
-    mixed, while it is under way.
+    Wire: that of each hook for its parameters. Memory: a copy of each bucket with several routes
+    until its average has arrived.
 
     Raises:
         CommHookOptionError: a predicate cannot be found.
-        CommHookError: at registration, if a rule fits no parameter, or none but those of earlier
-            rules; or if no rule fits a parameter and there is no ``default``.
+        CommHookError: at registration, if a rule matches no parameter, or only parameters that
+            earlier rules match, or if no rule matches a parameter and there is no ``default``.
     """
 
     rules: Annotated[list[tuple[Rule, CommHook]], MinLen(1)]
-    """Patterns or predicates, and the hook for the parameters that they fit."""
+    """Patterns or predicates, each with the hook for the parameters that it matches."""
     default: CommHook | None = None
-    """The hook for parameters that no rule fits."""
+    """The hook for parameters that no rule matches."""
 
     _routes: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """By parameter: the position of its hook in ``_hooks``."""
+    """The position of each parameter's hook in ``_hooks``, by name."""
     _progress: list["_Progress"] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -72,11 +76,11 @@ class Route(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._patterns()
+        self._matchers()
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Finds the hook of each parameter, and prepares each for its own."""
-        routes = choose(self._patterns(), parameters, has_default=self.default is not None)
+        """Find the hook of each parameter, and prepare each hook for its parameters."""
+        routes = choose(self._matchers(), parameters, has_default=self.default is not None)
         for i, hook in enumerate(self._hooks):
             own = {name: tensor for name, tensor in parameters.items() if routes[name] == i}
             if own:
@@ -84,7 +88,7 @@ class Route(CommHook):
         self._routes = routes
 
     def bucket_key(self, parameter: str) -> Hashable:
-        """The route, and what its hook says. None for a parameter that hooks do not see."""
+        """Return the route and its hook's key, or None for a parameter that hooks do not see."""
         i = self._routes.get(parameter)
         return None if i is None else (i, self._hooks[i].bucket_key(parameter))
 
@@ -95,9 +99,9 @@ class Route(CommHook):
             self._begin_step()
         for i, members in self._members(bucket):
             hook, part = self._hooks[i], BucketPart(bucket, members)
-            # Counted only now: while other hooks awaited, this one may have got a later bucket.
+            # Count only here: while other routes waited, this one may have got a later bucket.
             index, is_last = self._progress[i].advance(part.names, bucket.left_out)
-            # On torch's own wrapper others of the route may have been left out.
+            # On torch DDP, other buckets of the route may have been left out.
             own = part.bucket(index, is_last=is_last or bucket.is_last())
             nested = comm.within(hook, key=own.key, wants_contribution=comm.wants_contribution)
             part.store(await hook.reduce(own, nested), buffer)
@@ -117,16 +121,16 @@ class Route(CommHook):
     def _hooks(self) -> list[CommHook]:
         return [hook for _, hook in self.rules] + ([] if self.default is None else [self.default])
 
-    def _patterns(self) -> list[Pattern]:
-        return [Pattern.of(str(rule), f"rules.{i}.0") for i, (rule, _) in enumerate(self.rules)]
+    def _matchers(self) -> list[Matcher]:
+        return [Matcher.of(str(rule), f"rules.{i}.0") for i, (rule, _) in enumerate(self.rules)]
 
     def _begin_step(self) -> None:
-        of_hooks: list[set[str]] = [set() for _ in self._hooks]
+        self._progress = [_Progress(set()) for _ in self._hooks]
         for name, i in self._routes.items():
-            of_hooks[i].add(name)
-        self._progress = [_Progress(names) for names in of_hooks]
+            self._progress[i].missing.add(name)
 
     def _members(self, bucket: GradBucket) -> list[tuple[int, list[int]]]:
+        """Return the positions of the bucket's parameters for each route, in order of routes."""
         members: dict[int, list[int]] = {}
         for position, name in enumerate(bucket.names):
             members.setdefault(self._routes[name], []).append(position)
@@ -135,17 +139,19 @@ class Route(CommHook):
 
 @dataclass
 class _Progress:
-    """Of one route through a step: the parameters that are yet to come, and its buckets so far."""
+    """The progress of one route in a step."""
 
-    left: set[str]
+    missing: set[str]
+    """Parameters whose bucket is still to come."""
     buckets: int = 0
+    """The number of buckets so far."""
 
     def advance(self, names: Sequence[str], left_out: Sequence[str]) -> tuple[int, bool]:
-        """The index of the next bucket, with these parameters, and whether it is the last."""
+        """Return the index of the bucket with the parameters ``names``, and whether it is last."""
         index = self.buckets
         self.buckets += 1
-        self.left.difference_update(names, left_out)
-        return index, not self.left
+        self.missing.difference_update(names, left_out)
+        return index, not self.missing
 
 
 def _empty_contribution(buffer: Tensor) -> Tensor:

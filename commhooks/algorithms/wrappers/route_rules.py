@@ -1,4 +1,4 @@
-"""Which parameters a rule of ``route`` fits: a pattern for names, or a predicate."""
+"""Rules of ``route``: patterns for the names of parameters, or predicates."""
 
 import importlib
 import re
@@ -13,41 +13,41 @@ from torch import Tensor
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.options import Made
 
-__all__ = ["Pattern", "Predicate", "Rule", "choose"]
+__all__ = ["Matcher", "Predicate", "Rule", "choose"]
 
 Predicate: TypeAlias = Callable[[str, Tensor], bool]
-"""Whether a rule fits a parameter, by its name and itself."""
+"""Whether a rule matches a parameter, given its name and the parameter."""
 
 _PREDICATE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)")  # module:function
 
 
 def _to_name(rule: object) -> object:
-    """A predicate as "module:function", so that it survives JSON."""
+    """Return a predicate as "module:function", which can be stored as JSON."""
     if not callable(rule):
         return rule
     name = f"{getattr(rule, '__module__', '')}:{getattr(rule, '__qualname__', '')}"
     if not _PREDICATE.fullmatch(name):
         raise ValueError(
             "a predicate is stored by its name, so it has to be a function of a module, not one "
-            "that was made inside another function or by lambda"
+            "that was defined inside another function or by lambda"
         )
     return name
 
 
 Rule: TypeAlias = Annotated[str | Predicate, Made(_to_name)]
-"""As an option: whatever is given, a string is kept."""
+"""The type of the option. It is stored as a string."""
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """A rule, and what it fits."""
+class Matcher:
+    """A rule, and whether it matches a parameter."""
 
     rule: str
-    fits: Predicate
+    matches: Predicate
 
     @classmethod
-    def of(cls, rule: str, path: str) -> "Pattern":
-        """``path``: of the option, for the error of a predicate that cannot be found."""
+    def of(cls, rule: str, path: str) -> "Matcher":
+        """Parse a rule. ``path`` names the option in the error for a missing predicate."""
         match = _PREDICATE.fullmatch(rule)
         if match is None:
             return cls(rule, lambda name, _: fnmatchcase(name, rule))
@@ -62,45 +62,50 @@ class Pattern:
         if not callable(found):
             raise CommHookOptionError(
                 f"option {path!r} of hook 'route': expected {rule} to be a function of a "
-                f"parameter's name and itself, found {found!r}"
+                f"parameter's name and the parameter, found {found!r}"
             )
         return cls(rule, found)
 
 
 def choose(
-    patterns: Sequence[Pattern], parameters: Mapping[str, Tensor], *, has_default: bool
+    matchers: Sequence[Matcher], parameters: Mapping[str, Tensor], *, has_default: bool
 ) -> dict[str, int]:
-    """For each parameter the position of the first pattern that fits; their number for the default.
+    """Return the position of the first matching rule for each parameter.
 
-    Raises CommHookError for a pattern that is first for no parameter, and for a parameter that is
-    left over.
+    The position of the default is the number of rules.
+
+    Raises:
+        CommHookError: a rule is the first match of no parameter, or no rule matches a parameter
+            and there is no default.
     """
-    fitting = {
-        name: [i for i, pattern in enumerate(patterns) if pattern.fits(name, parameter)]
+    matching = {
+        name: [i for i, matcher in enumerate(matchers) if matcher.matches(name, parameter)]
         for name, parameter in parameters.items()
     }
-    _check_all_used(patterns, fitting)
-    left = [name for name, positions in fitting.items() if not positions]
-    if left and not has_default:
-        raise CommHookError(f"hook 'route': no rule fits {_listed(left)}; add a rule, or a default")
+    _check_all_used(matchers, matching)
+    unmatched = [name for name, positions in matching.items() if not positions]
+    if unmatched and not has_default:
+        raise CommHookError(
+            f"hook 'route': no rule matches {_listed(unmatched)}; add a rule, or a default"
+        )
     return {
-        name: positions[0] if positions else len(patterns) for name, positions in fitting.items()
+        name: positions[0] if positions else len(matchers) for name, positions in matching.items()
     }
 
 
-def _check_all_used(patterns: Sequence[Pattern], fitting: Mapping[str, list[int]]) -> None:
-    used = {positions[0] for positions in fitting.values() if positions}
-    for i, pattern in enumerate(patterns):
+def _check_all_used(matchers: Sequence[Matcher], matching: Mapping[str, list[int]]) -> None:
+    used = {positions[0] for positions in matching.values() if positions}
+    for i, matcher in enumerate(matchers):
         if i in used:
             continue
-        if fits := [name for name, positions in fitting.items() if i in positions]:
+        if names := [name for name, positions in matching.items() if i in positions]:
             raise CommHookError(
-                f"hook 'route': earlier rules take all that rule {pattern.rule!r} fits, "
-                f"{_listed(fits)}; move it to the front, or remove it"
+                f"hook 'route': earlier rules take all that rule {matcher.rule!r} matches, "
+                f"{_listed(names)}; move it to the front, or remove it"
             )
         raise CommHookError(
-            f"hook 'route': rule {pattern.rule!r} fits no parameter of the model, which has "
-            f"{_listed(list(fitting))}"
+            f"hook 'route': rule {matcher.rule!r} matches no parameter of the model, which has "
+            f"{_listed(list(matching))}"
         )
 
 

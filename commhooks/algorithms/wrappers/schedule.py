@@ -1,4 +1,8 @@
-"""One hook after the other, by step. Wire: that of the hook of the step."""
+"""Run one hook after the other, by step::
+
+start, hook = max((start, hook) for start, hook in stages if start <= step)
+result = hook(gradient)
+"""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,32 +23,33 @@ __all__ = ["Schedule"]
 @register_hook("schedule")
 @dataclass
 class Schedule(CommHook):
-    """Use one hook from one step on, another from a later one, e.g. to warm up, then compress.
+    """Use one hook from one step on and another from a later step on, e.g. after a warm-up.
 
     ``schedule([(0, "allreduce"), (1000, {"name": "powersgd", "rank": 4})])`` averages exactly in
-    steps 0 to 999. Steps are the synchronized backward passes of the training, those before a
-    resume included; nested hooks count them so as well, so a ``start_step`` of theirs is not
-    relative to their stage.
+    steps 0 to 999. Steps are the synchronized backward passes of the training, including those
+    before a resume. Nested hooks count the same steps, so their ``start_step`` is not relative to
+    their stage.
 
-    What a hook remembers is forgotten, and its memory freed, when it will not be used again. With a
-    ``cycle`` it will: then it is kept until the schedule comes back to the hook, or forgotten at
-    the end of each of its stages if not ``keep_state``. What several stages are to share, such as
-    an error, goes around the schedule: ``error_feedback(schedule(...))``.
+    When a hook will not be used again, its state is cleared and the memory freed. With a ``cycle``
+    the state is kept until the hook's next turn, unless ``keep_state`` is false: then it is cleared
+    at the end of each of the hook's stages. State that stages should share, such as an error,
+    belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
 
     Wire: that of the hook of the step.
 
     Raises:
-        CommHookOptionError: steps do not ascend from 0, or the last stage is beyond the ``cycle``;
-            or a hook that lets models differ comes before one that averages gradients, under which
-            they would never be one again. For that use ``handle.replace``, which averages them.
+        CommHookOptionError: steps do not ascend from 0, or the last stage begins after the end of
+            the ``cycle``; or a hook under which models differ precedes a hook that averages
+            gradients, so that the models would stay different. Use ``handle.replace`` for that: it
+            averages the models.
     """
 
     stages: Annotated[list[tuple[Annotated[int, Ge(0)], CommHook]], MinLen(1)]
-    """The first step of each stage, and its hook; steps ascend from 0."""
+    """The first step and the hook of each stage; steps ascend from 0."""
     cycle: Annotated[int, Ge(1)] | None = None
-    """Start over after this many steps; never, if None."""
+    """Number of steps after which the schedule starts again; never, if None."""
     keep_state: bool = True
-    """In a ``cycle``: keep what a hook remembers for its next turn."""
+    """With a ``cycle``, keep the state of a hook for its next turn."""
 
     _last_used: CommHook | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -70,14 +75,14 @@ class Schedule(CommHook):
             if has_consensus(after) and not has_consensus(before):
                 raise CommHookOptionError(
                     f"option 'stages' of hook {self.name!r}: models differ under {before!r}, and "
-                    f"{after!r} after it averages gradients only, so they would stay apart. Call "
-                    "handle.replace() at that step instead, which averages the parameters of all "
-                    "ranks, and make a new optimizer"
+                    f"{after!r} after it averages gradients only, so they would stay different. "
+                    "Call handle.replace() at that step instead, which averages the parameters of "
+                    "all ranks, and create a new optimizer"
                 )
 
     @property
     def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
-        """Whether one of the hooks does."""
+        """Whether one of the hooks checks."""
         return any(hook.checks_finite for _, hook in self.stages)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -93,13 +98,13 @@ class Schedule(CommHook):
         return self.hook_at(bucket.step).wire_bytes(bucket, size)
 
     def hook_at(self, step: int) -> CommHook:
-        """The hook of a step of the training."""
+        """Return the hook of a step of the training."""
         if self.cycle is not None:
             step %= self.cycle
         return next(hook for start, hook in reversed(self.stages) if start <= step)
 
     def _switch(self, hook: CommHook) -> None:
-        """Also in the first step of a run, which in a resumed one may be that of a new stage."""
+        """Clear the state of unused hooks. Also called in the first step after a resume."""
         self._last_used = hook
         if self.cycle is None or not self.keep_state:
             for _, other in self.stages:

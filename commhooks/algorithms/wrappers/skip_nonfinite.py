@@ -1,25 +1,30 @@
-"""Gradients that are not finite are dropped, on all ranks. Wire: one number more per bucket.
+"""Drop gradients that are not finite, on all ranks::
+
+    all_finite = all_reduce(gradient.isfinite().all(), op=min)
+    result = inner(gradient) if all_finite else 0
 
 Note [Dropped steps]
 ~~~~~~~~~~~~~~~~~~~~
-Whether a step is sound is known when its last bucket is, but by then the others are on their way:
-that is what overlap means. So a bucket is judged by itself, before its inner hook runs,
+Whether all gradients of a step are finite is known only with its last bucket, but because of
+overlap the other buckets are already being sent then. Therefore each bucket is checked by itself
+before its inner hook runs:
 
-    vote:    are all ranks' gradients in this bucket finite?         one all-reduce (min) of 4 bytes
-    no:      zeros on all ranks; the inner hook never sees the bucket, and counts others without it
-    yes:     the inner hook
+    vote:    are all ranks' gradients in this bucket finite?    one all-reduce (min) of 4 bytes
+    no:      zeros on all ranks; the inner hook does not see the bucket and does not count it
+    yes:     the inner hook runs
 
-Whether a rank's own are, packing finds out on the way. On a GPU nobody waits for the vote: after a
-no the inner hook is given a NaN on all ranks, does what all hooks do, which is to return NaN and to
-remember nothing, and zeros replace that.
+Packing checks this rank's gradients in passing. On a GPU the host does not wait for the vote: after
+a "no" the inner hook gets a NaN on all ranks, so that it returns NaN and keeps its state, as all
+hooks do, and zeros replace its result.
 
-What holds for the whole step is established afterwards:
+The step as a whole is handled afterwards:
 
-- `last_step_was_skipped`, and the metric of that name, tell all ranks alike whether any bucket was
-  dropped. The training loop asks after backward and leaves out the optimizer's step. It has to, for
-  zeros do not keep an optimizer from moving: it has momentum, weight decay and the other buckets.
-- With `whole_steps`, what the inner hook remembers of the *other* buckets goes back to what it was
-  before the step, because what it sent then has never been applied.
+- `last_step_was_skipped`, and the metric of the same name, tell all ranks whether any bucket was
+  dropped. The training loop reads it after backward and leaves out the optimizer's step. This is
+  necessary because zeros do not stop an optimizer: it has momentum, weight decay and the other
+  buckets.
+- With `whole_steps`, the inner hook's state for the *other* buckets is restored to that before the
+  step, because the averages that it sent are never applied.
 """
 
 from dataclasses import dataclass, field
@@ -42,11 +47,12 @@ __all__ = ["SkipNonfinite"]
 @register_hook("skip_nonfinite")
 @dataclass
 class SkipNonfinite(CommHook):
-    """Drop gradients that are not finite on any rank: all ranks get zeros and are told.
+    """Drop gradients that are not finite on any rank: all ranks get zeros and are informed.
 
-    A bucket with such a number averages to zeros on all ranks, and the inner hook does not see it.
-    So does one of which the inner hook makes a result that is not finite, e.g. beyond the range of
-    float16. After backward, leave out the optimizer's step where any bucket was dropped::
+    A bucket with a non-finite number averages to zeros on all ranks, and the inner hook does not
+    see it. A bucket also averages to zeros if the inner hook's result is not finite, for example
+    beyond the range of float16. After backward, skip the optimizer's step if a bucket was
+    dropped::
 
         loss.backward()
         if handle.hook.last_step_was_skipped:
@@ -54,32 +60,35 @@ class SkipNonfinite(CommHook):
         else:
             optimizer.step()
 
-    Do not use it under a ``GradScaler``, which finds what is not finite by itself and has to see it
-    to adapt its scale. As an inner hook, have it outside of ``error_feedback``.
+    Do not use it with a ``GradScaler``, which checks gradients itself and has to see non-finite
+    ones to adapt its scale. Combine it with ``error_feedback`` as
+    ``skip_nonfinite(error_feedback(...))``.
 
-    Metrics: ``skipped_steps``, ``skipped_buckets``, and ``last_step_was_skipped`` (0 or 1), since
-    the hook was made. The same on all ranks where the inner hook's results are.
+    Metrics, counted since the hook was created: ``skipped_steps``, ``skipped_buckets``, and
+    ``last_step_was_skipped`` (0 or 1). They are the same on all ranks if the inner hook's results
+    are.
 
-    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. On CUDA the host does not
-    wait for the device before it is asked for metrics or ``last_step_was_skipped``, with
-    ``whole_steps`` once in each step; and dropped buckets are sent as well: Note [Dropped steps].
+    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. On CUDA the host waits
+    for the device only when metrics or ``last_step_was_skipped`` are read, and once in each step
+    with ``whole_steps``; dropped buckets are sent too. See Note [Dropped steps].
     """
 
     inner: CommHook
-    """The hook that averages what is finite."""
+    """The hook that averages finite gradients."""
     whole_steps: bool = False
-    """After a step with a dropped bucket, let the inner hook forget what it has remembered of the
-    other buckets in that step. Costs a copy of all it remembers, in each step. For loops that leave
-    out the optimizer's step; otherwise what the other buckets sent has been applied."""
+    """After a step with a dropped bucket, restore the inner hook's state to that before the step,
+    also for the other buckets. Copies the whole state in each step. Use it if the training loop
+    skips the optimizer's step; otherwise the averages of the other buckets have been applied."""
 
     _skips: "_Skips" = field(
         default_factory=lambda: _Skips(), init=False, repr=False, compare=False
     )
-    _handed_on: int = field(default=0, init=False, repr=False, compare=False)
-    """Buckets of this step that the inner hook got."""
+    _passed_on: int = field(default=0, init=False, repr=False, compare=False)
+    """Number of buckets of this step that the inner hook got."""
     _withheld: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Parameters of those that it did not."""
+    """Parameters of the buckets that it did not get."""
     _before: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
+    """The inner hook's state before this step, with ``whole_steps``."""
 
     lossless = True
     checks_finite = True
@@ -91,22 +100,22 @@ class SkipNonfinite(CommHook):
             self._begin_step()
         buffer = bucket.buffer()
         vote = bucket.all_finite().float().view(1)
-        verdict = (await comm.all_reduce(vote, op="min")).view(()) != 0
-        if is_known_false(verdict):
+        finite = (await comm.all_reduce(vote, op="min")).view(()) != 0
+        if is_known_false(finite):
             self._withheld += bucket.names
-            return self._drop(bucket, verdict)
+            return self._drop(bucket, finite)
         head = buffer[:1]
-        head.copy_(nan_unless(verdict, head))  # for the inner hook, see above
+        head.copy_(nan_unless(finite, head))  # tells the inner hook: see Note [Dropped steps]
         average = await self.inner.reduce(self._numbered(bucket), comm.within(self.inner))
-        verdict = all_finite(average) & verdict
-        if is_known_false(verdict):
-            return self._drop(bucket, verdict)
-        self._skips.verdicts.append(verdict)
-        return zero_unless(verdict, average)
+        finite = all_finite(average) & finite
+        if is_known_false(finite):
+            return self._drop(bucket, finite)
+        self._skips.of_buckets.append(finite)
+        return zero_unless(finite, average)
 
     @property
     def last_step_was_skipped(self) -> bool:
-        """Whether a bucket was dropped in the last step, or in the present one so far.
+        """Whether a bucket was dropped in the last step, or so far in the current one.
 
         Waits for the device.
         """
@@ -140,23 +149,23 @@ class SkipNonfinite(CommHook):
     def _begin_step(self) -> None:
         self._undo()
         self._skips.begin_step()
-        self._handed_on = 0
+        self._passed_on = 0
         self._withheld = []
         if self.whole_steps:
             self._before = self.inner.state_dict()
 
     def _numbered(self, bucket: GradBucket) -> GradBucket:
-        """As if those that the inner hook does not get were no part of the step."""
-        index = self._handed_on
-        self._handed_on += 1
+        """Return the bucket, numbered without the buckets that the inner hook does not get."""
+        index = self._passed_on
+        self._passed_on += 1
         return bucket_without(bucket, self._withheld, index) if self._withheld else bucket
 
-    def _drop(self, bucket: GradBucket, verdict: Tensor) -> Tensor:
-        self._skips.verdicts.append(verdict)
+    def _drop(self, bucket: GradBucket, finite: Tensor) -> Tensor:
+        self._skips.of_buckets.append(finite)
         return bucket.buffer().zero_()
 
     def _undo(self) -> None:
-        """After a dropped step, when no bucket is under way any more."""
+        """Restore the inner hook's state if the last step, which is complete, was skipped."""
         before, self._before = self._before, None
         if before is not None and self.last_step_was_skipped:
             self.inner.load_state_dict(before)
@@ -164,27 +173,28 @@ class SkipNonfinite(CommHook):
 
 @dataclass
 class _Skips:
-    """How many there were in the steps before the last, and the verdicts on its buckets.
+    """Skipped steps and buckets before the last step, and the buckets of the last step.
 
-    Counted on the device of the gradients, for nobody may ever ask.
+    The counters are on the gradients' device, so that the host waits for it only if they are read.
     """
 
     steps: Tensor | int = 0
     buckets: Tensor | int = 0
-    verdicts: list[Tensor] = field(default_factory=list)
+    of_buckets: list[Tensor] = field(default_factory=list)
+    """For each bucket of the last step, () bool: false if it was dropped."""
 
     def begin_step(self) -> None:
         self.steps, self.buckets = self.totals()
-        self.verdicts.clear()
+        self.of_buckets.clear()
 
     def in_step(self) -> Tensor | int:
-        """The buckets that were dropped in the last step."""
-        if not self.verdicts:
+        """Return the number of buckets dropped in the last step."""
+        if not self.of_buckets:
             return 0
-        device = self.verdicts[0].device
-        return torch.stack([v.to(device) for v in self.verdicts]).logical_not().sum()
+        device = self.of_buckets[0].device
+        return torch.stack([finite.to(device) for finite in self.of_buckets]).logical_not().sum()
 
     def totals(self) -> tuple[Tensor | int, Tensor | int]:
-        """Steps and buckets, with the last step's."""
+        """Return the numbers of skipped steps and buckets, including the last step."""
         dropped = self.in_step()
         return self.steps + (dropped > 0), self.buckets + dropped
