@@ -1,4 +1,4 @@
-"""Another hook in another precision."""
+"""Cast: a hook in another precision."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def narrow(rank: int, size: int, dtype: torch.dtype, stock: bool) -> None:
     reference = Trainer(commhooks.create("bf16"), parameters, torch_ddp=stock)
     for step in range(3):
         gradients = draw_gradients(parameters, rank, step)
-        # Halves are exact, so it does not matter what is rounded first.
+        # Halving is exact, so the order of roundings does not matter.
         assert same_bits(trainer.step(gradients), reference.step(gradients))
     assert {call.dtype for call in inner.calls} == {torch.bfloat16}
     elements = sum(tensor.numel() for tensor in parameters.values())
@@ -77,7 +77,7 @@ def overflow(rank: int, size: int) -> None:
     assert found["matrix"][1, 2] == torch.inf
 
 
-def test_what_is_out_of_range_is_infinite_on_all_ranks(run_ranks: Any) -> None:
+def test_out_of_range_is_infinite_on_all_ranks(run_ranks: Any) -> None:
     run_ranks(overflow, 2)
 
 

@@ -1,4 +1,4 @@
-"""Deep gradient compression against the paper, written down in plain torch."""
+"""Deep gradient compression against the algorithm of the paper in plain torch."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def run(hooks: list[DGC], step: int) -> list[Tensor]:
 class Reference:
     """Algorithms 1 and 4 of the paper, and its warm-up, for one rank of N.
 
-    As there, gradients are divided by N to begin with, and what ranks send is summed.
+    As in the paper, gradients are divided by N first, and the sent vectors are summed.
     """
 
     def __init__(self, *, size: int, momentum: float, clip: float | None, masking: bool) -> None:
@@ -72,8 +72,8 @@ def test_follows_the_paper(masking, clip, size):
                 torch.testing.assert_close(state[found], size * expected, rtol=1e-12, atol=1e-12)
 
 
-def test_an_average_of_that_norm_is_not_clipped():
-    """Of gradients at right angles, each of √N times its norm."""
+def test_average_within_the_norm_is_not_clipped():
+    """Orthogonal gradients are each √N times as long as their average."""
     hooks = [DGC(density=1.0, warmup_steps=0, momentum=0.0, clip=1.001) for _ in range(4)]
     gradients = 2 * torch.eye(4, dtype=torch.float64)
     results, _ = lockstep(hooks, [make_bucket({"p": gradient}) for gradient in gradients])

@@ -1,4 +1,4 @@
-"""Error feedback around any hook: nothing is lost, and what cannot work is refused."""
+"""Error feedback around any hook: nothing is lost, and unsuitable hooks are refused."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 
 def conserve(rank: int, size: int, dtype: torch.dtype, inner: Any, tolerance: float) -> None:
-    """What was applied, and what ranks still have to send, is what there was to send."""
+    """The applied averages plus the errors of all ranks are the sum of all gradients."""
     parameters = probe_parameters(dtype)
     hook = commhooks.create("error_feedback", inner=inner)
     trainer = Trainer(hook, parameters)
@@ -38,21 +38,21 @@ def conserve(rank: int, size: int, dtype: torch.dtype, inner: Any, tolerance: fl
         dist.all_reduce(left.div_(size))
         torch.testing.assert_close(applied[name] + left, given[name], rtol=0, atol=tolerance)
         unsent += left.abs().sum().item()
-    assert unsent > 0.01  # else there was nothing to feed back
+    assert unsent > 0.01  # otherwise error feedback had no effect
 
 
 TOPMOST = Recorder(threshold=1.0).to_config()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_what_was_not_sent_is_kept(run_ranks: Any, size: int) -> None:
+def test_unsent_part_is_kept(run_ranks: Any, size: int) -> None:
     run_ranks(conserve, size, torch.float64, TOPMOST, 1e-13)
     run_ranks(conserve, size, torch.float32, TOPMOST, 1e-5)
 
 
 @pytest.mark.parametrize("inner", ["allreduce", "bf16"])
-def test_what_half_precision_loses_is_kept(run_ranks: Any, inner: Any) -> None:
-    """But for the sum on the wire, which is rounded twice per step."""
+def test_rounding_errors_of_half_precision_are_kept(run_ranks: Any, inner: Any) -> None:
+    """Except those of the sum over ranks, which is rounded twice per step."""
     run_ranks(conserve, 3, torch.bfloat16, inner, 4 * 2 * 2**-7)
 
 
@@ -63,7 +63,7 @@ def test_half_precision_on_the_wire_is_kept(run_ranks: Any) -> None:
 
 
 def outgrow_float16(rank: int, size: int, dtype: torch.dtype, inner: Any) -> None:
-    """Where one number in 50 is sent, 50 steps' gradients add up to more than it can hold."""
+    """If one element in 50 is sent, the gradients of 50 steps add up to more than its maximum."""
     hook = ErrorFeedback(commhooks.create(inner))
     trainer = Trainer(hook, {"w": torch.zeros(500, dtype=dtype)})
     gradient = torch.full((500,), 3000.0, dtype=dtype)
@@ -99,7 +99,7 @@ def test_errors_may_outgrow_float16(run_ranks: Any) -> None:
         ({"name": "skip_nonfinite", "inner": "fp16"}, "SkipNonfinite"),
     ],
 )
-def test_hooks_that_do_not_say_what_they_send_are_refused(inner: Any, culprit: str) -> None:
+def test_hooks_that_do_not_tell_their_contribution_are_refused(inner: Any, culprit: str) -> None:
     with pytest.raises(
         commhooks.CommHookOptionError, match=rf"tells its contribution .*; {culprit}\("
     ):
@@ -126,7 +126,7 @@ FEEDABLE: list[dict[str, Any]] = [
 
 
 def grow(rank: int, size: int, inner: dict[str, Any]) -> float:
-    """The largest mean error of 100 steps, as a share of the largest gradient."""
+    """Return the largest mean error of 100 steps as a share of the largest gradient."""
     hook = ErrorFeedback(commhooks.create(inner))
     trainer = Trainer(hook, {"w": torch.zeros(1024)})
     largest_error = largest_gradient = 0.0
@@ -143,7 +143,7 @@ def grow(rank: int, size: int, inner: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("inner", FEEDABLE, ids=str)
 def test_errors_do_not_grow(run_ranks: Any, inner: dict[str, Any]) -> None:
-    """Those of hooks that round at random and may leave out too much reach 40 and more."""
+    """Errors of hooks whose random rounding may lose more than the gradient reach 40 and more."""
     assert max(run_ranks(grow, 2, inner)) < 4
 
 
@@ -155,7 +155,7 @@ def can_be_fed_back(kind: type[commhooks.CommHook]) -> bool:
     return hook.tells_contribution
 
 
-def test_every_hook_that_can_be_fed_back_is_among_them() -> None:
+def test_all_hooks_that_tell_their_contribution_are_tested() -> None:
     own = (k for k in registry._hooks.values() if k.__module__.startswith("commhooks."))
     assert {kind.name for kind in own if can_be_fed_back(kind)} == {i["name"] for i in FEEDABLE}
 
@@ -179,7 +179,7 @@ def test_hooks_whose_errors_would_grow_are_refused(inner: dict[str, Any]) -> Non
 
 @dataclass
 class Silent(commhooks.CommHook):
-    """Does not do what it promises."""
+    """A hook that promises its contribution but does not set it."""
 
     tells_contribution = True
 
@@ -193,12 +193,12 @@ def be_silent(rank: int, size: int) -> None:
         trainer.step(draw_gradients(probe_parameters(), rank))
 
 
-def test_a_broken_promise_is_named(run_ranks: Any) -> None:
+def test_missing_contribution_is_an_error(run_ranks: Any) -> None:
     run_ranks(be_silent, 1)
 
 
 def recover(rank: int, size: int) -> None:
-    """A gradient of inf on one rank costs no rank its errors."""
+    """An infinite gradient on one rank does not change the errors of any rank."""
     parameters = probe_parameters()
     hook = ErrorFeedback(Recorder(threshold=1.0))
     trainer = Trainer(hook, parameters)
@@ -213,7 +213,7 @@ def recover(rank: int, size: int) -> None:
     assert kept.any()
 
 
-def test_infinity_leaves_errors_alone(run_ranks: Any) -> None:
+def test_infinity_does_not_change_errors(run_ranks: Any) -> None:
     run_ranks(recover, 2)
 
 

@@ -1,4 +1,4 @@
-"""Random-k: the choice is fair, so what is sent is right on average."""
+"""Random-k: all indices have the same probability, so the result is unbiased."""
 
 import torch
 from hypothesis import given
@@ -22,7 +22,7 @@ def test_indices_are_different_and_in_range(case, seed):
     assert indices[-1] < numel
 
 
-def test_every_index_has_the_same_chance():
+def test_all_indices_have_the_same_probability():
     """Counts of hits are binomial; six standard deviations are exceeded once in 10^8 indices."""
     numel, count, draws = 23, 5, 40_000  # runs of 4 and of 5
     generator = torch.Generator().manual_seed(1)
@@ -55,8 +55,8 @@ def test_unbiased_without_error_feedback():
     assert torch.all((total / steps - average).abs() < 6 * deviation)
 
 
-def test_all_is_sent_in_the_end():
-    """With error feedback a single gradient arrives whole, once every index has been drawn."""
+def test_everything_is_sent_eventually():
+    """With error feedback all of one gradient has arrived once every index has been drawn."""
     hook = RandomK(density=0.2, error_feedback=True)
     gradient = torch.randn(50)
     total = torch.zeros(50)

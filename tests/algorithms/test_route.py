@@ -1,4 +1,4 @@
-"""Different hooks for different parameters."""
+"""Route: different hooks for different parameters."""
 
 import json
 from typing import Any
@@ -85,14 +85,14 @@ def refuse(rank: int, size: int, stock: bool) -> None:
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_rules_that_do_not_fit_the_model(run_ranks: Any, stock: bool) -> None:
+def test_rules_that_do_not_match_the_model(run_ranks: Any, stock: bool) -> None:
     run_ranks(refuse, 2, stock)
 
 
 # ------------------------------------------------------------------------------- parts of buckets
 
 
-def test_parts_are_taken_out_and_put_back() -> None:
+def test_parts_are_extracted_and_stored() -> None:
     tensors = list(PARAMETERS.values())
     flat = torch.arange(float(sum(tensor.numel() for tensor in tensors)))
     bucket = GradBucket(flat.clone(), tensors, list(PARAMETERS))
@@ -112,7 +112,7 @@ def test_parts_are_taken_out_and_put_back() -> None:
     assert torch.equal(bucket.buffer().abs(), flat)
 
 
-def test_the_whole_is_not_copied() -> None:
+def test_a_whole_bucket_is_not_copied() -> None:
     tensors = list(PARAMETERS.values())
     flat = torch.zeros(sum(tensor.numel() for tensor in tensors))
     bucket = GradBucket(flat, tensors, list(PARAMETERS))
@@ -152,14 +152,14 @@ def split(rank: int, size: int, stock: bool, bucket_cap_mb: float) -> None:
 @pytest.mark.parametrize("stock", [False, True])
 @pytest.mark.parametrize("bucket_cap_mb", [0.0003, 25])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_hook_gets_its_own(
+def test_each_hook_gets_its_own_parameters(
     run_ranks: Any, size: int, bucket_cap_mb: float, stock: bool
 ) -> None:
     run_ranks(split, size, stock, bucket_cap_mb)
 
 
 def cut(rank: int, size: int, options: dict[str, bool]) -> None:
-    """On our wrapper no bucket is mixed, and everything is as before when the hook goes."""
+    """On commhooks' wrapper no bucket has several routes; removing the hook restores buckets."""
     trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, bucket_cap_mb=25, **options)
 
     def train(step: int) -> list[set[str]]:
@@ -190,12 +190,12 @@ def cut(rank: int, size: int, options: dict[str, bool]) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
 )
-def test_buckets_are_cut_by_route(run_ranks: Any, options: dict[str, bool]) -> None:
+def test_buckets_are_built_by_route(run_ranks: Any, options: dict[str, bool]) -> None:
     run_ranks(cut, 2, options)
 
 
 def cut_after_forward(rank: int, size: int, options: dict[str, bool]) -> None:
-    """As after a look at the loss with gradients switched on, on one rank or on all."""
+    """A forward without backward precedes, for example to read the loss, on one rank or on all."""
     trainer = Trainer(commhooks.create("allreduce"), PARAMETERS, **options)
     used = {name: tensor for name, tensor in PARAMETERS.items() if name != "spare"}
     for step in range(4):
@@ -220,14 +220,14 @@ def cut_after_forward(rank: int, size: int, options: dict[str, bool]) -> None:
 @pytest.mark.parametrize(
     "options", [{"find_unused_parameters": True}, {"static_graph": True}], ids=str
 )
-def test_buckets_can_be_cut_between_forward_and_backward(
+def test_buckets_can_be_rebuilt_between_forward_and_backward(
     run_ranks: Any, options: dict[str, bool]
 ) -> None:
     run_ranks(cut_after_forward, 2, options)
 
 
 def keep_keys(rank: int, size: int) -> None:
-    """A model with keys of its own keeps them, and routes are told apart in its buckets."""
+    """A model keeps its own keys, and its buckets are split by route."""
     trainer = Trainer(
         commhooks.create("route", rules=[["[mv]*", Recorder()]], default="allreduce"),
         PARAMETERS,
@@ -247,7 +247,7 @@ def test_keys_of_the_model_are_kept(run_ranks: Any) -> None:
 
 
 class Lanes(torch.nn.Module):
-    """A parameter with sparse gradients, which hooks do not get."""
+    """A model with sparse gradients, which hooks do not see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,12 +270,12 @@ def leave_out(rank: int, size: int) -> None:
         handle.replace("route", rules=[["embedding.*", "fp16"]], default="fp16")
 
 
-def test_parameters_that_hooks_do_not_get(run_ranks: Any) -> None:
+def test_parameters_that_hooks_do_not_see(run_ranks: Any) -> None:
     run_ranks(leave_out, 2)
 
 
 def skip(rank: int, size: int, names: list[str]) -> None:
-    """Buckets hold one parameter each. Each route's last one is marked, whatever is left out."""
+    """Buckets have one parameter. Each route's last bucket is marked, whichever are left out."""
     hooks = [Recorder(tag="outer"), Recorder(tag="inner")]
     inner = Route([("c*", hooks[1])], default=commhooks.create("allreduce"))
     hook = Route([("a*", hooks[0])], default=inner)
@@ -302,14 +302,12 @@ def skip(rank: int, size: int, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "names", [["a0", "b0", "c0"], ["a1", "b0", "c1"], ["a0", "a1", "b0", "c0"]]
 )
-def test_the_last_bucket_is_marked_where_others_are_left_out(
-    run_ranks: Any, names: list[str]
-) -> None:
+def test_last_bucket_is_marked_if_others_are_left_out(run_ranks: Any, names: list[str]) -> None:
     run_ranks(skip, 2, names)
 
 
 def feed_back(rank: int, size: int) -> None:
-    """An error around it is that of each route."""
+    """Error feedback around a route keeps the errors of each route's hook."""
     rules: Any = [("m*", Recorder(threshold=1.0)), ("v*", commhooks.create("bf16"))]
     hook = ErrorFeedback(Route(rules, default=commhooks.create("allreduce")))
     trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=25)
@@ -323,7 +321,7 @@ def feed_back(rank: int, size: int) -> None:
     assert not errors["odd"].any()
 
 
-def test_error_feedback_around_it(run_ranks: Any) -> None:
+def test_error_feedback_around_a_route(run_ranks: Any) -> None:
     run_ranks(feed_back, 2)
 
 
@@ -340,7 +338,7 @@ def test_wire(run_ranks: Any) -> None:
 
 
 def compose(rank: int, size: int) -> None:
-    """A hook gives the same results on its route as on a model of just these parameters."""
+    """A hook gives the same results on its route as on a model with only these parameters."""
     powersgd = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0}
     rules = [["[mo]*", powersgd], ["*", {"name": "schedule", "stages": [[0, "bf16"], [1, "fp16"]]}]]
     routed = Trainer(commhooks.create("route", rules=rules), PARAMETERS, bucket_cap_mb=25)
@@ -361,5 +359,5 @@ def compose(rank: int, size: int) -> None:
     dist.barrier()
 
 
-def test_is_as_good_as_several_models(run_ranks: Any) -> None:
+def test_same_results_as_on_separate_models(run_ranks: Any) -> None:
     run_ranks(compose, 2)

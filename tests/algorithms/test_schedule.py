@@ -1,4 +1,4 @@
-"""Hooks one after the other, by step."""
+"""Schedule: one hook after the other, by step."""
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def switch(rank: int, size: int, stock: bool) -> None:
     train(trainer, rank, range(7))
     used = [sorted({call.step for call in hook.calls}) for hook in hooks]
     assert used == [[0, 1], [2, 3, 4], [5, 6]]
-    # What will not be used again is forgotten.
+    # The state of a hook that will not be used again is cleared.
     assert trainer.handle.state_dict()["state"].keys() == {".stages.2.1"}
     assert set(hooks[2].counts().values()) == {2.0}
 
@@ -94,7 +94,7 @@ def come_back(rank: int, size: int, keep_state: bool) -> None:
 
 
 @pytest.mark.parametrize("keep_state", [False, True])
-def test_comes_back(run_ranks: Any, keep_state: bool) -> None:
+def test_state_when_a_cycle_returns_to_a_hook(run_ranks: Any, keep_state: bool) -> None:
     run_ranks(come_back, 2, keep_state)
 
 
@@ -102,7 +102,7 @@ POWERSGD = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rat
 
 
 def resume(rank: int, size: int, keep_state: bool) -> None:
-    """At every step, those of a switch included, a resumed run goes on bit for bit."""
+    """A run resumed at any step, also at a switch, gives the same bits."""
     config = {
         "name": "schedule",
         "stages": [[0, POWERSGD], [2, "bf16"]],
@@ -128,7 +128,7 @@ def test_resumes_bit_for_bit(run_ranks: Any, keep_state: bool) -> None:
 
 
 def share(rank: int, size: int) -> None:
-    """An error around the schedule is handed from stage to stage."""
+    """Error feedback around a schedule passes its errors from stage to stage."""
     stages = [(0, Recorder(1.0)), (1, Recorder(2.0)), (2, commhooks.create("allreduce"))]
     hook = ErrorFeedback(Schedule(stages))  # type: ignore[arg-type]
     trainer = Trainer(hook, PARAMETERS)

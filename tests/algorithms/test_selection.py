@@ -1,4 +1,4 @@
-"""Which numbers are sent: kernels against NumPy in float64."""
+"""Selection of elements: compiled loops against NumPy in float64."""
 
 import math
 
@@ -22,14 +22,14 @@ DTYPES = [np.float32, np.float64]
 
 
 def numbers(dtype: type) -> st.SearchStrategy[float]:
-    """Many that are equal, many that are awkward, and any others."""
+    """Draw many equal numbers, many awkward ones, and arbitrary ones."""
     few = st.sampled_from([np.dtype(dtype).type(value).item() for value in AWKWARD])
     return few | st.floats(width=np.dtype(dtype).itemsize * 8)
 
 
 @st.composite
 def gradients(draw: st.DrawFn) -> tuple[Tensor, Tensor | None]:
-    """A gradient and perhaps an error, at any alignment."""
+    """Draw a gradient and possibly an error, at any alignment."""
     dtype = draw(st.sampled_from(DTYPES))
     length = draw(st.integers(0, 300))
     offsets = [draw(st.integers(0, 17)) for _ in range(2)]
@@ -47,7 +47,7 @@ def sum_of(gradient: Tensor, error: Tensor | None) -> np.ndarray:
 
 
 def largest(numbers: np.ndarray, count: int) -> np.ndarray:
-    """NaN first, then by magnitude, then by index."""
+    """Return the indices of the largest: NaN first, then by magnitude, then by index."""
     magnitude = np.abs(numbers.astype(np.float64))
     is_nan = np.isnan(magnitude)
     order = np.lexsort((np.arange(len(numbers)), -np.where(is_nan, 0, magnitude), ~is_nan))
@@ -83,7 +83,7 @@ def test_above(pair, threshold):
 
 
 @given(gradients())
-def test_numbers_that_are_not_finite_are_noticed(pair):
+def test_non_finite_sums_are_reported(pair):
     total = sum_of(*pair)
     flag = add_and_check(*pair)
     assert flag.isnan().item() == (not np.isfinite(total).all())
@@ -130,7 +130,7 @@ KINDS = [
 @pytest.mark.parametrize("count", [0, 1, 300, 3000, 150_000, SIZE])
 @pytest.mark.parametrize("kind", KINDS)
 def test_largest_of_many(kind, count, dtype, threads):
-    """The bound that a sample suggests is too low, too high, or met by too many."""
+    """The bound from a sample is too low, too high, or reached by too many elements."""
     gradient = large(kind, dtype)
     error = gradient.flip(0) / 2
     total = sum_of(gradient, error)
@@ -172,6 +172,6 @@ def test_scatter_add(case):
         (lambda g: scatter_add(g[:2], torch.tensor([1]).int(), g), "as many values as indices"),
     ],
 )
-def test_kernels_refuse_what_does_not_fit(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with pytest.raises(RuntimeError, match=message):
         call(torch.zeros(5))

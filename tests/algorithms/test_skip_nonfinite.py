@@ -1,4 +1,4 @@
-"""Gradients that are not finite are dropped on all ranks, and all are told."""
+"""Non-finite gradients are dropped on all ranks, and all ranks are informed."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 PARAMETERS = probe_parameters()
-# In one bucket of the several ones that these parameters make.
+# The parameter that becomes non-finite, in one of the several buckets.
 BAD = "matrix"
 
 
@@ -37,7 +37,7 @@ def drop(rank: int, size: int, stock: bool) -> None:
         found = trainer.step(draw(rank, 2, culprit, number))
         assert hook.last_step_was_skipped
         assert not found[BAD].any()
-        # Other buckets, where there are any, are averaged as usual.
+        # Other buckets, if there are any, are averaged as usual.
         seen = {name for call in inner.calls[calls:] for name in call.names}
         assert BAD not in seen
         reduced = {name for name, gradient in found.items() if gradient.any()}
@@ -82,7 +82,7 @@ def test_steps_and_buckets_are_counted(run_ranks: Any) -> None:
 
 
 def overflow(rank: int, size: int) -> None:
-    """Finite gradients, of which float16 makes infinity."""
+    """Finite gradients become infinite in float16."""
     hook = commhooks.create("skip_nonfinite", inner="fp16")
     trainer = Trainer(hook, PARAMETERS)
     found = trainer.step(draw(rank, 0, 1, 1e9))
@@ -90,7 +90,7 @@ def overflow(rank: int, size: int) -> None:
     assert hook.metrics()["skipped_steps"] == 1
 
 
-def test_results_that_are_not_finite(run_ranks: Any) -> None:
+def test_non_finite_results(run_ranks: Any) -> None:
     run_ranks(overflow, 2)
 
 
@@ -106,7 +106,7 @@ def restore(rank: int, size: int, whole_steps: bool) -> None:
     assert same_bits(after[BAD], before[BAD])
     assert same_bits(after, before) == whole_steps
 
-    # The next step goes on from there, bit for bit, whether or not anybody looked.
+    # The next step continues from there, bit for bit, whether or not the state was read.
     found = [trainer.step(draw(rank, 2))]
     unseen = Trainer(commhooks.create(hook.to_config()), PARAMETERS, stable_buckets=True)
     for step, culprit in [(0, None), (1, 1), (2, None)]:
@@ -121,12 +121,12 @@ def restore(rank: int, size: int, whole_steps: bool) -> None:
 
 
 @pytest.mark.parametrize("whole_steps", [False, True])
-def test_what_the_inner_hook_remembers(run_ranks: Any, whole_steps: bool) -> None:
+def test_state_of_the_inner_hook(run_ranks: Any, whole_steps: bool) -> None:
     run_ranks(restore, 2, whole_steps)
 
 
 def fail(rank: int, size: int) -> None:
-    """A step that fails is none that was dropped."""
+    """A failed step does not count as skipped."""
     hook = SkipNonfinite(ErrorFeedback(Recorder(threshold=1.0)), whole_steps=True)
     trainer = Trainer(hook, PARAMETERS)
     trainer.step(draw(rank, 0))
@@ -143,12 +143,12 @@ def fail(rank: int, size: int) -> None:
     assert hook.metrics()["skipped_steps"] == 0
 
 
-def test_a_failure_is_recovered_from(run_ranks: Any) -> None:
+def test_recovers_from_a_failure(run_ranks: Any) -> None:
     run_ranks(fail, 2)
 
 
 def drop_within_route(rank: int, size: int, stock: bool) -> None:
-    """NaN in each bucket in turn, in the first step and later."""
+    """Put NaN into each bucket in turn, in the first step and later."""
     names = ("a0", "b0", "a1", "b1", "a2")
     ones = {name: torch.ones(3) for name in names}
     options: Any = {} if stock else {"stable_buckets": True}
@@ -181,7 +181,7 @@ def drop_within_route(rank: int, size: int, stock: bool) -> None:
 
 
 @pytest.mark.parametrize("stock", [False, True])
-def test_hooks_of_a_route_count_without_what_is_dropped(run_ranks: Any, stock: bool) -> None:
+def test_hooks_of_a_route_do_not_count_dropped_buckets(run_ranks: Any, stock: bool) -> None:
     run_ranks(drop_within_route, 2, stock)
 
 

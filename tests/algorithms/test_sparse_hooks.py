@@ -1,4 +1,4 @@
-"""What holds for all sparse hooks: nothing is lost, all ranks agree, and bytes are as stated."""
+"""All sparse hooks: nothing is lost, all ranks agree, and the bytes sent are as documented."""
 
 import functools
 import math
@@ -27,7 +27,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
-# With what makes each of them leave something out.
+# The options make each hook leave some elements out.
 HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk": functools.partial(TopK, density=0.1, warmup_steps=2),
     "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
@@ -52,7 +52,7 @@ def flat(named: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Tensor
 
 
 def memory(hook: CommHook, field: str = "error") -> Tensor:
-    """All of the hook's errors, (NUMEL,) float64; zeros before its first step."""
+    """Return all of the hook's errors, (NUMEL,) float64; zeros before its first step."""
     zero = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     return flat({name: hook.state.get(name, {}).get(field, zero[name]) for name in SHAPES})
 
@@ -65,7 +65,7 @@ def take_step(
 
 
 def assert_is_mean(results: list[Tensor], of: list[Tensor]) -> None:
-    """Up to one rounding per rank, and one of the result."""
+    """Allow one rounding per rank and one of the result."""
     assert all(torch.equal(result, results[0]) for result in results)
     assert results[0].count_nonzero() > 0
     unit = torch.finfo(results[0].dtype).eps * len(of)
@@ -79,8 +79,8 @@ def assert_is_mean(results: list[Tensor], of: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", [name for name in HOOKS if name != "dgc"])
-def test_sent_and_error_are_gradient_and_old_error(name, size, dtype):
-    """And the result is the mean of what was sent, which is nothing but some of these numbers."""
+def test_sent_plus_error_is_gradient_plus_old_error(name, size, dtype):
+    """The result is the mean of the sent vectors, whose elements are zero or those of the sum."""
     hooks = [HOOKS[name]() for _ in range(size)]
     unit = torch.finfo(dtype).eps
     for step in range(4):
@@ -88,7 +88,7 @@ def test_sent_and_error_are_gradient_and_old_error(name, size, dtype):
         results, comms = take_step(hooks, step, dtype)
         sent = []
         for rank, hook in enumerate(hooks):
-            # Gradient and old error are added in the memory's precision, once.
+            # Gradient and old error are added once, in the precision of the error.
             memory_dtype = torch.promote_types(dtype, torch.float32)
             gradient = flat(gradients_of(rank, step, dtype), memory_dtype)
             total = (gradient + old[rank].to(memory_dtype)).double()
@@ -117,8 +117,8 @@ def test_without_error_feedback_some_of_the_gradient_is_sent(name, dtype):
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_what_float16_cannot_hold_remains_to_be_sent(name):
-    """Infinity would be sent again and again."""
+def test_excess_over_the_range_of_float16_remains_to_be_sent(name):
+    """Otherwise infinity would be sent in every step."""
     hooks = [HOOKS[name]() for _ in range(3)]
     take_step(hooks, 0, torch.float16)
     for hook in hooks:
@@ -139,13 +139,13 @@ def test_empty_bucket(name):
     assert result.shape == (0,)
 
 
-# ------------------------------------------------------------------------- bad numbers
+# ------------------------------------------------------------------------- non-finite numbers
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("bad_rank", [0, 2])
 @pytest.mark.parametrize("name", HOOKS)
-def test_numbers_that_are_not_finite_leave_no_trace(name, bad_rank, bad):
+def test_non_finite_numbers_do_not_change_the_state(name, bad_rank, bad):
     hooks, twins = ([HOOKS[name]() for _ in range(3)] for _ in range(2))
     for both in (hooks, twins):
         take_step(both, 0)
@@ -165,7 +165,7 @@ def test_numbers_that_are_not_finite_leave_no_trace(name, bad_rank, bad):
 
 
 def message_bytes(numel: int, count: int, itemsize: int) -> int:
-    """Independent of the hooks: values, then the shortest of all codes for the indices."""
+    """Return the size of the values and of the shortest code, computed independently."""
 
     def words(bits: int) -> int:
         return 8 * ((bits + 63) // 64)
@@ -191,7 +191,7 @@ def test_bytes_of_a_fixed_share(dtype, density):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threshold_pays_for_the_rank_with_the_most(dtype):
+def test_threshold_pads_to_the_largest_count(dtype):
     hooks = [Threshold(value=1.0) for _ in range(3)]
     buckets = [make_bucket(gradients_of(rank, 0, dtype)) for rank in range(3)]
     buckets[2].buffer().mul_(2)
@@ -203,7 +203,7 @@ def test_threshold_pays_for_the_rank_with_the_most(dtype):
         assert sent == [8, message_bytes(NUMEL, max(counts), dtype.itemsize)]
 
 
-def test_threshold_that_nothing_reaches_sends_counts_only():
+def test_threshold_sends_only_counts_if_nothing_reaches_it():
     hook = Threshold(value=1e9)
     (result,), (comm,) = take_step([hook], 0)
     assert torch.equal(result, torch.zeros(NUMEL))
@@ -212,7 +212,7 @@ def test_threshold_that_nothing_reaches_sends_counts_only():
 
 
 def bytes_on_the_engine(rank: int, size: int, hook: CommHook) -> tuple[float | None, int | None]:
-    """Those counted in a step, and those of the hook's own formula."""
+    """Return the bytes counted in a step, and those of the hook's formula."""
     parameters = probe_parameters()
     trainer = Trainer(hook, parameters, bucket_cap_mb=25, stable_buckets=True)
     for step in range(2):

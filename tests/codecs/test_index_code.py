@@ -1,4 +1,4 @@
-"""How indices are written: against whole integers, and against what is possible."""
+"""The index code: against Python integers, and against the entropy of the indices."""
 
 import math
 
@@ -12,7 +12,7 @@ from commhooks.codecs.index_code import IndexCode
 
 @st.composite
 def index_sets(draw: st.DrawFn) -> tuple[int, list[int]]:
-    """Sparse and dense ones, up to the largest bucket that there can be."""
+    """Draw sparse and dense sets, up to the largest possible bucket."""
     numel = draw(st.integers(1, 300) | st.integers(1, 2**31 - 1))
     limit = min(numel, 300)
     chosen = draw(st.sets(st.integers(0, numel - 1), max_size=limit))
@@ -24,7 +24,7 @@ def words(bits: int) -> int:
 
 
 def written(code: IndexCode, indices: list[int]) -> bytes:
-    """Note [Index code], with the bitmap and the low bits as one integer each."""
+    """Pack as Note [Index code] says, with one integer each for the bitmap and the low bits."""
     size = 1 << code.low_bits
     bits = [index // size + rank * code.adds_rank for rank, index in enumerate(indices)]
     assert len(set(bits)) == len(indices)
@@ -36,7 +36,7 @@ def written(code: IndexCode, indices: list[int]) -> bytes:
 
 
 @given(index_sets())
-def test_bytes_are_as_stated(case):
+def test_bytes_are_as_documented(case):
     numel, chosen = case
     code = IndexCode.shortest(numel, len(chosen))
     expected = written(code, chosen)
@@ -56,7 +56,7 @@ def test_size_never_falls_with_more_indices(numel):
 
 
 @pytest.mark.parametrize("density", [1e-5, 1e-4, 1e-3, 0.01, 0.05, 0.2, 0.3, 0.5, 1.0])
-def test_is_close_to_what_any_code_needs(density):
+def test_size_is_close_to_the_entropy(density):
     """Below a quarter, at most 0.7 bits per index more than the entropy of a random set."""
     numel = 10**7
     count = round(density * numel)

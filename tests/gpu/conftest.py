@@ -1,4 +1,4 @@
-"""What is here needs a CUDA device and no test plugin: it runs on whatever machine has one."""
+"""Tests in this folder need a CUDA device and no pytest plugin, so they run on any GPU machine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hooks keep to the rules of the conformance kit on CUDA tensors, two ranks on one device."""
+"""Hooks follow the rules of the conformance kit on CUDA tensors, with two ranks on one device."""
 
 import functools
 

@@ -45,7 +45,7 @@ def test_all_dtypes_both_ways(dtype: torch.dtype, to: torch.dtype) -> None:
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_whether_all_is_finite(dtype: torch.dtype, to: torch.dtype) -> None:
+def test_finite_check(dtype: torch.dtype, to: torch.dtype) -> None:
     tensors = gradients(LENGTHS, dtype)
     flat = torch.empty(sum(LENGTHS), device="cuda", dtype=to)
     flag = torch.ones((), dtype=torch.bool, device="cuda")
@@ -62,7 +62,7 @@ def test_whether_all_is_finite(dtype: torch.dtype, to: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shift", [1, 2, 3])
-def test_places_that_are_not_aligned(shift: int) -> None:
+def test_misaligned_memory(shift: int) -> None:
     lengths = [9, 4096, 17, 1000]
     tensors = [tensor[shift:] for tensor in gradients(lengths, torch.float32)]
     numel = sum(tensor.numel() for tensor in tensors)
@@ -73,7 +73,7 @@ def test_places_that_are_not_aligned(shift: int) -> None:
     assert torch.all(memory[shift + numel :] == 7.0)
 
 
-def test_more_tensors_than_fit_a_kernels_arguments() -> None:
+def test_more_tensors_than_fit_in_kernel_arguments() -> None:
     tensors = gradients([i % 7 for i in range(3000)], torch.float32)
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), device="cuda")
     _C.pack(tensors, flat)
@@ -81,7 +81,7 @@ def test_more_tensors_than_fit_a_kernels_arguments() -> None:
 
 
 def test_on_the_current_stream() -> None:
-    """The kernel comes after what the stream does first, and does not wait for other streams."""
+    """The kernel runs after earlier work of the stream and does not wait for other streams."""
     tensors = gradients([100_000], torch.float32)
     flat = torch.zeros(100_000, device="cuda")
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The reducer on CUDA: the same gradients as torch's, nothing that waits, everything in order."""
+"""The reducer on CUDA: the same gradients as torch DDP, no waiting, correct stream order."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel, GradBucket
 
-CYCLES = 20_000_000  # of torch.cuda._sleep: some ten milliseconds
+CYCLES = 20_000_000  # of torch.cuda._sleep: about ten milliseconds
 
 
 class Mixed(nn.Module):
-    """Odd sizes, channels last, a transposed parameter, one without dimensions."""
+    """Odd sizes, channels last, a transposed parameter, and one without dimensions."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Mixed(nn.Module):
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (batch, 3, 8, 8)."""
+        """Compute (batch, 5) from ``x``, (batch, 3, 8, 8)."""
         return self.linear(self.convolution(x).flatten(1)) @ self.transposed * self.scale
 
 
 def gradients(wrap: Any, rank: int, dtype: torch.dtype, steps: int = 4) -> list[Tensor]:
-    """Of the last step, after buckets have been cut anew."""
+    """Return the gradients of the last step, after buckets have been rebuilt."""
     torch.manual_seed(0)
     model = wrap(Mixed(dtype).cuda())
     generator = torch.Generator("cuda").manual_seed(rank)
@@ -91,7 +91,7 @@ def test_equals_torchs_on_all_devices(options: str) -> None:
 
 @dataclass
 class Slow(commhooks.CommHook):
-    """Works on its stream for a while, then answers with a number."""
+    """Keeps its stream busy for a while, then returns a constant."""
 
     value: float = 3.0
 
@@ -103,7 +103,7 @@ class Slow(commhooks.CommHook):
 
 @dataclass
 class Plain(commhooks.CommHook):
-    """The average, by a coroutine."""
+    """The average, computed by a coroutine."""
 
     async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
         return (await comm.all_reduce(bucket.buffer())).div_(comm.size)
@@ -135,7 +135,7 @@ def test_backward_waits_for_the_hook(size: int, backend: str, view: bool) -> Non
 
 
 class TwoStreams(nn.Module):
-    """One parameter's gradient comes late, on another stream than the other's."""
+    """The gradient of one parameter arrives late, on a stream of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class TwoStreams(nn.Module):
 
 
 class Sleep(torch.autograd.Function):
-    """The identity, whose gradient takes its time."""
+    """The identity with a slow backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def test_packs_what_all_streams_computed() -> None:
 
 
 def hook_overlaps_backward(rank: int, size: int) -> None:
-    """The hook's kernels run while backward's do, on another stream."""
+    """Check that the hook's kernels overlap with those of backward, on another stream."""
     model = DistributedDataParallel(
         nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda(),
         bucket_cap_mb=16,
@@ -215,7 +215,7 @@ def test_hook_overlaps_backward() -> None:
     run_ranks(hook_overlaps_backward, 1, backend="nccl", timeout=60)
 
 
-# ------------------------------------------------------------------------- nothing that waits
+# ------------------------------------------------------------------------- no waiting
 
 
 WITH_OPTIONS: dict[str, dict[str, Any]] = {
@@ -228,7 +228,7 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"stages": [[0, "allreduce"], [1, "bf16"]]},
     "skip_nonfinite": {"inner": "allreduce"},
 }
-# How much they send depends on what the gradients are, so the host has to look.
+# The number of elements that these hooks send depends on the gradients, so the host waits.
 LOOKS_AT_GRADIENTS = {"threshold", "dgc"}
 
 
@@ -236,7 +236,7 @@ def steps_without_synchronizing(rank: int, size: int, name: str, options: dict[s
     model = DistributedDataParallel(Mixed().cuda(), bucket_cap_mb=0.001)
     commhooks.register(model, name, **options)
     x = torch.randn(4, 3, 8, 8, device="cuda")
-    for _ in range(4):  # buckets are cut anew, kernels loaded, state made
+    for _ in range(4):  # buckets are rebuilt, kernels loaded and state created
         model(x).sum().backward()
     with waiting_is_an_error():
         for _ in range(3):
@@ -259,7 +259,7 @@ def all_used_without_synchronizing(rank: int, size: int) -> None:
 
 
 def test_all_used_without_synchronizing() -> None:
-    """Only a rank that did not use a parameter has to hear of the others."""
+    """Only a rank that did not use a parameter has to learn about the other ranks."""
     run_ranks(all_used_without_synchronizing, 1, backend="nccl", timeout=60)
 
 
@@ -312,7 +312,7 @@ def test_whole_step_in_a_graph(hook: str) -> None:
     run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=60)
 
 
-# ------------------------------------------------------------------------- the rest of the course
+# ------------------------------------------------------------------------- other features
 
 
 def optimizer_in_backward(rank: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""Sparse and low-rank hooks on a device: they give what the CPU gives, and wait for nothing."""
+"""Sparse and low-rank hooks on a GPU: the same results as on the CPU, without waiting."""
 
 import math
 from contextlib import nullcontext
@@ -27,8 +27,8 @@ def test_like_the_cpu(name, dtype):
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.5])
-def test_a_large_bucket_is_like_that_on_the_cpu(density):
-    """With enough chunks, words and segments for all blocks of a device."""
+def test_large_bucket_is_like_on_the_cpu(density):
+    """The bucket has enough chunks, words and segments for all blocks of a GPU."""
     gradient = torch.randn(10_000_019, generator=torch.Generator().manual_seed(0))
     results = []
     for device in ("cpu", "cuda"):
@@ -42,7 +42,7 @@ def test_a_large_bucket_is_like_that_on_the_cpu(density):
 
 
 class _Votes(LockstepCommunicator):
-    """Of one rank, which is enough to see what is waited for."""
+    """A communicator of one rank, which is enough to detect waiting."""
 
     def within(self, hook: object, **_: object) -> "_Votes":
         return self

@@ -1,4 +1,4 @@
-"""Kernels of sparse and low-rank hooks on a device: indices, bytes and bits as on the CPU."""
+"""Kernels of sparse and low-rank hooks on a GPU: the same indices, bytes and bits as on the CPU."""
 
 import math
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-# None, one, less than a vector; several chunks. Small: compute-sanitizer runs these tests, too.
+# Zero, one, less than a vector; several chunks. Small, because compute-sanitizer runs these tests.
 LENGTHS = [0, 1, 3, 8197, 100_003]
 SIZES = [(1, 1), (1000, 1), (30_001, 7_777), (100_003, 1_000)]
 DTYPES = [torch.float32, torch.float64]

@@ -1,6 +1,6 @@
-"""Sparse and low-rank hooks where their tensors are taken for those of a GPU.
+"""Sparse and low-rank hooks on CPU tensors that are treated as tensors on a GPU.
 
-They give what they give on the CPU, and the host learns nothing on the way.
+Results are the same as on the CPU, and the host reads nothing from the device.
 """
 
 import math
@@ -19,12 +19,12 @@ from commhooks.algorithms.sparse.selection import select_above
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
-# Random-k draws two numbers from the generator, which is on the host anyway.
+# Random-k draws two numbers from the generator, which is on the host.
 OWN_READS = {"randomk": 2 * 2, "randomk with errors": 2 * 2}
 
 
 class HostReads(TorchDispatchMode):
-    """Refuses what needs a number on the host; counts it, up to ``allowed``."""
+    """Refuses operations that read a number on the host, after ``allowed`` of them."""
 
     OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 
@@ -44,21 +44,21 @@ class HostReads(TorchDispatchMode):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", HOOKS)
-def test_kernels_give_what_loops_give_and_the_host_reads_nothing(name, dtype):
+def test_kernels_match_the_cpu_and_the_host_reads_nothing(name, dtype):
     reads = OWN_READS.get(name, 0) if name in SYNC_FREE else 10**6
     with emulated():
         found = run(HOOKS[name], dtype, around=lambda: HostReads(reads))
     assert_like_the_cpu(name, dtype, found)
 
 
-def test_reads_are_noticed():
+def test_reads_are_detected():
     gradient = torch.randn(9)
     with emulated(), HostReads(0), pytest.raises(AssertionError, match="makes the host wait"):
         select_above(gradient, None, 0.5)
 
 
 def on_ranks(rank: int, size: int, name: str, is_emulated: bool) -> list[dict[str, Tensor]]:
-    """On the engine and the network, with a step that is not finite."""
+    """Run on the reducer and the network, with a step that is not finite."""
     parameters = probe_parameters()
     results = []
     with emulated() if is_emulated else nullcontext():
@@ -72,7 +72,7 @@ def on_ranks(rank: int, size: int, name: str, is_emulated: bool) -> list[dict[st
 
 
 @pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in HOOKS), ("topk", 3)])
-def test_on_the_engine(run_ranks, name, size):
+def test_on_the_reducer(run_ranks, name, size):
     of_ranks = run_ranks(on_ranks, size, name, True)
     expected = run_ranks(on_ranks, size, name, False)
     for found, other in zip(of_ranks, expected, strict=True):
@@ -82,7 +82,7 @@ def test_on_the_engine(run_ranks, name, size):
 
 
 def skip(rank: int, size: int) -> None:
-    """What is dropped leaves no trace in the inner hook, and is counted when somebody asks."""
+    """Dropped buckets do not change the inner hook's state, and metrics count them."""
     parameters = probe_parameters()
     with emulated():
         inner = TopK(density=0.2, warmup_steps=0)

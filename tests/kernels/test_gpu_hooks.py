@@ -1,4 +1,4 @@
-"""Whole hooks on the path of CUDA tensors, emulated on CPU tensors, against the path of the CPU."""
+"""Whole hooks on the path for CUDA tensors, emulated on CPU tensors, against the CPU path."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -34,7 +34,7 @@ HOOKS: dict[str, dict[str, Any]] = {
 
 
 def train(rank: int, size: int, name: str, is_emulated: bool) -> tuple[list[Tensor], Any]:
-    """A few steps, of which one has a gradient that is not finite: results and the hook's state."""
+    """Train a few steps, one with a non-finite gradient; return results and the hook's state."""
     parameters = probe_parameters()
     hook = commhooks.create(name, **HOOKS[name])
     trainer = Trainer(hook, parameters, bucket_cap_mb=25, stable_buckets=True)
@@ -85,7 +85,7 @@ def test_same_averages_and_states_of_every_hook(name):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", HOOKS)
-def test_on_a_gpu_the_same_and_no_host_waits(name):
+def test_same_on_a_gpu_without_waiting(name):
     expected = lockstep_steps(name)
     results, states = lockstep_steps(name, "cuda")
     assert same_bits([result.cpu() for result in results], expected[0])
@@ -100,7 +100,7 @@ def test_on_a_gpu_the_same_and_no_host_waits(name):
 @needs_gpu
 @pytest.mark.parametrize("index", range(max(1, torch.cuda.device_count())))
 def test_kernels_run_on_the_current_stream_of_the_tensors_device_from_any_thread(index):
-    """What is before them on the stream is slow, and a fresh thread has no CUDA context yet."""
+    """Earlier work on the stream is slow, and a new thread has no CUDA context yet."""
     device = torch.device("cuda", index)
     codec = LevelCodec(8, block_size=256)
     given = torch.randn(1 << 20)
@@ -124,7 +124,7 @@ def test_kernels_run_on_the_current_stream_of_the_tensors_device_from_any_thread
 
 
 def test_missing_cupy_is_named_when_a_hook_is_registered(monkeypatch):
-    """Not at the first step: a torch without CUDA, no CuPy, or one for another CUDA."""
+    """Not only at the first step: torch without CUDA, no CuPy, or CuPy for another CUDA."""
     parameters = {"w": torch.empty(3, device="meta")}
     monkeypatch.setitem(kernels.BACKENDS, "meta", loader.CudaBackend())
     hook = commhooks.create("int8")

@@ -1,4 +1,4 @@
-"""Selection on a GPU: the same indices and bits as the loops on the CPU, on awkward numbers."""
+"""Selection on a GPU: the same indices and bits as on the CPU, also for awkward numbers."""
 
 import math
 
@@ -13,7 +13,7 @@ from commhooks.algorithms.sparse.selection import add_and_check, select_above, s
 from commhooks.testing.compare import same_bits
 
 CHUNK = 8192
-# None, one; around a vector, a word, a warp's vectors and a chunk; several chunks, sampled.
+# Zero, one; around the sizes of a vector, a word, a warp's vectors and a chunk; several chunks.
 LENGTHS = [0, 1, 3, 31, 33, 127, 129, CHUNK - 1, CHUNK, CHUNK + 5, 3 * CHUNK + 77]
 DTYPES = [torch.float32, torch.float64]
 
@@ -45,18 +45,18 @@ def test_largest_in_another_order_of_threads(kind):
         check_largest(draw(kind, len(error), torch.float32), error, count, is_backward=True)
 
 
-def test_largest_where_a_sample_misleads():
-    """The large numbers are where the sample does not look: none, or too few are marked."""
+def test_largest_with_a_misleading_sample():
+    """The sample misses the large elements, so that no or too few elements are marked."""
     length = 40_000
     samples = 16_384
     gradient = torch.full((length,), 0.001)
     hashes = torch.tensor([(i * 0x9E3779B97F4A7C15 & (2**64 - 1)) >> 32 for i in range(samples)])
     starts = torch.arange(samples + 1) * length // samples
     sampled = starts[:-1] + hashes % starts.diff()
-    gradient[sampled] = torch.linspace(1, 2, samples)  # all that is sampled is large
+    gradient[sampled] = torch.linspace(1, 2, samples)  # all sampled elements are large
     check_largest(gradient.clone(), None, samples // 2)
     check_largest(gradient.clone(), None, 30_000)
-    check_largest(1 / gradient, None, 300)  # all that is large is not sampled
+    check_largest(1 / gradient, None, 300)  # no large element is sampled
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,7 +90,7 @@ def test_above(kind, length, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_that_are_not_finite_are_noticed(kind, length, dtype):
+def test_non_finite_sums_are_reported(kind, length, dtype):
     error = draw("normal", length, dtype, seed=1)
     gradient, expected_sum = draw(kind, length, dtype), draw(kind, length, dtype)
     expected = add_and_check(expected_sum, error)
@@ -112,6 +112,6 @@ def test_numbers_that_are_not_finite_are_noticed(kind, length, dtype):
         (lambda g: select_above(g, None, math.nan), "threshold above 0, found nan"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, message):
+def test_invalid_arguments_are_refused(call, message):
     with emulated(), pytest.raises(CommHookError, match=message):
         call(torch.zeros(5))

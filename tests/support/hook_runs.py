@@ -1,4 +1,4 @@
-"""Runs of sparse and low-rank hooks on some device, to be held against those on the CPU."""
+"""Runs of sparse and low-rank hooks on a device, for comparison with runs on the CPU."""
 
 import functools
 import math
@@ -33,9 +33,9 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     ),
 }  # fmt: skip
 ROUNDED = ("dgc", "powersgd")
-"""Whose arithmetic is not the same bit for bit: products are summed in other orders."""
+"""Hooks whose results differ in rounding: products are summed in another order."""
 SYNC_FREE = [name for name in HOOKS if name != "threshold"]
-"""Whose host learns nothing from the device."""
+"""Hooks during which the host reads nothing from the device."""
 DTYPES = [torch.float32, torch.float64, torch.float16]
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
@@ -65,9 +65,9 @@ def run(
     device: str = "cpu",
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Run:
-    """Results of four steps of two ranks, and what they remember; all of it on the CPU.
+    """Run four steps on two ranks; return results and states, copied to the CPU.
 
-    ``around``: each step but the first.
+    ``around`` makes the context of each step except the first.
     """
     hooks = [make() for _ in range(2)]
     results = []

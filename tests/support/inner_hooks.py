@@ -1,4 +1,4 @@
-"""Hooks for tests of hooks around hooks: they keep a record of what they were given."""
+"""Hooks for tests of wrappers, which record the buckets that they get."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import commhooks
 
 
 class Call(NamedTuple):
-    """One bucket."""
+    """One bucket that the hook got."""
 
     step: int
     index: int
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 @commhooks.register_hook("test_recorder")
 @dataclass
 class Recorder(commhooks.CommHook):
-    """Averages what is larger than ``threshold``; counts the finite steps of each parameter."""
+    """Averages elements of at least ``threshold``; counts finite steps of each parameter."""
 
     threshold: float = 0.0
     tag: str = ""
