@@ -1,8 +1,12 @@
 """All sparse hooks: nothing is lost, all ranks agree, and the bytes sent are as documented."""
 
+import copy
 import functools
+import importlib
 import math
+import textwrap
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ import commhooks
 from commhooks import CommHook, CommHookOptionError
 from commhooks.algorithms.sparse.dgc import DGC
 from commhooks.algorithms.sparse.randomk import RandomK
+from commhooks.algorithms.sparse.selection import draw_indices
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -137,6 +142,54 @@ def test_empty_bucket(name):
     made = HOOKS.get(name, functools.partial(RandomK, error_feedback=False))
     (result,), _ = lockstep([made()], [make_bucket({"empty": torch.zeros(0, 5)})])
     assert result.shape == (0,)
+
+
+# ------------------------------------------------------------------ the documented algorithms
+
+
+def run_documented(module: str, names: dict[str, Any]) -> None:
+    """Run the algorithm that opens the file of a hook, with ``names`` as its variables."""
+    document = importlib.import_module(f"commhooks.algorithms.sparse.{module}").__doc__
+    assert document is not None
+    exec(textwrap.dedent(document.partition("::\n\n")[2].partition("\n\n")[0]), names)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("module", "hook", "constants", "fields"),
+    [
+        ("topk", TopK(density=0.1, warmup_steps=0), {}, {"e": "error"}),
+        ("threshold", Threshold(value=0.8), {"value": 0.8}, {"e": "error"}),
+        ("randomk", RandomK(density=0.1, error_feedback=True), {}, {"e": "error"}),
+        (
+            "dgc",
+            DGC(density=0.1, warmup_steps=0, momentum=0.75, clip=9.0),
+            {"m": 0.75, "clip": 9.0, "sqrt": math.sqrt},
+            {"u": "velocity", "v": "error"},
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_documented_algorithm_gives_the_results_and_the_state(
+    module, hook, constants, fields, size, monkeypatch
+):
+    n, k = 400, 40
+    names = {"torch": torch, "N": size, "n": n, "k": k, **constants}
+    names |= {name: [torch.zeros(n) for _ in range(size)] for name in fields}
+    hooks = [copy.deepcopy(hook) for _ in range(size)]
+    generator = torch.Generator().manual_seed(size)
+    for step in range(4):
+        gradients = [torch.randn(n, generator=generator) for _ in range(size)]
+        drawn = draw_indices(n, k, torch.Generator().manual_seed(step), like=torch.empty(0))
+        results, _ = lockstep(hooks, [make_bucket({"p": g.clone()}, step) for g in gradients])
+        names |= {"g": gradients, "sent": [torch.empty(0)] * size}
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "randperm", lambda _, drawn=drawn: drawn.long())
+            run_documented(module, names)
+        torch.testing.assert_close(results[0], names["result"], rtol=1e-5, atol=1e-6)
+        for name, field in fields.items():
+            for expected, own in zip(names[name], hooks, strict=True):
+                torch.testing.assert_close(own.state["p"][field], expected, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------- non-finite numbers
