@@ -4,7 +4,7 @@ The method and its reasons are in algorithms/lowrank/powersgd.py; here is the sh
 
 Note [Rows of a bucket]
 ~~~~~~~~~~~~~~~~~~~~~~~
-If a gradient of low rank is cut into rows of another length, its rows begin at other columns in
+If a gradient of low rank is divided into rows of another length, its rows begin at other columns in
 each row of the new matrix, which has a high rank then. If one length divides the other, they begin
 at few columns, so the rank grows little. A matrix is cheapest to send as factors if it is square.
 So rows get the length that suits most of the bucket's elements, among the lengths that are near the
