@@ -1,0 +1,458 @@
+"""Steps of several ranks in one process: the real scheduler on simulated connections.
+
+Each rank has a :class:`HookScheduler` with real executions, communicators and stage groups. Below
+them, the store and Gloo are simulated, and one rank runs at a time. Whenever a rank waits, and at
+every access to the store, a random generator decides which rank goes on, and with which event: the
+launch of its next bucket, or any collective that has completed.
+
+The connections are strict. The n-th collectives that the ranks of a group post on it belong
+together, and must be of the same bucket, stage and step. A rank that is constructed as a member of
+a group waits for the others. A rank that drops a group closes its connections when nothing of its
+own is pending there, and what the other ranks have pending then fails.
+"""
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks.comm import stage_groups
+from commhooks.runtime.execution import HookExecution
+from commhooks.runtime.scheduler import HookScheduler
+from commhooks.runtime.side_stream import SideStream
+from commhooks.runtime.stats import StatsCollector
+
+Program = Sequence[Sequence[tuple[int, ...]]]
+"""For each bucket the collectives of its hook: the ranks that take part, all if empty."""
+ALL: tuple[int, ...] = ()
+_MOST_EVENTS = 20_000  # ten times what the largest programs need
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A hook that raises before ``stage`` of ``bucket``; or a backward that ends before ``bucket``.
+
+    The stage after the last one is the end of the hook.
+    """
+
+    rank: int
+    step: int
+    bucket: int
+    stage: int | None = None
+
+    @property
+    def text(self) -> str:
+        return f"fault on rank {self.rank}"
+
+
+@dataclass
+class Programmed(commhooks.CommHook):
+    """Awaits the collectives of a program, and checks their results."""
+
+    program: Program = field(default=(), init=False, compare=False)
+    faults: Sequence[Fault] = field(default=(), init=False, compare=False)
+    recovered: int = field(default=0, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        index = bucket.index()
+        stages = self.program[index]
+        for stage, members in enumerate(stages):
+            self._break(comm, index, stage)
+            if members and comm.rank not in members:
+                continue
+            group = comm.among(members) if members else comm
+            tag = [float(index), float(stage), float(comm.step)]
+            total = await group.all_reduce(torch.tensor([*tag, comm.rank + 1.0]))
+            expected = sum(rank + 1.0 for rank in members or range(comm.size))
+            assert total.tolist() == [*tag, expected]
+        self._break(comm, index, len(stages))
+        return bucket.buffer()
+
+    def _break(self, comm: commhooks.Communicator, bucket: int, stage: int) -> None:
+        for fault in self.faults:
+            if fault == Fault(comm.rank, comm.step, bucket, stage):
+                raise ValueError(fault.text)
+
+    def recover(self) -> None:
+        self.recovered += 1
+
+
+@dataclass
+class Outcome:
+    """The errors of each rank: ``errors[rank][step]`` is a list, empty if the step succeeded."""
+
+    errors: list[list[list[BaseException]]]
+    groups: int
+    """How many process groups were connected, over all ranks."""
+    recovered: list[int]
+    votes: int
+
+
+def run_steps(size: int, program: Program, steps: int, seed: int, *faults: Fault) -> Outcome:
+    """Run some steps of ``size`` ranks in an order that follows from ``seed``.
+
+    Raises AssertionError if connections are misused, or if the ranks wait for each other.
+    """
+    world = _World(size, program, steps, random.Random(seed), faults)
+    with world.installed():
+        world.run()
+    return Outcome(
+        [[list(errors) for errors in rank.errors] for rank in world.ranks],
+        sum(len(connection.members) for connection in world.connections.values()),
+        [rank.hook.recovered for rank in world.ranks],
+        world.votes,
+    )
+
+
+class _Over(BaseException):
+    """Ends the thread of a rank."""
+
+
+class _World:
+    def __init__(
+        self,
+        size: int,
+        program: Program,
+        steps: int,
+        draw: random.Random,
+        faults: Sequence[Fault],
+    ) -> None:
+        self.size, self.program, self.steps, self.faults = size, program, steps, faults
+        self.draw = draw
+        self.values: dict[str, bytes] = {}  # of the store
+        self.connections: dict[str, _Connection] = defaultdict(lambda: _Connection(self))
+        self.votes = 0
+        self.version = 0  # of what ranks may wait for
+        self.baton = threading.Semaphore(0)
+        self.misuse = ""
+        self.is_over = False
+        self.current: _Rank
+        self.ranks: list[_Rank] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        def connect(*arguments: Any) -> _Group:
+            return _Group(self, *arguments)
+
+        connect._Options = SimpleNamespace  # type: ignore[attr-defined]
+        with patch.multiple(
+            stage_groups,
+            ProcessGroupGloo=connect,
+            PrefixStore=_Store,
+            time=SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: self.wait()),
+            _drop=lambda references: references[0].drop(),
+        ):
+            yield
+
+    def run(self) -> None:
+        self.ranks = [_Rank(self, rank) for rank in range(self.size)]
+        try:
+            for _ in range(_MOST_EVENTS):
+                events = [event for rank in self.ranks for event in rank.events()]
+                if not events or self.misuse:
+                    break
+                self.current, event = self.draw.choice(events)
+                self.current.resume(event)
+        finally:
+            self.is_over = True
+            is_finished = [rank.is_finished for rank in self.ranks]
+            for rank in self.ranks:
+                rank.end()
+        assert not self.misuse, self.misuse
+        assert all(is_finished), "the ranks wait for each other"
+
+    def change(self) -> None:
+        """Wake up ranks that wait for something."""
+        self.version += 1
+
+    def yield_(self) -> None:
+        """Let other ranks run, perhaps."""
+        self.current.pause(None)
+
+    def wait(self) -> None:
+        """Let other ranks run, unless nothing has changed since this rank last waited."""
+        rank = self.current
+        rank.pause(rank.seen)
+        rank.seen = self.version
+
+    def report(self, misuse: str) -> None:
+        self.misuse = self.misuse or misuse
+
+
+class _Rank:
+    """A rank and its thread, which runs only while :meth:`resume` is called."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.hook = Programmed()
+        self.hook.program, self.hook.faults = world.program, world.faults
+        self.errors: list[list[BaseException]] = [[] for _ in range(world.steps)]
+        self.step = self.bucket = 0  # to be launched next
+        self.unfinished = 0
+        self.completed: list[int] = []  # tokens
+        self.works: list[_Work] = []
+        self.is_paused = False  # within an event
+        self.waits_for: int | None = None  # a later version of the world
+        self.seen = -1  # the version when this rank last stopped waiting
+        self.event: Callable[[], None] | None = None
+        self.baton = threading.Semaphore(0)
+        self.group: Any = SimpleNamespace(
+            rank=lambda: rank,
+            size=lambda: world.size,
+            get_group_store=lambda: _Store("", world),
+            _get_backend=lambda _: SimpleNamespace(
+                options=SimpleNamespace(
+                    _timeout=SimpleNamespace(total_seconds=lambda: 1.0), _devices=[]
+                )
+            ),
+        )
+        self.scheduler = HookScheduler(
+            self.hook,
+            rank,
+            stage_groups.StageGroups(self.group, token=7),
+            SideStream(torch.device("cpu")),
+            StatsCollector(),
+            self._watch,
+        )
+        self.thread = threading.Thread(target=self._main, daemon=True)
+        self.thread.start()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step == self.world.steps and not self.unfinished and not self.is_paused
+
+    # ---------------------------------------------------------------------- from the world's thread
+
+    def events(self) -> Iterator[tuple["_Rank", Callable[[], None] | None]]:
+        """Yield what may happen on this rank now."""
+        if self.is_paused:
+            if self.waits_for is None or self.waits_for < self.world.version:
+                yield self, None
+            return
+        for token in self.completed:
+            yield self, lambda token=token: self._complete(token)  # type: ignore[misc]
+        if self.step < self.world.steps and (self.bucket > 0 or not self.unfinished):
+            yield self, self._launch
+
+    def resume(self, event: Callable[[], None] | None) -> None:
+        """Run until the event is over, or the rank pauses in it. None: the present event."""
+        if event is not None:
+            self.event = event
+        self.baton.release()
+        self.world.baton.acquire()
+
+    def end(self) -> None:
+        self.event = None
+        self.baton.release()
+        if self.is_paused:  # it ends the event first
+            self.world.baton.acquire()
+            self.baton.release()
+        self.thread.join()
+
+    # ----------------------------------------------------------------------------- on the thread
+
+    def pause(self, version: int | None) -> None:
+        self.is_paused, self.waits_for = True, version
+        self.world.baton.release()
+        self.baton.acquire()
+        if self.world.is_over:
+            raise _Over
+        self.is_paused = False
+
+    @torch.no_grad()
+    def _main(self) -> None:
+        while True:
+            self.baton.acquire()
+            if self.event is None:
+                return
+            try:
+                self.event()
+            except _Over:
+                pass
+            except Exception as error:
+                self.world.report(f"the scheduler raised {error!r}")
+            self.world.baton.release()
+
+    def _launch(self) -> None:
+        step, index, count = self.step, self.bucket, len(self.world.program)
+        if self._ends_early(step, index):
+            self._next_step()
+            self.scheduler.end_early()
+            return
+        weight = torch.nn.Parameter(torch.zeros(1))
+        bucket = commhooks.GradBucket(
+            torch.zeros(1), [weight], [f"w{index}"], index=index, count=count, step=step
+        )
+        execution = HookExecution(self.hook, bucket, self.group)
+        self.unfinished += 1
+        execution.future.add_done_callback(lambda future: self._finish(future, step, index))
+        self.bucket += 1
+        if self.bucket == count:
+            self._next_step()
+        self.scheduler.launch(execution)
+
+    def _ends_early(self, step: int, index: int) -> bool:
+        return any(
+            (fault.rank, fault.step, fault.bucket, fault.stage) == (self.rank, step, index, None)
+            for fault in self.world.faults
+        )
+
+    def _next_step(self) -> None:
+        self.step, self.bucket = self.step + 1, 0
+
+    def _complete(self, token: int) -> None:
+        self.completed.remove(token)
+        self.scheduler.complete(token)
+
+    def _watch(self, work: Any, token: int, stage: int) -> None:
+        work.token = token
+        self.works.append(work)
+        if work.is_over:
+            self.completed.append(token)
+
+    def _finish(self, future: torch.futures.Future[Tensor], step: int, bucket: int) -> None:
+        self.unfinished -= 1
+        try:
+            future.value()
+        except Exception as error:
+            self.errors[step].append(error)
+        if any(not work.is_over and work.tag[:1] == [bucket] for work in self.works):
+            self.world.report(f"the future of bucket {bucket} was set while its buffer was in use")
+
+
+class _Store:
+    """A store, or a part of it, whose keys begin with a prefix."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self.prefix = prefix if isinstance(store, _World) else f"{store.prefix}/{prefix}"
+        self.world: _World = store if isinstance(store, _World) else store.world
+
+    def set(self, key: str, value: str) -> None:
+        self.world.yield_()
+        self.world.values[self._key(key)] = value.encode()
+        self.world.change()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.world.yield_()
+        if self.world.values.get(self._key(key), b"") == expected.encode():
+            self.world.values[self._key(key)] = desired.encode()
+            self.world.change()
+        return self.world.values[self._key(key)]
+
+    def check(self, keys: list[str]) -> bool:
+        self.world.yield_()
+        return all(self._key(key) in self.world.values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.world.values[self._key(key)]
+
+    def _key(self, key: str) -> str:
+        return f"{self.prefix}/{key}"
+
+
+class _Work:
+    """A collective that a rank has posted. ``tensor`` is a tag and a value; None for a barrier."""
+
+    def __init__(self, rank: _Rank, tensor: Tensor | None) -> None:
+        self.rank, self.tensor = rank, tensor
+        self.tag: list[float] = [] if tensor is None else tensor[:-1].tolist()
+        self.token: int | None = None
+        self.is_over = self.has_failed = False
+
+    def end(self, *, has_failed: bool) -> None:
+        self.is_over, self.has_failed = True, has_failed
+        if self.token is not None:
+            self.rank.completed.append(self.token)
+
+    def wait(self) -> None:
+        assert self.is_over
+        if self.has_failed:
+            raise RuntimeError("connection closed")
+
+
+class _Connection:
+    """What the members of one process group have posted, and who has left."""
+
+    def __init__(self, world: _World) -> None:
+        self.world = world
+        self.members: set[int] = set()
+        self.posted: dict[int, list[_Work]] = defaultdict(list)
+        self.completed = 0
+        self.leaving: set[int] = set()
+        self.closed: set[int] = set()
+
+    def post(self, member: int, size: int, work: _Work) -> None:
+        self.posted[member].append(work)
+        if self.closed:
+            work.end(has_failed=True)
+            return
+        while all(len(self.posted[i]) > self.completed for i in range(size)):
+            works = [self.posted[i][self.completed] for i in range(size)]
+            self.completed += 1
+            self._combine(works)
+        self._close()
+
+    def _combine(self, works: list[_Work]) -> None:
+        if any(work.tag != works[0].tag for work in works):
+            self.world.report(f"mixed up: {[work.tag for work in works]}")
+        tensors = [work.tensor for work in works if work.tensor is not None]
+        self.world.votes += not tensors
+        total = sum(float(tensor[-1]) for tensor in tensors)
+        for tensor in tensors:
+            tensor[-1] = total
+        for work in works:
+            work.end(has_failed=False)
+
+    def leave(self, member: int) -> None:
+        self.leaving.add(member)
+        self._close()
+
+    def _close(self) -> None:
+        """Close the connections of those that leave and have nothing pending."""
+        while ready := [m for m in self.leaving - self.closed if not self._pending(m)]:
+            self.closed.update(ready)
+            for other in list(self.posted):
+                for work in self._pending(other):
+                    work.end(has_failed=True)
+
+    def _pending(self, member: int) -> list[_Work]:
+        return [work for work in self.posted[member] if not work.is_over]
+
+
+class _Group:
+    """A simulated ProcessGroupGloo. To construct one blocks until all of its members do."""
+
+    def __init__(self, world: _World, store: _Store, member: int, size: int, options: Any) -> None:
+        self.world, self.member, self.size = world, member, size
+        self.rank = world.current
+        self.connection = world.connections[store.prefix]
+        if member in self.connection.members:
+            world.report(f"{store.prefix}: rank {member} connects twice")
+        self.connection.members.add(member)
+        world.change()
+        while len(self.connection.members) < size:
+            world.wait()
+        del options
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:
+        return self._post(tensors[0])
+
+    def barrier(self) -> _Work:
+        return self._post(None)
+
+    def drop(self) -> None:
+        self.connection.leave(self.member)
+
+    def _post(self, tensor: Tensor | None) -> _Work:
+        work = _Work(self.rank, tensor)
+        self.connection.post(self.member, self.size, work)
+        return work
