@@ -179,10 +179,11 @@ def test_a_step_without_collectives_has_no_vote(seed: int) -> None:
 
 
 def test_a_step_that_ends_before_its_first_bucket_fails_nowhere() -> None:
-    """Nothing is published, and nobody waits."""
-    early = Fault(rank=0, step=0, bucket=0), Fault(rank=1, step=0, bucket=0)
-    outcome = run_steps(2, [[ALL], [ALL]], 2, 0, *early)
-    assert outcome.errors == [[[], []]] * 2
+    """Nothing is published, and nobody waits; also after a step that has finished."""
+    early = [Fault(rank, step, bucket=0) for rank in range(2) for step in range(3) if step != 1]
+    outcome = run_steps(2, [[ALL], [ALL]], STEPS, 0, *early)
+    assert outcome.errors == [[[]] * STEPS] * 2
+    assert outcome.votes == 1
     assert outcome.recovered == [0, 0]
 
 
