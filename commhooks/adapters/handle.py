@@ -1,4 +1,4 @@
-"""Registers hooks on wrapped models, and holds them afterwards."""
+"""Registers hooks on wrapped models; a handle controls the registered hook."""
 
 import functools
 import inspect
@@ -43,16 +43,18 @@ _handles: "weakref.WeakKeyDictionary[nn.Module, HookHandle]" = weakref.WeakKeyDi
 
 
 def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle":
-    """Lets ``hook`` average the gradients of ``model`` from the next step on. Collective.
+    """Let ``hook`` average the gradients of ``model`` from the next step on. Collective.
 
-    ``model`` is wrapped in ``commhooks.DistributedDataParallel`` or torch's own. ``hook``: a name
-    and its ``options``, a config, a :class:`CommHook`, or a torch-style function ``fn(state,
-    bucket)`` that returns a future of the average, with ``state=`` as its only option.
+    Args:
+        model: A model wrapped in ``commhooks.DistributedDataParallel`` or in torch's own.
+        hook: The name of a hook, a config, a :class:`CommHook`, or a torch-style function
+            ``fn(state, bucket)`` that returns a future of the average.
+        **options: The options of a named hook. For a function only ``state``.
 
     Raises:
         CommHookError: ``model`` is not wrapped, or has a hook already.
-        CommHookMismatchError: ranks registered different hooks or options; on every rank.
-        UnknownHookError, CommHookOptionError: see :func:`create`. The other ranks raise as well.
+        CommHookMismatchError: The ranks registered different hooks or options; on every rank.
+        UnknownHookError, CommHookOptionError: See :func:`create`. The other ranks raise as well.
     """
     adapter = _adapter_of(model)
     if model in _handles:
@@ -67,12 +69,12 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
 
 
 def handle_of(model: nn.Module) -> "HookHandle | None":
-    """The handle of the hook that is registered on ``model``, if there is one."""
+    """Return the handle of the hook that is registered on ``model``, or None."""
     return _handles.get(model)
 
 
 class HookHandle:
-    """A registered hook. All methods are to be called between two steps, on every rank."""
+    """A registered hook. Call its methods between two steps, on every rank."""
 
     def __init__(self, adapter: Adapter, on_remove: Callable[[], None]) -> None:
         self._adapter: Adapter | None = adapter
@@ -81,19 +83,20 @@ class HookHandle:
 
     @property
     def hook(self) -> CommHook | Function:
-        """The hook in use. Raises CommHookError when it has been removed."""
+        """The hook in use. Raises CommHookError after it has been removed."""
         if self._adapter is None or self._hook is None:
             raise CommHookError("this hook has been removed; commhooks.register() a new one")
         return self._hook
 
     def replace(self, hook: AnyHook, /, **options: Any) -> None:
-        """Uses another hook from the next step on; arguments and errors as of :func:`register`.
+        """Use another hook from the next step on. Collective.
 
-        After an error the former hook stays in use. State is not carried over. Collective.
+        Arguments and errors are those of :func:`register`. After an error the former hook stays in
+        use. State is not carried over.
 
-        Where the former hook let models differ (``consensus = False``), such as ``local_sgd``, the
-        parameters of all ranks are averaged first. What optimizers remember still differs: make new
-        ones, or models part again, a little and for good.
+        If the models differ under the former hook (``consensus = False``), as with ``local_sgd``,
+        the parameters of all ranks are averaged first. The states of the optimizers still differ:
+        create new optimizers, or the models will differ slightly from the next step on.
         """
         adapter = self._in_use()
         failure: CommHookError | None = None
@@ -116,28 +119,28 @@ class HookHandle:
             adapter.install(new, token)
         else:
             adapter.install_function(_bind(new, options))
-        self._reunite(adapter)
+        self._restore_consensus(adapter)
         self._hook = new
 
     def remove(self) -> None:
-        """Goes back to the plain average; a hook can be registered again.
+        """Return to the plain average; a hook can be registered again. Collective.
 
-        Models that differ become one as in :meth:`replace`, collectively.
+        Models that differ are averaged as in :meth:`replace`.
         """
         adapter = self._in_use()
         adapter.clear()
-        self._reunite(adapter)
+        self._restore_consensus(adapter)
         self._adapter = None
         self._on_remove()
 
     def stats(self) -> HookStats:
-        """What the hook cost and saved on this rank, since it was registered or replaced."""
+        """Return what the hook cost and saved on this rank since it was registered or replaced."""
         stats = self._in_use().stats()
         hook = self.hook
         return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[Path]:
-        """Records the steps inside a ``with`` block on this rank, as a trace for Perfetto.
+        """Record the steps inside a ``with`` block on this rank, as a trace for Perfetto.
 
         ::
 
@@ -145,27 +148,31 @@ class HookHandle:
                 loss = model(inputs).sum()
                 loss.backward()
 
-        Open the file at https://ui.perfetto.dev or chrome://tracing; docs/tracing.md tells what is
-        in it. Rank 0 writes ``path``, rank r ``step.rank<r>.json``; ``written`` is the path. Each
-        rank may trace or not. On CUDA the times are those of the host, and nothing is synchronized.
-        On torch's own wrapper only gradients, hooks and their collectives can be seen. It is meant
-        for a few steps: what is recorded stays in memory, about a kilobyte per gradient and step.
+        Open the file at https://ui.perfetto.dev or chrome://tracing; docs/tracing.md explains its
+        contents. Rank 0 writes ``path``, rank r ``step.rank<r>.json``; ``written`` is the path.
+        Each rank may trace or not.
+
+        On CUDA the times are those of the host, and nothing is synchronized. On torch's own wrapper
+        only gradients, hooks and their collectives are visible. Use it for a few steps: records
+        stay in memory, about a kilobyte per gradient and step. If the block raises, the trace so
+        far is written.
 
         Raises:
-            CommHookError: on entering, if the directory does not exist or another trace of the
-                model is under way. After an exception in the block what there was is written.
+            CommHookError: The directory does not exist, or another trace of the model is under way.
         """
         return trace(self._in_use(), path, {"hook": _identity(self.hook)})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs. Each rank has its own, to be saved by each."""
+        """Return what a resumed run needs. Each rank has its own state and must save it."""
         adapter = self._in_use()
         return saved_state(self._comm_hook(), adapter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` gave, on the same rank of a model alike.
+        """Restore a state that :meth:`state_dict` returned on the same rank of an equal model.
 
-        Raises CommHookStateError if it is damaged or foreign; then nothing has changed.
+        Raises:
+            CommHookStateError: The state is damaged, or from another hook, rank or model. Nothing
+                has changed.
         """
         adapter = self._in_use()
         hook = self._comm_hook()
@@ -182,13 +189,13 @@ class HookHandle:
             ) from error
         adapter.steps = state["step"]
 
-    def _reunite(self, adapter: Adapter) -> None:
-        """The next hook averages gradients, perhaps, which would leave models as far apart."""
+    def _restore_consensus(self, adapter: Adapter) -> None:
+        """Average the models if they differ: averaging only gradients would keep them apart."""
         if isinstance(self._hook, CommHook) and not has_consensus(self._hook):
             adapter.average_parameters()
 
     def _check(self, hook: CommHook, adapter: Adapter) -> None:
-        """Whatever can be known to be wrong before the first step."""
+        """Raise CommHookError for whatever can be found wrong before the first step."""
         check_nesting(hook)
         self._check_unused(hook)
         for each in tree(hook):
@@ -202,8 +209,8 @@ class HookHandle:
         for each in tree(hook):
             if id(each) in in_use:
                 raise CommHookError(
-                    f"{each!r} is in use on another model, and its state is of that model's "
-                    "parameters; make another one, e.g. commhooks.create(hook.to_config())"
+                    f"{each!r} is in use on another model, and its state belongs to that model's "
+                    "parameters; create another one, e.g. commhooks.create(hook.to_config())"
                 )
 
     def _in_use(self) -> Adapter:
@@ -214,8 +221,8 @@ class HookHandle:
     def _comm_hook(self) -> CommHook:
         if not isinstance(self.hook, CommHook):
             raise CommHookStateError(
-                f"{self.hook!r} is a torch-style function, whose state only its author knows; save "
-                "that instead"
+                f"{self.hook!r} is a torch-style function, whose state is not known here; save it "
+                "yourself"
             )
         return self.hook
 
@@ -227,7 +234,7 @@ def _forget(model: "weakref.ref[nn.Module]") -> None:
 
 
 def _adapter_of(model: nn.Module) -> Adapter:
-    """Made once per model, because torch takes a hook only once."""
+    """Return the adapter of ``model``. There is one per model: torch takes a hook only once."""
     make = next((make for kind, make in _ADAPTERS.items() if isinstance(model, kind)), None)
     if make is None:
         if not dist.is_initialized():
@@ -251,7 +258,7 @@ def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:
     if isinstance(hook, CommHook):
         if options:
             raise CommHookOptionError(
-                f"{hook!r} has its options already; found {sorted(options)} besides it"
+                f"{hook!r} has its options already; found additional options {sorted(options)}"
             )
         return hook
     if isinstance(hook, type) or not callable(hook):
@@ -271,7 +278,7 @@ def _check_arity(function: Function) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # compiled functions need not have one
+        return  # compiled functions may have none
     try:
         signature.bind("state", "bucket")
     except TypeError as error:

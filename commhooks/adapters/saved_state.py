@@ -1,4 +1,4 @@
-"""What a handle writes into a checkpoint, and how it recognizes what it can read."""
+"""The state that a handle writes into a checkpoint, and the checks when it is read."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _TYPES = {"version": int, "hook": dict, "rank": int, "world_size": int, "step": 
 
 
 def saved_state(hook: CommHook, adapter: Adapter) -> dict[str, Any]:
-    """The hook's state, with whose it is. Made of what ``torch.load`` reads by default."""
+    """Return the hook's state and its origin, in types that ``torch.load`` reads by default."""
     return {
         "version": VERSION,
         "hook": hook.to_config(),
@@ -28,7 +28,7 @@ def saved_state(hook: CommHook, adapter: Adapter) -> dict[str, Any]:
 
 
 def check_saved_state(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter) -> None:
-    """Raises CommHookStateError unless ``saved`` is of this hook, rank and model."""
+    """Raise CommHookStateError unless ``saved`` is from this hook, rank and model."""
     _check_form(saved)
     if saved["version"] > VERSION:
         raise CommHookStateError(
@@ -37,26 +37,28 @@ def check_saved_state(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter
         )
     _check_hook(saved, hook)
     if not saved["state"]:
-        return  # nothing in it belongs to a rank or model
+        return  # nothing in it depends on the rank or the model
     here = {"rank": adapter.group.rank(), "world_size": adapter.group.size()}
     there = {name: saved[name] for name in here}
     if there != here:
         raise CommHookStateError(
             f"expected the state of rank {here['rank']} of {here['world_size']}, found that of "
-            f"rank {there['rank']} of {there['world_size']}; what was not sent yet is each rank's "
-            "own, so every rank saves and loads its own state"
+            f"rank {there['rank']} of {there['world_size']}; what has not been sent yet differs by "
+            "rank, so every rank saves and loads its own state"
         )
     _check_parameters(saved["state"], hook, adapter)
 
 
 def _check_form(saved: Any) -> None:
     if not isinstance(saved, Mapping):
-        raise CommHookStateError(f"expected what state_dict() gave, found {type(saved).__name__}")
+        raise CommHookStateError(
+            f"expected what state_dict() returned, found {type(saved).__name__}"
+        )
     for name, kind in _TYPES.items():
         if not isinstance(saved.get(name), kind):
             raise CommHookStateError(
                 f"expected {name!r} of type {kind.__name__} in the saved state, found "
-                f"{saved.get(name)!r}; is it what state_dict() of a handle gave?"
+                f"{saved.get(name)!r}; did state_dict() of a handle return it?"
             )
     if saved["step"] < 0:
         raise CommHookStateError(f"expected a step of at least 0, found {saved['step']}")
@@ -69,7 +71,7 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
             f"expected the state of hook {here['name']!r}, found that of {there.get('name')!r}"
         )
     if not saved["state"]:
-        return  # other options do no harm
+        return  # without state, other options are harmless
     for path, (wanted, found) in _differences(here, there):
         raise CommHookStateError(
             f"hook {here['name']!r} has {path}={wanted!r}, but its state was saved with "
@@ -78,7 +80,7 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
 
 
 def _differences(here: Any, there: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Where two configs differ, as "rank" or "inner.density", and what each of them has there."""
+    """Yield where two configs differ, e.g. "rank" or "inner.density", with both values."""
     if isinstance(here, dict) and isinstance(there, dict):
         for name in sorted(here.keys() | there.keys()):
             inner = f"{path}.{name}" if path else name
@@ -93,7 +95,7 @@ def _differences(here: Any, there: Any, path: str = "") -> Iterator[tuple[str, t
 def _check_parameters(
     state: Mapping[str, Any], hook: CommHook, adapter: Adapter, where: str = ""
 ) -> None:
-    """``where``: in a nested hook, e.g. " of .inner". See Note [Hooks around hooks]."""
+    """Check the keys of ``state``. ``where``: the nested hook, e.g. " of .inner", if any."""
     nested = {f".{path}": each for path, each in hook.nested().items()}
     for key, tensors in state.items():
         if not (

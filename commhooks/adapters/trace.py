@@ -1,12 +1,12 @@
 """Traces of single steps, in the trace-event format of Chrome and Perfetto.
 
-One file per rank, whose events have the rank as their process, and whose tracks are
+There is one file per rank. The rank is the process of its events, and the tracks are
 
-    backward    gradients as they arrive; packing, launching; then waiting and unpacking
-    bucket 0    its hook from beginning to end, in it each collective, and the wait for its turn
+    backward    gradients as they arrive; packing and launching; then waiting and unpacking
+    bucket 0    its hook from beginning to end, with each collective and the wait for its turn
     bucket 1    ...
 
-Times are those of CLOCK_MONOTONIC in microseconds, which all processes of a machine share.
+Times are microseconds of CLOCK_MONOTONIC, which all processes of a machine share.
 Format: "Trace Event Format", Google, 2016, https://chromium.googlesource.com/catapult.
 """
 
@@ -32,7 +32,7 @@ _BACKWARD = 0  # track; that of bucket b is b + 1
 
 @contextmanager
 def trace(adapter: Adapter, path: str | os.PathLike[str], about: Event) -> Iterator[Path]:
-    """See :meth:`HookHandle.trace`. ``about``: what the file says of itself besides."""
+    """See :meth:`HookHandle.trace`. ``about``: additional metadata of the file."""
     target = _path_of_rank(Path(path), adapter.group.rank())
     if not target.parent.is_dir():
         raise CommHookError(f"cannot write {target}: there is no directory {target.parent}")
@@ -56,12 +56,13 @@ def trace(adapter: Adapter, path: str | os.PathLike[str], about: Event) -> Itera
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], target: str | os.PathLike[str]) -> None:
-    """Writes the traces of several ranks into one file, on one time axis.
+    """Write the traces of several ranks into one file, on one time axis.
 
-    Ranks of one machine share a clock. Those of others are shifted by what each machine takes for
-    the time of day, so they are as exact as that is kept alike (NTP: about a millisecond).
+    Ranks of one machine share a clock. Those of other machines are shifted by the difference of the
+    times of day, so they are as exact as these are synchronized (NTP: about a millisecond).
 
-    Raises CommHookError for a file that :meth:`HookHandle.trace` has not written.
+    Raises:
+        CommHookError: :meth:`HookHandle.trace` has not written one of the files, or there is none.
     """
     documents = [_read(Path(path)) for path in paths]
     if not documents:
@@ -103,7 +104,7 @@ def _document(recording: Recording, rank: int, size: int, about: Event) -> Event
 
 
 def _names(recording: Recording, rank: int) -> Iterator[Event]:
-    """What viewers call the process and its tracks, and their order."""
+    """Yield the names of the process and its tracks, and their order."""
     yield _named("process_name", rank, _BACKWARD, name=f"rank {rank}")
     yield _named("process_sort_index", rank, _BACKWARD, sort_index=rank)
     tracks = {_BACKWARD: "backward"}

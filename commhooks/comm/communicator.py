@@ -1,4 +1,4 @@
-"""What a hook sends through: awaitable collectives, counted in bytes."""
+"""The communicator of a hook: awaitable collectives whose bytes are counted."""
 
 import hashlib
 import warnings
@@ -40,7 +40,7 @@ _ALL_REDUCE = {
 
 @dataclass(slots=True)
 class PendingCollective:
-    """One collective that a hook awaits. Whoever runs the hook starts it, in its turn.
+    """One collective that a hook awaits. The runner of the hook issues it when it has its turn.
 
     ``start`` issues it on a process group; once the work has completed, ``result`` is valid.
     ``count`` returns the bytes on the wire; called when nothing waits for it. ``members``: the
@@ -75,11 +75,11 @@ class PendingCollective:
 class Communicator:
     """The ranks that train together, as the hook of one bucket sees them.
 
-    Every method returns at once something to ``await``. All ranks must await the same collectives,
-    of the same sizes, in the same order within a bucket; buckets need not care about each other,
-    see Note [Order of collectives]. Tensors must be contiguous and on the bucket's device, and must
-    not be touched until the ``await`` is over. On CUDA an await orders streams only, and does not
-    wait for the device. With one rank nothing is sent.
+    Every method returns an awaitable at once. Within a bucket, all ranks must await the same
+    collectives, of the same sizes, in the same order. Buckets are independent of each other: see
+    Note [Order of collectives] in issue_order.py. Tensors must be contiguous and on the bucket's
+    device, and must not be accessed until the ``await`` is over. On CUDA an await orders streams
+    only, and does not wait for the device. With one rank nothing is sent.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class Communicator:
         ranks: tuple[int, ...] = (),
     ) -> None:
         self.group = group
-        """The model's."""
+        """The model's process group."""
         self.rank = ranks.index(group.rank()) if ranks else group.rank()
         self.size = len(ranks) or group.size()
         self.step = step
-        """The number of synchronized backward passes before this one; survives a resume."""
+        """The number of synchronized backward passes before this one, also after a resume."""
         self.wire_bytes = 0
-        """What this rank has sent for this bucket so far; see :mod:`commhooks.comm.wire`."""
+        """The bytes that this rank has sent for this bucket: :mod:`commhooks.comm.wire`."""
         self.wants_contribution = False
-        """Whether a hook around this one asks for :attr:`contribution`."""
+        """Whether the hook around this one needs :attr:`contribution`."""
         self.contribution: Tensor | None = None
-        """What of this rank's gradients is in the average, flat; the rest is this rank's error.
+        """The part of this rank's gradients that is in the average, flat.
 
-        Set by a lossy hook, if wanted, before it returns.
+        The rest is this rank's error. A lossy hook sets it before it returns, if it is wanted.
         """
         self._key = key
         self._seed = seed
@@ -113,9 +113,13 @@ class Communicator:
     def within(
         self, hook: object, *, key: str | None = None, wants_contribution: bool = False
     ) -> "Communicator":
-        """The communicator for a hook that is nested in the present one, with that hook's seed.
+        """Return a communicator for a hook nested in the present one, with that hook's seed.
 
-        ``key``: of the bucket it gets, if that is another one. Its ``contribution`` is its own.
+        Args:
+            hook: The nested hook.
+            key: The key of the bucket that it gets, by default the present one.
+            wants_contribution: Whether the nested hook is to set the ``contribution`` of the
+                returned communicator.
         """
         nested = Communicator(
             self.group,
@@ -128,9 +132,9 @@ class Communicator:
         return nested
 
     def contribute(self, share: Tensor) -> None:
-        """Says, if wanted, that the average is the sum of what each rank gives here, flat.
+        """Note that the average is the sum over all ranks of ``share``, which is flat.
 
-        Sets :attr:`contribution` to ``size`` times ``share``, of which nothing is kept.
+        If it is wanted, set :attr:`contribution` to a new tensor, ``size`` times ``share``.
         """
         if self.wants_contribution:
             exact = at_least_float32(share.dtype)
@@ -138,36 +142,36 @@ class Communicator:
 
     @cached_property
     def generator(self) -> torch.Generator:
-        """Gives the same numbers on every rank, others in each step and bucket. For CPU tensors."""
+        """The same random numbers on all ranks, different in each step and bucket; on the CPU."""
         text = f"{self._seed}:{self.step}:{self._key}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> PendingCollective:
-        """In place, and returned: the sum (or "min", "max", "product") over all ranks."""
+        """Reduce ``tensor`` over all ranks in place, by sum, min, max or product, and return it."""
         options = _ALL_REDUCE.get(op)
         if options is None:
             raise CommHookError(f"all_reduce: expected op in {sorted(_ALL_REDUCE)}, found {op!r}")
         _check_contiguous("all_reduce", tensor)
-        return self._request(
+        return self._pending(
             "all_reduce",
-            lambda channel: channel.allreduce([tensor], options),
+            lambda group: group.allreduce([tensor], options),
             tensor,
             lambda: wire.all_reduce_bytes(tensor.nbytes, self.size),
         )
 
     def all_gather(self, tensor: Tensor) -> PendingCollective:
-        """The tensors of all ranks, by rank: ``(size, *tensor.shape)``."""
+        """Return the tensors of all ranks, by rank: ``(size, *tensor.shape)``."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             gathered.copy_(tensor)
 
-        def start(channel: dist.ProcessGroup) -> Work:
-            if point_to_point.is_possible(channel, tensor):
-                return point_to_point.all_gather(channel, tensor, gathered)
-            return channel._allgather_base(gathered.view(-1), tensor.reshape(-1))  # noqa: SLF001
+        def start(group: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(group, tensor):
+                return point_to_point.all_gather(group, tensor, gathered)
+            return group._allgather_base(gathered.view(-1), tensor.reshape(-1))  # noqa: SLF001
 
-        return self._request(
+        return self._pending(
             "all_gather",
             start,
             gathered,
@@ -175,16 +179,16 @@ class Communicator:
         )
 
     def all_to_all(self, tensor: Tensor) -> PendingCollective:
-        """Part i along dimension 0 goes to rank i; parts from all ranks come back, by rank."""
+        """Send part i along dimension 0 to rank i. Return the received parts, by rank."""
         self._check_parts("all_to_all", tensor)
         received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
 
-        def start(channel: dist.ProcessGroup) -> Work:
-            if point_to_point.is_possible(channel, tensor):
-                return point_to_point.all_to_all(channel, tensor, received)
-            return channel.alltoall_base(received, tensor, [], [])
+        def start(group: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(group, tensor):
+                return point_to_point.all_to_all(group, tensor, received)
+            return group.alltoall_base(received, tensor, [], [])
 
-        return self._request(
+        return self._pending(
             "all_to_all",
             start,
             received,
@@ -192,57 +196,61 @@ class Communicator:
         )
 
     def reduce_scatter(self, tensor: Tensor) -> PendingCollective:
-        """The sum over all ranks of this rank's part along dimension 0."""
+        """Return the sum over all ranks of this rank's part along dimension 0."""
         self._check_parts("reduce_scatter", tensor)
         part = tensor.chunk(self.size)[self.rank]
         part = part.clone() if self.size == 1 else torch.empty_like(part)
         options = ReduceScatterOptions()
-        return self._request(
+        return self._pending(
             "reduce_scatter",
-            lambda channel: channel._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
+            lambda group: group._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
             part,
             lambda: wire.reduce_scatter_bytes(tensor.nbytes, self.size),
         )
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> PendingCollective:
-        """In place, and returned: the tensor of rank ``root`` of the group."""
+        """Overwrite ``tensor`` with that of rank ``root`` of the group, and return it."""
         self._check_rank("broadcast", "root", root)
         _check_contiguous("broadcast", tensor)
         options = BroadcastOptions()
         options.rootRank = root
-        return self._request(
+        return self._pending(
             "broadcast",
-            lambda channel: channel.broadcast([tensor], options),
+            lambda group: group.broadcast([tensor], options),
             tensor,
             lambda: wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
         )
 
     def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> PendingCollective:
-        """Sends ``tensor`` to one rank of the group and returns that of another, of equal shape.
+        """Send ``tensor`` to one rank of the group. Return that of another one, of equal shape.
 
         All ranks take part: each receives from the rank that sends to it, which may be itself. On
-        Gloo and NCCL one message per rank, whatever the size of the group.
+        Gloo and NCCL each rank sends one message, whatever the size of the group.
         """
-        request = self._push("exchange", tensor, send_to, [receive_from])
-        assert request.result is not None
-        request.result = request.result[0]
-        return request
+        collective = self._push("exchange", tensor, send_to, [receive_from])
+        assert collective.result is not None
+        collective.result = collective.result[0]
+        return collective
 
     def push(self, tensor: Tensor, send_to: int, receive_from: Sequence[int]) -> PendingCollective:
-        """Sends ``tensor`` to one rank and returns those of ``receive_from``: ``(k, *shape)``.
+        """Send ``tensor`` to one rank. Return those of ``receive_from``: ``(k, *tensor.shape)``.
 
-        As :meth:`exchange`, but a rank may get any number of messages, also none. All ranks take
-        part. ``receive_from``: exactly the ranks that send to this one, ascending.
+        Like :meth:`exchange`, but a rank may receive any number of messages, including none. All
+        ranks take part. ``receive_from`` must be exactly the ranks that send to this one, in
+        ascending order.
         """
         return self._push("push", tensor, send_to, receive_from)
 
     def among(self, ranks: Sequence[int]) -> "Communicator":
-        """Some of these ranks, by themselves; rank i of them is ``ranks[i]``. Sends nothing.
+        """Return a communicator among some of these ranks. Sends nothing.
 
-        Only for ranks in ``ranks``, all of which have to name the same ones. Other ranks may await
-        more or fewer collectives, but something in each step in which these do. Bytes count here.
+        Its rank i is ``ranks[i]``. Only the ranks in ``ranks`` may call this, all with the same
+        ``ranks``. Other ranks may await more or fewer collectives, but in each step in which these
+        ranks communicate, the others must await at least one collective. The bytes count for the
+        present bucket as well.
 
-        Raises CommHookError unless ``ranks`` are ascending, with this one among them.
+        Raises:
+            CommHookError: ``ranks`` are not ascending, or this rank is not among them.
         """
         if list(ranks) != sorted(set(ranks)) or self.rank not in ranks:
             raise CommHookError(
@@ -257,7 +265,7 @@ class Communicator:
             self.group, step=self.step, key=self._key, seed=self._seed, ranks=chosen
         )
 
-    def _request(
+    def _pending(
         self,
         operation: str,
         start: Callable[[dist.ProcessGroup], Work],
@@ -277,13 +285,13 @@ class Communicator:
         if self.size == 1:
             received.copy_(tensor)
 
-        def start(channel: dist.ProcessGroup) -> Work:
-            if point_to_point.is_possible(channel, tensor):
+        def start(group: dist.ProcessGroup) -> Work:
+            if point_to_point.is_possible(group, tensor):
                 sources = zip(receive_from, received.unbind(), strict=True)
-                return point_to_point.send_and_receive(channel, [(send_to, tensor)], sources)
-            return _send_to_all(channel, tensor, send_to, received, receive_from)
+                return point_to_point.send_and_receive(group, [(send_to, tensor)], sources)
+            return _send_to_all(group, tensor, send_to, received, receive_from)
 
-        return self._request(
+        return self._pending(
             operation, start, received, lambda: 0 if send_to == self.rank else tensor.nbytes
         )
 
@@ -304,22 +312,22 @@ class Communicator:
 
 
 def _send_to_all(
-    channel: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     tensor: Tensor,
     send_to: int,
     received: Tensor,
     receive_from: Sequence[int],
 ) -> Work:
-    """An all-to-all with other parts empty, which NCCL leaves out. It groups sends and receives."""
-    sent_sizes, received_sizes = ([0] * channel.size() for _ in range(2))
+    """Send by an all-to-all whose other parts are empty. NCCL skips these and groups the rest."""
+    sent_sizes, received_sizes = ([0] * group.size() for _ in range(2))
     sent_sizes[send_to] = tensor.numel()
     for source in receive_from:
         received_sizes[source] = tensor.numel()
-    return channel.alltoall_base(received.view(-1), tensor.view(-1), received_sizes, sent_sizes)
+    return group.alltoall_base(received.view(-1), tensor.view(-1), received_sizes, sent_sizes)
 
 
 def _check_contiguous(operation: str, tensor: Tensor) -> None:
-    """Gloo would send the wrong memory."""
+    """Raise CommHookError unless ``tensor`` is contiguous: Gloo would send the wrong memory."""
     if not tensor.is_contiguous():
         raise CommHookError(
             f"{operation}: expected a contiguous tensor, found shape {tuple(tensor.shape)} with "

@@ -1,4 +1,4 @@
-"""Which ranks share a machine."""
+"""The ranks that share a machine."""
 
 import os
 from collections.abc import Mapping
@@ -13,27 +13,28 @@ __all__ = ["check_nodes", "ranks_of_node"]
 def check_nodes(
     ranks_per_node: int, group: dist.ProcessGroup, environment: Mapping[str, str] = os.environ
 ) -> int:
-    """The number of ranks of each node: ``ranks_per_node``, or what the launcher says if that is 0.
+    """Return the number of ranks of each node: ``ranks_per_node``, or the launcher's if that is 0.
 
     Launchers such as torchrun set LOCAL_WORLD_SIZE and LOCAL_RANK. Node i has the i-th
     ``ranks_per_node`` ranks of ``group``.
 
-    Raises CommHookError if the launcher says nothing, numbers ranks in another way, or if the ranks
-    cannot be divided equally.
+    Raises:
+        CommHookError: The launcher sets nothing or numbers the ranks differently, or the nodes have
+            different numbers of ranks.
     """
     size, rank = group.size(), group.rank()
     if ranks_per_node == 0:
         ranks_per_node = _from_launcher(rank, environment)
     if size % ranks_per_node != 0:
         raise CommHookError(
-            f"expected equally many ranks on all nodes, found {size} ranks, {ranks_per_node} per "
-            "node; give an option ranks_per_node that divides the number of ranks"
+            f"expected the same number of ranks on all nodes, found {size} ranks, {ranks_per_node} "
+            "per node; give an option ranks_per_node that divides the number of ranks"
         )
     return ranks_per_node
 
 
 def ranks_of_node(rank: int, ranks_per_node: int) -> range:
-    """The ranks that share a node with ``rank``, itself included."""
+    """Return the ranks of the node of ``rank``, including ``rank``."""
     first = rank - rank % ranks_per_node
     return range(first, first + ranks_per_node)
 
@@ -50,7 +51,7 @@ def _from_launcher(rank: int, environment: Mapping[str, str]) -> int:
     if local_size < 1 or local_rank != rank % local_size:
         raise CommHookError(
             f"[rank {rank}] expected the ranks of each node to be numbered one after the other, "
-            f"found local rank {local_rank} of {local_size}; give the option ranks_per_node, with "
-            "which rank 0 to ranks_per_node - 1 are the first node, and so on"
+            f"found local rank {local_rank} of {local_size}; give the option ranks_per_node, by "
+            "which ranks 0 to ranks_per_node - 1 are the first node, and so on"
         )
     return local_size

@@ -1,30 +1,31 @@
-"""Collectives of CPU memory on Gloo, out of messages between two ranks.
+"""Collectives of CPU memory on Gloo, made of messages between two ranks.
 
 Note [Receives first]
 ~~~~~~~~~~~~~~~~~~~~~
-Gloo sends once the other side has said that it is ready to receive, and that word travels behind
-whatever the other side is sending itself. Gloo's own all-to-all and all-gather post their receives
-when their turn has come on the group, after those of the bucket before, and sometimes after their
-sends. Then ranks take turns::
+Gloo sends when the other side has reported that it is ready to receive, and that report travels
+behind whatever the other side is sending. Gloo's own all-to-all and all-gather post their receives
+when they have their turn on the group, after those of the bucket before, and sometimes after their
+sends. Then the ranks alternate::
 
     rank 0   ===== data ===== ready                      ===== data ===== ready
     rank 1                          ===== data ===== ready
 
-and of a link that carries both directions at once, one direction idles: over 1 Gbit/s eight of
-them, one after the other, took 1.4 to 2 times as long as their bytes. Here all receives are posted
-as soon as a collective is issued, before what it sends, and with those of other buckets on their
-way; the same eight took 1.05 times as long. (bench/test_links.py measures hooks on such links.)
+and one direction of a full-duplex link is idle: over 1 Gbit/s eight of them, one after the other,
+took 1.4 to 2 times as long as their bytes need. Here all receives are posted as soon as a
+collective is issued, before its sends, and while those of other buckets are under way; the same
+eight took 1.05 times as long. (bench/test_links.py measures hooks on such links.)
 
 Note [Nothing posted is dropped]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A buffer that is gone when its message comes blocks the connection for ever: Gloo neither reads on
-nor sees the other side close, so nothing else that is pending there ever ends. If a collective can
-be posted only in part, because a peer has gone, what was posted must therefore end first. Waiting
-for it might take for ever; a wait that times out closes all connections of the channel, and all
-that is pending there fails, here and on the peers.
+A buffer that is freed before its message arrives blocks the connection forever: Gloo neither reads
+on nor sees the other side close, so nothing else that is pending there ever ends. If a collective
+can be posted only in part, because a peer has left, the posted part must therefore end first.
+Waiting for it might take forever. But a wait that times out closes all connections of the process
+group, and everything that is pending there fails, here and on the peers.
 
-Messages of one tag between two ranks arrive in the order in which they are sent, and a channel's
-collectives are issued in one order: one tag will do, except where parts are passed on later.
+Messages with one tag between two ranks arrive in the order in which they are sent, and all ranks
+issue the collectives of a stage group in one order. So one tag suffices, except where parts are
+forwarded later.
 """
 
 from collections.abc import Iterable
@@ -44,45 +45,46 @@ _TAG = 0
 _AT_ONCE = timedelta(milliseconds=1)
 
 
-def is_possible(channel: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether this is for ``tensor`` on ``channel``; other backends have collectives to use."""
-    return isinstance(channel, ProcessGroupGloo) and tensor.device.type == "cpu"
+def is_possible(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Return whether these collectives work for ``tensor`` on ``group``: CPU memory on Gloo."""
+    return isinstance(group, ProcessGroupGloo) and tensor.device.type == "cpu"
 
 
-def all_to_all(channel: dist.ProcessGroup, sent: Tensor, received: Tensor) -> Work:
-    """Part i of ``sent`` goes to rank i; parts from all ranks come into ``received``, by rank."""
-    rank, size = channel.rank(), channel.size()
-    # From the next rank on: not all ranks begin with the same one.
+def all_to_all(group: dist.ProcessGroup, sent: Tensor, received: Tensor) -> Work:
+    """Send part i of ``sent`` to rank i, and receive parts from all ranks, by rank."""
+    rank, size = group.rank(), group.size()
+    # Starting with the next rank, so that not all ranks send to the same one first.
     peers = [(rank + distance) % size for distance in range(size)]
     outgoing, incoming = sent.chunk(size), received.chunk(size)
     return send_and_receive(
-        channel,
+        group,
         [(peer, outgoing[peer]) for peer in peers],
         [(peer, incoming[peer]) for peer in peers],
     )
 
 
-def all_gather(channel: dist.ProcessGroup, tensor: Tensor, gathered: Tensor) -> Work:
-    """``tensor`` of every rank comes into ``gathered``, by rank."""
-    own = gathered[channel.rank()]
+def all_gather(group: dist.ProcessGroup, tensor: Tensor, gathered: Tensor) -> Work:
+    """Gather ``tensor`` of every rank into ``gathered``, by rank."""
+    own = gathered[group.rank()]
     own.copy_(tensor)
     try:
-        return ring_gather(channel, gathered.unbind())
+        return ring_gather(group, gathered.unbind())
     except RuntimeError as error:
-        broken = str(error)  # the error itself would lead to this frame, and keep the channel
+        broken = str(error)  # the error itself refers to this frame, which keeps the group
     raise CommHookPeerError(broken)
 
 
 def send_and_receive(
-    channel: dist.ProcessGroup,
+    group: dist.ProcessGroup,
     sent: Iterable[tuple[int, Tensor]],
     received: Iterable[tuple[int, Tensor]],
 ) -> Work:
-    """Tensors to some ranks and from some, this one included; see Note [Receives first].
+    """Send tensors to some ranks and receive from some, possibly this one: Note [Receives first].
 
-    Raises CommHookPeerError if a connection is known to be broken; others show in the Work.
+    Raises:
+        CommHookPeerError: A connection is known to be broken. Later failures show in the Work.
     """
-    rank = channel.rank()
+    rank = group.rank()
     works = []
     kept: list[Tensor] = []
     broken = ""
@@ -91,14 +93,14 @@ def send_and_receive(
             if source == rank:
                 kept.append(tensor)
             else:
-                works.append(channel.recv([tensor], source, _TAG))
+                works.append(group.recv([tensor], source, _TAG))
         for target, tensor in sent:
             if target == rank:
                 kept.pop().copy_(tensor)
             else:
-                works.append(channel.send([tensor], target, _TAG))
+                works.append(group.send([tensor], target, _TAG))
     except RuntimeError as error:
-        broken = str(error)  # the error itself would lead to this frame, and keep the channel
+        broken = str(error)  # the error itself refers to this frame, which keeps the group
     if broken:
         _end(works)
         raise CommHookPeerError(broken)
@@ -106,7 +108,7 @@ def send_and_receive(
 
 
 def _end(works: Iterable[Work]) -> None:
-    """See Note [Nothing posted is dropped]."""
+    """Wait until ``works`` have ended: see Note [Nothing posted is dropped]."""
     for work in works:
         with suppress(RuntimeError):
             work.wait(_AT_ONCE)

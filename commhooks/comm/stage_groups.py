@@ -1,20 +1,24 @@
-"""The connections on which the collectives of one hook travel, one process group per stage.
+"""The process groups that the collectives of one hook use: one per stage and subgroup.
 
 Note [Subgroups]
 ~~~~~~~~~~~~~~~~
-A hook may send among some ranks only, of a node for example. Each subgroup counts stages of its own
-and has a channel for each, so ranks outside need not know of it, and the rules of Note [Order of
-collectives] and Note [All ranks or none] hold in each subgroup by itself:
+A hook may communicate among some ranks only, for example those of a node. Each subgroup counts its
+own stages and has a stage group for each, so ranks outside need not know about it. The rules of
+Note [Order of collectives] in issue_order.py and Note [All ranks or none] in runtime/scheduler.py
+hold in each subgroup separately:
 
-    bucket b issues its stage s in a subgroup once bucket b-1 has issued that, or has finished.
+    Bucket b issues its stage s in a subgroup after bucket b-1 has issued that stage there, or has
+    finished.
 
-Opening a channel blocks until all of its ranks do so. Two ranks cannot wait for each other in that:
-let one open a channel for bucket b, the other one for a later bucket, while b on the latter rank
-has yet to come to the former's channel. Then b is not finished there, so the rule says that it has
-issued what the later bucket is about to; the channel is open already.
+Opening a stage group blocks until all of its ranks open it. Two ranks cannot wait for each other in
+doing so. Suppose that one rank opens a stage group for bucket b, and the other one opens another
+stage group for a later bucket, before b has reached the first one there. Then b is not finished on
+the other rank. So by the rule it has already issued the stage that the later bucket is about to
+issue, and that stage group is open already.
 
-What a failing rank gives up closes the channels of all its subgroups, whose other ranks fail and do
-the same. Who shares none with any of them meets the failure in the vote, in which all take part.
+A rank that fails closes the stage groups of all its subgroups. Their other ranks fail and do the
+same. A rank that shares no subgroup with any of them learns of the failure in the vote, in which
+all ranks take part.
 """
 
 import atexit
@@ -32,28 +36,32 @@ from commhooks.errors import CommHookPeerError
 
 __all__ = ["StageGroups"]
 
-_POLL_SECONDS = 0.001  # while peers are on their way; doubles up to 16 times that
+_POLL_SECONDS = 0.001  # between two looks for peers; doubles up to 16 times this
 
 
 class StageGroups:
-    """Gloo process groups, one per stage and subgroup, made when first used.
+    """Gloo process groups, one per stage and subgroup, connected on first use.
 
-    Gloo completes collectives of one group in any order, so they are told apart by group: see
-    Note [Order of collectives]. After a failure all groups are given up: what peers have pending on
-    them fails as soon as every rank has let go, and the next ``epoch`` starts with new ones.
-    ``token`` is the same on all ranks and used by no other ``StageGroups``.
+    Gloo completes the collectives of one group in any order, hence one group per stage: see
+    Note [Order of collectives]. After a failure all groups are dropped: what peers have pending on
+    them fails when every rank has dropped them, and the next ``epoch`` starts with new ones.
 
-    Note [Meeting before connecting]: connecting blocks, for the group's whole timeout if a peer has
-    failed on the way there. So ranks first meet in the store, where a failure can be seen. Whoever
-    first sees all ranks there, or a failure, settles for all of them whether they connect: one that
-    has seen a failure elsewhere must not leave while another one, who came last, sees all there.
+    Note [Meeting before connecting]: connecting blocks, for the whole timeout of the group if a
+    peer has failed before it got there. Therefore ranks first meet in the store, where a failure is
+    visible. The first rank that sees all ranks there, or a failure, decides for all of them whether
+    they connect. Otherwise, one rank could leave because it has seen a failure elsewhere, while
+    another one, which came last, sees all ranks and connects.
+
+    Args:
+        group: The model's process group.
+        token: A number that is the same on all ranks and that no other ``StageGroups`` uses.
     """
 
     def __init__(self, group: dist.ProcessGroup, token: int) -> None:
         backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
         self._timeout: timedelta = backend.options._timeout  # noqa: SLF001
-        # One thread that serves the sockets of all channels is woken up less often than one each;
-        # and one that runs collectives suffices, as those of a channel go one after the other.
+        # One thread that serves the sockets of all groups wakes up less often than one thread per
+        # group; and one thread per group suffices, because its collectives run one at a time.
         self._options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
         self._options._devices = backend.options._devices  # type: ignore[attr-defined]  # noqa: SLF001
         self._options._timeout = self._timeout  # noqa: SLF001
@@ -66,9 +74,12 @@ class StageGroups:
         self._closed = threading.Event()
 
     def open(self, stage: int, ranks: tuple[int, ...] = ()) -> dist.ProcessGroup:
-        """The channel of this stage among ``ranks``, by default all. They open 0, 1, 2... in order.
+        """Return the group of this stage among ``ranks``, by default all ranks.
 
-        Raises CommHookPeerError if a peer has failed, or does not come within the timeout.
+        The first use of a stage connects it, which blocks until all of its ranks do so.
+
+        Raises:
+            CommHookPeerError: A peer has failed, or does not come within the timeout.
         """
         groups = self._groups.setdefault(ranks, [])
         while len(groups) <= stage:
@@ -76,40 +87,40 @@ class StageGroups:
         return groups[stage]
 
     def publish(self, failure: str) -> None:
-        """Tells peers why this epoch ends; the first rank to do so is heard."""
-        # The store may be gone with the rank that kept it; peers see closed connections anyway.
+        """Tell peers why this epoch ends. Only the reason of the first rank is kept."""
+        # The store may be gone with its rank. Peers see closed connections in any case.
         with suppress(RuntimeError):
             self._store.compare_set(self._key("failure"), "", failure)
 
     def published(self) -> str | None:
-        """Why this epoch ended, if a rank has said so."""
+        """Return why this epoch ended, if a rank has published a reason."""
         with suppress(RuntimeError):
             if self._store.check([self._key("failure")]):
                 return self._store.get(self._key("failure")).decode()
         return None
 
     def abandon(self) -> None:
-        """Gives up all connections and starts the next epoch. Does not block."""
+        """Drop all groups and start the next epoch. Does not block."""
         self._epoch += 1
         while self._groups:
             _, groups = self._groups.popitem()
             while groups:
-                _drop([groups.pop()])  # no other reference may be left, here either
+                _drop([groups.pop()])  # no other reference may exist, not even here
 
     def close(self) -> None:
-        """Ends :meth:`open` in whatever thread it is waiting."""
+        """Make :meth:`open` raise, on whatever thread it is waiting."""
         self._closed.set()
 
     def _connect(self, stage: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"{stage} among {','.join(map(str, ranks))}"
         self._meet(stage, name, ranks)
         store = PrefixStore(self._key(name), self._store)
-        channel = ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), self._options)
-        # A backend only, but with a process group's methods for collectives.
-        return cast("dist.ProcessGroup", channel)
+        group = ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), self._options)
+        # Only a backend, but it has a process group's methods for collectives.
+        return cast("dist.ProcessGroup", group)
 
     def _meet(self, stage: int, name: str, ranks: tuple[int, ...]) -> None:
-        """See Note [Meeting before connecting]."""
+        """Wait for ``ranks`` in the store: see Note [Meeting before connecting]."""
         keys = [self._key(f"{name}/rank {rank}") for rank in ranks]
         self._store.set(self._key(f"{name}/rank {self._rank}"), "here")
         deadline = time.monotonic() + self._timeout.total_seconds()
@@ -141,7 +152,7 @@ _droppers: set[threading.Thread] = set()
 
 
 def _drop(references: list[Any]) -> None:
-    """Drops the last reference to a process group, whose destructor waits for what is pending."""
+    """Drop the last reference to a process group. Its destructor waits for pending collectives."""
     thread = threading.Thread(target=references.clear, name="commhooks-drop", daemon=True)
     _droppers.difference_update([other for other in _droppers if not other.is_alive()])
     _droppers.add(thread)
@@ -150,6 +161,6 @@ def _drop(references: list[Any]) -> None:
 
 @atexit.register
 def _join_droppers() -> None:
-    # A thread that comes back from C++ while the interpreter goes down would crash it.
+    # A thread that returns from C++ while the interpreter shuts down would crash it.
     for thread in list(_droppers):
         thread.join(2.0)

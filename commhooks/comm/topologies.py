@@ -1,23 +1,23 @@
-"""Who sends to whom when each rank sends one message per step, whatever the number of ranks N.
+"""Who sends to whom when each rank sends one message per step, for any number of ranks N.
 
-A round tells the one target of every rank. What a rank sends is half of what it has; it keeps the
-other half and adds what arrives, so no round changes the sum over ranks. In matrices, row i being
-what rank i has afterwards: A = (I + P)/2, P[target of i][i] = 1. The columns of A always sum to 1.
-If P is a permutation so do the rows: each rank also receives one message, and has an average.
+A round gives every rank one target. A rank sends half of its value, keeps the other half, and adds
+what arrives, so no round changes the sum over ranks. As a matrix, whose row i is the value of rank
+i after the round: A = (I + P)/2 with P[target of i][i] = 1. The columns of A always sum to 1. If P
+is a permutation, the rows do as well: each rank receives one message and holds an average.
 
 With τ = ⌈log2 N⌉, in step t:
 
     ring            to the right in even steps, to the left in odd ones
-    exponential     rank i to i + 2^(t mod τ). Within τ steps every rank has heard of every other;
-                    if N is a power of two, all then have exactly the mean
+    exponential     rank i to i + 2^(t mod τ). Within τ steps every rank hears from every other one;
+                    if N is a power of two, all ranks then hold exactly the mean
     hypercube       ranks i and i xor 2^(t mod τ) to each other: the same, for a power of two only
-    dissemination   exponential, with new labels on the ranks after each τ steps, so that partners
-                    are others each time (GossipGraD's rotation)
-    random          a ring of all ranks in an order drawn anew in each step
-    uniform         each rank to any other, drawn independently: no permutation. Some ranks receive
-                    several messages, others none (Kempe et al. 2003)
+    dissemination   exponential, with new labels on the ranks after every τ steps, so that partners
+                    change each time (GossipGraD's rotation)
+    random          a ring of all ranks, in a new random order in each step
+    uniform         each rank to any other one, drawn independently: not a permutation. Some ranks
+                    receive several messages, others none (Kempe et al. 2003)
 
-Draws come from a seed, which is the same on all ranks, so nobody needs to be told.
+Draws come from a seed that is the same on all ranks, so no communication is needed.
 
 Sources: GossipGraD, https://arxiv.org/abs/1803.05880; exponential graphs in training: Assran et al.
 2019, https://arxiv.org/abs/1811.10792, and Ying et al. 2021, https://arxiv.org/abs/2110.13363.
@@ -46,27 +46,27 @@ class Round:
     targets: tuple[int, ...]
 
     def sources(self, rank: int) -> list[int]:
-        """Those that send to ``rank``, ascending."""
+        """Return the ranks that send to ``rank``, in ascending order."""
         return [source for source, target in enumerate(self.targets) if target == rank]
 
 
 def check_topology(topology: str, size: int) -> None:
-    """Raises CommHookError if there is no such topology of ``size`` ranks."""
+    """Raise CommHookError if there is no such topology of ``size`` ranks."""
     if topology == "hypercube" and size & (size - 1) != 0:
         raise CommHookError(
-            f"a hypercube has as many corners as a power of two, found {size} ranks; "
-            "'exponential' and 'dissemination' do the same with any number of ranks"
+            f"a hypercube needs a power of two as the number of ranks, found {size} ranks; "
+            "'exponential' and 'dissemination' work alike with any number of ranks"
         )
 
 
 def cycle_length(size: int) -> int:
-    """τ = ⌈log2 N⌉: the fewest steps in which every rank can hear of every other."""
+    """Return τ = ⌈log2 N⌉: the fewest steps in which every rank can hear from every other one."""
     return (size - 1).bit_length()
 
 
 @lru_cache(maxsize=64)
 def round_at(topology: str, size: int, step: int, seed: int = 0) -> Round:
-    """The round of step ``step``, counted from 0; ``topology`` as of :func:`check_topology`."""
+    """Return the round of ``step``, counted from 0, in a topology that passed check_topology."""
     if size == 1:
         return Round((0,))
     return _ROUNDS[topology](size, step, seed)
@@ -104,7 +104,7 @@ def _uniform(size: int, step: int, seed: int) -> Round:
 
 
 def _relabeled(round_: Round, ranks: list[int]) -> Round:
-    """The round in which ``ranks[i]`` has the part of rank i."""
+    """Return the round in which ``ranks[i]`` takes the part of rank i."""
     targets = [0] * len(ranks)
     for label, target in enumerate(round_.targets):
         targets[ranks[label]] = ranks[target]

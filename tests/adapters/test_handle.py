@@ -19,13 +19,13 @@ import commhooks
 from commhooks.hook.options import Ge
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
-both_wrappers = pytest.mark.parametrize("stock", [False, True])
+both_wrappers = pytest.mark.parametrize("torch_ddp", [False, True])
 
 
-def make_model(stock: bool, **options: Any) -> Any:
+def make_model(torch_ddp: bool, **options: Any) -> Any:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
-    return WRAPPERS[stock](net, **({"bucket_cap_mb": 0.0001} | options))
+    return WRAPPERS[torch_ddp](net, **({"bucket_cap_mb": 0.0001} | options))
 
 
 def backward(model: Any, rank: int) -> Tensor:
@@ -71,8 +71,8 @@ def scaled_function(factor: float, *, group: Any = None) -> Callable[..., Any]:
 # --------------------------------------------------------------------------- register and replace
 
 
-def replace_and_remove(rank: int, size: int, stock: bool) -> None:
-    model = make_model(stock)
+def replace_and_remove(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
     expected = average(rank, size)
     assert commhooks.handle_of(model) is None
     handle = commhooks.register(model, "test_scaled", factor=2.0)
@@ -103,16 +103,16 @@ def replace_and_remove(rank: int, size: int, stock: bool) -> None:
 
 @both_wrappers
 @pytest.mark.parametrize("size", [1, 2])
-def test_replace_and_remove(run_ranks: Any, size: int, stock: bool) -> None:
+def test_replace_and_remove(run_ranks: Any, size: int, torch_ddp: bool) -> None:
     if size == 1:
-        run_ranks(replace_alone, 1, stock)
+        run_ranks(replace_alone, 1, torch_ddp)
     else:
-        run_ranks(replace_and_remove, 2, stock)
+        run_ranks(replace_and_remove, 2, torch_ddp)
 
 
-def leave(rank: int, size: int, stock: bool) -> None:
-    """Models that differed are their mean, and stay one."""
-    model = make_model(stock)
+def leave(rank: int, size: int, torch_ddp: bool) -> None:
+    """Models that differed become their mean, and stay equal."""
+    model = make_model(torch_ddp)
     handle = commhooks.register(model, "allreduce")
     for config in ({"name": "schedule", "stages": [[0, "local_sgd"]]}, "push_sum", "noop"):
         for removes in (False, True):
@@ -140,12 +140,14 @@ def leave(rank: int, size: int, stock: bool) -> None:
 
 
 @both_wrappers
-def test_models_are_one_after_a_hook_under_which_they_differ(run_ranks: Any, stock: bool) -> None:
-    run_ranks(leave, 3, stock)
+def test_models_are_averaged_when_a_hook_without_consensus_ends(
+    run_ranks: Any, torch_ddp: bool
+) -> None:
+    run_ranks(leave, 3, torch_ddp)
 
 
-def replace_alone(rank: int, size: int, stock: bool) -> None:
-    model = make_model(stock)
+def replace_alone(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
     expected = average(rank, size)
     handle = commhooks.register(model, Scaled(2.0))
     torch.testing.assert_close(backward(model, rank), 2 * expected)
@@ -155,7 +157,7 @@ def replace_alone(rank: int, size: int, stock: bool) -> None:
     torch.testing.assert_close(backward(model, rank), expected)
 
 
-def use_functions(rank: int, size: int, stock: bool) -> None:
+def use_functions(rank: int, size: int, torch_ddp: bool) -> None:
     """Torch-style hooks of every kind, among them torch's own."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -177,7 +179,7 @@ def use_functions(rank: int, size: int, stock: bool) -> None:
         lambda *arguments: scaled_function(1.0)(*arguments),
         functools.partial(lambda factor, state, b: scaled_function(factor)(state, b), 1.0),
     ]
-    model = make_model(stock)
+    model = make_model(torch_ddp)
     handle = commhooks.register(model, "noop")
     for kind in kinds:
         handle.replace(kind, state="mine")
@@ -193,8 +195,8 @@ def use_functions(rank: int, size: int, stock: bool) -> None:
 
 
 @both_wrappers
-def test_torch_style_functions(run_ranks: Any, stock: bool) -> None:
-    run_ranks(use_functions, 2, stock)
+def test_torch_style_functions(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(use_functions, 2, torch_ddp)
 
 
 def break_function(rank: int, size: int) -> None:
@@ -242,12 +244,12 @@ def test_hook_given_to_the_wrapper(run_ranks: Any) -> None:
     run_ranks(construct_with_hook, 2)
 
 
-def nest_groups(rank: int, size: int, stock: bool) -> None:
+def nest_groups(rank: int, size: int, torch_ddp: bool) -> None:
     """Two models on the world and one on a part of it, with hooks at the same time."""
     part = dist.new_group([0, 1])
-    models = [make_model(stock), make_model(stock)]
+    models = [make_model(torch_ddp), make_model(torch_ddp)]
     if rank < 2:
-        models.append(make_model(stock, process_group=part))
+        models.append(make_model(torch_ddp, process_group=part))
     for factor, model in enumerate(models):
         commhooks.register(model, Scaled(factor + 1.0))
     whole = average(rank, size)
@@ -263,12 +265,12 @@ def nest_groups(rank: int, size: int, stock: bool) -> None:
 
 
 @both_wrappers
-def test_several_models_and_groups(run_ranks: Any, stock: bool) -> None:
-    run_ranks(nest_groups, 3, stock)
+def test_several_models_and_groups(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(nest_groups, 3, torch_ddp)
 
 
-def drop_model(rank: int, size: int, stock: bool) -> None:
-    model = make_model(stock)
+def drop_model(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
     handle = commhooks.register(model, Scaled())
     backward(model, rank)
     alive = weakref.ref(model)
@@ -279,19 +281,19 @@ def drop_model(rank: int, size: int, stock: bool) -> None:
 
 
 @both_wrappers
-def test_handles_do_not_keep_models(run_ranks: Any, stock: bool) -> None:
-    run_ranks(drop_model, 2, stock)
+def test_handles_do_not_keep_models(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(drop_model, 2, torch_ddp)
 
 
-# ---------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------ errors
 
 
 def two_arguments_too_many(state: Any, bucket: Any, one: int, two: int) -> Any:
     raise NotImplementedError
 
 
-def refuse(rank: int, size: int, stock: bool) -> None:
-    model = make_model(stock)
+def refuse(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
     bad: list[tuple[Any, dict[str, Any], str]] = [
         ("test_scale", {}, "did you mean 'test_scaled'"),
         ("test_scaled", {"factor": -1.0}, "option 'factor'"),
@@ -314,13 +316,13 @@ def refuse(rank: int, size: int, stock: bool) -> None:
     with pytest.raises(commhooks.CommHookError, match=r"has a hook already, Scaled\(factor=2.0"):
         commhooks.register(model, Scaled())
     with pytest.raises(commhooks.CommHookError, match="in use on another model"):
-        commhooks.register(make_model(stock), handle.hook)
+        commhooks.register(make_model(torch_ddp), handle.hook)
     torch.testing.assert_close(backward(model, rank), 2 * average(rank, size))
 
 
 @both_wrappers
-def test_bad_hooks(run_ranks: Any, stock: bool) -> None:
-    run_ranks(refuse, 2, stock)
+def test_bad_hooks(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(refuse, 2, torch_ddp)
 
 
 DISAGREEMENTS: list[tuple[list[tuple[Any, dict[str, Any]]], list[str]]] = [
@@ -357,8 +359,8 @@ def test_ranks_that_disagree(run_ranks: Any, case: int) -> None:
     assert parts[1] in second
 
 
-def register_twice(rank: int, size: int, stock: bool) -> None:
-    model = make_model(stock)
+def register_twice(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
     model.register_comm_hook(None, torch_hook)
     with pytest.raises(commhooks.CommHookError, match=r"register_comm_hook\(\)"):
         commhooks.register(model, "allreduce")
@@ -369,8 +371,8 @@ def torch_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tens
 
 
 @both_wrappers
-def test_hook_registered_through_torch(run_ranks: Any, stock: bool) -> None:
-    run_ranks(register_twice, 1, stock)
+def test_hook_registered_through_torch(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(register_twice, 1, torch_ddp)
 
 
 def forget_to_wrap(rank: int, size: int) -> None:
@@ -406,8 +408,8 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file)
 
 
-def resume(rank: int, size: int, stock: bool) -> None:
-    model = make_model(stock)
+def resume(rank: int, size: int, torch_ddp: bool) -> None:
+    model = make_model(torch_ddp)
     handle = commhooks.register(model, Scaled())
     for _ in range(3):
         backward(model, rank)
@@ -416,7 +418,7 @@ def resume(rank: int, size: int, stock: bool) -> None:
     assert saved["rank"] == rank
     backward(model, rank)
 
-    other = make_model(stock)
+    other = make_model(torch_ddp)
     handle = commhooks.register(other, Scaled())
     handle.load_state_dict(saved)
     backward(other, rank)
@@ -426,8 +428,8 @@ def resume(rank: int, size: int, stock: bool) -> None:
 
 
 @both_wrappers
-def test_state_is_resumed(run_ranks: Any, stock: bool) -> None:
-    run_ranks(resume, 2, stock)
+def test_state_is_resumed(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(resume, 2, torch_ddp)
 
 
 def changed(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -471,7 +473,7 @@ def refuse_state(rank: int, size: int) -> None:
     assert handle.state_dict()["state"] == {}
 
 
-def test_foreign_and_damaged_states(run_ranks: Any) -> None:
+def test_states_of_others_and_damaged_states(run_ranks: Any) -> None:
     run_ranks(refuse_state, 2)
 
 
@@ -520,11 +522,11 @@ class Prepared(Scaled):
         return {"prepared": float(len(self.seen))}
 
 
-def prepare(rank: int, size: int, stock: bool) -> None:
+def prepare(rank: int, size: int, torch_ddp: bool) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3))
     net[1].requires_grad_(False)
-    model = WRAPPERS[stock](net)
+    model = WRAPPERS[torch_ddp](net)
     handle = commhooks.register(model, Prepared(2.0))
     hook: Any = handle.hook
     assert hook.seen == [["0.weight", "0.bias", "2.weight", "2.bias", "2"]]
@@ -538,5 +540,5 @@ def prepare(rank: int, size: int, stock: bool) -> None:
 
 
 @both_wrappers
-def test_hooks_are_prepared_and_have_metrics(run_ranks: Any, stock: bool) -> None:
-    run_ranks(prepare, 2, stock)
+def test_hooks_are_prepared_and_have_metrics(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(prepare, 2, torch_ddp)

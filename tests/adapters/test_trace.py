@@ -65,13 +65,15 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def traced(rank: int, size: int, folder: str, stock: bool, hook: str, pause: float = 0.0) -> Event:
-    wrap = TorchDistributedDataParallel if stock else commhooks.DistributedDataParallel
+def traced(
+    rank: int, size: int, folder: str, torch_ddp: bool, hook: str, pause: float = 0.0
+) -> Event:
+    wrap = TorchDistributedDataParallel if torch_ddp else commhooks.DistributedDataParallel
     net = nn.Sequential(*(SlowLinear() for _ in range(3)))
     model = wrap(net, bucket_cap_mb=0.0001)
     handle = commhooks.register(model, HOOKS[hook])
     inputs = torch.ones(4, 8) * (rank + 1)
-    for _ in range(2):  # buckets are cut anew before the second
+    for _ in range(2):  # buckets are rebuilt before the second
         model(inputs).sum().backward()
     for layer in net:
         layer.pause = pause
@@ -252,7 +254,7 @@ def test_other_machines_are_shifted_by_their_clocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"traceEvents": []}'])
-def test_merging_what_is_no_trace(tmp_path: Path, text: str) -> None:
+def test_merging_a_file_that_is_not_a_trace(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(commhooks.CommHookError, match=r"x\.json is not a trace of one rank"):
         commhooks.merge_traces([tmp_path / "x.json"], tmp_path / "all.json")
@@ -304,5 +306,5 @@ def in_trouble(rank: int, size: int, folder: str) -> None:
     assert slices(json.loads(path.read_text()), "hook") == []
 
 
-def test_traces_in_trouble(run_ranks: Any, tmp_path: Path) -> None:
+def test_errors_during_a_trace(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(in_trouble, 2, str(tmp_path))

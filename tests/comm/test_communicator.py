@@ -24,9 +24,9 @@ class Everything(commhooks.CommHook):
         parts = torch.arange(2.0 * size).view(size, 2) + 100 * rank
         sent: dict[str, int] = {}
 
-        async def run(name: str, request: Any) -> None:
+        async def run(name: str, collective: Any) -> None:
             before = comm.wire_bytes
-            self.results[name] = await request
+            self.results[name] = await collective
             sent[name] = comm.wire_bytes - before
 
         await run("sum", comm.all_reduce(own.clone()))
@@ -130,7 +130,7 @@ def test_bad_arguments(comm: commhooks.Communicator) -> None:
             make()
 
 
-def test_who_forgets_to_await_is_told(comm: commhooks.Communicator) -> None:
+def test_a_missing_await_warns(comm: commhooks.Communicator) -> None:
     with pytest.warns(RuntimeWarning, match=r"called comm\.all_reduce\(\) without `await`"):
         comm.all_reduce(torch.ones(2))
 
@@ -149,7 +149,7 @@ def forget(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_is_not_awaited_is_no_average(run_ranks: Any, size: int) -> None:
+def test_an_awaitable_is_not_a_result(run_ranks: Any, size: int) -> None:
     run_ranks(forget, size)
 
 

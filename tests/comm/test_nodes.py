@@ -34,14 +34,14 @@ def test_a_launcher_that_says_nothing(environment: dict[str, str]) -> None:
         check(0, 0, 4, environment)
 
 
-def test_a_launcher_that_deals_ranks_out_in_turn() -> None:
+def test_a_launcher_that_numbers_ranks_round_robin() -> None:
     assert check(0, 0, 4, launched(2, 0)) == 2
     with pytest.raises(CommHookError, match=r"\[rank 1\].*one after the other.*local rank 0 of 2"):
         check(0, 1, 4, launched(2, 0))
 
 
 def test_unequal_nodes() -> None:
-    with pytest.raises(CommHookError, match=r"equally many ranks on all.*found 5 ranks, 2 per"):
+    with pytest.raises(CommHookError, match=r"same number of ranks on all.*found 5 ranks, 2 per"):
         check(2, 0, 5, {})
     with pytest.raises(CommHookError, match="found 5 ranks, 3 per node"):
         check(0, 4, 5, launched(3, 1))

@@ -1,4 +1,4 @@
-"""Collectives out of messages between two ranks: many at once, on ranks that are not alike fast."""
+"""Collectives made of messages between two ranks: many at once, on ranks of different speed."""
 
 import time
 from dataclasses import dataclass, field
@@ -105,17 +105,17 @@ def test_a_rank_that_fails(run_ranks: Any, size: int, operation: str) -> None:
 
 def post_in_part(rank: int, size: int) -> str:
     """Rank 2 has gone when rank 0 issues all-to-alls; it and rank 1 have something else pending."""
-    channels = StageGroups(dist.group.WORLD, token=1)
-    channel = channels.open(0)
+    groups = StageGroups(dist.group.WORLD, token=1)
+    group = groups.open(0)
     dist.barrier()
     if rank == 2:
-        del channel
-        channels.abandon()
+        del group
+        groups.abandon()
         return "gone"
-    pending = channel.recv([torch.empty(1)], 1 - rank, 7)
+    pending = group.recv([torch.empty(1)], 1 - rank, 7)
     if rank == 0:
         with pytest.raises(commhooks.CommHookPeerError):
-            issue_for_ever(channel, size)
+            issue_for_ever(group, size)
     try:
         pending.wait()
     except RuntimeError:
@@ -123,15 +123,15 @@ def post_in_part(rank: int, size: int) -> str:
     return "completed"
 
 
-def issue_for_ever(channel: Any, size: int) -> None:
+def issue_for_ever(group: Any, size: int) -> None:
     """Raises once the end of a connection has been seen."""
     parts = torch.ones(size, 4)
     works = []
     while True:
-        works.append(point_to_point.all_to_all(channel, parts, torch.empty_like(parts)))
+        works.append(point_to_point.all_to_all(group, parts, torch.empty_like(parts)))
         time.sleep(0.01)
 
 
-def test_what_was_posted_in_part_does_not_block_what_is_pending(run_ranks: Any) -> None:
+def test_a_partly_posted_collective_does_not_block_others(run_ranks: Any) -> None:
     """See Note [Nothing posted is dropped]."""
     assert run_ranks(post_in_part, 3) == ["failed", "failed", "gone"]

@@ -1,4 +1,4 @@
-"""What hooks are said to cost: counted bytes, means per step, tables."""
+"""Statistics of hooks: counted bytes, means per step, tables."""
 
 import json
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ def run(bucket: commhooks.GradBucket, wire_bytes: int | None, seconds: float) ->
     return Run(bucket, wire_bytes, start_ns=5, end_ns=5 + round(seconds * 1e9))
 
 
-def test_ledger_gives_means_per_step() -> None:
+def test_the_collector_gives_means_per_step() -> None:
     collector = StatsCollector()
     first, second = make_bucket(["a", "b"]), make_bucket(["c"], index=1)
     for wire, seconds in [(10, 1.0), (30, 3.0)]:
@@ -42,7 +42,7 @@ def test_ledger_gives_means_per_step() -> None:
     assert collector.wire_bytes("another") is None
 
 
-def test_buckets_that_were_cut_anew_replace_the_old_ones() -> None:
+def test_rebuilt_buckets_replace_the_old_ones() -> None:
     collector = StatsCollector()
     collector.record(run(make_bucket(["a", "b", "c"]), 1, 1.0))
     collector.record(run(make_bucket(["c", "b"]), 2, 1.0))
@@ -97,8 +97,8 @@ def function(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return future
 
 
-def measure(rank: int, size: int, stock: bool) -> dict[str, HookStats]:
-    wrapper = TorchDistributedDataParallel if stock else commhooks.DistributedDataParallel
+def measure(rank: int, size: int, torch_ddp: bool) -> dict[str, HookStats]:
+    wrapper = TorchDistributedDataParallel if torch_ddp else commhooks.DistributedDataParallel
     net = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3)))
     model = wrapper(net, bucket_cap_mb=0.0001)
     handle = commhooks.register(model, "noop")
@@ -118,10 +118,10 @@ def measure(rank: int, size: int, stock: bool) -> dict[str, HookStats]:
     return found
 
 
-@pytest.mark.parametrize("stock", [False, True])
-def test_counted_on_a_model(run_ranks: Any, stock: bool) -> None:
-    """400 bytes per bucket, of which two ranks send half twice."""
-    for found in run_ranks(measure, 2, stock):
+@pytest.mark.parametrize("torch_ddp", [False, True])
+def test_counted_on_a_model(run_ranks: Any, torch_ddp: bool) -> None:
+    """A bucket has 400 bytes; each of two ranks sends half of them twice."""
+    for found in run_ranks(measure, 2, torch_ddp):
         wire = {"allreduce": 400, "fp16": 200, "noop": 0, "coroutine": 800, "function": None}
         ratios = {"allreduce": 1.0, "fp16": 2.0, "noop": None, "coroutine": 0.5, "function": None}
         for name, stats in found.items():
@@ -131,6 +131,6 @@ def test_counted_on_a_model(run_ranks: Any, stock: bool) -> None:
             assert [bucket.wire_bytes for bucket in stats.buckets] == [wire[name]] * 3, name
             assert [bucket.ratio for bucket in stats.buckets] == [ratios[name]] * 3, name
             assert stats.total.gradient_bytes == 1200
-            assert (stats.total.exposed_seconds is None) == stock
+            assert (stats.total.exposed_seconds is None) == torch_ddp
         assert [stats.steps for stats in list(found.values())[1:]] == [4] * 4
         assert found["coroutine"].total.hook_seconds > 0

@@ -63,10 +63,10 @@ class TwoLevels(commhooks.CommHook):
             raise ValueError(f"broken before {stage}")
 
 
-def train(rank: int, size: int, stock: bool, inline: bool) -> list[bool]:
+def train(rank: int, size: int, torch_ddp: bool, inline: bool) -> list[bool]:
     if inline:  # as on backends that keep order themselves
         ddp.make_runner = StreamRunner
-    model = make_model(stock)
+    model = make_model(torch_ddp)
     handle = commhooks.register(model, TwoLevels())
     right = [
         all(map(torch.equal, backward(model, rank, step), plain_average(size, step)))
@@ -77,13 +77,15 @@ def train(rank: int, size: int, stock: bool, inline: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("stock", [False, True])
-def test_levels_average_exactly_whatever_is_slow(run_ranks: Any, stock: bool, size: int) -> None:
-    assert run_ranks(train, size, stock, False) == [[True] * 4] * size
+@pytest.mark.parametrize("torch_ddp", [False, True])
+def test_two_levels_average_exactly_with_random_delays(
+    run_ranks: Any, torch_ddp: bool, size: int
+) -> None:
+    assert run_ranks(train, size, torch_ddp, False) == [[True] * 4] * size
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_same_in_order(run_ranks: Any, size: int) -> None:
+def test_two_levels_on_the_stream_runner(run_ranks: Any, size: int) -> None:
     try:
         assert run_ranks(train, size, False, True) == [[True] * 4] * size
     finally:

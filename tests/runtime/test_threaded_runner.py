@@ -44,9 +44,9 @@ class Net(nn.Module):
         return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
-def make_model(stock: bool, buckets: int = BUCKETS) -> nn.Module:
+def make_model(torch_ddp: bool, buckets: int = BUCKETS) -> nn.Module:
     """One bucket per parameter."""
-    return WRAPPERS[stock](Net(buckets), bucket_cap_mb=24 * 24 * 4 / 2**20)
+    return WRAPPERS[torch_ddp](Net(buckets), bucket_cap_mb=24 * 24 * 4 / 2**20)
 
 
 def draw_gradients(rank: int, step: int, buckets: int = BUCKETS) -> list[Tensor]:
@@ -95,8 +95,8 @@ class Delayed(commhooks.CommHook):
         return total.div_(comm.size)
 
 
-def train_delayed(rank: int, size: int, stock: bool) -> list[bool]:
-    model = make_model(stock)
+def train_delayed(rank: int, size: int, torch_ddp: bool) -> list[bool]:
+    model = make_model(torch_ddp)
     commhooks.register(model, Delayed())
     return [
         all(map(torch.equal, backward(model, rank, step), plain_average(size, step)))
@@ -104,13 +104,13 @@ def train_delayed(rank: int, size: int, stock: bool) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("torch_ddp", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_delayed_ranks_keep_the_order(run_ranks: Any, size: int, stock: bool) -> None:
-    assert run_ranks(train_delayed, size, stock) == [[True] * 3] * size
+def test_delayed_ranks_keep_the_order(run_ranks: Any, size: int, torch_ddp: bool) -> None:
+    assert run_ranks(train_delayed, size, torch_ddp) == [[True] * 3] * size
 
 
-def train_naively(rank: int, size: int) -> bool:
+def train_without_order(rank: int, size: int) -> bool:
     """Issue each collective as soon as the one before it in the same bucket has completed."""
 
     def open_first(groups: Any, stage: int, ranks: Any) -> Any:
@@ -123,10 +123,10 @@ def train_naively(rank: int, size: int) -> bool:
     return all(itertools.chain(*(train_delayed(rank, size, False) for _ in range(5))))
 
 
-def test_naive_order_fails(run_ranks: Any) -> None:
+def test_issuing_at_once_fails(run_ranks: Any) -> None:
     """The test before this one can fail: with an abort, a hang or wrong numbers."""
     try:
-        results = run_ranks(train_naively, 2, timeout=10.0)
+        results = run_ranks(train_without_order, 2, timeout=10.0)
     except (RankError, TimeoutError, RuntimeError, AssertionError):
         return
     finally:
@@ -183,10 +183,10 @@ def expect_error(messages: list[str]) -> Iterator[None]:
 
 
 def fail_once(
-    rank: int, size: int, stock: bool, broken: list[int], where: tuple[int, int], how: str
+    rank: int, size: int, torch_ddp: bool, broken: list[int], where: tuple[int, int], how: str
 ) -> tuple[list[str], list[bool], int]:
     """Trains, breaks the hook on the ranks ``broken`` in the steps 1 and 3, goes on training."""
-    model = make_model(stock, buckets=4)
+    model = make_model(torch_ddp, buckets=4)
     hook = Fragile()
     commhooks.register(model, hook)
     messages: list[str] = []
@@ -203,13 +203,13 @@ def fail_once(
     return messages, right, hook.recovered
 
 
-@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("torch_ddp", [False, True])
 @pytest.mark.parametrize("broken", [[1], [0, 1]])
 @pytest.mark.parametrize("where", [(0, 0), (0, STAGES), (3, 0), (3, STAGES)])
 def test_a_hook_that_raises(
-    run_ranks: Any, stock: bool, broken: list[int], where: tuple[int, int]
+    run_ranks: Any, torch_ddp: bool, broken: list[int], where: tuple[int, int]
 ) -> None:
-    _check_failures(run_ranks, 2, stock, broken, where)
+    _check_failures(run_ranks, 2, torch_ddp, broken, where)
 
 
 @pytest.mark.parametrize("broken", [[0], [0, 2], [0, 1, 2]])
@@ -221,9 +221,9 @@ def test_a_hook_that_raises_on_three_ranks(
 
 
 def _check_failures(
-    run_ranks: Any, size: int, stock: bool, broken: list[int], where: tuple[int, int]
+    run_ranks: Any, size: int, torch_ddp: bool, broken: list[int], where: tuple[int, int]
 ) -> None:
-    results = run_ranks(fail_once, size, stock, broken, where, "raise")
+    results = run_ranks(fail_once, size, torch_ddp, broken, where, "raise")
     for rank, (messages, right, recovered) in enumerate(results):
         assert right == [True] * 4
         assert recovered == 2
@@ -235,7 +235,7 @@ def _check_failures(
                 assert any(f"[rank {culprit}] hook Fragile" in message for culprit in broken)
 
 
-@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("torch_ddp", [False, True])
 @pytest.mark.parametrize(
     ("how", "found"),
     [
@@ -245,8 +245,8 @@ def _check_failures(
         ("device", "on meta"),
     ],
 )
-def test_a_result_that_does_not_fit(run_ranks: Any, how: str, found: str, stock: bool) -> None:
-    results = run_ranks(fail_once, 2, stock, [1], (1, -1), how)
+def test_a_result_that_does_not_fit(run_ranks: Any, how: str, found: str, torch_ddp: bool) -> None:
+    results = run_ranks(fail_once, 2, torch_ddp, [1], (1, -1), how)
     for rank, (messages, right, _) in enumerate(results):
         assert right == [True] * 4
         for message in messages:
@@ -410,9 +410,9 @@ def test_the_thread_ends_with_the_model(run_ranks: Any) -> None:
     assert run_ranks(drop_model, 2) == [(True, 0)] * 2
 
 
-@pytest.mark.parametrize("stock", [False, True])
-def test_errors_do_not_keep_the_model_alive(run_ranks: Any, stock: bool) -> None:
-    run_ranks(fail_once, 2, stock, [1], (3, STAGES), "raise")
+@pytest.mark.parametrize("torch_ddp", [False, True])
+def test_errors_do_not_keep_the_model_alive(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(fail_once, 2, torch_ddp, [1], (3, STAGES), "raise")
     assert run_ranks(drop_model, 2) == [(True, 0)] * 2
 
 

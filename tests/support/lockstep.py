@@ -1,4 +1,4 @@
-"""Runs one hook per rank inside this process, all of them in step: fast, and easy to look into."""
+"""Runs one hook per rank inside this process, in lockstep: fast, and easy to inspect."""
 
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from commhooks import CommHook, GradBucket
 
 
 class Collective:
-    """What awaiting a collective hands to :func:`lockstep`, which sends back the result.
+    """An awaited collective. :func:`lockstep` receives it and sends back the result.
 
-    ``combine`` makes this rank's result of the tensors of all ranks.
+    ``combine`` computes this rank's result from the tensors of all ranks.
     """
 
     def __init__(self, tensor: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> None:
@@ -24,7 +24,7 @@ class Collective:
 
 
 class LockstepCommunicator:
-    """The part of a communicator that most hooks use; keeps what was sent."""
+    """The part of a communicator that most hooks use. It keeps the tensors that were sent."""
 
     def __init__(self, rank: int, size: int, step: int) -> None:
         self.rank = rank
@@ -53,7 +53,7 @@ class LockstepCommunicator:
 def lockstep(
     hooks: Sequence[CommHook], buckets: Sequence[GradBucket], *, wants_contribution: bool = False
 ) -> tuple[list[Tensor], list[LockstepCommunicator]]:
-    """The results of all ranks, and their communicators."""
+    """Return the results of all ranks, and their communicators."""
     comms = [
         LockstepCommunicator(rank, len(hooks), bucket.step) for rank, bucket in enumerate(buckets)
     ]
@@ -66,28 +66,28 @@ def lockstep(
     answers: list[Any] = [None] * len(runs)
     while True:
         results: list[Tensor] = []
-        requests: list[Collective] = []
+        collectives: list[Collective] = []
         for run, answer in zip(runs, answers, strict=True):
             try:
-                requests.append(run.send(answer))
+                collectives.append(run.send(answer))
             except StopIteration as stop:
                 results.append(stop.value)
         if results:
-            assert not requests, "some ranks finished while others sent another collective"
+            assert not collectives, "some ranks finished while others sent another collective"
             return results, comms
-        assert len({request.tensor.numel() for request in requests}) == 1
-        tensors = [request.tensor.clone() for request in requests]
-        answers = [request.combine(tensors) for request in requests]
+        assert len({collective.tensor.numel() for collective in collectives}) == 1
+        tensors = [collective.tensor.clone() for collective in collectives]
+        answers = [collective.combine(tensors) for collective in collectives]
 
 
 def make_bucket(gradients: dict[str, Tensor], step: int = 0) -> GradBucket:
-    """A bucket of these gradients, each in its own memory layout."""
+    """Return a bucket of these gradients, each in its own memory layout."""
     tensors = list(gradients.values())
     buffer = torch.cat([_memory(tensor) for tensor in tensors])
     return GradBucket(buffer, tensors, list(gradients), step=step)
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order in which they lie in memory."""
+    """Return the elements of a dense tensor in their order in memory."""
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
     return tensor.permute(order).reshape(-1)

@@ -1,4 +1,4 @@
-"""Code during which the host must not wait for the device."""
+"""A context in which the host must not wait for the device."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ import torch
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Torch raises at whatever makes the host wait."""
+    """Make torch raise at any operation that makes the host wait."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a prototype
+        warnings.simplefilter("ignore")  # torch warns that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

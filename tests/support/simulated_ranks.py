@@ -1,4 +1,4 @@
-"""Runs one hook per rank inside this process, on real communicators: for many ranks, fast."""
+"""Runs one hook per rank inside this process, on real communicators: fast, for many ranks."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 class _Group:
-    """What of a process group a communicator asks."""
+    """The part of a process group that a communicator uses."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -25,8 +25,8 @@ class _Group:
         return self._size
 
 
-class _Channel(_Group):
-    """Keeps the collective that a request starts on it."""
+class _RecordingGroup(_Group):
+    """Keeps the collective that is started on it."""
 
     call: Call
 
@@ -40,7 +40,7 @@ class _Channel(_Group):
 def simulate(
     hooks: Sequence[CommHook], buckets: Sequence[GradBucket]
 ) -> tuple[list[Tensor], list[Communicator]]:
-    """The results of all ranks, and their communicators, which have counted what was sent."""
+    """Return the results of all ranks, and their communicators, which have counted the bytes."""
     size = len(hooks)
     comms = [
         Communicator(
@@ -74,20 +74,20 @@ def simulate(
 def _complete(
     waiting: dict[int, PendingCollective], comms: list[Communicator], world: list[int]
 ) -> None:
-    """Carries out the collectives that all of their ranks are waiting for."""
+    """Run the collectives that all of their ranks are waiting for."""
     found = bool(not waiting)
-    for ranks in {tuple(request.members or world) for request in waiting.values()}:
-        requests = [waiting.get(rank) for rank in ranks]
-        if any(r is None or tuple(r.members or world) != ranks for r in requests):
+    for ranks in {tuple(collective.members or world) for collective in waiting.values()}:
+        collectives = [waiting.get(rank) for rank in ranks]
+        if any(r is None or tuple(r.members or world) != ranks for r in collectives):
             continue
-        channels = [_Channel(position, len(ranks)) for position in range(len(ranks))]
-        for rank, channel in zip(ranks, channels, strict=True):
-            request = waiting.pop(rank)
-            request.start(channel)  # type: ignore[arg-type]
-            comms[rank].wire_bytes += request.count()
-        names = {channel.call[0] for channel in channels}
+        groups = [_RecordingGroup(position, len(ranks)) for position in range(len(ranks))]
+        for rank, group in zip(ranks, groups, strict=True):
+            collective = waiting.pop(rank)
+            collective.start(group)  # type: ignore[arg-type]
+            comms[rank].wire_bytes += collective.count()
+        names = {group.call[0] for group in groups}
         assert len(names) == 1, f"ranks {ranks} await different collectives: {names}"
-        _COLLECTIVES[names.pop()]([channel.call[1] for channel in channels])
+        _COLLECTIVES[names.pop()]([group.call[1] for group in groups])
         found = True
     assert found, f"ranks wait for each other: {waiting}"
 
