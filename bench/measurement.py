@@ -8,7 +8,7 @@ from typing import Any
 
 from bench import steps
 from bench.conftest import median_of
-from bench.subjects import Subject
+from bench.measured_hooks import MeasuredHook
 from commhooks.cluster import Ranks
 from commhooks.comm.wire import all_reduce_bytes
 
@@ -30,7 +30,7 @@ class Place:
 
 
 def measure(
-    benchmark: Any, place: Place, subject: Subject, beside: Sequence[str] = ("bare", "torch")
+    benchmark: Any, place: Place, measured: MeasuredHook, beside: Sequence[str] = ("bare", "torch")
 ) -> None:
     """Verify the first step, then time all wrappers in turn, round by round.
 
@@ -38,23 +38,23 @@ def measure(
     which include "bare".
     """
     ranks = place.ranks
-    wrappers = list(dict.fromkeys([*beside, subject.wrapper]))
+    wrappers = list(dict.fromkeys([*beside, measured.wrapper]))
     gradient_bytes = ranks(steps.prepare, place.model, wrappers, place.options)[0]
     for name in wrappers:
-        for _ in range(1 + (subject.first_step if name == subject.wrapper else 0)):
+        for _ in range(1 + (measured.first_step if name == measured.wrapper else 0)):
             ranks(steps.backward, name, True)
-    error = max(ranks(steps.error, subject.wrapper, subject.averages))
-    assert error <= subject.largest_error
-    median = _time_in_turn(benchmark, place, wrappers, subject.wrapper)
-    wire_bytes, exposed = ranks(steps.sent, subject.wrapper)[0]
-    own, bare = median[subject.wrapper], median["bare"]
+    error = max(ranks(steps.error, measured.wrapper, measured.averages))
+    assert error <= measured.largest_error
+    median = _time_in_turn(benchmark, place, wrappers, measured.wrapper)
+    wire_bytes, exposed = ranks(steps.sent, measured.wrapper)[0]
+    own, bare = median[measured.wrapper], median["bare"]
     floor = bare + wire_bytes / place.limit
     plain_bytes = all_reduce_bytes(gradient_bytes, ranks.world_size)
     benchmark.extra_info.update(
         gradient_bytes=gradient_bytes,
         wire_bytes=wire_bytes,
         ratio=plain_bytes / wire_bytes if wire_bytes else None,
-        error=error if subject.averages else None,
+        error=error if measured.averages else None,
         seconds=own,
         bare_seconds=bare,
         exposed_seconds=exposed,
@@ -68,7 +68,7 @@ def measure(
 
 
 def _time_in_turn(
-    benchmark: Any, place: Place, wrappers: Sequence[str], subject: str
+    benchmark: Any, place: Place, wrappers: Sequence[str], measured: str
 ) -> dict[str, float]:
     """Return the median seconds of a backward on the slowest rank, by wrapper."""
     seconds: dict[str, list[float]] = {name: [] for name in wrappers}
@@ -78,10 +78,10 @@ def _time_in_turn(
 
     def run_others() -> None:
         for name in wrappers:
-            if name != subject:
+            if name != measured:
                 run(name)
 
     benchmark.pedantic(
-        run, (subject,), setup=run_others, rounds=place.rounds, warmup_rounds=WARM_UP, iterations=1
+        run, (measured,), setup=run_others, rounds=place.rounds, warmup_rounds=WARM_UP, iterations=1
     )
     return {name: median_of(values, WARM_UP) for name, values in seconds.items()}

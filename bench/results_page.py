@@ -260,11 +260,11 @@ def _trainings(stem: str, document: Document) -> Section:
         found = rows(record, task)
         frame = pd.DataFrame(
             {
-                "hook": row.subject.label + f" ({row.subject.recipe})" * bool(row.subject.recipe),
+                "hook": row.trained.label + f" ({row.trained.recipe})" * bool(row.trained.recipe),
                 "loss": f"{mean(run.loss for run in row.runs):.4f}",
                 "change": f"{row.change:+.1%}",
                 "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
-                "allowed": f"{row.subject.tolerance:.0%}",
+                "allowed": f"{row.trained.tolerance:.0%}",
                 "accuracy": mean(run.accuracy or math.nan for run in row.runs),
                 "wire_bytes": mean(run.wire_bytes for run in row.runs),
                 "share of plain": row.byte_share,

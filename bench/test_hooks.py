@@ -10,8 +10,8 @@ import pytest
 
 from bench import steps
 from bench.conftest import RanksOf, median_of
+from bench.measured_hooks import MEASURED_HOOKS, TORCH, TORCH_POWERSGD, MeasuredHook
 from bench.measurement import Place, measure
-from bench.subjects import SUBJECTS, TORCH, TORCH_POWERSGD, Subject
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, shaped_link, unavailable
 
@@ -25,7 +25,7 @@ OVER_A_LINK = ("allreduce", "fp16", "bf16", "int8", "int4", "onebit", "topk", "p
 
 
 def name_of(value: object) -> str | None:
-    return value.wrapper if isinstance(value, Subject) else None
+    return value.wrapper if isinstance(value, MeasuredHook) else None
 
 
 @functools.cache
@@ -36,36 +36,36 @@ def loopback_limit(ranks: Ranks) -> float:
 
 @pytest.mark.benchmark(group="hooks: 151 MB over loopback")
 @pytest.mark.parametrize(
-    "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
+    "measured", [*TORCH, *(s for s in MEASURED_HOOKS if s.hook in OVER_A_LINK)], ids=name_of
 )
-def test_large_model(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
+def test_large_model(benchmark: Any, ranks_of: RanksOf, measured: MeasuredHook) -> None:
     """Measure hooks over loopback, which is as fast as memory."""
     ranks = ranks_of(2)
-    measure(benchmark, Place(ranks, loopback_limit(ranks), LARGE), subject)
+    measure(benchmark, Place(ranks, loopback_limit(ranks), LARGE), measured)
 
 
 @pytest.mark.benchmark(group="hooks: bucket and world sizes, 25 MB over loopback")
-@pytest.mark.parametrize("subject", [*TORCH, *SUBJECTS], ids=name_of)
+@pytest.mark.parametrize("measured", [*TORCH, *MEASURED_HOOKS], ids=name_of)
 @pytest.mark.parametrize(("world_size", "bucket_mb"), [(2, 1), (2, 25), (4, 25)], ids=str)
 def test_every_hook(
-    benchmark: Any, ranks_of: RanksOf, subject: Subject, world_size: int, bucket_mb: int
+    benchmark: Any, ranks_of: RanksOf, measured: MeasuredHook, world_size: int, bucket_mb: int
 ) -> None:
     ranks = ranks_of(world_size)
     options = {"bucket_cap_mb": bucket_mb}
-    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options, rounds=3), subject)
+    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options, rounds=3), measured)
 
 
 @pytest.mark.benchmark(group="hooks: PowerSGD in one bucket, 25 MB over loopback")
 @pytest.mark.parametrize(
-    "subject",
-    [TORCH_POWERSGD, *(s for s in SUBJECTS if s.hook == "powersgd")],
+    "measured",
+    [TORCH_POWERSGD, *(s for s in MEASURED_HOOKS if s.hook == "powersgd")],
     ids=name_of,
 )
-def test_powersgd(benchmark: Any, ranks_of: RanksOf, subject: Subject) -> None:
+def test_powersgd(benchmark: Any, ranks_of: RanksOf, measured: MeasuredHook) -> None:
     """Measure PowerSGD in one bucket: torch's hangs or aborts on several over Gloo."""
     ranks = ranks_of(2)
     options = {"bucket_cap_mb": 1000}
-    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options), subject)
+    measure(benchmark, Place(ranks, loopback_limit(ranks), SMALL, options), measured)
 
 
 @pytest.fixture(scope="session")
@@ -80,15 +80,15 @@ def gigabit() -> Iterator[tuple[Ranks, ShapedLink]]:
 
 @pytest.mark.benchmark(group="hooks: 151 MB over 1 Gbit/s")
 @pytest.mark.parametrize(
-    "subject", [*TORCH, *(s for s in SUBJECTS if s.hook in OVER_A_LINK)], ids=name_of
+    "measured", [*TORCH, *(s for s in MEASURED_HOOKS if s.hook in OVER_A_LINK)], ids=name_of
 )
 def test_over_a_gigabit_link(
-    benchmark: Any, gigabit: tuple[Ranks, ShapedLink], subject: Subject
+    benchmark: Any, gigabit: tuple[Ranks, ShapedLink], measured: MeasuredHook
 ) -> None:
     """Measure hooks against the aims in results/README.md."""
     ranks, link = gigabit
     place = Place(ranks, link.bytes_per_second, LARGE, {"init_sync": False}, rounds=3)
-    measure(benchmark, place, subject)
+    measure(benchmark, place, measured)
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")

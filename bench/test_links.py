@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bench.measured_hooks import SPARSE, MeasuredHook
 from bench.measurement import Place, measure
 from bench.predictions import BUCKET_MB, HOOKS, MODEL, Cell, rates_of_this_machine
-from bench.subjects import SPARSE, Subject
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link, unavailable
 from commhooks.lab.simulation import Measurements
@@ -46,7 +46,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 @pytest.mark.parametrize("hook", HOOKS)
 def test_over_a_link(benchmark: Any, place: Place, rates: Measurements, hook: str) -> None:
     """Measure against the floor, and predict the rate below which the hook is faster."""
-    measure(benchmark, place, Subject(hook, SPARSE), beside=["bare"])
+    measure(benchmark, place, MeasuredHook(hook, SPARSE), beside=["bare"])
     cell = Cell(place.ranks.world_size, place.limit * 8, hook)
     predicted = cell.predict(rates).backward_seconds
     benchmark.extra_info.update(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from bench.measured_hooks import MEASURED_HOOKS, TORCH, MeasuredHook
 from bench.memory import Usage, expected_state_bytes, usage
-from bench.subjects import SUBJECTS, TORCH, Subject
 from commhooks.cluster import Ranks
 
 MODEL = "transformer-50MB"
@@ -34,15 +34,17 @@ def measured(wrapper: str) -> Usage:
 
 
 @pytest.mark.benchmark(group="memory")
-@pytest.mark.parametrize("subject", [*TORCH, *SUBJECTS], ids=lambda subject: subject.wrapper)
-def test_memory(benchmark: Any, subject: Subject) -> None:
+@pytest.mark.parametrize(
+    "measured", [*TORCH, *MEASURED_HOOKS], ids=lambda measured: measured.wrapper
+)
+def test_memory(benchmark: Any, measured: MeasuredHook) -> None:
     """Measure memory; the time that is shown is that of starting the processes."""
     bare = measured("bare")
-    used = benchmark.pedantic(measured, (subject.wrapper,), rounds=1, iterations=1)
-    said = expected_state_bytes(subject.hook, MODEL, RANKS) if subject.is_ours else None
+    used = benchmark.pedantic(measured, (measured.wrapper,), rounds=1, iterations=1)
+    said = expected_state_bytes(measured.hook, MODEL, RANKS) if measured.is_ours else None
     if said is not None:
         assert used.state_bytes == pytest.approx(said, rel=1e-3)
-    if subject.hook == "allreduce":
+    if measured.hook == "allreduce":
         torch_peak = measured("torch").peak
         assert used.peak <= torch_peak + NOISE * used.gradient_bytes
     benchmark.extra_info.update(

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from bench.fidelity.published import publish
 from bench.fidelity.record import Record, Run
-from bench.fidelity.subjects import REFERENCE, Subject, subjects
 from bench.fidelity.tasks import TASKS
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
 from bench.fidelity.training import RANKS, train
 from commhooks.testing import close_ranks, run_ranks
 
@@ -27,11 +27,11 @@ def main() -> None:
     """Run what is missing, and save each run as it ends."""
     arguments = _parser().parse_args()
     record = Record.load(arguments.results)
-    chosen = [s for s in subjects() if not arguments.hook or s.hook in arguments.hook]
+    chosen = [s for s in trained_hooks() if not arguments.hook or s.hook in arguments.hook]
     for seed in range(arguments.seeds):
         for task in arguments.task or TASKS:
-            for subject in _with_references(task, chosen):
-                if _run(task, subject, seed, record, again=arguments.again):
+            for trained in _with_references(task, chosen):
+                if _run(task, trained, seed, record, again=arguments.again):
                     record.save(arguments.results)
     close_ranks()
     if arguments.publish:
@@ -53,35 +53,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_references(task: str, chosen: list[Subject]) -> list[Subject]:
+def _with_references(task: str, chosen: list[TrainedHook]) -> list[TrainedHook]:
     """Return the hooks, after the plain averaging that each is compared with."""
     usual = TASKS[task].usual
-    recipes = dict.fromkeys(subject.reference_recipe or usual for subject in chosen)
-    return [*(Subject(REFERENCE, recipe=recipe) for recipe in recipes), *chosen]
+    recipes = dict.fromkeys(trained.reference_recipe or usual for trained in chosen)
+    return [*(TrainedHook(REFERENCE, recipe=recipe) for recipe in recipes), *chosen]
 
 
-def _run(task: str, subject: Subject, seed: int, record: Record, *, again: bool) -> bool:
+def _run(task: str, trained: TrainedHook, seed: int, record: Record, *, again: bool) -> bool:
     """Train once and add the run to the record. Return whether it was missing."""
-    config, recipe = subject.create().to_config(), subject.recipe or TASKS[task].usual
-    has_run = seed in {run.seed for run in record.runs(task, subject.hook, config, recipe)}
-    if has_run and not (again and subject.hook != REFERENCE):
+    config, recipe = trained.create().to_config(), trained.recipe or TASKS[task].usual
+    has_run = seed in {run.seed for run in record.runs(task, trained.hook, config, recipe)}
+    if has_run and not (again and trained.hook != REFERENCE):
         return False
     start = time.perf_counter()
-    outcomes = run_ranks(train, RANKS, task, subject, seed, timeout=_TIMEOUT)
-    accuracies = [o.accuracy for o in outcomes if o.accuracy is not None]
+    results = run_ranks(train, RANKS, task, trained, seed, timeout=_TIMEOUT)
+    accuracies = [o.accuracy for o in results if o.accuracy is not None]
     run = Run(
         task,
-        subject.hook,
+        trained.hook,
         config,
         recipe,
         seed,
-        loss=statistics.mean(o.loss for o in outcomes),
+        loss=statistics.mean(o.loss for o in results),
         accuracy=statistics.mean(accuracies) if accuracies else None,
-        wire_bytes=statistics.mean(o.wire_bytes for o in outcomes),
+        wire_bytes=statistics.mean(o.wire_bytes for o in results),
     )
     record.add(run)
     print(
-        f"{task} {subject.hook} ({recipe}) seed {seed}: validation loss {run.loss:.4f} after "
+        f"{task} {trained.hook} ({recipe}) seed {seed}: validation loss {run.loss:.4f} after "
         f"{time.perf_counter() - start:.0f} s",
         flush=True,
     )

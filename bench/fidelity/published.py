@@ -61,7 +61,7 @@ def _by_hook(record: Record) -> dict[str, dict[str, Row]]:
     found: dict[str, dict[str, Row]] = {}
     for task in TASKS:
         for row in rows(record, task):
-            found.setdefault(row.subject.hook, {})[task] = row
+            found.setdefault(row.trained.hook, {})[task] = row
     return found
 
 
@@ -90,7 +90,7 @@ def _table(found: dict[str, dict[str, Row]]) -> str:
     columns = ["hook", *TASKS, "share of plain averaging's bytes"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for hook, by_task in found.items():
-        label = next((row.subject.description for row in by_task.values()), f"`{hook}`")
+        label = next((row.trained.description for row in by_task.values()), f"`{hook}`")
         changes = [_change(by_task.get(task)) for task in TASKS]
         lines.append(f"| {label} | {' | '.join(changes)} | {_bytes(by_task)} |")
     return "\n".join(lines) + "\n"

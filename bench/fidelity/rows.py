@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.fidelity.record import Record, Run
-from bench.fidelity.subjects import REFERENCE, Subject, subjects
 from bench.fidelity.tasks import TASKS
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
 
 __all__ = ["Row", "mean", "plain_runs", "rows", "spread"]
 
@@ -17,7 +17,7 @@ __all__ = ["Row", "mean", "plain_runs", "rows", "spread"]
 class Row:
     """The runs of a hook on one task, and the runs that they are compared with, by seed."""
 
-    subject: Subject
+    trained: TrainedHook
     runs: Sequence[Run]
     plain: Sequence[Run]
 
@@ -34,7 +34,7 @@ class Row:
     @property
     def is_within(self) -> bool:
         """Whether the mean change is within the tolerance."""
-        return self.change <= self.subject.tolerance
+        return self.change <= self.trained.tolerance
 
     @property
     def byte_share(self) -> float:
@@ -46,23 +46,23 @@ def rows(record: Record, task: str) -> list[Row]:
     """Return the rows of all hooks that have been run, by name."""
     plain = plain_runs(record, task)
     found = []
-    for subject in subjects():
-        recipe = subject.recipe or TASKS[task].usual
-        reference = {run.seed: run for run in plain.get(_reference_recipe(subject, task), [])}
+    for trained in trained_hooks():
+        recipe = trained.recipe or TASKS[task].usual
+        reference = {run.seed: run for run in plain.get(_reference_recipe(trained, task), [])}
         runs = [
             run
-            for run in record.runs(task, subject.hook, subject.create().to_config(), recipe)
+            for run in record.runs(task, trained.hook, trained.create().to_config(), recipe)
             if run.seed in reference
         ]
         if runs:
-            found.append(Row(subject, runs, [reference[run.seed] for run in runs]))
+            found.append(Row(trained, runs, [reference[run.seed] for run in runs]))
     return found
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
     """Return the reference runs by recipe, the task's usual recipe first."""
-    config = Subject(REFERENCE).create().to_config()
-    special = [_reference_recipe(subject, task) for subject in subjects()]
+    config = TrainedHook(REFERENCE).create().to_config()
+    special = [_reference_recipe(trained, task) for trained in trained_hooks()]
     recipes = dict.fromkeys([TASKS[task].usual, *special])
     found = {recipe: record.runs(task, REFERENCE, config, recipe) for recipe in recipes}
     return {recipe: runs for recipe, runs in found.items() if runs}
@@ -78,5 +78,5 @@ def mean(values: Iterable[float]) -> float:
     return statistics.mean(values)
 
 
-def _reference_recipe(subject: Subject, task: str) -> str:
-    return subject.reference_recipe or TASKS[task].usual
+def _reference_recipe(trained: TrainedHook, task: str) -> str:
+    return trained.reference_recipe or TASKS[task].usual

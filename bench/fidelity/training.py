@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 import commhooks
-from bench.fidelity.subjects import Subject
 from bench.fidelity.tasks import TASKS
+from bench.fidelity.trained_hooks import TrainedHook
 
-__all__ = ["RANKS", "Outcome", "train"]
+__all__ = ["RANKS", "TrainingResult", "train"]
 
 RANKS = 4
 _WARM_UP = 0.1  # of all steps
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """The result of one rank: ``loss`` and ``accuracy`` of its model on its share of the validation
     data.
 
@@ -32,16 +32,16 @@ class Outcome:
     wire_bytes: float
 
 
-def train(rank: int, size: int, task: str, subject: Subject, seed: int) -> Outcome:
+def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> TrainingResult:
     """Train on one rank.
 
     The seed determines the initial parameters and the data, for every hook.
     """
     data = TASKS[task]()
-    recipe = data.recipes[subject.recipe or data.usual]
+    recipe = data.recipes[trained.recipe or data.usual]
     torch.manual_seed(seed)
     model = commhooks.DistributedDataParallel(data.model())
-    handle = commhooks.register(model, subject.create())
+    handle = commhooks.register(model, trained.create())
     optimizer = recipe.optimizer(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, data.steps))
     for step in range(data.steps):
@@ -55,7 +55,7 @@ def train(rank: int, size: int, task: str, subject: Subject, seed: int) -> Outco
     with torch.no_grad():
         loss = data.loss(model.module, validation).item()
         accuracy = data.accuracy(model.module, validation)
-    return Outcome(loss, accuracy, math.nan if sent is None else sent * data.steps)
+    return TrainingResult(loss, accuracy, math.nan if sent is None else sent * data.steps)
 
 
 def _rate(step: int, steps: int) -> float:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.machine import NEEDED, WANTED, describe, find_sanitizer, missing
-from bench.gpu.stages import Outcome, Stage, run_stage
+from bench.gpu.stages import Stage, StageResult, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".",
@@ -61,29 +61,29 @@ def stages(folder: Path) -> Iterator[Stage]:
     yield Stage("conformance", (*PYTEST, "-m", "gpu", CONFORMANCE), 60, own)
 
 
-def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[Outcome]]:
-    """Run all stages, unless the build fails; yield the outcomes so far after each.
+def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[StageResult]]:
+    """Run all stages, unless the build fails; yield the results so far after each.
 
     A stage may also use the time that earlier stages did not need.
     """
-    outcomes: list[Outcome] = []
+    results: list[StageResult] = []
     end = time.monotonic() + sum(stage.limit_seconds for stage in planned)
     for number, stage in enumerate(planned, 1):
-        if outcomes and outcomes[0].is_bad:
-            outcomes.append(Outcome(stage.name, "left out", 0.0, "nothing was built"))
+        if results and results[0].is_bad:
+            results.append(StageResult(stage.name, "left out", 0.0, "nothing was built"))
             continue
         kept = sum(later.limit_seconds for later in planned[number:])
         limit = max(stage.limit_seconds, end - time.monotonic() - kept)
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
-        outcome = run_stage(stage, limit, folder / f"{stage.name}.log", ROOT)
-        print(f"{stage.name}: {outcome.status} after {outcome.seconds:.0f} s", flush=True)
-        if outcome.is_bad:
-            print(outcome.tail, flush=True)
-        outcomes.append(outcome)
-        yield outcomes
+        result = run_stage(stage, limit, folder / f"{stage.name}.log", ROOT)
+        print(f"{stage.name}: {result.status} after {result.seconds:.0f} s", flush=True)
+        if result.is_bad:
+            print(result.tail, flush=True)
+        results.append(result)
+        yield results
     if find_sanitizer() is None:
-        outcomes.append(Outcome("memcheck, racecheck", "left out", 0.0, "no compute-sanitizer"))
-    yield outcomes
+        results.append(StageResult("memcheck, racecheck", "left out", 0.0, "no compute-sanitizer"))
+    yield results
 
 
 def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
@@ -117,15 +117,15 @@ def main() -> int:
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
     output.mkdir(parents=True, exist_ok=True)
     target = output / f"{run['date']}-{device}"
-    outcomes: list[Outcome] = []
+    results: list[StageResult] = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
-        for outcomes in run_all(list(stages(folder)), folder):
-            run["stages"] = [asdict(outcome) for outcome in outcomes]
+        for results in run_all(list(stages(folder)), folder):
+            run["stages"] = [asdict(result) for result in results]
             run["benchmarks"] = benchmarks_of(folder)
             target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
     print(f"written: {target}.json; `make results` shows it")
-    return int(any(outcome.is_bad for outcome in outcomes))
+    return int(any(result.is_bad for result in results))
 
 
 if __name__ == "__main__":

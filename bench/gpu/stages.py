@@ -27,7 +27,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageResult:
     """How a stage ended. ``tail``: the end of its output."""
 
     name: str
@@ -37,11 +37,11 @@ class Outcome:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the outcome is a failure."""
+        """Whether the result is a failure."""
         return self.status not in ("passed", "left out")
 
 
-def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> Outcome:
+def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> StageResult:
     """Run a stage to its end or kill it with all its processes; write its output to ``log``."""
     start = time.monotonic()
     with log.open("wb") as output:
@@ -64,7 +64,7 @@ def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) ->
     text = log.read_text(errors="replace")
     if status == "failed" and REFUSAL in text:
         status = "left out"
-    return Outcome(stage.name, status, seconds, text[-TAIL_CHARACTERS:])
+    return StageResult(stage.name, status, seconds, text[-TAIL_CHARACTERS:])
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -10,8 +10,8 @@ pytest.importorskip("sklearn")
 from bench.fidelity.published import DOCS, PACKAGED, figures, with_tables
 from bench.fidelity.record import Record, Run
 from bench.fidelity.rows import rows
-from bench.fidelity.subjects import REFERENCE, Subject, subjects
 from bench.fidelity.tasks import TASKS
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
 
 STORED = max((Path(__file__).parents[2] / "bench" / "results").glob("*-fidelity.json"))
 HOWTO = f"python -m bench.fidelity bench/results/{STORED.name} --publish"
@@ -37,7 +37,9 @@ def test_each_hook_is_in_one_table_of_the_docs() -> None:
     ]
     listed = sorted(hook for table in tables for hook in table)
     unlisted = {"bf16", "fp16"}  # averaged exactly but for rounding; no page of their own
-    assert listed == sorted(subject.hook for subject in subjects() if subject.hook not in unlisted)
+    assert listed == sorted(
+        trained.hook for trained in trained_hooks() if trained.hook not in unlisted
+    )
 
 
 def record_of(*runs: Run) -> Record:
@@ -48,7 +50,7 @@ def record_of(*runs: Run) -> Record:
 
 
 def run_of(hook: str, task: str, seed: int, loss: float, **config: object) -> Run:
-    made = Subject(hook).create().to_config() | config
+    made = TrainedHook(hook).create().to_config() | config
     return Run(task, hook, made, TASKS[task].usual, seed, loss, accuracy=None, wire_bytes=10.0)
 
 
@@ -84,7 +86,7 @@ def test_a_record_is_continued(tmp_path: Path) -> None:
     record = Record.load(path)
     record.add(run_of("bf16", "digits", 1, 2.0))
     record.save(path)
-    config = Subject("bf16").create().to_config()
+    config = TrainedHook("bf16").create().to_config()
     losses = [
         run.loss for run in Record.load(path).runs("digits", "bf16", config, TASKS["digits"].usual)
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import check, machine
-from bench.gpu.stages import Outcome, Stage, run_stage
+from bench.gpu.stages import Stage, StageResult, run_stage
 
 HANGS = """
 import os, subprocess, sys, time
@@ -26,10 +26,10 @@ def is_running(pid: int) -> bool:
 
 def test_a_stage_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     stage = Stage("hangs", (sys.executable, "-c", HANGS), limit_seconds=4)
-    outcome = run_stage(stage, stage.limit_seconds, tmp_path / "log", tmp_path)
-    assert outcome.status == "timed out"
-    assert outcome.is_bad
-    child = int(outcome.tail.split()[1])
+    result = run_stage(stage, stage.limit_seconds, tmp_path / "log", tmp_path)
+    assert result.status == "timed out"
+    assert result.is_bad
+    child = int(result.tail.split()[1])
     for _ in range(100):
         if not is_running(child):
             return
@@ -45,8 +45,8 @@ def test_status_and_output(tmp_path: Path) -> None:
         limit_seconds=60,
         environment=(("WORD", "found"),),
     )
-    outcome = run_stage(fails, 60, tmp_path / "log", tmp_path)
-    assert (outcome.status, outcome.tail.strip()) == ("failed", "found")
+    result = run_stage(fails, 60, tmp_path / "log", tmp_path)
+    assert (result.status, result.tail.strip()) == ("failed", "found")
     passes = Stage("passes", (sys.executable, "-c", ""), limit_seconds=60)
     assert run_stage(passes, 60, tmp_path / "log", tmp_path).status == "passed"
 
@@ -78,13 +78,13 @@ def test_results_of_every_stage_and_the_time_that_others_left(
 ) -> None:
     limits = []
 
-    def run(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> Outcome:
+    def run(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> StageResult:
         limits.append(round(limit_seconds))
-        return Outcome(stage.name, "timed out" if stage.name == "two" else "passed", 1.0, "")
+        return StageResult(stage.name, "timed out" if stage.name == "two" else "passed", 1.0, "")
 
     monkeypatch.setattr(check, "run_stage", run)
     planned = [Stage(name, (), 10.0) for name in ("one", "two", "three")]
-    found = [[outcome.name for outcome in so_far] for so_far in check.run_all(planned, tmp_path)]
+    found = [[result.name for result in so_far] for so_far in check.run_all(planned, tmp_path)]
     assert found[:3] == [["one"], ["one", "two"], ["one", "two", "three"]]
     assert limits == [10, 20, 30]
 
@@ -92,11 +92,11 @@ def test_results_of_every_stage_and_the_time_that_others_left(
 def test_nothing_runs_after_a_build_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failure = Outcome("build", "failed", 1.0, "")
+    failure = StageResult("build", "failed", 1.0, "")
     monkeypatch.setattr(check, "run_stage", lambda *_: failure)
     planned = [Stage(name, (), 10.0) for name in ("build", "tests")]
     *_, last = check.run_all(planned, tmp_path)
-    assert [outcome.status for outcome in last[:2]] == ["failed", "left out"]
+    assert [result.status for result in last[:2]] == ["failed", "left out"]
 
 
 def test_what_is_missing_is_named_with_its_purpose() -> None:
@@ -105,4 +105,4 @@ def test_what_is_missing_is_named_with_its_purpose() -> None:
 
 
 def test_an_outcome_that_was_left_out_is_not_bad() -> None:
-    assert not Outcome("memcheck", "left out", 0.0, "").is_bad
+    assert not StageResult("memcheck", "left out", 0.0, "").is_bad

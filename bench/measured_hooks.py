@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import commhooks
 
-__all__ = ["SUBJECTS", "TORCH", "Subject", "is_known"]
+__all__ = ["MEASURED_HOOKS", "TORCH", "MeasuredHook", "is_known"]
 
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
@@ -21,7 +21,7 @@ UNBIASED = 2.0
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredHook:
     """A wrapper to time, by its name in ``steps.wrap``, and the ``largest_error`` of its first
     step.
 
@@ -46,20 +46,20 @@ class Subject:
         return self.wrapper.startswith("ours ")
 
 
-def _ours(spec: str, largest_error: float, *, averages: bool = True) -> Subject:
-    return Subject(f"ours {spec}", largest_error, averages)
+def _ours(spec: str, largest_error: float, *, averages: bool = True) -> MeasuredHook:
+    return MeasuredHook(f"ours {spec}", largest_error, averages)
 
 
 TORCH = [
-    Subject("torch", EXACT),
-    Subject("torch fp16", HALF),
+    MeasuredHook("torch", EXACT),
+    MeasuredHook("torch fp16", HALF),
 ]
 """Torch's hooks that run over Gloo on CPUs. Its bf16 hook is refused there, its quantization hooks
 raise an IndexError, and its PowerSGD needs all gradients in one bucket."""
 
-TORCH_POWERSGD = Subject("torch powersgd", SPARSE, first_step=2)
+TORCH_POWERSGD = MeasuredHook("torch powersgd", SPARSE, first_step=2)
 
-SUBJECTS = [
+MEASURED_HOOKS = [
     _ours("allreduce", EXACT),
     _ours("noop", 0.0, averages=False),
     _ours("fp16", HALF),
@@ -93,10 +93,12 @@ SUBJECTS = [
 
 def is_known(hook: str) -> bool:
     """Whether ``hook`` is measured."""
-    return hook in {subject.hook for subject in SUBJECTS}
+    return hook in {measured.hook for measured in MEASURED_HOOKS}
 
 
 own = [getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__]
 missing = [name for name in own if not is_known(name)]
 if missing:
-    raise LookupError(f"expected a line for every hook in bench/subjects.py; missing: {missing}")
+    raise LookupError(
+        f"expected a line for every hook in bench/measured_hooks.py; missing: {missing}"
+    )

@@ -9,14 +9,14 @@ from typing import Any
 import commhooks
 from commhooks import CommHook, algorithms
 
-__all__ = ["REFERENCE", "Subject", "subjects"]
+__all__ = ["REFERENCE", "TrainedHook", "trained_hooks"]
 
 REFERENCE = "allreduce"
 """The hook that all others are compared with."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainedHook:
     """A hook, the recipe that it is trained with, and the recipe of its reference.
 
     ``None`` is the task's usual recipe. ``tolerance``: the acceptable relative increase of the
@@ -58,26 +58,26 @@ class Subject:
 _ONE_BIT_OR_ONE_PERCENT = 0.05
 _SPECIAL = [
     # Hooks that need inner hooks, in their most common form.
-    Subject("cast", {"inner": "allreduce"}, remark="to bfloat16 around `allreduce`"),
-    Subject("error_feedback", {"inner": "bf16"}, remark="around `bf16`"),
-    Subject(
+    TrainedHook("cast", {"inner": "allreduce"}, remark="to bfloat16 around `allreduce`"),
+    TrainedHook("error_feedback", {"inner": "bf16"}, remark="around `bf16`"),
+    TrainedHook(
         "hierarchical",
         {"inner": "int8", "ranks_per_node": 2},
         remark="around `int8`, two ranks per node",
     ),
-    Subject(
+    TrainedHook(
         "route",
         {"rules": [["*bias", "allreduce"]], "default": "powersgd"},
         remark="with biases `allreduce`, the rest `powersgd`",
     ),
-    Subject(
+    TrainedHook(
         "schedule",
         {"stages": [[0, "allreduce"], [100, "int4"]]},
         remark="with 100 plain steps, then `int4`",
     ),
-    Subject("skip_nonfinite", {"inner": "bf16"}, remark="around `bf16`"),
+    TrainedHook("skip_nonfinite", {"inner": "bf16"}, remark="around `bf16`"),
     # Replaces the optimizer's momentum.
-    Subject(
+    TrainedHook(
         "dgc",
         recipe="SGD without momentum",
         reference_recipe="SGD with momentum",
@@ -85,16 +85,16 @@ _SPECIAL = [
         remark="without the optimizer's momentum, against SGD with it",
     ),
     # With a warm-up, as in the paper of 1-bit Adam.
-    Subject("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
-    Subject("signsgd", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
-    Subject("topk", tolerance=_ONE_BIT_OR_ONE_PERCENT),
+    TrainedHook("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
+    TrainedHook("signsgd", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
+    TrainedHook("topk", tolerance=_ONE_BIT_OR_ONE_PERCENT),
 ]
 _NOT_TRIED = {"noop", REFERENCE}  # noop sends nothing
 
 
-def subjects() -> list[Subject]:
-    """Return one subject per hook, by name, without the reference."""
-    special = {subject.hook: subject for subject in _SPECIAL}
+def trained_hooks() -> list[TrainedHook]:
+    """Return one trained per hook, by name, without the reference."""
+    special = {trained.hook: trained for trained in _SPECIAL}
     own = {getattr(algorithms, kind).name for kind in algorithms.__all__}
     names = sorted(own - _NOT_TRIED)
-    return [special.get(name, Subject(name)) for name in names]
+    return [special.get(name, TrainedHook(name)) for name in names]
