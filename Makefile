@@ -16,7 +16,7 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test test-all build lint types format bench results matrix gpu-check cuda docs clean
+.PHONY: help demo test test-all mutate build lint types format bench results matrix gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +29,11 @@ test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 
 test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
+
+MUTATE ?= commhooks/hook --tests tests/hook
+
+mutate: $(INSTALLED) ## Run tests on mutants of modules (MUTATE="commhooks/runtime --tests tests/runtime")
+	$(BIN)/python tests/mutation.py $(MUTATE)
 
 build: $(INSTALLED) ## Set up the virtual environment and compile the extensions
 

@@ -1,0 +1,137 @@
+"""Mutate modules and run tests on each mutant, to find changes of the code that no test notices.
+
+    python tests/mutation.py commhooks/hook --tests tests/hook --sample 60 --seed 0
+
+A mutant swaps a comparison or an operator, negates a condition, changes a constant, drops a call
+whose result is not used, or returns None. The tests run in a copy of the working tree. A mutant
+that survives is either equivalent to the original, or shows a rule that no test holds.
+"""
+
+import argparse
+import ast
+import copy
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+class Mutant(NamedTuple):
+    path: Path
+    line: int
+    before: str
+    after: str
+    source: str
+
+
+def mutants(path: Path) -> Iterator[Mutant]:
+    """Yield all mutants of a module."""
+    tree = ast.parse(path.read_text())
+    for number, node in enumerate(ast.walk(tree)):
+        for change in range(3):
+            mutated = copy.deepcopy(tree)
+            target = list(ast.walk(mutated))[number]
+            if _mutate(target, change):
+                ast.fix_missing_locations(mutated)
+                line = getattr(node, "lineno", 0)
+                yield Mutant(path, line, _text(node), _text(target), ast.unparse(mutated))
+
+
+def _mutate(node: ast.AST, change: int) -> bool:
+    """Apply one of a node's changes in place. Return whether there is such a change."""
+    match node, change:
+        case ast.Compare(ops=[operator]), 0:
+            node.ops = [_SWAPPED[type(operator)]()]  # type: ignore[list-item]
+        case ast.BoolOp() | ast.BinOp(), 0:
+            if type(node.op) not in _SWAPPED:
+                return False
+            node.op = _SWAPPED[type(node.op)]()  # type: ignore[assignment]
+        case ((ast.If() | ast.While() | ast.IfExp()), 1):
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        case ast.Constant(value=bool(value)), 0:
+            node.value = not value
+        case ast.Constant(value=int(value)), 0:
+            node.value = value + 1
+        case ast.Return(value=ast.expr() as value), 2:
+            if isinstance(value, ast.Constant) and value.value is None:
+                return False
+            node.value = ast.Constant(None)
+        case ast.Expr(value=ast.Call() | ast.Await()), 2:
+            node.value = ast.Constant(None)
+        case _:
+            return False
+    return True
+
+
+def _text(node: ast.AST) -> str:
+    return ast.unparse(node).splitlines()[0]
+
+
+def survives(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> bool:
+    """Return whether all tests pass with the mutant in the copy ``root``."""
+    target = root / mutant.path
+    original = target.read_text()
+    target.write_text(mutant.source)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        return (
+            subprocess.run(command, cwd=root, capture_output=True, timeout=timeout).returncode == 0
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        target.write_text(original)
+
+
+def main() -> None:
+    """Print the mutants that survive, and the share that was killed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("paths", nargs="+", type=Path, help="modules, or folders of modules")
+    parser.add_argument("--tests", nargs="+", required=True, help="arguments of pytest")
+    parser.add_argument("--sample", type=int, default=60, help="number of mutants to try")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each mutant")
+    given = parser.parse_args()
+    modules = [m for p in given.paths for m in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
+    found = [mutant for module in modules for mutant in mutants(module)]
+    sample = random.Random(given.seed).sample(found, min(given.sample, len(found)))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("commhooks", "reducer", "tests"):
+            shutil.copytree(name, Path(folder, name))
+        shutil.copy("pyproject.toml", folder)
+        survivors = 0
+        for mutant in sorted(sample):
+            if survives(mutant, Path(folder), given.tests, given.timeout):
+                survivors += 1
+                print(
+                    f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True
+                )
+    print(f"{len(sample) - survivors} of {len(sample)} mutants killed, of {len(found)} possible")
+
+
+if __name__ == "__main__":
+    main()
