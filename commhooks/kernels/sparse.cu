@@ -1,8 +1,8 @@
 // Messages of sparse hooks: writing and reading indices, adding values in their places.
 //
-// `messages` holds the messages of all ranks one after the other, `pitch` bytes each: the indices as
-// in Note [Index code] in commhooks/codecs/index_code.py, then the values from byte `values_at` on.
-// Values are of type W, which may be half precision, and are added in T.
+// `messages` holds the messages of all ranks one after the other, `pitch` bytes each: the indices
+// as in Note [Index code] in commhooks/codecs/index_code.py, then the values from byte `values_at`
+// on. Values are of type W, which may be half precision, and are added in T.
 
 #include "codecs/sparse.h"
 #include "grid.h"

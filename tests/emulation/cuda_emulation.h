@@ -1,5 +1,5 @@
-// The part of CUDA's language that the kernels in commhooks/kernels use, for g++. The same .cu files
-// are compiled for the host, and their blocks and threads run one after the other.
+// The part of CUDA's language that the kernels in commhooks/kernels use, for g++. The same .cu
+// files are compiled for the host, and their blocks and threads run one after the other.
 //
 // The threads of a block are fibers. A thread runs until it waits for others, at a barrier or at a
 // warp collective; then the next thread runs:
@@ -7,10 +7,10 @@
 //     thread 0   ----- __syncthreads                      -----...
 //     thread 1                       ----- __syncthreads  . . . -----...
 //
-// Undefined behavior on a GPU is an error here: a barrier that some threads do not reach, or reach at
-// another line of the source; a warp collective without all lanes of its mask. Threads can run in
-// reverse order, to find dependence on their order. Concurrency of blocks and memory order are not
-// emulated.
+// Undefined behavior on a GPU is an error here: a barrier that some threads do not reach, or reach
+// at another line of the source; a warp collective without all lanes of its mask. Threads can run
+// in reverse order, to find dependence on their order. Concurrency of blocks and memory order are
+// not emulated.
 #pragma once
 
 #include <sys/mman.h>
