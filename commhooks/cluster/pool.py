@@ -117,7 +117,8 @@ class RankPool:
                 try:
                     result = process.receive()
                 except (EOFError, ConnectionError):
-                    raise failure or RankError(_death(rank, len(calls), process)) from None
+                    # It may be why another rank, which lost its connection, has failed before.
+                    raise RankError(_death(rank, len(calls), process)) from failure
                 if result is not None and result.error_text is None:
                     results[rank] = result.value
                 elif result is not None and failure is None:

@@ -183,7 +183,7 @@ def names(rank: int, world_size: int) -> None:
         model(hidden).sum().backward()
     late = DistributedDataParallel(make_net())
     late(x).sum().backward()
-    with pytest.raises(RuntimeError, match="before the first forward, and 1 steps"):
+    with pytest.raises(RuntimeError, match="before the first forward, but 1 steps"):
         late._set_static_graph()
 
     model = DistributedDataParallel(make_net(), find_unused_parameters=True)
