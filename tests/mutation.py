@@ -91,18 +91,23 @@ def _text(node: ast.AST) -> str:
     return ast.unparse(node).splitlines()[0]
 
 
+def passes(root: Path, tests: list[str], timeout: float) -> bool:
+    """Return whether all tests pass in the copy ``root``, in time."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    try:
+        run = subprocess.run(command, cwd=root, capture_output=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return run.returncode == 0
+
+
 def survives(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> bool:
     """Return whether all tests pass with the mutant in the copy ``root``."""
     target = root / mutant.path
     original = target.read_text()
     target.write_text(mutant.source)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
-        return (
-            subprocess.run(command, cwd=root, capture_output=True, timeout=timeout).returncode == 0
-        )
-    except subprocess.TimeoutExpired:
-        return False
+        return passes(root, tests, timeout)
     finally:
         target.write_text(original)
 
@@ -123,6 +128,8 @@ def main() -> None:
         for name in ("commhooks", "reducer", "tests"):
             shutil.copytree(name, Path(folder, name))
         shutil.copy("pyproject.toml", folder)
+        if not passes(Path(folder), given.tests, given.timeout):
+            sys.exit("expected tests that pass without a mutant, found some that fail or take long")
         survivors = 0
         for mutant in sorted(sample):
             if survives(mutant, Path(folder), given.tests, given.timeout):
