@@ -12,7 +12,7 @@ Return the instruction sets that this CPU supports and loops are compiled for, t
 The widest is the default.)");
   module.def("use_instruction_set", &use_instruction_set, py::arg("name"), R"(
 Set the instruction set that the loops of this extension use, for the whole process. See
-commhooks.testing.use_instruction_set, which sets it for both extensions.)");
+commhooks.testing.instruction_sets, which sets it for both extensions.)");
 }
 
 }  // namespace commhooks
