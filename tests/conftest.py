@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 from support.covering import covering_sample
+from support.forking import can_fork, fork_worker
 
+import commhooks.cluster.process
 from commhooks.testing import close_ranks
 from commhooks.testing import run_ranks as run
+
+if can_fork():
+    commhooks.cluster.process.start_worker = fork_worker
 
 
 @pytest.fixture(scope="session")

@@ -132,7 +132,7 @@ class RankPool:
         """Return the first ``world_size`` processes, started if they are missing, all ready."""
         while (rank := len(self._processes)) < world_size:
             prefix = self._prefixes[rank] if self._prefixes else ()
-            process = RankProcess(rank, prefix, self._environment, keep_log=self._keep_logs)
+            process = RankProcess(prefix, self._environment, keep_log=self._keep_logs)
             self._processes.append(process)
         processes = self._processes[:world_size]
         for rank, process in enumerate(processes):

@@ -12,12 +12,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import IO
 
 from commhooks.cluster.call import READY, Call, CallResult
-from commhooks.cluster.template import ForkedProcess, can_fork, fork_rank
 from commhooks.errors import CommHookError
 
-__all__ = ["RankProcess"]
+__all__ = ["RankProcess", "start_worker"]
 
 _LOG_LINES = 30
 
@@ -29,7 +29,6 @@ class RankProcess:
     deleted. So there is nothing to remove afterwards. It ends with this process.
 
     Args:
-        rank: that the process has in calls.
         prefix: words to put before the command, e.g. to start it in a network namespace.
         environment: environment variables to add to those of this process.
         keep_log: keep the output for :meth:`log` instead of showing it.
@@ -41,7 +40,6 @@ class RankProcess:
 
     def __init__(
         self,
-        rank: int,
         prefix: Sequence[str],
         environment: Mapping[str, str],
         *,
@@ -60,20 +58,7 @@ class RankProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
         with theirs:
             passed = theirs.fileno(), self._stacks.fileno()
-            self._process: ForkedProcess | subprocess.Popen[bytes]
-            if not prefix and can_fork():
-                self._process = fork_rank(rank, *passed, self._log, environment)
-            else:
-                command = [*prefix, sys.executable, "-m", "commhooks.cluster.worker"]
-                self._process = subprocess.Popen(
-                    [*command, *map(str, passed)],
-                    stdin=subprocess.PIPE,  # is closed when this process ends
-                    stdout=self._log,
-                    stderr=self._log,
-                    pass_fds=passed,
-                    env=environment,
-                    start_new_session=True,  # the parent handles Ctrl-C
-                )
+            self._process = start_worker(prefix, passed, self._log, environment)
         self._send_preparation()
 
     def _send_preparation(self) -> None:
@@ -128,11 +113,34 @@ class RankProcess:
 
     def kill(self) -> None:
         """End the process and its children; return when it is gone."""
-        if self.is_alive() and self._process.pid is not None:
+        if self.is_alive():
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        # A process that has not been forked yet ends when it finds its standard input closed.
-        status = self._process.status if isinstance(self._process, ForkedProcess) else None
-        for file in (self._process.stdin, self.connection, self._stacks, self._log, status):
+        for file in (self._process.stdin, self.connection, self._stacks, self._log):
             if file is not None:
                 file.close()
+
+
+def start_worker(
+    prefix: Sequence[str],
+    passed: tuple[int, int],
+    output: IO[bytes] | None,
+    environment: Mapping[str, str],
+) -> subprocess.Popen[bytes]:
+    """Start a process that calls :func:`commhooks.cluster.worker.serve`.
+
+    Args:
+        prefix: words to put before the command.
+        passed: the file descriptors that ``serve`` takes.
+        output: receives the standard output and error; None for those of this process.
+        environment: all environment variables of the process.
+    """
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-m", "commhooks.cluster.worker", *map(str, passed)],
+        stdin=subprocess.PIPE,  # is closed when this process ends
+        stdout=output,
+        stderr=output,
+        pass_fds=passed,
+        env=environment,
+        start_new_session=True,  # the parent handles Ctrl-C
+    )

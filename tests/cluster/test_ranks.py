@@ -1,4 +1,7 @@
-"""run_ranks: results by rank, errors with their rank, and no process left behind."""
+"""run_ranks: results by rank, errors with their rank, and no process left behind.
+
+With processes that are forked, as in all other tests, and with those that the package starts.
+"""
 
 import os
 import signal
@@ -6,15 +9,17 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.forking import can_fork, fork_worker, start_worker
 
+import commhooks.cluster.process
 from commhooks.cluster import Ranks
-from commhooks.cluster.template import can_fork
 from commhooks.testing import RankError, close_ranks
 
 
@@ -83,7 +88,7 @@ def connect_slowly(rank: int, _: int) -> None:
         dist.init_process_group = connect_and_wait
 
 
-def start(rank: int, _: int) -> float:
+def starting_time(rank: int, _: int) -> float:
     """When rank 0 has connected, and when the others start."""
     started: float = dist.connected if rank == 0 else time.monotonic()
     return started
@@ -105,6 +110,27 @@ def number_of_threads(_rank: int) -> int:
     return torch.get_num_threads()
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(fork_worker, marks=pytest.mark.skipif(not can_fork(), reason="CUDA")),
+        pytest.param(start_worker, marks=pytest.mark.exhaustive if can_fork() else []),
+    ],
+)
+def start(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The function that starts ranks in this module."""
+    close_ranks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commhooks.cluster.process, "start_worker", request.param)
+        yield request.param
+        close_ranks()
+
+
+@pytest.fixture
+def run_ranks(start: Any, run_ranks: Any) -> Any:
+    return run_ranks
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_results_come_back_by_rank(run_ranks: Any, world_size: int) -> None:
     results = run_ranks(add_ranks, world_size, 5, scale=2)
@@ -123,12 +149,15 @@ def test_seeds_are_equal_on_all_ranks(run_ranks: Any) -> None:
 
 def test_strings_have_different_hashes_on_neighboring_ranks(run_ranks: Any) -> None:
     """As in a cluster: see Note [Two templates]."""
+    close_ranks()  # neighbors that replace others may be of the same template
     first, second, third = run_ranks(hash_of_text, 3)
     assert first != second != third
 
 
+@pytest.mark.parametrize("start", [fork_worker], indirect=True)
 @pytest.mark.skipif(not can_fork(), reason="ranks are not forked where torch has CUDA")
 def test_ranks_whose_template_died_are_replaced(run_ranks: Any) -> None:
+    close_ranks()
     templates = run_ranks(parent_pid)
     assert len(set(templates)) == 2
     assert os.getpid() not in templates
@@ -141,7 +170,7 @@ def test_ranks_whose_template_died_are_replaced(run_ranks: Any) -> None:
     assert not set(run_ranks(parent_pid)) & set(templates)
 
 
-def test_each_rank_has_the_threads_that_were_asked_for() -> None:
+def test_each_rank_has_the_threads_that_were_asked_for(start: Any) -> None:
     for threads in (1, 2):
         with Ranks(1, threads=threads) as ranks:
             assert ranks(number_of_threads) == [threads]
@@ -151,7 +180,7 @@ def test_no_rank_starts_before_all_are_connected(run_ranks: Any) -> None:
     """With Gloo one that has left already would stop those who are not."""
     run_ranks(connect_slowly, 3)
     try:
-        connected, *starts = run_ranks(start, 3)
+        connected, *starts = run_ranks(starting_time, 3)
     finally:
         close_ranks()
     assert connected <= min(starts)

@@ -1,7 +1,7 @@
-"""The template process: ``python -m commhooks.cluster.template_process CONTROL``.
+"""The template process: ``python -m support.template_process CONTROL``.
 
 The argument is the file descriptor of a socket on which requests to fork arrive. See
-:mod:`commhooks.cluster.template`.
+:mod:`support.forking`.
 """
 
 import gc
@@ -14,8 +14,10 @@ import socket
 import sys
 from contextlib import suppress
 
+import torch
+
 from commhooks.cluster import worker
-from commhooks.cluster.template import INT
+from support.forking import INT
 
 
 def _serve(control: socket.socket) -> None:
@@ -63,6 +65,8 @@ def _become_rank(files: list[int], environment: dict[str, str]) -> None:
         os.close(stream)
     os.environ.clear()
     os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
     random.seed()
     worker.serve(connection, stacks)
 
