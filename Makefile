@@ -61,7 +61,7 @@ gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the p
 	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
 cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an error
-	$(BIN)/python -m commhooks.kernels
+	PYTHONPATH=tests $(BIN)/python -m cuda_compile
 	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/packing/cuda not compiled"; \
 	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
 	  echo "nvcc -arch=$$arch $$source"; \

@@ -1,12 +1,12 @@
 """Compilation of kernels with NVRTC, if it is installed, and the cache of machine code."""
 
 import pytest
+from cuda_compile import __main__ as check
+from cuda_compile.report import Usage, usages
 from emulation import LocalSource
 
 from commhooks import CommHookError
-from commhooks.kernels import __main__ as check
 from commhooks.kernels import loader, nvrtc
-from commhooks.kernels.report import Usage, usages
 from commhooks.kernels.source import DIRECTORY
 
 LOG = """

@@ -1,6 +1,6 @@
 """Compile every kernel for the supported GPUs; no GPU is needed.
 
-    python -m commhooks.kernels
+    PYTHONPATH=tests python -m cuda_compile
 
 Uses NVRTC from CuPy's package, as on a user's machine, and nvcc, if they are installed. Prints the
 registers, spills and shared memory of each kernel. Fails if there is a warning, or if a kernel
@@ -13,10 +13,10 @@ from importlib import import_module
 from itertools import groupby
 
 from commhooks.errors import CommHookError
-from commhooks.kernels.nvcc import compile_with_nvcc, find_nvcc
 from commhooks.kernels.nvrtc import compile_source, nvrtc
-from commhooks.kernels.report import MOST_REGISTERS, Usage, usages
 from commhooks.kernels.source import DIRECTORY, Source
+from cuda_compile.nvcc import compile_with_nvcc, find_nvcc
+from cuda_compile.report import MOST_REGISTERS, Usage, usages
 
 ARCHITECTURES = ("sm_80", "sm_90")
 

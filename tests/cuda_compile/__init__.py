@@ -1,0 +1,1 @@
+"""Compiles every CUDA kernel without a GPU, for `make cuda`."""
