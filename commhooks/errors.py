@@ -4,6 +4,8 @@ Messages state what was expected, what was found, on which rank, bucket or param
 do.
 """
 
+from reducer.errors import CommHookError, CommHookPeerError
+
 __all__ = [
     "CommHookError",
     "CommHookMismatchError",
@@ -13,13 +15,6 @@ __all__ = [
     "CommHookStateError",
     "UnknownHookError",
 ]
-
-
-class CommHookError(RuntimeError):
-    """Base class of all errors of this package; also raised if a hook's own code fails."""
-
-    path: str = ""
-    """The path of the affected option in a hook's config, such as "inner.density"."""
 
 
 class UnknownHookError(CommHookError, LookupError):
@@ -40,7 +35,3 @@ class CommHookMismatchError(CommHookError):
 
 class CommHookResultError(CommHookError):
     """A hook returned a tensor that does not fit its bucket, or awaited an unsupported object."""
-
-
-class CommHookPeerError(CommHookError):
-    """A step failed on this rank because another rank failed or ended."""

@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from reducer.peers import collective
+
 __all__: list[str] = []
 
 BROADCAST_BYTES = 250 * 2**20
@@ -32,7 +34,8 @@ def broadcast(group: dist.ProcessGroup, tensors: Iterable[Tensor], root: int) ->
     """Overwrite tensors with those of the group's rank ``root``. Collective."""
     tensors = [tensor.detach() for tensor in tensors]
     if tensors and group.size() > 1:
-        _broadcast_coalesced(group, tensors, BROADCAST_BYTES, root)
+        with collective(group, f"the broadcast of {len(tensors)} tensors of rank {root}"):
+            _broadcast_coalesced(group, tensors, BROADCAST_BYTES, root)
 
 
 class ModuleBuffers:

@@ -27,13 +27,14 @@ from reducer.construction import (
 from reducer.group_keys import GroupKeys
 from reducer.hook_registration import HookRegistration
 from reducer.init_sync import sync_initial_state
-from reducer.join import ShadowHook, StepPlan
+from reducer.join import ShadowHook, StepPlan, UnevenInputs
 from reducer.logging_data import StepSampler, bucket_table
 from reducer.mixed_precision import casts_of
 from reducer.nested_tensors import tensors_in
 from reducer.observers import GradientObserver, GradientObservers
 from reducer.optim import take_over_in_backward_optimizers
 from reducer.options import WrapperOptions, bucket_sizes, delayed_names
+from reducer.peers import collective
 from reducer.sink import through_sink
 from reducer.torch_names import TorchNames
 
@@ -270,8 +271,9 @@ class DistributedDataParallel(TorchNames, Joinable):
         if synchronizes:
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
-        if work := Join.notify_join_context(self):
-            work.wait()
+        with collective(self.process_group, "the report of a rank that has inputs to join()"):
+            if work := Join.notify_join_context(self):
+                work.wait()
         plan = None
         if self._join_config.enable:
             plan = StepPlan.exchange(
@@ -387,7 +389,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             throw_on_early_termination: raise RuntimeError on all ranks as soon as one has no inputs
                 left.
         """
-        return Join(
+        return UnevenInputs(
             [self],
             enable,
             throw_on_early_termination,

@@ -18,13 +18,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from reducer._C import Reducer
 from reducer.hook_registration import HookRegistration
 from reducer.options import WrapperOptions
+from reducer.peers import collective
 
 __all__: list[str] = []
+
+_PLANS = "the exchange of what each rank is about to do, inside join(),"
 
 
 class JoinableModel(Protocol):
@@ -66,8 +69,9 @@ class StepPlan:
             [is_active, synchronizes, syncs_buffers], dtype=torch.uint8, device=model.device
         )
         rows = [torch.empty_like(own) for _ in range(model.process_group.size())]
-        dist.all_gather(rows, own, group=model.process_group)
-        of_ranks = torch.stack(rows).tolist()
+        with collective(model.process_group, _PLANS):
+            dist.all_gather(rows, own, group=model.process_group)
+            of_ranks = torch.stack(rows).tolist()
         return cls(
             [rank for rank, row in enumerate(of_ranks) if row[0]],
             any(row[1] for row in of_ranks),
@@ -84,8 +88,9 @@ class StepPlan:
         skipped = model.reducer.skipped_buckets
         if model.options.skip_all_reduce_unused_params:
             of_root = torch.tensor(skipped, dtype=torch.uint8).to(model.device)
-            dist.broadcast(of_root, group=model.process_group, group_src=self.root)
-            skipped = [flag != 0 for flag in of_root.tolist()]
+            with collective(model.process_group, "the broadcast of which buckets a step skips"):
+                dist.broadcast(of_root, group=model.process_group, group_src=self.root)
+                skipped = [flag != 0 for flag in of_root.tolist()]
         return skipped
 
     def gradient_scale(self, model: JoinableModel) -> float:
@@ -93,6 +98,16 @@ class StepPlan:
         if model.divide_by_initial_world_size:
             return 1.0
         return model.process_group.size() / len(self.active)
+
+
+class UnevenInputs(Join):
+    """Torch's Join, whose own collectives raise CommHookPeerError as well if a peer is lost."""
+
+    def __exit__(self, *error: Any) -> None:
+        """Take part in the steps of ranks that have inputs left, if the block has not raised."""
+        assert self._process_group is not None
+        with collective(self._process_group, _PLANS):
+            super().__exit__(*error)
 
 
 class ShadowHook(JoinHook):
@@ -137,5 +152,7 @@ class ShadowHook(JoinHook):
         model = self._model
         rank = model.process_group.rank()
         candidate = torch.tensor([rank if is_last_joiner else -1], device=model.device)
-        dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
-        model.broadcast_state(int(candidate.item()))
+        with collective(model.process_group, "the search for the rank that finished last"):
+            dist.all_reduce(candidate, op=dist.ReduceOp.MAX, group=model.process_group)
+            last = int(candidate.item())
+        model.broadcast_state(last)

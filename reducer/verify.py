@@ -27,7 +27,9 @@ def verify_parameters(
         for name, parameter in named_parameters
     ]
     device = named_parameters[0][1].device
-    check_agreement(descriptions, process_group, device, _explain)
+    check_agreement(
+        descriptions, process_group, device, _explain, "the comparison of the ranks' parameters"
+    )
 
 
 def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:

@@ -14,6 +14,7 @@ from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, StatsCollector
+from reducer.peers import collective
 
 __all__ = ["Adapter", "TorchHook"]
 
@@ -91,7 +92,8 @@ class Adapter(ABC):
         for parameter in self.parameters.values():
             dtype = at_least_float32(parameter.dtype)
             mean = parameter.reshape(-1).to(dtype) / self.group.size()
-            dist.all_reduce(mean, group=self.group)
+            with collective(self.group, "the average of the parameters"):
+                dist.all_reduce(mean, group=self.group)
             parameter.copy_(mean.view(parameter.shape))
 
     def _use_runner(self, runner: Runner | None) -> None:

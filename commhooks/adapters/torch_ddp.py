@@ -23,6 +23,7 @@ from commhooks.runtime.recording import Recording, Run, Span
 from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
+from reducer.peers import peer_error
 
 __all__ = ["TorchDDPAdapter"]
 
@@ -155,7 +156,7 @@ class TorchDDPAdapter(Adapter):
         error, self._error = self._error, None
         runs, self._runs = self._runs, []
         if error is not None:
-            raise error
+            raise peer_error(self.group, f"the average at step {self._steps}", error)
         for run in runs:
             self._collector.record(run)
         if self.recording is not None:

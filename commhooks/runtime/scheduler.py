@@ -34,6 +34,7 @@ from commhooks.runtime.execution import HookExecution
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from commhooks.runtime.step_state import Phase, StepState
+from reducer.peers import describe_loss
 
 __all__ = ["HookScheduler"]
 
@@ -189,10 +190,7 @@ class HookScheduler:
         if reason := self._groups.published():
             failure = CommHookPeerError(f"[rank {self._rank}] another rank failed: {reason}")
         else:
-            failure = execution.error(
-                f"{execution.operation} failed: a peer failed or left, or the network did "
-                f"({error})",
-                CommHookPeerError,
-            )
+            text = describe_loss(execution.comm.group, execution.operation, error)
+            failure = execution.error(text, CommHookPeerError)
         failure.__cause__ = error
         return failure

@@ -1,5 +1,6 @@
 // Construction, settings, buckets and observation; reducer_step.cpp has the steps.
 #include "reducer/reducer.h"
+#include "reducer/peers.h"
 
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -159,7 +160,9 @@ bool Reducer::rebuild_buckets() {
       at::tensor(order, at::TensorOptions().dtype(at::kLong)).to(parameters_.front().device());
   if (process_group_->getSize() > 1) {
     std::vector<at::Tensor> tensors = {agreed};
-    process_group_->broadcast(tensors)->wait();
+    with_peers(
+        process_group_, [] { return "the broadcast of the order of gradients"; },
+        [&] { process_group_->broadcast(tensors)->wait(); });
   }
   agreed = agreed.cpu();
   const int64_t* indices = agreed.const_data_ptr<int64_t>();

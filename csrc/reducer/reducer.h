@@ -208,6 +208,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_complete(const char* advice);
   void check_frozen() const;
   std::string describe(const std::vector<size_t>& indices) const;
+  std::string describe_average(const Bucket& bucket) const;
+  static std::string describe_use_exchange();
   std::string rank_prefix() const;
 
   bool dynamic_graph_locked() const {

@@ -1,4 +1,5 @@
 // Launches buckets and writes their averages back. See Note [How a gradient travels].
+#include "reducer/peers.h"
 #include "reducer/reducer.h"
 
 #include <ATen/record_function.h>
@@ -71,7 +72,9 @@ void Reducer::launch(size_t bucket_index, const Step& step) {
   if (step_.times.communication_start == Clock::time_point()) {
     step_.times.communication_start = exchange.handed_over;
   }
-  exchange.pending = hook.run(call);
+  exchange.pending = with_peers(
+      group.process_group, [&] { return describe_average(bucket); },
+      [&] { return hook.run(call); });
   exchange.completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
   exchange.pending->future().addCallback(
       [completed = exchange.completed](c10::ivalue::Future&) {
@@ -133,9 +136,18 @@ at::Tensor Reducer::await(Bucket& bucket) {
         {Activity::Hook, bucket.index, exchange.handed_over, end, bucket.shared_layout(),
          hook.name()});
   }
-  at::Tensor average = exchange.pending->result();
+  at::Tensor average = with_peers(
+      groups_[bucket.group].process_group, [&] { return describe_average(bucket); },
+      [&] { return exchange.pending->result(); });
   bucket.check_result(average, hook.format());
   return average;
+}
+
+std::string Reducer::describe_average(const Bucket& bucket) const {
+  const auto& names = bucket.layout().names;
+  return c10::str(
+      "the average of bucket ", bucket.index, " (parameters ", names.front(),
+      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", steps());
 }
 
 // The averages of parameters that this rank used are written at once, those of others once it is
@@ -202,7 +214,9 @@ void Reducer::drain() {
   }
   unused_.restore(parameters_, *step_.store);
   for (const auto& future : std::exchange(awaited_, {})) {
-    future->waitAndThrow();
+    with_peers(
+        process_group_, [] { return "what the end of backward was to wait for"; },
+        [&] { future->waitAndThrow(); });
   }
   if (options_.release_buckets) {
     for (auto& bucket : buckets_) {
@@ -253,7 +267,8 @@ void Reducer::finish_unused() {
   for (size_t index = 0; index < group_of.size(); ++index) {
     group_of[index] = groups_.process_group_of(options_.keys[index]);
   }
-  const Usage::Everywhere everywhere = usage.finish_exchange(group_of);
+  const Usage::Everywhere everywhere = with_peers(
+      process_group_, describe_use_exchange, [&] { return usage.finish_exchange(group_of); });
   for (const auto& [bucket, average, positions] : unused_.settle(everywhere)) {
     unpack(*bucket, average, positions);
   }

@@ -2,6 +2,7 @@
 #include "reducer/reducer.h"
 
 #include "reducer/graph.h"
+#include "reducer/peers.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
@@ -299,8 +300,10 @@ void Reducer::on_backward_end() {
       waits = !manual_finalization_;
     }
     if (unused_.exchanges_use()) {
-      unused_.usage().start_exchange(
-          groups_.process_groups(), graph_.expected(), parameters_.front().device());
+      with_peers(process_group_, describe_use_exchange, [&] {
+        unused_.usage().start_exchange(
+            groups_.process_groups(), graph_.expected(), parameters_.front().device());
+      });
     }
   } catch (...) {
     abandon();
@@ -400,6 +403,10 @@ std::string Reducer::describe(const std::vector<size_t>& indices) const {
     text << " and " << indices.size() - kMost << " more";
   }
   return text.str();
+}
+
+std::string Reducer::describe_use_exchange() {
+  return "the exchange of which parameters each rank used";
 }
 
 std::string Reducer::rank_prefix() const {

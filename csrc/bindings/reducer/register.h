@@ -7,6 +7,7 @@ namespace commhooks {
 
 void register_grad_bucket(pybind11::module_& module);
 void register_native_hooks(pybind11::module_& module);
+void register_peers();
 void register_packing(pybind11::module_& module);
 void register_reducer(pybind11::module_& module);
 

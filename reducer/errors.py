@@ -1,0 +1,16 @@
+"""The errors that both packages raise; :mod:`commhooks.errors` has the others."""
+
+from __future__ import annotations
+
+__all__ = ["CommHookError", "CommHookPeerError"]
+
+
+class CommHookError(RuntimeError):
+    """Base class of all errors of this package; also raised if a hook's own code fails."""
+
+    path: str = ""
+    """The path of the affected option in a hook's config, such as "inner.density"."""
+
+
+class CommHookPeerError(CommHookError):
+    """Ranks can no longer work together: another rank failed, ended or does not answer."""

@@ -1,0 +1,156 @@
+"""Raise one error when a peer is lost, whatever the backend raises.
+
+Note [Lost peers]
+~~~~~~~~~~~~~~~~~
+A peer that died, left or does not answer shows in the next collective with it, and each backend
+says so in its own way: Gloo raises a RuntimeError that names a connection or a time-out, NCCL
+DistBackendError, a store DistNetworkError. Therefore every collective runs inside
+:func:`collective`, those of the engine inside ``with_peers`` (csrc/reducer/peers.h), and both leave
+it to :func:`peer_error` what users get. What it returns is always a RuntimeError, as before.
+
+The error names the lost ranks. A rank that gets here
+
+    1. notes in the store that it is alive;
+    2. closes its connections of the group, on Gloo. What its peers have pending on the group then
+       fails at once instead of after the time-out, so all of them get here;
+    3. waits a moment for notes of the ranks whose connections were closed before, or of all others
+       if that is unknown. A rank without a note is lost.
+
+The group cannot be used any more, but with a rank missing it could not be used anyway.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from reducer.errors import CommHookError, CommHookPeerError
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+# In the texts of Gloo, of collectives under TORCH_DISTRIBUTED_DEBUG=DETAIL, of MPI and UCC.
+_SIGNS = re.compile(r"/gloo/|[Tt]imed out|Connection (closed|reset|refused)|monitoredBarrier")
+# NCCL reports some mistakes of the caller as DistBackendError, too.
+_MISTAKES = re.compile(r"invalid usage|invalid argument|Duplicate GPU")
+_GRACE_SECONDS = 2.0
+_AT_ONCE = timedelta(milliseconds=1)
+_TAG = 0x70656572  # of messages that are never sent
+
+
+@contextmanager
+def collective(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Raise CommHookPeerError if the collectives of ``group`` in the block lose a peer.
+
+    ``what`` is under way in the block: "the broadcast of buffers".
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        meant = peer_error(group, what, error)
+        if meant is error:
+            raise
+        raise meant from error
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Return whether a collective raised ``error`` because a peer is lost."""
+    if isinstance(error, dist.DistError):
+        return not _MISTAKES.search(str(error))
+    return type(error) is RuntimeError and bool(_SIGNS.search(str(error)))
+
+
+def peer_error(group: dist.ProcessGroup, what: str, error: BaseException) -> BaseException:
+    """Return the CommHookPeerError for ``error``, or ``error`` if it has another reason.
+
+    See Note [Lost peers]. Blocks for a moment.
+    """
+    if isinstance(error, CommHookError) or not is_peer_loss(error):
+        return error
+    lost = _lost_ranks(group)
+    meant = CommHookPeerError(describe_loss(group, f"[rank {group.rank()}] {what}", error, lost))
+    meant.__cause__ = error
+    return meant
+
+
+def describe_loss(
+    group: dist.ProcessGroup, what: str, error: BaseException, lost: list[int] | None = None
+) -> str:
+    """Return the message for the loss of the ranks ``lost`` during ``what``."""
+    ranks = ", ".join(map(str, lost or ()))
+    who = f"rank{'s' if len(lost) > 1 else ''} {ranks}" if lost else "a peer"
+    reason = re.sub(r"^\[\S*\] ", "", str(error)).partition(". This is typically")[0]
+    return (
+        f"{what} failed: {who} failed, left or did not answer, or the network failed ({reason}; "
+        f"time-out of the process group: {_timeout(group)}). The output of the lost rank tells "
+        "why. Restart all ranks from a checkpoint"
+    )
+
+
+def _timeout(group: dist.ProcessGroup) -> str:
+    with suppress(RuntimeError, AttributeError):
+        for device in group._device_types:  # noqa: SLF001
+            timeout: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001
+            return f"{timeout.total_seconds():g} s"
+    return "unknown"
+
+
+def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks that do not answer, as far as that can be found out; see the note."""
+    store = PrefixStore("commhooks/lost peers", group.get_group_store())
+    # The store may be gone with its rank, and does not answer if that rank has been stopped.
+    _limited(lambda: store.set(f"rank {group.rank()}", "alive"))
+    suspects = _close_connections(group)
+    return _limited(lambda: _without_note(store, suspects)) or []
+
+
+def _without_note(store: Store, ranks: list[int]) -> list[int]:
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while ranks and time.monotonic() < deadline:
+        ranks = [rank for rank in ranks if not store.check([f"rank {rank}"])]
+        time.sleep(0.01)
+    return ranks
+
+
+def _close_connections(group: dist.ProcessGroup) -> list[int]:
+    """Close the connections of Gloo; return the ranks whose connections were closed before."""
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    backend: Any = None
+    with suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
+    if not isinstance(backend, ProcessGroupGloo):
+        return others
+    closed, pending = [], []
+    for rank in others:
+        try:
+            pending.append(backend.recv([torch.empty(1)], rank, _TAG))  # type: ignore[attr-defined]
+        except RuntimeError:
+            closed.append(rank)
+    for work in pending:
+        with suppress(RuntimeError):
+            work.wait(_AT_ONCE)  # a wait that times out closes all connections
+    return closed
+
+
+def _limited(call: Callable[[], T]) -> T | None:
+    """Return the result of ``call``, or None if it fails or does not return."""
+    results: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            results.append(call())
+
+    thread = threading.Thread(target=run, name="commhooks-peers", daemon=True)
+    thread.start()
+    thread.join(2 * _GRACE_SECONDS)
+    return results[0] if results else None
