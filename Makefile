@@ -16,7 +16,7 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test test-all mutate build lint types format bench results matrix gpu-check cuda docs clean
+.PHONY: help demo test test-all mutate soak build lint types format bench results matrix gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ MUTATE ?= commhooks/hook --tests tests/hook
 
 mutate: $(INSTALLED) ## Run tests on mutants of modules (MUTATE="commhooks/runtime --tests tests/runtime")
 	$(BIN)/python tests/mutation.py $(MUTATE)
+
+MINUTES ?= 30
+SEED ?= 0
+
+soak: $(INSTALLED) ## Train with random hooks and faults, and check all ranks (MINUTES=30 SEED=0)
+	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED)
 
 build: $(INSTALLED) ## Set up the virtual environment and compile the extensions
 
