@@ -77,7 +77,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path, number: in
     script = tmp_path / "victim.py"
     script.write_text(
         "import signal, time\nfrom commhooks.cluster.links import shaped_link\n"
-        # Shells have it ignored by what they run in the background, and so do children.
+        # Processes that a shell runs in the background ignore SIGINT, and so do their children.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with shaped_link(2, 1e9):\n    print('up', flush=True)\n    time.sleep(600)\n"
     )

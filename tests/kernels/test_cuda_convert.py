@@ -115,7 +115,7 @@ class Bucket:
     def __init__(
         self, lengths: list[int], source: torch.dtype, destination: torch.dtype, start: int = 0
     ) -> None:
-        # Sources begin at odd places now and then, as views of something larger do.
+        # Some sources are unaligned, as views of larger tensors are.
         self.lengths = lengths
         self.shifts = [start * (i % 5 == 3) for i in range(len(lengths))]
         self.sources = [
@@ -193,7 +193,7 @@ def test_non_finite_numbers_come_through() -> None:
     assert found[4] == 0.0
 
 
-# Of each, numbers that are not finite; of the last ones only what they are cast to.
+# Dtypes of the source and the bucket, and numbers that are not finite in the bucket.
 NON_FINITE = [
     (torch.float64, torch.float64, (torch.inf, -torch.inf, torch.nan)),
     (torch.float32, torch.float32, (torch.inf, -torch.inf, torch.nan, 3e38)),

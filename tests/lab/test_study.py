@@ -64,7 +64,7 @@ def test_curves_contain_the_size_of_the_network_and_larger_ones():
     assert sizes[0] == 2
     assert sizes[-1] == 3000
     seconds = found.curve(BASELINE, sizes)
-    assert seconds == sorted(seconds)  # a ring only gets longer
+    assert seconds == sorted(seconds)  # a longer ring takes longer
 
 
 def test_kinds_of_steps_are_weighted_by_their_shares():

@@ -36,7 +36,7 @@ def test_each_hook_is_in_one_table_of_the_docs() -> None:
         if line.startswith("<!-- fidelity: ")
     ]
     listed = sorted(hook for table in tables for hook in table)
-    unlisted = {"bf16", "fp16"}  # averaged exactly but for rounding; no page of their own
+    unlisted = {"bf16", "fp16"}  # exact except for rounding, and without a page
     assert listed == sorted(
         trained.hook for trained in trained_hooks() if trained.hook not in unlisted
     )

@@ -14,7 +14,7 @@ import commhooks
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
 
-# Keys of torch that do not apply here; most are about NCCL's fusions and GPU timers.
+# Keys of torch that do not apply here; most describe fusions of NCCL and GPU timers.
 EXPECTED_MISSING = {
     "can_set_static_graph",
     "graph_static",

@@ -94,7 +94,7 @@ def test_a_step_fails_on_all_ranks_or_on_none(data: Any, size: int, seed: int) -
         else:
             reason = f"ValueError: {fault.text}"
         if rank != fault.rank:
-            assert failed  # of whatever bucket
+            assert failed  # of any bucket
         for error in failed:
             assert isinstance(error, CommHookPeerError) == (rank != fault.rank)
             assert isinstance(error, CommHookError)

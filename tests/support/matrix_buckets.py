@@ -112,7 +112,7 @@ def check_apply(bucket: Bucket, sides: list[Side], finite: bool) -> None:
     plan, compressor = bucket.plan, bucket.compressor()
     halves = [bucket.half_step(side, finite) for side in sides]
     first = halves[0]
-    expected = bucket.buffer.clone()  # but for the matrices
+    expected = bucket.buffer.clone()  # except for the matrices
     for G in plan.gradients(expected):
         G.zero_()
     exact = plan.exact_parts_behind(first.side, first.mean)
