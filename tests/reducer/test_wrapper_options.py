@@ -107,6 +107,29 @@ def test_lazy_bucket_allocation(view: bool) -> None:
     run_ranks(lazy, 2, view)
 
 
+def holders_between_steps(rank: int, world_size: int, lazy: bool, view: bool) -> int:
+    """Return how many others hold the memory of a bucket after a step."""
+    net = nn.Linear(3, 2)
+    model = DistributedDataParallel(net, lazy_bucket_allocation=lazy, gradient_as_bucket_view=view)
+    kept: list[torch.UntypedStorage] = []
+
+    def hook(_: None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        kept.append(bucket.buffer().untyped_storage())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 3)).sum().backward()
+    return torch._C._storage_Use_Count(kept[0]._cdata) - 1
+
+
+def test_lazy_bucket_allocation_frees_memory_between_steps() -> None:
+    assert run_ranks(holders_between_steps, 1, True, False) == [0]
+    assert run_ranks(holders_between_steps, 1, False, False) > [0]
+    assert run_ranks(holders_between_steps, 1, True, True) > [0]  # gradients are views of it
+
+
 def skip_unused(rank: int, world_size: int, skip: bool) -> list[int]:
     model = DistributedDataParallel(
         make_net(),
