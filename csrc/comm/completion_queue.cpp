@@ -12,7 +12,7 @@ struct CompletionQueue::Tokens {
 
   void put(int64_t token) {
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      const Lock lock(mutex);
       tokens.push_back(token);
     }
     arrived.notify_one();
@@ -39,8 +39,8 @@ struct CompletionQueue::Waiter {
       while (true) {
         Item item;
         {
-          std::unique_lock<std::mutex> lock(state->mutex);
-          state->changed.wait(lock, [&] { return state->closed || !state->items.empty(); });
+          Lock lock(state->mutex);
+          lock.wait(state->changed, [&] { return state->closed || !state->items.empty(); });
           if (state->closed) {
             return;
           }
@@ -59,7 +59,7 @@ struct CompletionQueue::Waiter {
 
   ~Waiter() {
     {
-      std::lock_guard<std::mutex> lock(state->mutex);
+      const Lock lock(state->mutex);
       state->closed = true;
     }
     state->changed.notify_one();
@@ -67,7 +67,7 @@ struct CompletionQueue::Waiter {
 
   void add(Item item) {
     {
-      std::lock_guard<std::mutex> lock(state->mutex);
+      const Lock lock(state->mutex);
       state->items.push_back(std::move(item));
     }
     state->changed.notify_one();
@@ -98,7 +98,7 @@ void CompletionQueue::watch(
         /*uses_future=*/false);  // so that no stream waits for it
     return;
   }
-  std::lock_guard<std::mutex> lock(waiters_mutex_);
+  const Lock lock(waiters_mutex_);
   std::unique_ptr<Waiter>& waiter = waiters_[stage];
   if (!waiter) {
     waiter = std::make_unique<Waiter>(tokens_);
@@ -107,11 +107,11 @@ void CompletionQueue::watch(
 }
 
 std::optional<int64_t> CompletionQueue::get(std::optional<std::chrono::duration<double>> timeout) {
-  std::unique_lock<std::mutex> lock(tokens_->mutex);
+  Lock lock(tokens_->mutex);
   const auto some = [&] { return !tokens_->tokens.empty(); };
   if (!timeout) {
-    tokens_->arrived.wait(lock, some);
-  } else if (!tokens_->arrived.wait_for(lock, *timeout, some)) {
+    lock.wait(tokens_->arrived, some);
+  } else if (!lock.wait_for(tokens_->arrived, *timeout, some)) {
     return std::nullopt;
   }
   const int64_t token = tokens_->tokens.front();

@@ -1,14 +1,14 @@
 // A queue on which one thread waits for many collectives.
 #pragma once
 
+#include "shared/lock.h"
+
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
-#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <thread>
 

@@ -8,7 +8,7 @@ JoinedWork::JoinedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
     : works_(std::move(works)) {}
 
 bool JoinedWork::wait(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(waiting_);
+  Lock lock(waiting_);
   if (!isCompleted()) {
     std::exception_ptr first_error;
     // Wait for all of them even after an error: their tensors are in use until then.
@@ -21,7 +21,7 @@ bool JoinedWork::wait(std::chrono::milliseconds timeout) {
         }
       }
     }
-    works_.clear();
+    lock.replace(works_, {});
     finish(first_error);
   }
   if (const auto error = exception()) {

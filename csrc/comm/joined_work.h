@@ -1,9 +1,10 @@
 // Several Works as one.
 #pragma once
 
+#include "shared/lock.h"
+
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include <mutex>
 #include <vector>
 
 namespace commhooks {

@@ -30,13 +30,13 @@ void RingGather::post() {
 }
 
 bool RingGather::wait(std::chrono::milliseconds timeout) {
-  std::lock_guard<std::mutex> lock(waiting_);
+  Lock lock(waiting_);
   if (!isCompleted()) {
     const std::exception_ptr first_error = pass_on(timeout);
-    sends_.clear();
-    receives_.clear();
-    parts_.clear();
-    group_.reset();
+    lock.replace(sends_, {});
+    lock.replace(receives_, {});
+    lock.replace(parts_, {});
+    lock.replace(group_, {});
     finish(first_error);
   }
   if (const auto error = exception()) {

@@ -1,11 +1,12 @@
 // An all-gather over Gloo by messages to the next rank.
 #pragma once
 
+#include "shared/lock.h"
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <exception>
-#include <mutex>
 #include <vector>
 
 namespace commhooks {

@@ -117,18 +117,22 @@ bool Bucket::is_plain(const at::Tensor& grad, size_t position) const {
       same_memory_order(grad, layout_->strides[position]);
 }
 
-void Bucket::begin_step(std::shared_ptr<const GradientStore> store) {
-  exchange = {.missing = indices_.size()};
-  store_ = std::move(store);
+void Bucket::begin_step() {
+  progress = {.missing = indices_.size()};
   gathered_.assign(indices_.size(), 0);
+  packs_all_ = true;
+  streams_.clear();
+}
+
+void Bucket::end_step() {
+  exchange = {};
+  store_ = local_gradients();
   pieces_.clear();
   pieces_numel_ = 0;
   sources_.clear();
   destinations_.clear();
   kept_.clear();
-  packs_all_ = true;
   finite_.reset();
-  streams_.clear();
 }
 
 void Bucket::enter_stream() {
@@ -200,9 +204,6 @@ void Bucket::flush(const PackFormat& format) {
 }
 
 void Bucket::pack_early(const PackFormat& format, size_t position) {
-  if (!device().is_cpu() || is_sparse) {
-    return;
-  }
   gather(format, position);
   if (pieces_numel_ * static_cast<int64_t>(c10::elementSize(dtype())) >= kFlushBytes) {
     flush(format);

@@ -18,8 +18,18 @@ struct BucketStats {
   // Time on the host. On an accelerator hooks complete once they have enqueued their work.
   double hook_seconds = 0;     // from launch to completion
   double exposed_seconds = 0;  // in the thread that runs backward, in the hook or waiting for it
+
+  void add(const BucketStats& other) {
+    steps += other.steps;
+    packed_bytes += other.packed_bytes;
+    hook_seconds += other.hook_seconds;
+    exposed_seconds += other.exposed_seconds;
+  }
 };
 
+// Tensors and `exchange` belong to the thread that has the turn, see Note [The turn]. The reducer's
+// mutex guards `stats` and `progress`.
+//
 // Note [Complex gradients]
 // ~~~~~~~~~~~~~~~~~~~~~~~~
 // Backends and hooks only handle real numbers. A complex gradient is packed as its real view, whose
@@ -35,8 +45,11 @@ class Bucket {
       bool grads_are_views);
 
   // Packs the gradient at `position` now, or later together with others: a large gradient is read
-  // while it is still in a cache, and small ones are packed in one pass. Optional; only does
-  // something on the CPU.
+  // while it is still in a cache, and small ones are packed in one pass. Optional, and only if
+  // `can_pack_early()`. By one thread at a time, and before `pack`.
+  bool can_pack_early() const {
+    return device().is_cpu() && !is_sparse;
+  }
   void pack_early(const PackFormat& format, size_t position);
 
   // Notes that a gradient has arrived on the current stream. See Note [Streams].
@@ -60,11 +73,14 @@ class Bucket {
     return packs_all_ ? finite_ : at::Tensor();
   }
 
-  // Starts a new exchange, and reads gradients from `store` from now on.
-  void begin_step(std::shared_ptr<const GradientStore> store);
+  // Starts a new exchange. Owns nothing of the step before, so it may be called under a lock.
+  void begin_step();
+  // Reads gradients from `store` until the step ends.
   void set_store(std::shared_ptr<const GradientStore> store) {
     store_ = std::move(store);
   }
+  // Drops everything of the step but the memory of the bucket.
+  void end_step();
 
   // Throws if a hook may not return `result` for this bucket.
   void check_result(const at::Tensor& result, const PackFormat& format) const;
@@ -104,19 +120,26 @@ class Bucket {
   size_t group = 0;        // index of its reduction group
   bool is_sparse = false;  // its only gradient is sparse, so `pack` returns a sparse tensor
 
-  // The part of the current step in this bucket; replaced as a whole when a step begins.
+  // The part of the current step in this bucket.
   struct Exchange {
-    size_t missing = 0;    // number of gradients that have not arrived yet
-    bool skipped = false;  // no rank uses any of its parameters
     std::unique_ptr<PendingResult> pending;
     std::chrono::steady_clock::time_point handed_over;
     // When the hook completed, in the clock of `handed_over`; zero until the callback that sets it
     // has run.
     std::shared_ptr<std::atomic<std::chrono::steady_clock::duration>> completed;
+    BucketStats stats;  // of this step only
   };
   Exchange exchange;
 
-  BucketStats stats;
+  // The gradients of the current step.
+  struct Progress {
+    size_t missing = 0;      // have not arrived yet, or are being packed
+    bool is_packed = false;  // whether a thread packs one early
+    bool skipped = false;    // no rank uses any of the parameters
+  };
+  Progress progress;
+
+  BucketStats stats;  // of finished steps
 
  private:
   // Returns the packed gradient at `position` as a view of `flat`.

@@ -15,6 +15,9 @@ class LocalGradients final : public GradientStore {
   at::Tensor get(const at::Tensor& parameter) const override {
     return parameter.grad();
   }
+  bool has(const at::Tensor& parameter) const override {
+    return parameter.grad().defined();
+  }
   void set(const at::Tensor& parameter, at::Tensor gradient) const override {
     parameter.mutable_grad() = std::move(gradient);
   }
@@ -24,6 +27,9 @@ class NoGradients final : public GradientStore {
  public:
   at::Tensor get(const at::Tensor& /*parameter*/) const override {
     return {};
+  }
+  bool has(const at::Tensor& /*parameter*/) const override {
+    return false;
   }
   void set(const at::Tensor& /*parameter*/, at::Tensor /*gradient*/) const override {}
   bool is_nowhere() const override {
@@ -49,6 +55,10 @@ class ContextGradients final : public GradientStore {
     return found;
   }
 
+  bool has(const at::Tensor& parameter) const override {
+    return context_->getGradients().contains(parameter);
+  }
+
   void set(const at::Tensor& parameter, at::Tensor gradient) const override {
     TORCH_CHECK(
         has(parameter),
@@ -61,10 +71,6 @@ class ContextGradients final : public GradientStore {
   }
 
  private:
-  bool has(const at::Tensor& parameter) const {
-    return context_->getGradients().contains(parameter);
-  }
-
   dist_autograd::ContextPtr context_;
 };
 #endif

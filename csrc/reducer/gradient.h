@@ -14,6 +14,9 @@ class GradientStore {
   virtual ~GradientStore() = default;
   // Returns an undefined tensor if the parameter has no gradient.
   virtual at::Tensor get(const at::Tensor& parameter) const = 0;
+  // Returns whether the parameter has a gradient, without owning it for a moment: it may be called
+  // under a lock.
+  virtual bool has(const at::Tensor& parameter) const = 0;
   virtual void set(const at::Tensor& parameter, at::Tensor gradient) const = 0;
   // Whether it has no gradients and stores none, so that averages need not be written.
   virtual bool is_nowhere() const {

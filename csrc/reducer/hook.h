@@ -44,6 +44,15 @@ class PendingResult {
   // gradients or that of the packed buffer. Rethrows an error of the hook. May only be called after
   // `future()` has completed; the current stream may then read the result. See Note [Streams].
   virtual at::Tensor result() = 0;
+
+  // Waits until the hook no longer uses the bucket. For steps that have failed: an error of this
+  // bucket, or of the device, adds nothing to the one that is being reported.
+  void settle() noexcept {
+    try {
+      future().wait();
+    } catch (const std::exception&) {
+    }
+  }
 };
 
 // There is always a hook; the default is AverageHook.
@@ -54,6 +63,7 @@ class Hook {
   // For profiles.
   virtual std::string name() const = 0;
 
+  // Asked once, when the hook is set, as is `passes_through`.
   virtual PackFormat format() const {
     return {};
   }
@@ -64,9 +74,9 @@ class Hook {
     return false;
   }
 
-  // Called on the thread that runs backward, in bucket order, without the GIL and without a lock
-  // that autograd needs. Must not wait for other ranks. The buffer has been packed on the current
-  // stream, which backward goes on to use: a hook works on other streams. See Note [Streams].
+  // Called on the thread that runs backward, in bucket order, without the GIL and without a lock.
+  // Must not wait for other ranks. The buffer has been packed on the current stream, which backward
+  // goes on to use: a hook works on other streams. See Note [Streams].
   virtual std::unique_ptr<PendingResult> run(const BucketCall& call) = 0;
 
   // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this

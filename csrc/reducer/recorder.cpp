@@ -27,13 +27,13 @@ const char* name_of(Activity activity) {
 }
 
 void Recorder::start() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  spans_.clear();
+  Lock lock(mutex_);
+  lock.replace(spans_, {});
   is_on_ = true;
 }
 
 std::vector<Span> Recorder::stop() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   is_on_ = false;
   return std::exchange(spans_, {});
 }
@@ -42,7 +42,7 @@ void Recorder::add(Span span) {
   if (!is_on()) {
     return;
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   if (is_on()) {
     spans_.push_back(std::move(span));
   }

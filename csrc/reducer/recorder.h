@@ -2,11 +2,11 @@
 #pragma once
 
 #include "reducer/layout.h"
+#include "shared/lock.h"
 
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 

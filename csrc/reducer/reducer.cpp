@@ -37,6 +37,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
     : parameters_(std::move(parameters)),
       options_(std::move(options)),
       process_group_(std::move(process_group)),
+      rank_(process_group_->getRank()),
       groups_(process_group_, options_.key_groups),
       graph_(parameters_.size()),
       unused_(parameters_.size()),
@@ -54,7 +55,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, Gro
   // Gradients arrive in about the reverse of the order in which parameters were registered.
   std::vector<size_t> order(count);
   std::iota(order.rbegin(), order.rend(), 0);
-  set_buckets(order, false);
+  buckets_ = make_buckets(parameters_, options_, groups_, std::move(order), false);
 }
 
 void Reducer::attach() {
@@ -79,71 +80,32 @@ void Reducer::attach() {
   }
 }
 
-void Reducer::detach() {
-  for (auto& [key, accumulator] : accumulators_) {
+void Reducer::wait_for_turn_locked(Lock& lock) {
+  lock.wait(turn_.changed, [&] {
+    return turn_.is_mine() ||
+        (turn_.is_open() && !turn_.has_helpers() && state_.phase() != Phase::Abandoned);
+  });
+}
+
+void Reducer::detach(const Accumulators& accumulators) {
+  for (const auto& [key, accumulator] : accumulators) {
     accumulator->del_post_hook(key);
   }
-  accumulators_.clear();
 }
 
 Reducer::~Reducer() {
-  detach();
+  detach(accumulators_);
   // Buckets that the hook still has keep their memory alive; waiting for them here could block the
   // thread that drops the last reference.
 }
 
 // --------------------------------------------------------------------------------------- buckets
 
-void Reducer::set_buckets(const std::vector<size_t>& order, bool back_to_front) {
-  order_ = order;
-  back_to_front_ = back_to_front;
-  // A sparse gradient has a bucket of its own.
-  auto keys = options_.keys;
-  int64_t unused_key = *std::max_element(keys.begin(), keys.end());
-  for (size_t index = 0; index < keys.size(); ++index) {
-    if (options_.sparse[index]) {
-      keys[index] = ++unused_key;
-    }
-  }
-  std::vector<std::vector<size_t>> plan;
-  if (back_to_front) {
-    plan = plan_buckets(parameters_, keys, {order_.rbegin(), order_.rend()}, options_.caps);
-    std::reverse(plan.begin(), plan.end());
-    for (auto& members : plan) {
-      std::reverse(members.begin(), members.end());
-    }
-  } else {
-    plan = plan_buckets(parameters_, keys, order_, options_.caps);
-  }
-  std::stable_partition(plan.begin(), plan.end(), [&](const std::vector<size_t>& members) {
-    return options_.keys[members.front()] != options_.late_key;
-  });
-  buckets_.clear();
-  locations_.assign(parameters_.size(), {});
-  for (size_t b = 0; b < plan.size(); ++b) {
-    std::vector<at::Tensor> parameters;
-    std::vector<std::string> names;
-    for (size_t position = 0; position < plan[b].size(); ++position) {
-      const size_t index = plan[b][position];
-      locations_[index] = {b, position};
-      parameters.push_back(parameters_[index]);
-      names.push_back(options_.names[index]);
-    }
-    auto bucket = std::make_unique<Bucket>(
-        std::move(parameters), std::move(names), plan[b], options_.gradient_as_bucket_view);
-    bucket->index = b;
-    const size_t first = plan[b].front();
-    bucket->is_sparse = options_.sparse[first];
-    bucket->group = groups_.index_of(options_.keys[first], bucket->is_sparse);
-    buckets_.push_back(std::move(bucket));
-  }
-}
-
 bool Reducer::rebuild_buckets() {
   constexpr int64_t kUnstable = -1;
   std::vector<int64_t> order;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     if (rebuilt_ || options_.stable_buckets || completed_ < next_rebuild_ ||
         state_.phase() != Phase::Idle) {
       return false;
@@ -169,56 +131,72 @@ bool Reducer::rebuild_buckets() {
   if (indices[0] == kUnstable) {
     return false;
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  BucketSet rebuilt = make_buckets(
+      parameters_, options_, groups_, {indices, indices + agreed.numel()},
+      options_.small_last_bucket);
+  Lock lock(mutex_);
+  wait_for_turn_locked(lock);
   rebuilt_ = true;
-  set_buckets(std::vector<size_t>(indices, indices + agreed.numel()), options_.small_last_bucket);
+  lock.replace(buckets_, std::move(rebuilt));
   return true;
 }
 
 bool Reducer::has_rebuilt() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return rebuilt_;
 }
 
 // -------------------------------------------------------------------------------------- settings
 
 void Reducer::set_hook(std::shared_ptr<Hook> hook) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const PackFormat format = hook->format();
+  const bool passes_through = hook->passes_through();
+  Lock lock(mutex_);
   TORCH_CHECK(
       state_.phase() == Phase::Idle || !any_gradient_locked(), rank_prefix(),
       "The hook can only be changed between two steps, and a backward is under way.");
-  // The former hook, now in `hook`, is destroyed without the lock: if it is written in Python, that
-  // takes the GIL, and the thread that has the GIL may be waiting for the lock.
-  groups_.of_users().hook.swap(hook);
+  ReductionGroup& group = groups_.of_users();
+  lock.replace(group.hook, std::move(hook));
+  group.format = format;
+  group.passes_through = passes_through;
 }
 
 std::string Reducer::hook_name() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return groups_.of_users().hook->name();
+  std::shared_ptr<Hook> hook;
+  {
+    const Lock lock(mutex_);
+    hook = groups_.of_users().hook;
+  }
+  return hook->name();
 }
 
 void Reducer::set_keys(std::vector<int64_t> keys) {
-  std::lock_guard<std::mutex> lock(mutex_);
   TORCH_CHECK_VALUE(
       keys.size() == parameters_.size(), "Expected one key for each of the ", parameters_.size(),
       " parameters, found ", keys.size(), ".");
+  ReducerOptions options = options_;
+  options.keys = keys;
+  BucketSet rebuilt =
+      make_buckets(parameters_, options, groups_, buckets_.order, buckets_.back_to_front);
+  Lock lock(mutex_);
+  wait_for_turn_locked(lock);
   TORCH_CHECK(
       state_.phase() == Phase::Idle || (state_.collecting() && !any_gradient_locked()),
       rank_prefix(), "Buckets can only be rebuilt between two steps, and a backward is under way.");
   options_.keys = std::move(keys);
-  set_buckets(order_, back_to_front_);
+  lock.replace(buckets_, std::move(rebuilt));
   if (state_.collecting()) {
     // A forward has announced a backward. With `static_graph`, `absent` follows from the graph.
     if (options_.static_graph) {
       step_.absent.clear();
     }
     begin_step_locked(
-        {.scale = step_.scale, .store = step_.store, .absent = std::move(step_.absent)});
+        lock, {.scale = step_.scale, .store = step_.store, .absent = std::move(step_.absent)});
   }
 }
 
 void Reducer::set_static_graph() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   TORCH_CHECK(
       completed_ == 0 && state_.phase() == Phase::Idle, rank_prefix(),
       "static_graph has to be set before the first forward, but ", completed_,
@@ -230,71 +208,86 @@ void Reducer::set_static_graph() {
 void Reducer::set_process_group(GroupPtr process_group) {
   abandon();
   ReductionGroups groups(process_group, options_.key_groups);
-  std::lock_guard<std::mutex> lock(mutex_);
-  process_group_ = std::move(process_group);
+  BucketSet rebuilt =
+      make_buckets(parameters_, options_, groups, buckets_.order, buckets_.back_to_front);
+  const int rank = process_group->getRank();
+  Lock lock(mutex_);
+  wait_for_turn_locked(lock);
+  lock.replace(process_group_, std::move(process_group));
+  rank_ = rank;
   first_step_ += completed_;
   completed_ = 0;
   next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
   rebuilt_ = false;
   graph_.forget();
-  unused_.forget_all();
-  std::swap(groups_, groups);  // the former ones are destroyed without the lock; see set_hook
-  set_buckets(order_, back_to_front_);
+  unused_.forget_graph();
+  lock.replace(groups_, std::move(groups));
+  lock.replace(buckets_, std::move(rebuilt));
 }
 
 void Reducer::remove_autograd_hooks() {
   abandon();
-  std::lock_guard<std::mutex> lock(mutex_);
-  detach();
+  Accumulators accumulators;
+  {
+    const Lock lock(mutex_);
+    accumulators.swap(accumulators_);
+  }
+  detach(accumulators);
 }
 
 void Reducer::set_observer(Observer observer) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  observer_.swap(observer);  // see set_hook
+  auto shared = observer ? std::make_shared<const Observer>(std::move(observer)) : nullptr;
+  Lock lock(mutex_);
+  lock.replace(observer_, std::move(shared));
 }
 
 void Reducer::await_after_backward(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   std::move(futures.begin(), futures.end(), std::back_inserter(awaited_));
 }
 
 void Reducer::set_manual_finalization(bool manual) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   manual_finalization_ = manual;
 }
 
 // ----------------------------------------------------------------------------------- observation
 
 std::vector<Reducer::BucketInfo> Reducer::buckets() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<BucketInfo> infos;
-  for (const auto& bucket : buckets_) {
+  for (const auto& bucket : buckets_.all) {
     infos.push_back(
         {bucket->shared_layout(), bucket->indices(), bucket->bytes(), bucket->group,
-         bucket->is_sparse, groups_[bucket->group].process_group->getSize(), bucket->stats});
+         bucket->is_sparse, groups_[bucket->group].ranks, bucket->stats});
   }
   return infos;
 }
 
 void Reducer::reset_stats() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& bucket : buckets_) {
+  const Lock lock(mutex_);
+  for (auto& bucket : buckets_.all) {
     bucket->stats = {};
   }
 }
 
 StepTimes Reducer::last_times() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return last_times_;
 }
 
+GroupPtr Reducer::process_group() const {
+  const Lock lock(mutex_);
+  return process_group_;
+}
+
 int64_t Reducer::steps() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   return first_step_ + completed_;
 }
 
 void Reducer::set_steps(int64_t steps) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   TORCH_CHECK_VALUE(steps >= 0, "The number of steps cannot be negative, found ", steps, ".");
   first_step_ = steps - completed_;
 }

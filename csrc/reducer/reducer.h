@@ -4,11 +4,13 @@
 #include "reducer/arrivals.h"
 #include "reducer/bucket.h"
 #include "reducer/bucket_plan.h"
+#include "reducer/bucket_set.h"
 #include "reducer/recorder.h"
 #include "reducer/reduction_groups.h"
 #include "reducer/static_graph.h"
 #include "reducer/step.h"
 #include "reducer/step_state.h"
+#include "reducer/turn.h"
 #include "reducer/unused_parameters.h"
 
 #include <torch/csrc/autograd/function.h>
@@ -17,7 +19,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -57,10 +58,9 @@ struct ReducerOptions {
 //      once the hook has all buckets, Collecting -> Draining; wait for each bucket in order and
 //      write its average back; Draining -> Idle.
 //
-// Locks: `mutex_` guards the bookkeeping. It is held only briefly: never while a hook runs, while
-// memory is copied, or while waiting. `launch_mutex_` keeps launches in order when several autograd
-// threads (one per device) complete buckets at the same time; it is taken before `mutex_`. It is
-// recursive, because a hook or an observer may call a method that ends the step.
+// `mutex_` guards the bookkeeping, as Note [Locks and the GIL] says. Buckets belong to the thread
+// that has the turn, see Note [The turn]. Settings and buckets change between two steps only; the
+// methods for observation and `abandon` may be called by any thread at any time.
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Attaches hooks to the gradient accumulators of `parameters`, and removes them on destruction.
@@ -106,9 +106,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Averages over another group from the next step on, with the hook that averages. Forgets what it
   // has learned about the graph.
   void set_process_group(GroupPtr process_group);
-  const GroupPtr& process_group() const {
-    return process_group_;
-  }
+  GroupPtr process_group() const;
 
   // Detaches from autograd: later backwards do not synchronize.
   void remove_autograd_hooks();
@@ -164,36 +162,49 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  private:
   Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group);
 
-  struct Location {
-    size_t bucket;
-    size_t position;
-  };
+  using Accumulators = std::vector<std::pair<uintptr_t, NodePtr>>;  // with the key of the hook
   class BackwardGuard;
+  struct Launch;
 
   void attach();
-  void detach();
-  void set_buckets(const std::vector<size_t>& order, bool back_to_front);
+  static void detach(const Accumulators& accumulators);
+  // Waits until no other thread works on the buckets of a step.
+  void wait_for_turn_locked(Lock& lock);
 
   // --- collecting: reducer_step.cpp ---
 
   // `step.absent`: parameters that the graph does not reach.
-  void begin_step_locked(Step step);
+  void begin_step_locked(Lock& lock, Step step);
   void skip_unused_locked();
   void on_backward_start();
   void on_gradient(size_t index);
-  void queue_backward_end_locked();
+  struct Gradient;
+  Gradient note_gradient(size_t index, Turn::Helper& helper);
+  bool pack_early(size_t index, const PackFormat& format, Turn::Helper& helper);
+  // Returns whether `queue_backward_end` is to be called once the lock is released.
+  bool begin_backward_locked(Lock& lock);
+  void queue_backward_end();
+  bool is_last_gradient_locked(size_t index);
+  bool packs_early_locked(size_t index) const;
+  Bucket& bucket_of(size_t index) const;  // requires the lock, or a part in the step
   void mark_absent_locked();
-  void arrive_locked(size_t index);
+  void note_arrival_locked(size_t index);
+  void count_down_locked(size_t index);
   void end_discovery_locked();
   void on_backward_end();
-  void end_step_locked();
+  void drop_buckets() noexcept;
 
   // --- buckets on their way to the hooks and back: reducer_exchange.cpp ---
 
   void launch_ready_buckets();
-  void launch(size_t bucket_index, const Step& step);
-  at::Tensor pack(Bucket& bucket);
-  void finish_ready_buckets();
+  bool launch_or_finish_next(Turn::Holder& turn);
+  bool has_ready_bucket_locked() const;
+  std::optional<Launch> next_launch_locked();
+  void launch(const Launch& launch);
+  BucketCall pack(const Launch& launch);
+  bool has_ended() const;
+  Bucket* next_completed_locked();
+  void finish_early(Bucket& bucket);
   void finish(Bucket& bucket);
   at::Tensor await(Bucket& bucket);
   void write_back(Bucket& bucket, const at::Tensor& average);
@@ -201,6 +212,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void drain();
   void drain_buckets();
   void finish_unused();
+  void wait_for_awaited();
+  void check_draining_locked() const;
+  void count_step_locked();
+  void clear_step() noexcept;
   PackFormat format_of(const Bucket& bucket) const;
 
   // --- errors ---
@@ -230,27 +245,26 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::vector<at::Tensor> parameters_;
   ReducerOptions options_;
   GroupPtr process_group_;
-  std::vector<std::pair<uintptr_t, NodePtr>> accumulators_;  // with the key of the hook in each
+  int rank_;
+  Accumulators accumulators_;
   // Buckets are finished on it while backward goes on; none on the CPU. See Note [Streams].
   std::optional<c10::Stream> side_stream_;
 
   mutable std::mutex mutex_;
-  std::recursive_mutex launch_mutex_;
+  Turn turn_;
 
   ReductionGroups groups_;
-  std::vector<std::unique_ptr<Bucket>> buckets_;
-  std::vector<Location> locations_;  // of each parameter
-  std::vector<size_t> order_;        // of parameters, from which the buckets were built
-  bool back_to_front_ = false;       // whether they were built starting from its end
+  BucketSet buckets_;
   bool rebuilt_ = false;
   int64_t next_rebuild_ = 1;  // number of completed steps before the next attempt to rebuild
   int64_t completed_ = 0;     // synchronized backward passes since the last change of group
   int64_t first_step_ = 0;    // number of steps before those
-  Observer observer_;
+  std::shared_ptr<const Observer> observer_;  // null if there is none
   bool manual_finalization_ = false;
   Recorder recorder_;
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited_;  // by the next end of a step
-  bool end_queued_ = false;  // whether `on_backward_end` is queued in the running backward
+  bool is_dropping_ = false;  // whether a thread drops the buckets of a failed step
+  bool end_queued_ = false;   // whether `on_backward_end` is queued in the running backward
   StepTimes last_times_;
 
   StaticGraph graph_;  // with `static_graph`

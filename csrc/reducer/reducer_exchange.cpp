@@ -18,104 +18,161 @@ double seconds_between(Clock::time_point start, Clock::time_point end) {
 
 // -------------------------------------------------------------------------------- to the hooks
 
+// What the thread that has the turn needs of the step; another thread may end the step meanwhile.
+struct Reducer::Launch {
+  Bucket* bucket;
+  std::shared_ptr<Hook> hook;
+  GroupPtr process_group;
+  PackFormat format;
+  std::shared_ptr<const GradientStore> store;
+  size_t index;  // among the buckets of the hook
+  size_t bucket_count;
+  int64_t step;
+  Names left_out;
+};
+
 PackFormat Reducer::format_of(const Bucket& bucket) const {
-  PackFormat format = groups_[bucket.group].hook->format();
+  PackFormat format = groups_[bucket.group].format;
   format.scale *= step_.scale;
   return format;
 }
 
 void Reducer::launch_ready_buckets() {
-  std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
-  while (true) {
-    size_t bucket_index = 0;
-    Step step;  // a copy, as another thread may end the step
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (!state_.collecting() || step_.next_launch == buckets_.size() ||
-          buckets_[step_.next_launch]->exchange.missing > 0) {
-        break;
-      }
-      bucket_index = step_.next_launch++;
-      step = step_;
+  Turn::Holder turn(turn_, mutex_);
+  {
+    const Lock lock(mutex_);
+    if (!turn_.is_open()) {
+      return;
     }
-    launch(bucket_index, step);
+    turn.take();
   }
-  if (observer_ && !unused_.exchanges_use()) {
-    finish_ready_buckets();
+  try {
+    while (launch_or_finish_next(turn)) {
+    }
+  } catch (...) {
+    abandon();
+    throw;
   }
 }
 
-void Reducer::launch(size_t bucket_index, const Step& step) {
-  Bucket& bucket = *buckets_[bucket_index];
-  Bucket::Exchange& exchange = bucket.exchange;
-  ReductionGroup& group = groups_[bucket.group];
-  Hook& hook = *group.hook;
-  if (exchange.skipped || hook.passes_through()) {
-    return;
+// Gives up the turn and returns false if there is nothing to do.
+bool Reducer::launch_or_finish_next(Turn::Holder& turn) {
+  std::optional<Launch> next;
+  Bucket* completed = nullptr;
+  {
+    const Lock lock(mutex_);
+    next = next_launch_locked();
+    completed = next ? nullptr : next_completed_locked();
+    if (!next && !completed) {
+      turn.give_up();
+      return false;
+    }
   }
+  if (next) {
+    launch(*next);
+  } else {
+    finish_early(*completed);
+  }
+  return true;
+}
+
+bool Reducer::has_ready_bucket_locked() const {
+  return state_.collecting() && step_.next_launch < buckets_.all.size() &&
+      buckets_.all[step_.next_launch]->progress.missing == 0;
+}
+
+std::optional<Reducer::Launch> Reducer::next_launch_locked() {
+  while (has_ready_bucket_locked()) {
+    Bucket& bucket = *buckets_.all[step_.next_launch++];
+    ReductionGroup& group = groups_[bucket.group];
+    if (!bucket.progress.skipped && !group.passes_through) {
+      return Launch{&bucket,       group.hook,       group.process_group, format_of(bucket),
+                    step_.store,   group.launched++, group.buckets,       first_step_ + completed_,
+                    step_.left_out};
+    }
+  }
+  return std::nullopt;
+}
+
+void Reducer::launch(const Launch& launch) {
+  Bucket& bucket = *launch.bucket;
   at::RecordFunction range(at::RecordScope::FUNCTION);
   if (range.isActive()) {
-    range.before(c10::str("commhooks: ", hook.name(), ", bucket ", bucket_index));
+    range.before(c10::str("commhooks: ", launch.hook->name(), ", bucket ", bucket.index));
   }
   bucket.enter_stream();
   if (options_.gradient_as_bucket_view && needs_outputs()) {
-    unused_.keep(bucket, parameters_, *step.store);
+    unused_.keep(bucket, parameters_, *launch.store);
   }
-  const at::Tensor buffer = pack(bucket);
-  const BucketCall call{bucket.shared_layout(),   buffer,        group.launched++, group.buckets,
-                        first_step_ + completed_, step.left_out, bucket.finite()};
-  bucket.stats.packed_bytes += static_cast<int64_t>(
-      bucket.is_sparse ? call.buffer._indices().nbytes() + call.buffer._values().nbytes()
-                       : call.buffer.nbytes());
-  const Recorder::Scope launching(recorder_, Activity::Launch, bucket_index);
-  exchange.handed_over = Clock::now();
-  if (step_.times.communication_start == Clock::time_point()) {
-    step_.times.communication_start = exchange.handed_over;
-  }
-  exchange.pending = with_peers(
-      group.process_group, [&] { return describe_average(bucket); },
-      [&] { return hook.run(call); });
-  exchange.completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
-  exchange.pending->future().addCallback(
-      [completed = exchange.completed](c10::ivalue::Future&) {
-        *completed = Clock::now().time_since_epoch();
-      },
+  const BucketCall call = pack(launch);
+  const Recorder::Scope launching(recorder_, Activity::Launch, bucket.index);
+  const auto handed_over = Clock::now();
+  auto pending = with_peers(
+      launch.process_group, [&] { return describe_average(bucket); },
+      [&] { return launch.hook->run(call); });
+  auto completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
+  pending->future().addCallback(
+      [completed](c10::ivalue::Future&) { *completed = Clock::now().time_since_epoch(); },
       /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
-  bucket.stats.exposed_seconds += seconds_between(exchange.handed_over, Clock::now());
+  if (has_ended()) {
+    pending->settle();  // the hook itself has ended the step
+    return;
+  }
+  Bucket::Exchange& exchange = bucket.exchange;
+  exchange.pending = std::move(pending);
+  exchange.completed = std::move(completed);
+  exchange.handed_over = handed_over;
+  exchange.stats.exposed_seconds += seconds_between(handed_over, Clock::now());
 }
 
-at::Tensor Reducer::pack(Bucket& bucket) {
+BucketCall Reducer::pack(const Launch& launch) {
+  Bucket& bucket = *launch.bucket;
   const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
-  return bucket.pack(format_of(bucket));
+  const at::Tensor buffer = bucket.pack(launch.format);
+  bucket.exchange.stats.packed_bytes += static_cast<int64_t>(
+      bucket.is_sparse ? buffer._indices().nbytes() + buffer._values().nbytes() : buffer.nbytes());
+  return {bucket.shared_layout(), buffer,         launch.index, launch.bucket_count, launch.step,
+          launch.left_out,        bucket.finite()};
+}
+
+bool Reducer::has_ended() const {
+  const Lock lock(mutex_);
+  return state_.phase() == Phase::Idle;
 }
 
 // ------------------------------------------------------------------------------------- and back
 
-void Reducer::finish_ready_buckets() {
+// Returns the next bucket to be written back while backward goes on, if its average is there.
+Bucket* Reducer::next_completed_locked() {
+  if (!observer_ || unused_.exchanges_use() || !state_.collecting() ||
+      step_.next_finish == step_.next_launch) {
+    return nullptr;
+  }
+  Bucket& bucket = *buckets_.all[step_.next_finish];
+  const bool elsewhere = side_stream_ && side_stream_->device() != bucket.device();
+  const auto& pending = bucket.exchange.pending;
+  if (elsewhere || (pending && !pending->future().completed())) {
+    return nullptr;
+  }
+  ++step_.next_finish;
+  return &bucket;
+}
+
+void Reducer::finish_early(Bucket& bucket) {
   c10::OptionalStreamGuard stream;
   if (side_stream_) {
     stream.reset_stream(*side_stream_);
   }
-  while (step_.next_finish < step_.next_launch) {
-    Bucket& bucket = *buckets_[step_.next_finish];
-    const bool elsewhere = side_stream_ && side_stream_->device() != bucket.device();
-    const auto& pending = bucket.exchange.pending;
-    if (elsewhere || (pending && !pending->future().completed())) {
-      return;
-    }
-    ++step_.next_finish;
-    bucket.enter_stream();
-    finish(bucket);
-  }
+  bucket.enter_stream();
+  finish(bucket);
 }
 
 void Reducer::finish(Bucket& bucket) {
-  Bucket::Exchange& exchange = bucket.exchange;
-  if (exchange.skipped) {
+  if (bucket.progress.skipped) {
     return;
   }
-  write_back(bucket, exchange.pending ? await(bucket) : at::Tensor());
-  exchange.pending.reset();
+  write_back(bucket, bucket.exchange.pending ? await(bucket) : at::Tensor());
+  bucket.exchange.pending.reset();
 }
 
 at::Tensor Reducer::await(Bucket& bucket) {
@@ -124,22 +181,22 @@ at::Tensor Reducer::await(Bucket& bucket) {
     const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
     const auto start = Clock::now();
     exchange.pending->future().wait();
-    bucket.stats.exposed_seconds += seconds_between(start, Clock::now());
+    exchange.stats.exposed_seconds += seconds_between(start, Clock::now());
   }
   // Waiting threads wake up before callbacks run, so the time of the callback may still be unset.
   const Clock::time_point called_back(exchange.completed->load());
   const auto end = called_back > exchange.handed_over ? called_back : Clock::now();
-  const Hook& hook = *groups_[bucket.group].hook;
-  bucket.stats.hook_seconds += seconds_between(exchange.handed_over, end);
+  const ReductionGroup& group = groups_[bucket.group];
+  exchange.stats.hook_seconds += seconds_between(exchange.handed_over, end);
   if (recorder_.is_on()) {
     recorder_.add(
         {Activity::Hook, bucket.index, exchange.handed_over, end, bucket.shared_layout(),
-         hook.name()});
+         group.hook->name()});
   }
   at::Tensor average = with_peers(
-      groups_[bucket.group].process_group, [&] { return describe_average(bucket); },
+      group.process_group, [&] { return describe_average(bucket); },
       [&] { return exchange.pending->result(); });
-  bucket.check_result(average, hook.format());
+  bucket.check_result(average, group.format);
   return average;
 }
 
@@ -176,22 +233,31 @@ void Reducer::unpack(
     const Recorder::Scope unpacking(recorder_, Activity::Unpack, bucket.index);
     bucket.unpack(average, positions);
   }
-  if (observer_ && !positions.empty()) {
+  std::shared_ptr<const Observer> observer;
+  {
+    const Lock lock(mutex_);
+    observer = observer_;
+  }
+  if (observer && !positions.empty()) {
     std::vector<size_t> indices;
     indices.reserve(positions.size());
     for (const size_t position : positions) {
       indices.push_back(bucket.indices()[position]);
     }
-    observer_(indices);
+    (*observer)(indices);
   }
 }
 
 void Reducer::finalize_backward() {
+  Turn::Holder turn(turn_, mutex_);
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (state_.phase() != Phase::Draining) {
+    Lock lock(mutex_);
+    const auto is_draining = [&] { return state_.phase() == Phase::Draining; };
+    lock.wait(turn_.changed, [&] { return turn_.is_open() || !is_draining(); });
+    if (!is_draining()) {
       return;
     }
+    turn.take();
   }
   try {
     drain();
@@ -206,47 +272,46 @@ void Reducer::drain() {
   if (range.isActive()) {
     range.before("commhooks: wait for all buckets");
   }
-  const Recorder::Scope draining(
-      recorder_, Activity::Drain, static_cast<size_t>(first_step_ + completed_));
+  const Recorder::Scope draining(recorder_, Activity::Drain, static_cast<size_t>(steps()));
   drain_buckets();
   if (unused_.exchanges_use()) {
     finish_unused();
   }
   unused_.restore(parameters_, *step_.store);
-  for (const auto& future : std::exchange(awaited_, {})) {
-    with_peers(
-        process_group_, [] { return "what the end of backward was to wait for"; },
-        [&] { future->waitAndThrow(); });
-  }
+  wait_for_awaited();
   if (options_.release_buckets) {
-    for (auto& bucket : buckets_) {
+    for (auto& bucket : buckets_.all) {
       bucket->release();
     }
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  step_.times.communication_end = Clock::now();
-  last_times_ = step_.times;
-  end_step_locked();
-  ++completed_;
-  state_.finish();
+  {
+    Lock lock(mutex_);
+    check_draining_locked();
+    count_step_locked();
+    lock.replace(step_, {});
+    state_.finish();
+  }
+  clear_step();
 }
 
 void Reducer::drain_buckets() {
   std::exception_ptr error;
-  for (auto& bucket : buckets_) {
-    bucket->stats.steps += 1;
+  for (auto& bucket : buckets_.all) {
+    bucket->exchange.stats.steps = 1;
     bucket->enter_stream();
   }
-  for (size_t b = step_.next_finish; b < buckets_.size(); ++b) {
-    Bucket& bucket = *buckets_[b];
+  for (size_t b = step_.next_finish; b < buckets_.all.size(); ++b) {
+    Bucket& bucket = *buckets_.all[b];
     if (error) {
       if (const auto& pending = bucket.exchange.pending) {
-        pending->future().wait();  // so that no memory is in use when the next step begins
+        pending->settle();  // so that no memory is in use when the next step begins
       }
       continue;
     }
     try {
       finish(bucket);
+      const Lock lock(mutex_);
+      check_draining_locked();
     } catch (...) {
       error = std::current_exception();
     }
@@ -254,6 +319,46 @@ void Reducer::drain_buckets() {
   if (error) {
     std::rethrow_exception(error);
   }
+}
+
+void Reducer::wait_for_awaited() {
+  decltype(awaited_) awaited;
+  {
+    const Lock lock(mutex_);
+    awaited.swap(awaited_);
+  }
+  for (const auto& future : awaited) {
+    with_peers(
+        process_group_, [] { return "what the end of backward was to wait for"; },
+        [&] { future->waitAndThrow(); });
+  }
+}
+
+void Reducer::check_draining_locked() const {
+  TORCH_CHECK(
+      state_.phase() == Phase::Draining, rank_prefix(),
+      "The step was ended before all averages were written back: a hook, an observer or another "
+      "thread has called abandon() or another method that ends it.");
+}
+
+void Reducer::count_step_locked() {
+  for (auto& bucket : buckets_.all) {
+    bucket->stats.add(bucket->exchange.stats);
+    if (bucket->exchange.completed && step_.times.communication_start == Clock::time_point()) {
+      step_.times.communication_start = bucket->exchange.handed_over;
+    }
+  }
+  step_.times.communication_end = Clock::now();
+  last_times_ = step_.times;
+  ++completed_;
+}
+
+// Drops what buckets own of a step that has ended. Requires the turn.
+void Reducer::clear_step() noexcept {
+  for (auto& bucket : buckets_.all) {
+    bucket->end_step();
+  }
+  unused_.forget();
 }
 
 // Parameters that another rank used get a gradient here too; those that no rank used keep theirs.

@@ -38,6 +38,9 @@ class Reducer::BackwardGuard {
       reducer->on_backward_end();
     }
   }
+  void dismiss() {
+    ended_ = true;
+  }
 
  private:
   std::weak_ptr<Reducer> reducer_;
@@ -46,20 +49,21 @@ class Reducer::BackwardGuard {
 
 // ------------------------------------------------------------------------------------- beginning
 
-void Reducer::begin_step_locked(Step step) {
-  step_ = std::move(step);
+void Reducer::begin_step_locked(Lock& lock, Step step) {
+  lock.replace(step_, std::move(step));
   arrivals_.begin_step();
   graph_.begin_step();
   unused_.begin_step(tracks_use_locked());
   groups_.begin_step();
-  for (auto& bucket : buckets_) {
-    bucket->begin_step(step_.store);
+  for (auto& bucket : buckets_.all) {
+    bucket->begin_step();
+    bucket->set_store(step_.store);
   }
   if (options_.skip_unused_buckets) {
     skip_unused_locked();
   }
-  for (const auto& bucket : buckets_) {
-    groups_[bucket->group].buckets += bucket->exchange.skipped ? 0 : 1;
+  for (const auto& bucket : buckets_.all) {
+    groups_[bucket->group].buckets += bucket->progress.skipped ? 0 : 1;
   }
   for (size_t index = 0; index < graph_.expected().size(); ++index) {
     if (graph_.expected(index) == 0) {
@@ -69,15 +73,15 @@ void Reducer::begin_step_locked(Step step) {
 }
 
 void Reducer::skip_unused_locked() {
-  std::vector<size_t> absent(buckets_.size(), 0);
+  std::vector<size_t> absent(buckets_.all.size(), 0);
   for (const size_t index : step_.absent) {
-    ++absent[locations_[index].bucket];
+    ++absent[buckets_.locations[index].bucket];
   }
   std::vector<std::string> left_out;
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    buckets_[b]->exchange.skipped = absent[b] == buckets_[b]->indices().size();
-    if (buckets_[b]->exchange.skipped) {
-      const auto& names = buckets_[b]->layout().names;
+  for (size_t b = 0; b < buckets_.all.size(); ++b) {
+    buckets_.all[b]->progress.skipped = absent[b] == buckets_.all[b]->indices().size();
+    if (buckets_.all[b]->progress.skipped) {
+      const auto& names = buckets_.all[b]->layout().names;
       left_out.insert(left_out.end(), names.begin(), names.end());
     }
   }
@@ -101,12 +105,13 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
   }
 
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (accumulators_.empty()) {
       return;  // remove_autograd_hooks() was called
     }
+    wait_for_turn_locked(lock);
     state_.expect();
-    begin_step_locked({.scale = scale, .absent = std::move(unreachable)});
+    begin_step_locked(lock, {.scale = scale, .absent = std::move(unreachable)});
   }
 
   if (needs_outputs()) {
@@ -126,23 +131,25 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
 
 void Reducer::match_backward(const std::vector<bool>& skipped) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     TORCH_CHECK_VALUE(
-        skipped.size() == buckets_.size(), rank_prefix(), "Expected one flag for each of the ",
-        buckets_.size(), " buckets, found ", skipped.size(), " flags.");
+        skipped.size() == buckets_.all.size(), rank_prefix(), "Expected one flag for each of the ",
+        buckets_.all.size(), " buckets, found ", skipped.size(), " flags.");
     std::vector<size_t> unused;
-    for (size_t b = 0; b < buckets_.size(); ++b) {
+    for (size_t b = 0; b < buckets_.all.size(); ++b) {
       if (skipped[b]) {
-        const auto& indices = buckets_[b]->indices();
+        const auto& indices = buckets_.all[b]->indices();
         unused.insert(unused.end(), indices.begin(), indices.end());
       }
     }
+    wait_for_turn_locked(lock);
     state_.expect();
-    begin_step_locked({.store = no_gradients(), .absent = std::move(unused)});
+    begin_step_locked(lock, {.store = no_gradients(), .absent = std::move(unused)});
     step_.absent.clear();
     if (!discovering_locked()) {
-      for (const size_t index : order_) {
-        arrive_locked(index);
+      for (const size_t index : buckets_.order) {
+        note_arrival_locked(index);
+        count_down_locked(index);
       }
     }
   }
@@ -151,10 +158,10 @@ void Reducer::match_backward(const std::vector<bool>& skipped) {
 }
 
 std::vector<bool> Reducer::skipped_buckets() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   std::vector<bool> skipped;
-  for (const auto& bucket : buckets_) {
-    skipped.push_back(bucket->exchange.skipped);
+  for (const auto& bucket : buckets_.all) {
+    skipped.push_back(bucket->progress.skipped);
   }
   return skipped;
 }
@@ -162,93 +169,155 @@ std::vector<bool> Reducer::skipped_buckets() const {
 // ------------------------------------------------------------------------------------- gradients
 
 void Reducer::on_backward_start() {
+  bool begins = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    Lock lock(mutex_);
     if (!state_.collecting()) {
       return;
     }
-    queue_backward_end_locked();
+    begins = begin_backward_locked(lock);
     mark_absent_locked();
+  }
+  if (begins) {
+    queue_backward_end();
   }
   launch_ready_buckets();
 }
 
+// What is to be done about a gradient without the lock.
+struct Reducer::Gradient {
+  bool begins_backward = false;
+  std::optional<PackFormat> packs_early;
+  bool completes_bucket = false;
+};
+
 void Reducer::on_gradient(size_t index) {
-  bool bucket_ready = false;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (!state_.collecting() && !tracks_use_locked()) {
-      return;
+  try {
+    Turn::Helper helper(turn_, mutex_);
+    Gradient gradient = note_gradient(index, helper);
+    if (gradient.begins_backward) {
+      queue_backward_end();
     }
-    if (state_.collecting()) {
-      queue_backward_end_locked();
+    if (gradient.packs_early) {
+      gradient.completes_bucket = pack_early(index, *gradient.packs_early, helper);
     }
-    // Also in `no_sync`: parameters used there count as used at the next synchronization.
-    if (tracks_use_locked() && step_.store->get(parameters_[index]).defined()) {
-      unused_.add_use(index);
+    if (gradient.completes_bucket) {
+      launch_ready_buckets();
     }
-    if (!state_.collecting()) {
-      return;
-    }
-    recorder_.add_instant(Activity::Gradient, index);
-    buckets_[locations_[index].bucket]->add_stream();
-    if (discovering_locked()) {
-      graph_.watch(index);
-      return;
-    }
-    mark_absent_locked();
-    if (options_.static_graph) {
-      TORCH_CHECK(
-          graph_.expects_more(index), rank_prefix(),
-          "Your training graph has changed in this iteration: parameter ", describe({index}),
-          " got more gradients than in the first iteration, when it got ", graph_.expected(index),
-          ". This is not compatible with static_graph=True.");
-      if (!graph_.count(index)) {
-        return;
-      }
-    }
-    arrive_locked(index);
-    bucket_ready =
-        step_.next_launch < buckets_.size() && buckets_[step_.next_launch]->exchange.missing == 0;
-  }
-  const Location& location = locations_[index];
-  Bucket& bucket = *buckets_[location.bucket];
-  if (!groups_[bucket.group].hook->passes_through() && !unused_.may_include(index)) {
-    const Recorder::Scope packing(recorder_, Activity::Pack, location.bucket);
-    bucket.pack_early(format_of(bucket), location.position);
-  }
-  if (bucket_ready) {
-    launch_ready_buckets();
+  } catch (...) {
+    abandon();
+    throw;
   }
 }
 
-void Reducer::queue_backward_end_locked() {
-  if (end_queued_) {
-    return;
+Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
+  Gradient gradient;
+  Lock lock(mutex_);
+  // Also in `no_sync`: parameters used there count as used at the next synchronization.
+  if (tracks_use_locked() && step_.store->has(parameters_[index])) {
+    unused_.add_use(index);
   }
+  if (!state_.collecting()) {
+    return gradient;
+  }
+  gradient.begins_backward = begin_backward_locked(lock);
+  recorder_.add_instant(Activity::Gradient, index);
+  bucket_of(index).add_stream();
+  if (discovering_locked()) {
+    graph_.watch(index);
+    return gradient;
+  }
+  mark_absent_locked();
+  if (!is_last_gradient_locked(index)) {
+    return gradient;
+  }
+  note_arrival_locked(index);
+  if (packs_early_locked(index)) {
+    gradient.packs_early = format_of(bucket_of(index));
+    bucket_of(index).progress.is_packed = true;
+    helper.begin();
+  } else {
+    count_down_locked(index);
+    gradient.completes_bucket = has_ready_bucket_locked();
+  }
+  return gradient;
+}
+
+// Returns whether a bucket is ready.
+bool Reducer::pack_early(size_t index, const PackFormat& format, Turn::Helper& helper) {
+  const BucketSet::Location& location = buckets_.locations[index];
+  Bucket& bucket = *buckets_.all[location.bucket];
+  {
+    const Recorder::Scope packing(recorder_, Activity::Pack, location.bucket);
+    bucket.pack_early(format, location.position);
+  }
+  const Lock lock(mutex_);
+  bucket.progress.is_packed = false;
+  count_down_locked(index);
+  helper.end();
+  return has_ready_bucket_locked();
+}
+
+bool Reducer::packs_early_locked(size_t index) const {
+  const Bucket& bucket = bucket_of(index);
+  return bucket.can_pack_early() && !bucket.progress.is_packed &&
+      !groups_[bucket.group].passes_through && !unused_.may_include(index);
+}
+
+Bucket& Reducer::bucket_of(size_t index) const {
+  return *buckets_.all[buckets_.locations[index].bucket];
+}
+
+bool Reducer::begin_backward_locked(Lock& lock) {
+  if (std::exchange(end_queued_, true)) {
+    return false;
+  }
+  step_.times.backward_start = Clock::now();
+  if (auto store = current_gradients(); store != step_.store) {
+    lock.replace(step_.store, std::move(store));
+    for (auto& bucket : buckets_.all) {
+      bucket->set_store(step_.store);
+    }
+  }
+  return true;
+}
+
+void Reducer::queue_backward_end() {
   if (at::GradMode::is_enabled()) {
     TORCH_WARN_ONCE(
         "DistributedDataParallel in a backward with create_graph=True: gradients are averaged, but "
         "higher-order gradients through the average are not. Use torch.autograd.grad and average "
         "its results.");
   }
-  step_.times.backward_start = Clock::now();
-  step_.store = current_gradients();
-  for (auto& bucket : buckets_) {
-    bucket->set_store(step_.store);
-  }
   auto guard = std::make_shared<BackwardGuard>(weak_from_this());
-  torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
-  end_queued_ = true;
+  try {
+    torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
+  } catch (...) {
+    guard->dismiss();  // the caller abandons the step
+    throw;
+  }
 }
 
 void Reducer::mark_absent_locked() {
   for (const size_t index : std::exchange(step_.absent, {})) {
-    arrive_locked(index);
+    note_arrival_locked(index);
+    count_down_locked(index);
   }
 }
 
-void Reducer::arrive_locked(size_t index) {
+bool Reducer::is_last_gradient_locked(size_t index) {
+  if (!options_.static_graph) {
+    return true;
+  }
+  TORCH_CHECK(
+      graph_.expects_more(index), rank_prefix(),
+      "Your training graph has changed in this iteration: parameter ", describe({index}),
+      " got more gradients than in the first iteration, when it got ", graph_.expected(index),
+      ". This is not compatible with static_graph=True.");
+  return graph_.count(index);
+}
+
+void Reducer::note_arrival_locked(size_t index) {
   TORCH_CHECK(
       arrivals_.add(index), rank_prefix(),
       "Expected to mark a variable ready only once: parameter ", describe({index}),
@@ -258,21 +327,27 @@ void Reducer::arrive_locked(size_t index) {
       "same part of the model; 3) with `find_unused_parameters=True`, a parameter that "
       "`forward`'s outputs do not depend on got a gradient after all. If the graph does not "
       "change over iterations, `static_graph=True` supports all of these.");
-  --buckets_[locations_[index].bucket]->exchange.missing;
+}
+
+void Reducer::count_down_locked(size_t index) {
+  --bucket_of(index).progress.missing;
 }
 
 void Reducer::end_discovery_locked() {
-  for (const size_t index : graph_.learn()) {
-    arrive_locked(index);
+  std::vector<size_t> indices = graph_.learn();
+  for (const size_t index : indices) {
+    note_arrival_locked(index);
+    count_down_locked(index);
   }
   for (const size_t index : arrivals_.missing()) {
-    arrive_locked(index);
+    note_arrival_locked(index);
+    count_down_locked(index);
   }
 }
 
 void Reducer::on_backward_end() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     end_queued_ = false;
     if (!state_.collecting()) {
       return;
@@ -287,27 +362,30 @@ void Reducer::on_backward_end() {
           {Activity::Backward, step, step_.times.backward_start, step_.times.backward_end});
     }
   }
+  launch_ready_buckets();
+  Turn::Holder turn(turn_, mutex_);
   bool waits = true;
-  try {
-    launch_ready_buckets();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (step_.next_launch < buckets_.size()) {
-        // Another backward may bring the rest; otherwise the next forward raises an error.
-        return;
-      }
-      state_.drain();
-      waits = !manual_finalization_;
+  {
+    Lock lock(mutex_);
+    lock.wait(turn_.changed, [&] { return turn_.is_open() || !state_.collecting(); });
+    if (!state_.collecting() || step_.next_launch < buckets_.all.size()) {
+      // Another backward may bring the rest; otherwise the next forward raises an error.
+      return;
     }
-    if (unused_.exchanges_use()) {
+    turn.take();
+    state_.drain();
+    waits = !manual_finalization_;
+  }
+  if (unused_.exchanges_use()) {
+    try {
       with_peers(process_group_, describe_use_exchange, [&] {
         unused_.usage().start_exchange(
             groups_.process_groups(), graph_.expected(), parameters_.front().device());
       });
+    } catch (...) {
+      abandon();
+      throw;
     }
-  } catch (...) {
-    abandon();
-    throw;
   }
   if (waits) {
     finalize_backward();
@@ -316,42 +394,66 @@ void Reducer::on_backward_end() {
 
 // --------------------------------------------------------------------------------------- failure
 
-void Reducer::end_step_locked() {
-  step_ = {};
-  unused_.forget();
-  awaited_.clear();
-}
-
 void Reducer::abandon() noexcept {
+  Turn::Helper helper(turn_, mutex_);
+  bool is_drained_elsewhere = false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     end_queued_ = false;
-    if (state_.phase() == Phase::Idle) {
+    if (state_.phase() == Phase::Idle || (is_dropping_ && turn_.is_mine())) {
       return;
     }
+    is_drained_elsewhere = state_.phase() == Phase::Draining && !turn_.is_open();
+    if (is_drained_elsewhere) {
+      helper.begin();  // the step does not end before this thread has spoken to the hooks
+    }
     state_.abandon();
-    arrivals_.forget_order();
-    end_step_locked();
+    turn_.changed.notify_all();
   }
+  if (is_drained_elsewhere) {
+    groups_.abandon();  // so that the buckets fail that the other thread waits for
+    const Lock lock(mutex_);
+    helper.end();
+  }
+  Turn::Holder turn(turn_, mutex_);
   {
-    // Another thread of autograd may be handing a bucket to its hook; it does not launch any more.
-    std::lock_guard<std::recursive_mutex> launching(launch_mutex_);
+    Lock lock(mutex_);
+    lock.wait(turn_.changed, [&] {
+      return state_.phase() != Phase::Abandoned || (turn_.is_open() && !turn_.has_helpers());
+    });
+    if (state_.phase() != Phase::Abandoned) {
+      return;  // another thread has dropped the buckets
+    }
+    turn.take();
+    is_dropping_ = true;
   }
   groups_.abandon();
-  // Other ranks have launched these buckets too, or have exited, so each completes or fails.
-  for (auto& bucket : buckets_) {
-    if (auto& pending = bucket->exchange.pending) {
-      pending->future().wait();
-      pending.reset();
+  drop_buckets();
+  Lock lock(mutex_);
+  is_dropping_ = false;
+  arrivals_.forget_order();
+  lock.replace(step_, {});
+  lock.replace(awaited_, {});
+  state_.end();
+  turn.give_up();
+  turn_.changed.notify_all();
+}
+
+// Other ranks have launched these buckets too, or have exited, so each completes or fails.
+void Reducer::drop_buckets() noexcept {
+  for (auto& bucket : buckets_.all) {
+    if (const auto& pending = bucket->exchange.pending) {
+      pending->settle();
     }
   }
+  clear_step();
   unused_.usage().clear();
 }
 
 void Reducer::check_complete(const char* advice) {
   std::vector<size_t> missing;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const Lock lock(mutex_);
     if (state_.collecting() && any_gradient_locked()) {
       missing = arrivals_.missing();
     }
@@ -386,7 +488,7 @@ void Reducer::check_frozen() const {
 
 void Reducer::check_finalized() {
   check_complete("Expected the last backward to have finished reduction. ");
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Lock lock(mutex_);
   TORCH_CHECK(
       state_.phase() != Phase::Draining, rank_prefix(),
       "Expected finalize_backward() to have been called after the last backward.");
@@ -410,7 +512,7 @@ std::string Reducer::describe_use_exchange() {
 }
 
 std::string Reducer::rank_prefix() const {
-  return c10::str("[Rank ", process_group_->getRank(), "] ");
+  return c10::str("[Rank ", rank_, "] ");
 }
 
 }  // namespace commhooks

@@ -6,6 +6,13 @@
 
 namespace commhooks {
 
+ReductionGroup::ReductionGroup(std::shared_ptr<Hook> hook, const GroupPtr& process_group)
+    : hook(std::move(hook)),
+      process_group(process_group),
+      format(this->hook->format()),
+      passes_through(this->hook->passes_through()),
+      ranks(process_group->getSize()) {}
+
 ReductionGroups::ReductionGroups(
     const GroupPtr& process_group, const std::map<int64_t, GroupPtr>& key_groups)
     : process_groups_{process_group} {
@@ -17,8 +24,8 @@ ReductionGroups::ReductionGroups(
     }
   }
   for (const auto& group : process_groups_) {
-    groups_.push_back({std::make_shared<AverageHook>(group, std::nullopt), group});
-    groups_.push_back({std::make_shared<SparseAverageHook>(group), group});
+    groups_.emplace_back(std::make_shared<AverageHook>(group, std::nullopt), group);
+    groups_.emplace_back(std::make_shared<SparseAverageHook>(group), group);
   }
 }
 
@@ -34,7 +41,7 @@ void ReductionGroups::begin_step() {
   }
 }
 
-void ReductionGroups::abandon() {
+void ReductionGroups::abandon() const {
   for (const ReductionGroup& group : groups_) {
     group.hook->abandon();
   }

@@ -20,8 +20,14 @@ using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // has each key with its own process group. A hook sees only the buckets of its group, numbered from
 // 0. Buckets are launched in their order, whatever their groups.
 struct ReductionGroup {
+  ReductionGroup(std::shared_ptr<Hook> hook, const GroupPtr& process_group);
+
   std::shared_ptr<Hook> hook;
   GroupPtr process_group;
+  // What the hook and the process group, which may be written in Python, have answered.
+  PackFormat format;
+  bool passes_through;
+  int64_t ranks;
 
   // Of the current step: how many buckets the hook gets, and how many it got so far.
   size_t buckets = 0;
@@ -60,7 +66,7 @@ class ReductionGroups {
 
   void begin_step();
   // Calls `abandon` of all hooks.
-  void abandon();
+  void abandon() const;
 
  private:
   std::vector<GroupPtr> process_groups_;

@@ -14,7 +14,8 @@ namespace commhooks {
 //                          |    | expect()           |
 //                          |____|                    |
 //                          |                         |
-//                          |________ abandon() ______|_______________> Idle
+//                          |_______ abandon() _______|___> Abandoned ---> Idle
+//                                                             end()
 //
 //   Idle        gradients accumulate locally (in `no_sync`, or before the first forward).
 //   Collecting  a forward has announced a backward. Gradients are counted per bucket, and complete
@@ -23,9 +24,10 @@ namespace commhooks {
 //   Draining    the hook has all buckets. The thread that ran backward (or, with manual
 //               finalization, calls finalize_backward()) waits for the results in bucket order,
 //               and writes them back.
+//   Abandoned   the step has failed. A thread waits until hooks have finished with the buckets.
 //
 // Every exception leads through abandon() to Idle, so that the next forward starts clean.
-enum class Phase { Idle, Collecting, Draining };
+enum class Phase { Idle, Collecting, Draining, Abandoned };
 
 class StepState {
  public:
@@ -38,7 +40,7 @@ class StepState {
 
   void expect() {
     TORCH_CHECK(
-        phase_ != Phase::Draining,
+        phase_ == Phase::Idle || phase_ == Phase::Collecting,
         "The last backward has not been finished: with manual finalization, call "
         "finalize_backward() after each backward.");
     phase_ = Phase::Collecting;
@@ -52,6 +54,11 @@ class StepState {
     phase_ = Phase::Idle;
   }
   void abandon() {
+    TORCH_INTERNAL_ASSERT(phase_ != Phase::Idle);
+    phase_ = Phase::Abandoned;
+  }
+  void end() {
+    TORCH_INTERNAL_ASSERT(phase_ == Phase::Abandoned);
     phase_ = Phase::Idle;
   }
 

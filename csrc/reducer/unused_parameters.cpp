@@ -58,9 +58,4 @@ void UnusedParameters::forget() {
   deferred_.clear();
 }
 
-void UnusedParameters::forget_all() {
-  forget();
-  always_unused_.clear();
-}
-
 }  // namespace commhooks

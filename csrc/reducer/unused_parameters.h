@@ -59,8 +59,10 @@ class UnusedParameters {
 
   // Forgets this step.
   void forget();
-  // Forgets this step and the graph.
-  void forget_all();
+  // Forgets what `remember` has kept.
+  void forget_graph() {
+    always_unused_.clear();
+  }
 
  private:
   bool exchanges_use_ = false;

@@ -8,12 +8,26 @@
 namespace py = pybind11;
 
 namespace commhooks {
+namespace {
+
+// See Note [Locks and the GIL].
+struct DeleteWithoutGil {
+  void operator()(CompletionQueue* queue) const {
+    const py::gil_scoped_release no_gil;
+    delete queue;
+  }
+};
+
+}  // namespace
 
 void register_comm(py::module_& module) {
-  py::class_<CompletionQueue>(module, "CompletionQueue", R"(
+  py::class_<CompletionQueue, std::unique_ptr<CompletionQueue, DeleteWithoutGil>>(
+      module, "CompletionQueue", R"(
 A queue of integer tokens on which one thread can wait for many collectives.)")
       .def(py::init<>())
-      .def("put", &CompletionQueue::put, py::arg("token"), "Append `token`.")
+      .def(
+          "put", &CompletionQueue::put, py::arg("token"), py::call_guard<py::gil_scoped_release>(),
+          "Append `token`.")
       .def(
           "watch", &CompletionQueue::watch, py::arg("work"), py::arg("token"), py::arg("stage") = 0,
           py::call_guard<py::gil_scoped_release>(),

@@ -1,5 +1,6 @@
 #include "bindings/commhooks/register.h"
 #include "bindings/instruction_sets.h"
+#include "bindings/lock_rules.h"
 #include "shared/finite.h"
 
 namespace py = pybind11;
@@ -7,6 +8,7 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The arithmetic of communication hooks on the CPU, and helpers for collectives.";
   commhooks::register_instruction_sets(module);
+  commhooks::register_lock_rules(module);
   commhooks::register_codecs(module);
   commhooks::register_comm(module);
   commhooks::register_kernel_arguments(module);

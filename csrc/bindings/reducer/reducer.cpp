@@ -69,6 +69,12 @@ void set_observer(Reducer& reducer, const py::object& observer) {
   reducer.set_observer(std::move(native));
 }
 
+template <typename Function>
+auto without_gil(const Function& function) {
+  const py::gil_scoped_release no_gil;
+  return function();
+}
+
 double seconds(Span::Clock::time_point time) {
   return std::chrono::duration<double>(time.time_since_epoch()).count();
 }
@@ -78,7 +84,7 @@ int64_t nanoseconds(Span::Clock::time_point time) {
 }
 
 py::dict last_times(const Reducer& reducer) {
-  const StepTimes times = reducer.last_times();
+  const StepTimes times = without_gil([&] { return reducer.last_times(); });
   py::dict row;
   row["backward_start"] = seconds(times.backward_start);
   row["backward_end"] = seconds(times.backward_end);
@@ -89,7 +95,7 @@ py::dict last_times(const Reducer& reducer) {
 
 py::list stop_recording(Reducer& reducer) {
   py::list rows;
-  for (const Span& span : reducer.stop_recording()) {
+  for (const Span& span : without_gil([&] { return reducer.stop_recording(); })) {
     py::dict row;
     row["activity"] = name_of(span.activity);
     row["index"] = span.index;
@@ -106,11 +112,7 @@ py::list stop_recording(Reducer& reducer) {
 }
 
 py::list bucket_stats(const Reducer& reducer) {
-  std::vector<Reducer::BucketInfo> infos;
-  {
-    py::gil_scoped_release no_gil;
-    infos = reducer.buckets();
-  }
+  const auto infos = without_gil([&] { return reducer.buckets(); });
   py::list rows;
   for (size_t index = 0; index < infos.size(); ++index) {
     const auto& info = infos[index];
@@ -135,7 +137,7 @@ py::list bucket_stats(const Reducer& reducer) {
 }  // namespace
 
 void register_reducer(py::module_& module) {
-  using release_gil = py::call_guard<py::gil_scoped_release>;
+  using release_gil = py::call_guard<py::gil_scoped_release>;  // Note [Locks and the GIL]
 
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", R"(
 Buckets the gradients of `parameters`, hands each bucket to the hook as soon as it is complete, in
@@ -159,7 +161,8 @@ a gradient; the reducer is usable afterwards.)")
       .def("match_backward", &Reducer::match_backward, py::arg("skipped"), release_gil(), R"(
 Take part in a backward of the other ranks with gradients of zero, without changing `.grad`.
 `skipped`: `skipped_buckets` on those ranks.)")
-      .def_property_readonly("skipped_buckets", &Reducer::skipped_buckets, R"(
+      .def_property_readonly(
+          "skipped_buckets", py::cpp_function(&Reducer::skipped_buckets, release_gil()), R"(
 For each bucket, whether the next step skips it because of `skip_unused_buckets`.)")
       .def_property_readonly(
           "needs_outputs", &Reducer::needs_outputs,
@@ -170,7 +173,7 @@ rank 0; with `find_unused_parameters` once rank 0 has seen the same order twice.
 call, which does nothing on all ranks if there is nothing to do. Returns whether buckets were
 rebuilt.)")
       .def_property_readonly(
-          "has_rebuilt_buckets", &Reducer::has_rebuilt,
+          "has_rebuilt_buckets", py::cpp_function(&Reducer::has_rebuilt, release_gil()),
           "Whether `rebuild_buckets` has rebuilt the buckets.")
       .def("set_hook", &set_hook, py::arg("hook"), R"(
 Use `hook` from the next step on: a native hook, or a callable that takes a GradBucket and
@@ -183,11 +186,8 @@ on all ranks.)")
       .def("set_static_graph", &Reducer::set_static_graph, release_gil(), R"(
 Set the option `static_graph`; call it before the first forward.)")
       .def_property(
-          "process_group", &Reducer::process_group,
-          [](Reducer& reducer, GroupPtr process_group) {
-            py::gil_scoped_release no_gil;
-            reducer.set_process_group(std::move(process_group));
-          },
+          "process_group", py::cpp_function(&Reducer::process_group, release_gil()),
+          py::cpp_function(&Reducer::set_process_group, release_gil()),
           R"(
 The ranks that gradients are averaged over. Setting it also resets the hook to the average.)")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
@@ -203,10 +203,13 @@ parameters with these indices have been averaged and written back. None removes 
             for (const auto& future : futures) {
               awaited.push_back(future->fut);
             }
-            reducer.await_after_backward(std::move(awaited));
+            without_gil([&] { reducer.await_after_backward(std::move(awaited)); });
           },
           py::arg("futures"), "Wait for these futures at the end of the next backward.")
-      .def("set_manual_finalization", &Reducer::set_manual_finalization, py::arg("manual"), R"(
+      .def(
+          "set_manual_finalization", &Reducer::set_manual_finalization, py::arg("manual"),
+          release_gil(),
+          R"(
 Set whether backward returns without waiting for the averages; if so, call `finalize_backward`
 after each backward.)")
       .def("finalize_backward", &Reducer::finalize_backward, release_gil(), R"(
@@ -226,7 +229,8 @@ drain, else of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal f
 Activity hook also has key and names of the bucket, and hook, the name of the hook. The order is
 unspecified.)")
       .def_property_readonly(
-          "hook_name", &Reducer::hook_name, "Name of the hook in use, for messages.")
+          "hook_name", py::cpp_function(&Reducer::hook_name, release_gil()),
+          "Name of the hook in use, for messages.")
       .def("abandon", &Reducer::abandon, release_gil(), R"(
 End the current step, if there is one: wait for the buckets that the hook has, and drop them.)")
       .def("bucket_stats", &bucket_stats, R"(
@@ -238,7 +242,10 @@ which runs backward spent in the hook or waiting for it).)")
       .def(
           "reset_stats", &Reducer::reset_stats, release_gil(),
           "Reset the sums in `bucket_stats` to zero.")
-      .def_property("steps", &Reducer::steps, &Reducer::set_steps, R"(
+      .def_property(
+          "steps", py::cpp_function(&Reducer::steps, release_gil()),
+          py::cpp_function(&Reducer::set_steps, release_gil()),
+          R"(
 Number of synchronized backward passes so far, which is `step` of the next GradBucket. Set it when
 training resumes.)");
 }
