@@ -281,6 +281,16 @@ class Communicator:
         self._check_rank(operation, "send_to", send_to)
         for source in receive_from:
             self._check_rank(operation, "receive_from", source)
+        if list(receive_from) != sorted(set(receive_from)):
+            raise CommHookError(
+                f"{operation}: expected receive_from in ascending order, found {list(receive_from)}"
+            )
+        if (send_to == self.rank) != (self.rank in receive_from):
+            raise CommHookError(
+                f"{operation}: a rank that sends to itself also receives from itself; expected "
+                f"rank {self.rank} as send_to and in receive_from, or in neither, found send_to "
+                f"{send_to} and receive_from {list(receive_from)}"
+            )
         received = tensor.new_empty((len(receive_from), *tensor.shape))
         if self.size == 1:
             received.copy_(tensor)

@@ -85,26 +85,25 @@ def send_and_receive(
         CommHookPeerError: A connection is known to be broken. Later failures show in the Work.
     """
     rank = group.rank()
+    sent, received = list(sent), list(received)
+    own = [[tensor for peer, tensor in messages if peer == rank] for messages in (sent, received)]
+    for source, destination in zip(*own, strict=True):
+        destination.copy_(source)
     works = []
-    kept: list[Tensor] = []
-    broken = ""
+    broken: Exception | None = None
     try:
-        for source, tensor in received:
-            if source == rank:
-                kept.append(tensor)
-            else:
-                works.append(group.recv([tensor], source, _TAG))
-        for target, tensor in sent:
-            if target == rank:
-                kept.pop().copy_(tensor)
-            else:
-                works.append(group.send([tensor], target, _TAG))
-    except RuntimeError as error:
-        broken = str(error)  # the error itself refers to this frame, which keeps the group
-    if broken:
-        _end(works)
-        raise CommHookPeerError(broken)
-    return join_works(works)
+        for peer, part in received:
+            if peer != rank:
+                works.append(group.recv([part], peer, _TAG))
+        for peer, part in sent:
+            if peer != rank:
+                works.append(group.send([part], peer, _TAG))
+    except Exception as error:
+        broken = error.with_traceback(None)  # which would keep this frame, and so the group
+    if broken is None:
+        return join_works(works)
+    _end(works)
+    raise CommHookPeerError(str(broken)) if isinstance(broken, RuntimeError) else broken
 
 
 def _end(works: Iterable[Work]) -> None:

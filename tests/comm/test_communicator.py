@@ -122,6 +122,8 @@ def test_bad_arguments(comm: commhooks.Communicator) -> None:
         (lambda: comm.broadcast(torch.ones(2), root=1), "root to be a rank of the group, 0 to 0"),
         (lambda: comm.exchange(torch.ones(2), -1, 0), "send_to to be a rank"),
         (lambda: comm.push(torch.ones(2), 0, [0, 1]), "receive_from to be a rank.*found 1"),
+        (lambda: comm.push(torch.ones(2), 0, []), "sends to itself also receives from itself"),
+        (lambda: comm.push(torch.ones(2), 0, [0, 0]), r"ascending order, found \[0, 0\]"),
         (lambda: comm.among([]), r"among: expected ranks.*0 among them, found \[\]"),
         (lambda: comm.among([0, 0]), r"ascending order.*found \[0, 0\]"),
         (lambda: comm.among([0, 1]), "each of them to be a rank"),

@@ -135,3 +135,34 @@ def issue_for_ever(group: Any, size: int) -> None:
 def test_a_partly_posted_collective_does_not_block_others(run_ranks: Any) -> None:
     """See Note [Nothing posted is dropped]."""
     assert run_ranks(post_in_part, 3) == ["failed", "failed", "gone"]
+
+
+class Refusing:
+    """A group whose sends raise, as for an invalid argument."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def send(self, *_: Any) -> None:
+        raise TypeError("refused")
+
+
+def post_receives_only(rank: int, size: int) -> str:
+    groups = StageGroups(dist.group.WORLD, token=2)
+    received = torch.zeros(1)
+    messages = ([(1 - rank, torch.ones(1))], [(1 - rank, received)])
+    with pytest.raises(TypeError, match="refused"):
+        point_to_point.send_and_receive(Refusing(groups.open(0)), *messages)
+    try:
+        point_to_point.send_and_receive(groups.open(0), *messages).wait()
+    except (RuntimeError, commhooks.CommHookPeerError):
+        return "closed"
+    return "used by a later collective"
+
+
+def test_a_receive_is_not_left_behind(run_ranks: Any) -> None:
+    """Whatever is raised: a later message would arrive in memory that nobody reads."""
+    assert run_ranks(post_receives_only, 2) == ["closed"] * 2
