@@ -115,11 +115,11 @@ class HookHandle:
                 raise
         if failure is not None:
             raise failure
+        self._restore_consensus(adapter)  # first, because it fails if a peer does
         if isinstance(new, CommHook):
             adapter.install(new, token)
         else:
             adapter.install_function(_bind(new, options))
-        self._restore_consensus(adapter)
         self._hook = new
 
     def remove(self) -> None:
@@ -128,8 +128,8 @@ class HookHandle:
         Models that differ are averaged as in :meth:`replace`.
         """
         adapter = self._in_use()
-        adapter.clear()
         self._restore_consensus(adapter)
+        adapter.clear()
         self._adapter = None
         self._on_remove()
 

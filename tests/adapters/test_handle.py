@@ -146,6 +146,31 @@ def test_models_are_averaged_when_a_hook_without_consensus_ends(
     run_ranks(leave, 3, torch_ddp)
 
 
+def fail_to_average(rank: int, size: int, torch_ddp: bool) -> None:
+    """The hook that the handle shows is the one that averages, whatever fails."""
+    model = make_model(torch_ddp)
+    handle = commhooks.register(model, "noop")
+    adapter, own = handle._adapter, backward(model, rank)
+
+    def lose_a_peer() -> None:
+        raise commhooks.CommHookPeerError("lost")
+
+    for change in (lambda: handle.replace(Scaled(3.0)), handle.remove):
+        adapter.average_parameters = lose_a_peer
+        with pytest.raises(commhooks.CommHookPeerError, match="lost"):
+            change()
+        del adapter.average_parameters
+        assert handle.hook.name == "noop"
+        assert torch.equal(backward(model, rank), own)
+    handle.replace(Scaled(3.0))
+    torch.testing.assert_close(backward(model, rank), 3.0 * average(rank, size))
+
+
+@both_wrappers
+def test_a_replacement_that_fails_changes_nothing(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(fail_to_average, 2, torch_ddp)
+
+
 def replace_alone(rank: int, size: int, torch_ddp: bool) -> None:
     model = make_model(torch_ddp)
     expected = average(rank, size)
