@@ -58,7 +58,7 @@ class TorchDDPAdapter(Adapter):
         self._steps = 0
         self._launched = 0  # buckets, in this step
         self._function: TorchHook = self._average
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._runs: list[Run] = []  # of the function, in this step
         self._gradient_hooks: list[RemovableHandle] = []
         try:
@@ -116,7 +116,7 @@ class TorchDDPAdapter(Adapter):
         start_ns = time.monotonic_ns()
         try:
             future = self._launch(bucket, own)
-        except Exception as error:
+        except BaseException as error:
             self._error = self._error or error
             return _completed(bucket.buffer())
         # Weakly: Gloo's thread that completes the future drops the callback some time later. If it
@@ -144,7 +144,7 @@ class TorchDDPAdapter(Adapter):
             self.recording.spans.append(self._span(run))
         try:
             return future.value()
-        except Exception as error:
+        except BaseException as error:
             error = error.with_traceback(None)  # this frame holds the future, which holds the error
             self._error = self._error or error
             return bucket.buffer()

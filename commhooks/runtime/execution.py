@@ -1,9 +1,10 @@
 """One run of a hook on one bucket: the coroutine, its position, and its errors."""
 
+import copy
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class HookExecution:
         Must not be called while a collective is pending or under way.
 
         Raises:
-            CommHookError: The hook raised an exception, whatever its type.
+            CommHookError: The hook raised an exception: Note [Exceptions that are not errors].
         """
         try:
             awaited = self._coroutine.send(None)
@@ -71,7 +72,7 @@ class HookExecution:
             return result
         except CommHookResultError:
             raise
-        except Exception as error:
+        except BaseException as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
         if not isinstance(awaited, PendingCollective):
             raise self._result_error(
@@ -123,17 +124,17 @@ class HookExecution:
 
     def refuse(self, error: Exception) -> CommHookError:
         """Raise ``error`` at the hook's await, and return what results: nothing could be issued."""
+        cause: BaseException = error
         try:
             self._coroutine.throw(error)
-        except Exception as raised:
-            error = raised
-        text = f"{type(error).__name__}: {error}"
-        failure = self.error(text)
-        failure.__cause__ = error
+        except BaseException as raised:
+            cause = raised
+        failure = self.error(f"{type(cause).__name__}: {cause}")
+        failure.__cause__ = cause
         return failure
 
     def fail(self, error: CommHookError) -> None:
-        """Set a copy of ``error`` in the future, and drop the future.
+        """Set what backward raises for ``error`` in the future, and drop the future.
 
         An error that has been raised refers through its traceback to whatever the caller has,
         including the model; so the error that is raised must not be the one that is kept. Its cause
@@ -143,9 +144,7 @@ class HookExecution:
         self.work = None
         future = self.future
         del self.future
-        copy = type(error)(*error.args)
-        copy.__cause__ = error.__cause__
-        future.set_exception(copy)  # type: ignore[arg-type]  # torch says Tensor
+        _set_exception(future, _copy_to_raise(error))
 
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
         """Return an error with ``text`` and the place where it happened."""
@@ -161,7 +160,9 @@ class HookExecution:
     def close(self) -> None:
         """End the coroutine at its present await."""
         self.pending = None
-        with suppress(Exception):  # from `finally` blocks; another error is being reported
+        # Its `finally` blocks may raise whatever they like: the step fails already, on all ranks,
+        # and reports the error that came first.
+        with suppress(BaseException):
             self._coroutine.close()
 
     async def _run(self) -> Tensor:
@@ -196,6 +197,36 @@ class HookExecution:
 
     def _result_error(self, text: str) -> CommHookError:
         return self.error(text, CommHookResultError)
+
+
+def _copy_to_raise(failure: CommHookError) -> BaseException:
+    """Return a copy of what ends backward on this rank.
+
+    Note [Exceptions that are not errors]: a hook may raise SystemExit, KeyboardInterrupt,
+    CancelledError or what ``pytest.fail`` raises, which are no Exceptions, so that ``except
+    Exception`` lets them pass. They must pass backward as well. Whatever a hook raises becomes a
+    CommHookError, with which the step fails on all ranks; only what backward raises on this rank is
+    such an exception itself.
+    """
+    cause = failure.__cause__
+    if cause is not None and not isinstance(cause, Exception):
+        with suppress(Exception):  # it has a constructor of its own, and cannot be copied
+            raised = copy.copy(cause).with_traceback(cause.__traceback__)
+            raised.__notes__ = [*getattr(cause, "__notes__", ()), str(failure)]
+            return raised
+    error = type(failure)(*failure.args)
+    error.__cause__ = cause
+    return error
+
+
+def _set_exception(future: Future[Tensor], error: BaseException) -> None:
+    """Set ``error``, as ``Future.set_exception`` does, which takes Exceptions only."""
+
+    def unwrap(value: BaseException) -> NoReturn:
+        raise value
+
+    future._set_unwrap_func(unwrap)  # noqa: SLF001
+    future.set_result(error)  # type: ignore[arg-type]  # as torch does
 
 
 def new_future(device: torch.device) -> Future[Tensor]:

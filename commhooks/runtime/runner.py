@@ -30,7 +30,8 @@ class Runner(Protocol):
         """Run the hook on ``bucket``; return a future of the average.
 
         Does not synchronize. A step begins with the bucket of index 0 and ends with the one that
-        ``is_last()``. Errors are CommHookErrors, set in the future.
+        ``is_last()``. Errors are set in the future: CommHookErrors, or what the hook raised if that
+        is no Exception, such as SystemExit.
         """
 
     def abandon(self) -> None:

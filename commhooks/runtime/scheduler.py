@@ -111,16 +111,18 @@ class HookScheduler:
 
     def fail(self, error: CommHookError) -> None:
         """Fail the step, on all ranks: see Note [All ranks or none]."""
-        if self._state.phase is not Phase.FAILED:
-            self._state.fail(error)
-            self._groups.publish(str(error))
-            self._groups.abandon()
-        for execution in list(self._unfinished):
-            execution.close()
-            if execution.work is None:
-                self._set_error(execution, error)
+        try:
+            if self._state.phase is not Phase.FAILED:
+                self._state.fail(error)
+                self._groups.publish(str(error))
+                self._groups.abandon()
+        finally:
+            for execution in list(self._unfinished):
+                execution.close()
+                if execution.work is None:
+                    self._set_error(execution, error)
 
-    def error(self, what: str, cause: Exception) -> CommHookError:
+    def error(self, what: str, cause: BaseException) -> CommHookError:
         """Return an error of this rank that says ``what`` happened because of ``cause``."""
         error = CommHookError(f"[rank {self._rank}] {what}: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
@@ -131,7 +133,7 @@ class HookScheduler:
             return
         try:
             self._hook.recover()
-        except Exception as error:
+        except BaseException as error:
             self.fail(self.error(f"recover() of hook {self._hook!r} failed", error))
 
     def _advance(self, execution: HookExecution) -> None:
@@ -143,10 +145,10 @@ class HookScheduler:
             return
         if result is None:
             return
+        self._collector.record(execution.run())  # if it raises, the step fails
         self._unfinished.remove(execution)
         if execution.bucket.is_last():
             self._state.finish()
-        self._collector.record(execution.run())
         execution.future.set_result(result)
 
     def _issue_in_turn(self) -> None:

@@ -43,18 +43,20 @@ class StreamRunner:
         self._stream = SideStream(device)
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Run the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
+        """Run the hook on ``bucket``. Errors are set in the future."""
         if self._has_failed:
-            self._has_failed = False
             self._hook.recover()
+            self._has_failed = False
         execution = HookExecution(self._hook, bucket, self._group)
         future = execution.future
         self._stream.follow(self._stream.mark(), bucket.buffer())
         try:
             with self._stream, torch.no_grad():
                 result = self._run(execution)
-        except CommHookError as error:
+        except BaseException as error:
             self._has_failed = True
+            if not isinstance(error, CommHookError):
+                raise  # not of the hook: a signal has arrived on the thread of backward
             execution.fail(error)
             return future
         self.collector.record(execution.run())

@@ -55,7 +55,7 @@ class ThreadedRunner:
         self._finalizer.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Run the hook on ``bucket``. Errors are CommHookErrors, set in the future."""
+        """Run the hook on ``bucket``. Errors are set in the future."""
         execution = HookExecution(self._hook, bucket, self._group)
         execution.mark = self._stream.mark()
         future = execution.future
@@ -115,7 +115,7 @@ class _HookThread:
                 token = self._queue.get()
                 try:
                     self._handle(token)
-                except Exception as error:
+                except BaseException as error:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
                     self._scheduler.fail(self._scheduler.error("the runner failed", error))
         self._groups.abandon()

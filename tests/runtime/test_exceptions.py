@@ -1,0 +1,135 @@
+"""Hooks that raise SystemExit and the like: Note [Exceptions that are not errors]."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import commhooks
+
+
+class Peculiar(BaseException):
+    """Cannot be copied."""
+
+    def __init__(self, *, text: str) -> None:
+        super().__init__(text)
+
+
+RAISED = {
+    "exit": (SystemExit(3), "SystemExit: 3"),
+    "interrupt": (KeyboardInterrupt("ctrl-c"), "KeyboardInterrupt: ctrl-c"),
+    "cancel": (asyncio.CancelledError(), "CancelledError: "),
+    "fail": (pytest.fail.Exception("wrong"), "Failed: wrong"),
+    "peculiar": (Peculiar(text="own"), "Peculiar: own"),
+}
+PLACES = ("first", "later", "finally", "recover")
+
+
+@dataclass
+class Raising(commhooks.CommHook):
+    """The exact average, until it is told where to raise what."""
+
+    place: str = field(default="", init=False, compare=False)
+    what: str = field(default="", init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self._raise("first")
+        try:
+            average = (await comm.all_reduce(bucket.buffer())).div_(comm.size)
+            if bucket.index() == 1:
+                self._raise("later")
+            await comm.all_reduce(torch.ones(1))
+        finally:
+            if self.place == "finally":
+                raise RAISED[self.what][0]
+        return average
+
+    def recover(self) -> None:
+        self._raise("recover")
+
+    def _raise(self, place: str) -> None:
+        if self.place == place:
+            raise RAISED[self.what][0]
+
+
+def backward(model: nn.Module, rank: int) -> str:
+    """Return the outcome of a step."""
+    model.zero_grad()
+    try:
+        model(torch.full((1, 2), float(rank))).sum().backward()
+    except BaseException as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        return f"{type(error).__name__}|{error}|{notes}"
+    assert torch.equal(model.module[0].weight.grad, torch.full((1, 2), 1.0))
+    return "average"
+
+
+def raise_everything(rank: int, size: int, torch_ddp: bool) -> list[tuple[str, str, list[str]]]:
+    wrapper = TorchDistributedDataParallel if torch_ddp else commhooks.DistributedDataParallel
+    module = nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False))
+    nn.init.ones_(module[1].weight)
+    model = wrapper(module, bucket_cap_mb=1e-6)
+    hook = Raising()
+    commhooks.register(model, hook)
+    results = []
+    for what, place in itertools.product(RAISED, PLACES):
+        outcomes = []
+        if place == "recover":  # runs after a step has failed
+            hook.place, hook.what = ("first", "fail") if rank == 1 else ("", "")
+            backward(model, rank)
+        hook.place, hook.what = (place, what) if rank == 1 else ("", "")
+        outcomes.append(backward(model, rank))
+        hook.place = ""
+        outcomes.append(backward(model, rank))
+        results.append((what, place, outcomes))
+    return results
+
+
+@pytest.mark.parametrize("torch_ddp", [False, True])
+def test_whatever_a_hook_raises_ends_the_step_on_all_ranks(run_ranks: Any, torch_ddp: bool) -> None:
+    """Here rank 1 raises; the last rank learns of it like rank 0."""
+    of_ranks = run_ranks(raise_everything, 3, torch_ddp)
+    for rank, results in enumerate(of_ranks):
+        assert len(results) == len(RAISED) * len(PLACES)
+        for what, place, (failed, after) in results:
+            exception, quoted = RAISED[what]
+            name, text, notes = failed.split("|")
+            assert after == "average"
+            if rank != 1:
+                assert name == "CommHookPeerError"
+                assert quoted in text
+                assert "[rank 1]" in text
+            elif what == "peculiar":
+                assert name == "CommHookError"
+                assert quoted in text
+            else:
+                assert name == type(exception).__name__
+                assert text == str(exception)
+                assert quoted in notes, (place, notes)
+                assert "hook Raising(" in notes
+
+
+def leave(rank: int, size: int) -> int:
+    """SystemExit passes `except Exception` of a training loop, with its code."""
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 1))
+    hook = Raising()
+    commhooks.register(model, hook)
+    hook.place, hook.what = "first", "exit"
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except Exception as error:
+        raise AssertionError("an Exception") from error
+    except SystemExit as error:
+        return int(str(error.code))
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_system_exit_keeps_its_code(run_ranks: Any, size: int) -> None:
+    """On one rank the hook runs on the thread of backward."""
+    assert run_ranks(leave, size) == [3] * size
