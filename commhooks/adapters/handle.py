@@ -99,14 +99,14 @@ class HookHandle:
         create new optimizers, or the models will differ slightly from the next step on.
         """
         adapter = self._in_use()
-        failure: CommHookError | None = None
+        failure: BaseException | None = None
         try:
             new = _resolve(hook, options)
             if isinstance(new, CommHook):
                 self._check(new, adapter)
             identity = _identity(new)
-        except CommHookError as error:
-            # Other ranks may have no such error, and would wait.
+        except BaseException as error:
+            # Whatever it is: other ranks may have no such error, and would wait.
             failure, identity = error, f"{type(error).__name__}: {error}"
         try:
             token = check_agreement(adapter.group, adapter.device, "hook and options", identity)

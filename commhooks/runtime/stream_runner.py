@@ -81,7 +81,8 @@ class StreamRunner:
             try:
                 collective.start(self._group_of(collective.members)).wait()
             except Exception as error:
-                raise execution.refuse(error) from error
+                failure = execution.refuse(error)
+                raise failure from failure.__cause__
             execution.end_stage()
             execution.count_bytes(collective)
         return result

@@ -114,6 +114,34 @@ def test_whatever_a_hook_raises_ends_the_step_on_all_ranks(run_ranks: Any, torch
                 assert "hook Raising(" in notes
 
 
+@dataclass
+class Unready(commhooks.CommHook):
+    """Exits on rank 1 while it is registered."""
+
+    def prepare(self, parameters: Any, group: Any) -> None:
+        if group.rank() == 1:
+            raise SystemExit(3)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        return bucket.buffer()
+
+
+def register_unready(rank: int, size: int) -> str:
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 1))
+    try:
+        commhooks.register(model, Unready())
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "registered"
+
+
+def test_an_exit_in_prepare_ends_the_registration_on_all_ranks(run_ranks: Any) -> None:
+    other, exited = run_ranks(register_unready, 2)
+    assert exited == "SystemExit: 3"
+    assert other.startswith("CommHookMismatchError")
+    assert exited in other
+
+
 def leave(rank: int, size: int) -> int:
     """SystemExit passes `except Exception` of a training loop, with its code."""
     model = commhooks.DistributedDataParallel(nn.Linear(2, 1))
