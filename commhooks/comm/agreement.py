@@ -25,5 +25,5 @@ def check_agreement(group: dist.ProcessGroup, device: torch.device, what: str, v
             f"{values[0]}; on rank {other}: {values[other]}. Nothing was changed."
         )
 
-    what = f"the comparison of the ranks' {what}"
-    return agreement.check_agreement(value, group, device, explain, what)
+    comparison = f"the comparison of the ranks' {what}"
+    return agreement.check_agreement(value, group, device, explain, comparison)

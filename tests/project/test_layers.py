@@ -17,7 +17,7 @@ MAY_INCLUDE = {
     "codecs": {"kernels/codecs", "shared"},
     "sparse": {"kernels/codecs", "shared"},
     "lowrank": {"shared"},
-    "comm": set(),
+    "comm": {"shared"},
     "bindings": {"shared"},
     "bindings/reducer": {"bindings", "packing", "reducer", "shared"},
     "bindings/commhooks": {"bindings", "codecs", "comm", "lowrank", "shared", "sparse"},

@@ -444,7 +444,7 @@ def run(rank, store, mode):
         try:
             backward(model, rank, 1)
         except commhooks.CommHookError as error:
-            assert "a peer failed or left" in str(error), error
+            assert "a peer failed, left" in str(error), error
         else:
             raise AssertionError("no error")
     print("done", flush=True)
