@@ -1,17 +1,25 @@
 """Fixtures for tests on several ranks, samples of large parameter grids, and a summary of skips."""
 
+import gc
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
+import torch
 from support.covering import covering_sample
 from support.forking import can_fork, fork_worker
 
 import commhooks.cluster.process
 from commhooks.testing import close_ranks
 from commhooks.testing import run_ranks as run
+
+# Most tensors are tiny here, and threads that wait for such work take CPU time from the ranks.
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("default", deadline=None)  # no test is timed
+hypothesis.settings.load_profile("default")
 
 if can_fork():
     commhooks.cluster.process.start_worker = fork_worker
@@ -27,6 +35,15 @@ def _ranks_closed() -> Iterator[None]:
 def run_ranks(_ranks_closed: None) -> Any:
     """:func:`commhooks.testing.run_ranks`, whose processes end with the session."""
     return run
+
+
+@pytest.fixture(scope="module")
+def two_threads() -> Iterator[None]:
+    """Two threads for the loops of the tests of a module."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -55,6 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for index, case in enumerate(cases):
             if index not in sample:
                 case.add_marker(pytest.mark.exhaustive)
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections skip the modules and tests loaded so far: 0.2 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

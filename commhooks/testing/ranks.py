@@ -7,6 +7,7 @@ nothing is carried over from one call to the next.
 import atexit
 import gc
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -82,4 +83,8 @@ def _run_in_group(
 def _leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
+        # The destructor waits 20 ms for the threads of Gloo, or longer for a lost peer. The next
+        # call, which has a group of its own, need not.
+        references = [dist.group.WORLD]
         dist.destroy_process_group()
+        threading.Thread(target=references.clear, daemon=True).start()

@@ -40,7 +40,7 @@ def test_unbiased_without_error_feedback():
     An element's result is n/k times the average with probability k/n, else 0: its variance is
     (n/k - 1) times the square of the average.
     """
-    numel, steps = 29, 20_000
+    numel, steps = 29, 4_000
     hooks = [RandomK(density=0.25) for _ in range(2)]
     count = round(0.25 * numel)
     gradients = [torch.randn(numel, dtype=torch.float64) for _ in hooks]
@@ -49,7 +49,9 @@ def test_unbiased_without_error_feedback():
     for step in range(steps):
         buckets = [make_bucket({"p": gradient.clone()}, step) for gradient in gradients]
         results, _ = lockstep(hooks, buckets)
-        assert results[0].count_nonzero() == count
+        sent = results[0].nonzero()[:, 0]
+        assert len(sent) == count
+        torch.testing.assert_close(results[0][sent], average[sent] * (numel / count))
         total += results[0]
     deviation = average.abs() * ((numel / count - 1) / steps) ** 0.5
     assert torch.all((total / steps - average).abs() < 6 * deviation)

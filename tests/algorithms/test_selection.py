@@ -17,6 +17,8 @@ from commhooks.algorithms.sparse.selection import (
     select_largest,
 )
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 AWKWARD = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, 1.1754944e-38, math.inf, -math.inf, math.nan, 3e38]
 DTYPES = [np.float32, np.float64]
 

@@ -5,11 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.forking import fork_worker, start_worker
 
+import commhooks.cluster.process
 from commhooks.cluster import RankError, Ranks
 from commhooks.cluster.links import shaped_link, unavailable
 
@@ -73,15 +76,17 @@ def test_a_timeout_ends_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-def test_ranks_over_a_shaped_link() -> None:
-    with shaped_link(3, 1e9) as link, Ranks(3, link) as ranks:
-        assert ranks(add_ranks) == [3.0, 3.0, 3.0]
+@pytest.mark.parametrize("start", [fork_worker, start_worker])
+def test_ranks_over_a_shaped_link(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commhooks.cluster.process, "start_worker", start)
+    with shaped_link(2, 1e9) as link, Ranks(2, link) as ranks:
+        assert ranks(add_ranks) == [1.0, 1.0]
 
 
 def test_ranks_do_not_use_a_host_name(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    script = "from commhooks.cluster import Ranks\nwith Ranks(2):\n    pass\n"
+    script = "from commhooks.cluster import Ranks\nwith Ranks(1):\n    pass\n"
     environment = {
         **os.environ,
         "TMPDIR": str(temporary),

@@ -154,6 +154,7 @@ def test_strings_have_different_hashes_on_neighboring_ranks(run_ranks: Any) -> N
     assert first != second != third
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", [fork_worker], indirect=True)
 @pytest.mark.skipif(not can_fork(), reason="ranks are not forked where torch has CUDA")
 def test_ranks_whose_template_died_are_replaced(run_ranks: Any) -> None:
@@ -251,7 +252,7 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
         "from commhooks.testing import run_ranks\n"
         f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('.')\n"
         "def pid(rank, world_size):\n    return os.getpid()\n"
-        "run_ranks(pid)\n"
+        "run_ranks(pid, 1)\n"
     )
     result = subprocess.run(
         [sys.executable, script],
@@ -262,7 +263,7 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert "RankStartError: rank 0 of 2 cannot import the main module" in result.stderr
+    assert "RankStartError: rank 0 of 1 cannot import the main module" in result.stderr
     assert 'start ranks under `if __name__ == "__main__":`' in result.stderr
     assert len((tmp_path / "imports").read_text()) <= 3
 

@@ -68,7 +68,7 @@ def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["name"])
 def test_it_sends_the_bytes_of_the_formula(config, size):
     buckets, parameters = make_buckets()
-    kinds = dry_run(config, buckets, parameters, size=size, first_step=STEP)
+    kinds = dry_run(config, buckets, parameters, size=size, first_step=STEP, is_timed=False)
     assert sum(share for share, _ in kinds) == pytest.approx(1.0)
     hook = commhooks.create(config)
     hook.prepare(parameters, FakeGroup(size))
@@ -115,7 +115,9 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     hook.prepare(trainer.parameters, FakeGroup(size))
     adapter.regroup(hook.bucket_key)
     trainer.step(draw_gradients(trainer.parameters, 1))
-    kinds = dry_run(config, captured, trainer.parameters, size=size, first_step=STEP)
+    kinds = dry_run(
+        config, captured, trainer.parameters, size=size, first_step=STEP, is_timed=False
+    )
     return sent(kinds, size)
 
 
@@ -132,7 +134,9 @@ def test_it_sends_the_bytes_of_real_ranks(size):
 def test_collectives_name_their_members_among_nodes():
     buckets, parameters = make_buckets()
     config = {"name": "hierarchical", "inner": "int8"}
-    (_, traces), *_ = dry_run(config, buckets, parameters, size=12, ranks_per_node=4)
+    (_, traces), *_ = dry_run(
+        config, buckets, parameters, size=12, ranks_per_node=4, is_timed=False
+    )
     found = [(c.operation, c.members) for c in traces[0].collectives]
     inside, between = Members(4, spans_nodes=False), Members(1, spans_nodes=True)
     assert found == [
@@ -145,7 +149,8 @@ def test_collectives_name_their_members_among_nodes():
 
 def test_a_periodic_hook_has_two_kinds_of_steps():
     buckets, parameters = make_buckets()
-    kinds = dry_run({"name": "local_sgd", "period": 8}, buckets, parameters, size=4)
+    config = {"name": "local_sgd", "period": 8}
+    kinds = dry_run(config, buckets, parameters, size=4, is_timed=False)
     assert sorted(share for share, _ in kinds) == pytest.approx([1 / 8, 7 / 8])
     (quiet,) = [traces for share, traces in kinds if share > 0.5]
     assert all(not trace.collectives for trace in quiet)
@@ -190,5 +195,7 @@ def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):
 def test_gradients_are_not_changed():
     buckets, parameters = make_buckets()
     before = [bucket.buffer().clone() for bucket in buckets]
-    dry_run({"name": "int8"}, buckets, parameters, size=4)  # int8 writes to the bucket
+    dry_run(
+        {"name": "int8"}, buckets, parameters, size=4, is_timed=False
+    )  # int8 writes to the bucket
     assert all(torch.equal(b.buffer(), old) for b, old in zip(buckets, before, strict=True))

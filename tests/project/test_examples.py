@@ -253,6 +253,7 @@ def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path, run_r
     assert losses[0] == losses[1]
 
 
+@pytest.mark.exhaustive  # as test_bad_hook_option_is_reported_by_rank_0, under torchrun
 def test_unknown_hook_is_reported_once_and_without_traceback():
     result = train_under_torchrun("--hook", "powersdg")
     assert result.returncode != 0

@@ -5,6 +5,8 @@ import torch
 
 from reducer import _C
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -1,16 +1,13 @@
 """Logging data, profiler ranges, the table of buckets, warnings."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks.cluster.group import join_group, local_store
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
 
@@ -124,45 +121,30 @@ def test_bucket_plan() -> None:
     )
 
 
-DETAIL = """
-import sys
-import torch
-import torch.distributed as dist
-import commhooks
-
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-for hook in ("allreduce", "powersgd", "int8", "topk"):
-    model = commhooks.DistributedDataParallel(torch.nn.Linear(64, 64))
-    commhooks.register(model, hook)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.ones(2, 64)).sum().backward()
-    gradient = model.module.bias.grad
-    assert torch.allclose(gradient, torch.full((64,), 2.0), atol=0.05) or hook == "topk"
-dist.barrier()
-"""
-
-
-def test_debug_level_detail(tmp_path: Path) -> None:
-    """At this level torch wraps the process group, and checks every collective."""
-    environment = os.environ | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", DETAIL, str(rank), str(tmp_path / "store")],
-            env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+def debug_level_detail(rank: int, world_size: int, port: int) -> None:
+    dist.destroy_process_group()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        for process in processes:
-            _, errors = process.communicate(timeout=240)
-            assert process.returncode == 0, errors
+        join_group(rank, world_size, "127.0.0.1", port, 60.0)
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert type(backend).__name__ == "_ProcessGroupWrapper"
+        for hook in ("allreduce", "powersgd", "int8", "topk"):
+            model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            commhooks.register(model, hook)
+            for _ in range(3):
+                model.zero_grad()
+                model(torch.ones(2, 64)).sum().backward()
+            gradient = model.module.bias.grad
+            assert torch.allclose(gradient, torch.full((64,), 2.0), atol=0.05) or hook == "topk"
+        dist.barrier()
     finally:
-        for process in processes:
-            process.kill()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_debug_level_detail() -> None:
+    """At this level torch wraps the process group, and checks every collective."""
+    store = local_store()
+    run_ranks(debug_level_detail, 2, store.port)
 
 
 def create_graph(rank: int, world_size: int) -> None:

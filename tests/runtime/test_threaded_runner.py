@@ -420,6 +420,7 @@ MODES = ("used", "failed", "destroyed", "left")
 SCRIPT = """
 import os
 import sys
+import torch._dynamo  # backward imports it: once, rather than in each process
 import torch.distributed as dist
 from test_threaded_runner import MODES, Fragile, backward, make_model
 import commhooks

@@ -39,8 +39,8 @@ from commhooks.cluster.process import start_worker
 INT = struct.Struct("i")
 """The format of sizes, PIDs and exit codes on the wire."""
 # Libraries read these when they are loaded, so templates serve processes that have the same. A
-# rank gets the number in OMP_NUM_THREADS from its template.
-_READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MKL_", "OPENBLAS_", "PYTHON", "TORCH")
+# rank gets the number in OMP_NUM_THREADS from its template, and Python's path with each call.
+_READ_AT_IMPORT = ("GOMP_", "KMP_", "LD_", "MKL_", "OPENBLAS_", "TORCH_")
 
 _templates: dict[object, "Template"] = {}
 _turns = itertools.cycle((0, 1))
@@ -56,15 +56,16 @@ def fork_worker(
     output: IO[bytes] | None,
     environment: Mapping[str, str],
 ) -> "ForkedProcess | subprocess.Popen[bytes]":
-    """Fork what :func:`commhooks.cluster.process.start_worker` starts, unless it has a prefix."""
-    if prefix:
+    """Fork what :func:`commhooks.cluster.process.start_worker` starts."""
+    *command, host = prefix or [""]
+    if command not in ([], ["ip", "netns", "exec"]):
         return start_worker(prefix, passed, output, environment)
     read = {name: text for name, text in environment.items() if name.startswith(_READ_AT_IMPORT)}
     keys = [(turn, *sorted(read.items())) for turn in (0, 1)]
     for key in keys:  # both, so that they import torch at the same time
         if key not in _templates or not _templates[key].is_alive():
             _templates[key] = Template(environment)
-    return _templates[keys[next(_turns)]].fork(passed, output, environment)
+    return _templates[keys[next(_turns)]].fork(passed, output, environment, host)
 
 
 class ForkedProcess:
@@ -117,12 +118,16 @@ class Template:
         return self._process.poll() is None
 
     def fork(
-        self, passed: tuple[int, int], output: IO[bytes] | None, environment: Mapping[str, str]
+        self,
+        passed: tuple[int, int],
+        output: IO[bytes] | None,
+        environment: Mapping[str, str],
+        host: str,
     ) -> ForkedProcess:
         stdin, our_stdin = os.pipe()
         our_status, status = os.pipe()
         streams = [1, 2] if output is None else [output.fileno()] * 2
-        data = pickle.dumps(dict(environment))
+        data = pickle.dumps((dict(environment), host))
         files = [*passed, stdin, *streams, status]
         socket.send_fds(self._control, [INT.pack(len(data))], files)
         self._control.sendall(data)

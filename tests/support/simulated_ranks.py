@@ -105,13 +105,11 @@ def _broadcast(calls: list[Any]) -> None:
 
 
 def _all_to_all(calls: list[Any]) -> None:
-    for rank, (received, _, received_sizes, _) in enumerate(calls):
-        parts = []
-        for source, (_, sent, _, sent_sizes) in enumerate(calls):
-            sizes = sent_sizes or [len(sent) // len(calls)] * len(calls)
-            part = sent.split(sizes)[rank]
-            assert not received_sizes or received_sizes[source] == len(part)
-            parts.append(part)
+    split = [
+        sent.split(sizes or [len(sent) // len(calls)] * len(calls)) for _, sent, _, sizes in calls
+    ]
+    for (received, _, sizes, _), parts in zip(calls, zip(*split, strict=True), strict=True):
+        assert not sizes or sizes == [len(part) for part in parts]
         received.copy_(torch.cat(parts))
 
 

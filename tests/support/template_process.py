@@ -4,6 +4,7 @@ The argument is the file descriptor of a socket on which requests to fork arrive
 :mod:`support.forking`.
 """
 
+import ctypes
 import gc
 import importlib
 import os
@@ -13,6 +14,7 @@ import select
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -39,7 +41,7 @@ def _serve(control: socket.socket) -> None:
         header, files, _, _ = socket.recv_fds(control, INT.size, 6)
         if not header:
             return
-        environment = pickle.loads(_receive(control, INT.unpack(header)[0]))
+        environment, host = pickle.loads(_receive(control, INT.unpack(header)[0]))
         pid = os.fork()
         if pid == 0:
             try:
@@ -47,7 +49,7 @@ def _serve(control: socket.socket) -> None:
                     os.close(pidfd)
                     os.close(status)
                 control.close()
-                _become_rank(files, environment)
+                _become_rank(files, environment, host)
             finally:
                 os._exit(1)
         for file in files[:-1]:
@@ -55,7 +57,7 @@ def _serve(control: socket.socket) -> None:
         children[os.pidfd_open(pid)] = pid, files[-1]
 
 
-def _become_rank(files: list[int], environment: dict[str, str]) -> None:
+def _become_rank(files: list[int], environment: dict[str, str], host: str) -> None:
     connection, stacks, *streams, status = files
     os.setsid()
     os.write(status, INT.pack(os.getpid()))
@@ -63,6 +65,10 @@ def _become_rank(files: list[int], environment: dict[str, str]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    if host:  # a network namespace
+        with Path("/run/netns", host).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter the namespace {host}")
     os.environ.clear()
     os.environ.update(environment)
     if threads := environment.get("OMP_NUM_THREADS"):
