@@ -26,12 +26,29 @@ def check_agreement(
 ) -> int:
     """Raise ``explain(values of all ranks)`` on every rank if ranks have different values.
 
-    Collective over ``group``: one all-gather of 16 bytes per rank, on ``device``. Values are
-    compared by a hash of their ``repr``; they are sent, pickled, only if they differ.
-
-    Returns a random number, which is the same on all ranks. Raises CommHookPeerError if a peer is
-    lost during ``what``.
+    Collective over ``group``, see :func:`values_of_ranks`. Returns a random number, which is the
+    same on all ranks.
     """
+    values, number = _exchange(value, group, device, what)
+    if len({repr(other) for other in values}) > 1:
+        raise explain(values)
+    return number
+
+
+def values_of_ranks(value: T, group: dist.ProcessGroup, device: torch.device, what: str) -> list[T]:
+    """Return the values of all ranks.
+
+    Collective over ``group``: one all-gather of 16 bytes per rank, on ``device``. Values are
+    compared by a hash of their ``repr``; they are sent, pickled, only if they differ. Raises
+    CommHookPeerError if a peer is lost during ``what``.
+    """
+    return _exchange(value, group, device, what)[0]
+
+
+def _exchange(
+    value: T, group: dist.ProcessGroup, device: torch.device, what: str
+) -> tuple[list[T], int]:
+    """Return the values of all ranks and a random number, which is the same on all ranks."""
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     own = torch.tensor(
         [int.from_bytes(digest, "little", signed=True), secrets.randbits(62)], device=device
@@ -40,9 +57,8 @@ def check_agreement(
     with collective(group, what):
         dist.all_gather(gathered, own, group=group)
         digests, numbers = torch.stack(gathered).T.tolist()
+    values = [value] * group.size()
     if len(set(digests)) > 1:
-        values = [value] * group.size()
         with collective(group, what):
             dist.all_gather_object(values, value, group=group)
-        raise explain(values)
-    return int(numbers[0])
+    return values, int(numbers[0])

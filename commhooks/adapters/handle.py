@@ -18,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from commhooks.adapters.adapter import Adapter, TorchHook
 from commhooks.adapters.ddp import DDPAdapter
-from commhooks.adapters.saved_state import check_saved_state, saved_state
+from commhooks.adapters.saved_state import (
+    Loaded,
+    check_saved_state,
+    compare,
+    loaded,
+    saved_state,
+)
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.adapters.trace import trace
 from commhooks.comm.agreement import check_agreement
@@ -163,30 +169,45 @@ class HookHandle:
         return trace(self._in_use(), path, {"hook": _identity(self.hook)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs. Each rank has its own state and must save it."""
+        """Return what a resumed run needs. Each rank has its own state and must save it.
+
+        ``torch.save`` and ``torch.load`` preserve it. ``torch.distributed.checkpoint``, which would
+        keep one rank's state only, raises if it gets it or the handle.
+        """
         adapter = self._in_use()
         return saved_state(self._comm_hook(), adapter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that :meth:`state_dict` returned on the same rank of an equal model.
+        """Restore a state that :meth:`state_dict` returned on the same rank. Collective.
 
         Raises:
-            CommHookStateError: The state is damaged, or from another hook, rank or model. Nothing
-                has changed.
+            CommHookStateError: The state is damaged, or from another hook, rank or model, on this
+                rank or on another one. Nothing has changed on any rank.
         """
         adapter = self._in_use()
         hook = self._comm_hook()
-        check_saved_state(state, hook, adapter)
-        before = hook.state_dict()
+        failure: Exception | None = None
+        before: dict[str, Any] | None = None
         try:
+            check_saved_state(state, hook, adapter)
+            before = hook.state_dict()
             hook.load_state_dict(state["state"])
+            outcome = loaded(state, hook, adapter)
+        except CommHookStateError as error:
+            failure, outcome = error, Loaded(str(error))
         except Exception as error:
-            hook.load_state_dict(before)
-            if isinstance(error, CommHookStateError):
+            failure = error
+            outcome = Loaded(f"hook {hook!r} cannot use the saved state: {error}")
+        try:
+            compare(outcome, adapter)
+        except CommHookError:
+            if before is not None:
+                hook.load_state_dict(before)
+            if failure is None:
                 raise
             raise CommHookStateError(
-                f"hook {hook!r} cannot use the saved state: {error}"
-            ) from error
+                f"[rank {adapter.group.rank()}] {outcome.failure}. No rank has loaded its state"
+            ) from failure
         adapter.steps = state["step"]
 
     def _restore_consensus(self, adapter: Adapter) -> None:

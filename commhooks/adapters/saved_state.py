@@ -1,36 +1,41 @@
 """The state that a handle writes into a checkpoint, and the checks when it is read."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from commhooks.adapters.adapter import Adapter
+from commhooks.adapters.one_rank import OfOneRank
+from commhooks.adapters.state_entries import states_of_hooks
+from commhooks.comm.agreement import values_of_ranks
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 
-__all__ = ["check_saved_state", "saved_state"]
+__all__ = ["Loaded", "check_saved_state", "compare", "loaded", "saved_state"]
 
 VERSION = 1
 _TYPES = {"version": int, "hook": dict, "rank": int, "world_size": int, "step": int, "state": dict}
+_MOST_STEPS = 2**62  # the reducer counts in 64 bits
 
 
 def saved_state(hook: CommHook, adapter: Adapter) -> dict[str, Any]:
     """Return the hook's state and its origin, in types that ``torch.load`` reads by default."""
+    rank = adapter.group.rank()
     return {
         "version": VERSION,
         "hook": hook.to_config(),
-        "rank": adapter.group.rank(),
+        "rank": rank,
         "world_size": adapter.group.size(),
         "step": adapter.steps,
         "state": hook.state_dict(),
+        "saved_per_rank": OfOneRank({rank}),
     }
 
 
 def check_saved_state(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter) -> None:
     """Raise CommHookStateError unless ``saved`` is from this hook, rank and model."""
     _check_form(saved)
-    if saved["version"] > VERSION:
+    if saved["version"] != VERSION:
         raise CommHookStateError(
             f"expected a state of version {VERSION}, found {saved['version']}: it was saved by a "
             "later version of commhooks"
@@ -46,7 +51,56 @@ def check_saved_state(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter
             f"rank {there['rank']} of {there['world_size']}; what has not been sent yet differs by "
             "rank, so every rank saves and loads its own state"
         )
-    _check_parameters(saved["state"], hook, adapter)
+    for part in states_of_hooks(saved["state"], hook, adapter.parameters):
+        part.check()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What one rank has loaded, to be compared with the other ranks."""
+
+    failure: str = ""
+    """Why it has loaded nothing."""
+    step: int = 0
+    same_fields: Mapping[str, Sequence[tuple[str, str, tuple[int, ...]]]] = field(
+        default_factory=dict
+    )
+    """Key, name and shape of the fields that all ranks must have, by the path of the hook."""
+
+
+def loaded(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter) -> Loaded:
+    """Describe a state that has been checked."""
+    parts = states_of_hooks(saved["state"], hook, adapter.parameters)
+    return Loaded("", saved["step"], {p.path: p.same_fields() for p in parts if p.gradients})
+
+
+def compare(own: Loaded, adapter: Adapter) -> None:
+    """Raise CommHookStateError on all ranks if one has failed, or states do not fit together."""
+    of_ranks = values_of_ranks(own, adapter.group, adapter.device, "the loading of a saved state")
+    if problem := _mismatch(of_ranks):
+        rank = adapter.group.rank()
+        raise CommHookStateError(f"[rank {rank}] {problem}. No rank has loaded its state")
+
+
+def _mismatch(of_ranks: Sequence[Loaded]) -> str | None:
+    same_fields: dict[str, tuple[int, Any]] = {}  # by path, of the first rank that has the hook
+    for rank, each in enumerate(of_ranks):
+        if each.failure:
+            return f"rank {rank} refused its state: {each.failure}"
+        if each.step != of_ranks[0].step:
+            return (
+                f"expected states of the same step on all ranks, found step {of_ranks[0].step} on "
+                f"rank 0 and {each.step} on rank {rank}"
+            )
+        for path, fields in each.same_fields.items():
+            first, expected = same_fields.setdefault(path, (rank, fields))
+            if fields != expected:
+                key, name, shape = min(set(fields) ^ set(expected))
+                return (
+                    f"the states of ranks {first} and {rank} do not match: only one of them has "
+                    f"{name!r} of {key!r} in shape {shape}"
+                )
+    return None
 
 
 def _check_form(saved: Any) -> None:
@@ -60,7 +114,7 @@ def _check_form(saved: Any) -> None:
                 f"expected {name!r} of type {kind.__name__} in the saved state, found "
                 f"{saved.get(name)!r}; did state_dict() of a handle return it?"
             )
-    if saved["step"] < 0:
+    if not 0 <= saved["step"] < _MOST_STEPS:
         raise CommHookStateError(f"expected a step of at least 0, found {saved['step']}")
 
 
@@ -82,7 +136,7 @@ def _check_hook(saved: Mapping[str, Any], hook: CommHook) -> None:
 def _differences(here: Any, there: Any, path: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield where two configs differ, e.g. "rank" or "inner.density", with both values."""
     if isinstance(here, dict) and isinstance(there, dict):
-        for name in sorted(here.keys() | there.keys()):
+        for name in sorted(here.keys() | there.keys(), key=str):
             inner = f"{path}.{name}" if path else name
             yield from _differences(here.get(name), there.get(name), inner)
     elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
@@ -90,40 +144,3 @@ def _differences(here: Any, there: Any, path: str = "") -> Iterator[tuple[str, t
             yield from _differences(wanted, found, f"{path}.{i}")
     elif here != there:
         yield path, (here, there)
-
-
-def _check_parameters(
-    state: Mapping[str, Any], hook: CommHook, adapter: Adapter, where: str = ""
-) -> None:
-    """Check the keys of ``state``. ``where``: the nested hook, e.g. " of .inner", if any."""
-    nested = {f".{path}": each for path, each in hook.nested().items()}
-    for key, tensors in state.items():
-        if not (
-            key in nested
-            or (isinstance(key, str) and hook.knows_state_key(key, adapter.parameters))
-        ):
-            what = "nested hook" if str(key).startswith(".") else "parameter"
-            raise CommHookStateError(
-                f"the saved state{where} is of a model with a {what} {key!r}, which this one lacks"
-            )
-        if not isinstance(tensors, Mapping):
-            raise CommHookStateError(
-                f"expected tensors by name for {key!r}{where}, found {type(tensors).__name__}"
-            )
-        if key in nested:
-            _check_parameters(tensors, nested[key], adapter, f"{where} of {key}")
-        else:
-            _check_tensors(tensors, hook.state.get(key, {}), f"{key!r}{where}")
-
-
-def _check_tensors(tensors: Mapping[str, Any], present: Mapping[str, Tensor], where: str) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise CommHookStateError(
-                f"expected a tensor as {name!r} of {where}, found {type(value).__name__}"
-            )
-        if name in present and present[name].shape != value.shape:
-            raise CommHookStateError(
-                f"expected {name!r} of {where} in shape {tuple(present[name].shape)}, found "
-                f"{tuple(value.shape)}"
-            )

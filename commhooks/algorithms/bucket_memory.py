@@ -9,6 +9,7 @@ from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import TensorState
 from commhooks.hook.derived_bucket import bucket_with
+from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -18,28 +19,29 @@ __all__ = ["BucketMemory", "adopt"]
 class BucketMemory:
     """One number per gradient element, e.g. what error feedback has yet to send.
 
-    The numbers of a bucket lie in one flat tensor, in the bucket's order, so that a kernel passes
-    over them and the gradients together; ``state[parameter][field]`` are views of it, in the shape
-    and memory format of the parameter. When buckets are rebuilt, or a loaded state replaces the
-    hook's, new flat tensors take over the numbers of the entries.
+    Ranks may replace them by their mean over the ranks. The numbers of a bucket lie in one flat
+    tensor, in the bucket's order, so that a kernel passes over them and the gradients together;
+    ``state[parameter][name]`` are views of it, in the shape and memory format of the parameter.
+    When buckets are rebuilt, or a loaded state replaces the hook's, new flat tensors take over the
+    numbers of the entries.
     """
 
-    def __init__(self, field: str) -> None:
-        self._field = field
-        self._state: TensorState | None = None
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._flats: PerBucketCache[Tensor] = PerBucketCache()
+
+    def field(self, gradient: Tensor) -> StateField:
+        """Return the declaration of these numbers for :meth:`CommHook.state_fields`."""
+        return StateField.like(gradient, self._name, "averageable")
 
     def of(self, bucket: GradBucket, state: TensorState) -> Tensor:
         """Return (numel,), zeros at first; float32, or float64 for float64 gradients."""
-        if state is not self._state:
-            self._state = state
-            self._flats.clear()
-        flat = self._flats.get(bucket)
+        flat = self._flats.get(bucket, state)
         if flat is None:
             buffer = bucket.buffer()
             flat = torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
             views = bucket_with(bucket, flat).gradients()
-            adopt(state, self._field, zip(bucket.names, views, strict=True))
+            adopt(state, self._name, zip(bucket.names, views, strict=True))
             self._flats.put(bucket, flat)
         return flat
 

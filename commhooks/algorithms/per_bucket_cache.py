@@ -2,6 +2,7 @@
 
 from typing import Generic, TypeVar
 
+from commhooks.hook.base import TensorState
 from reducer import GradBucket
 
 __all__ = ["PerBucketCache"]
@@ -10,13 +11,20 @@ _Value = TypeVar("_Value")
 
 
 class PerBucketCache(Generic[_Value]):
-    """One value per bucket, kept until another bucket has one of its parameters."""
+    """One value per bucket, kept until another bucket has one of its parameters.
+
+    Values are made from a state, and dropped when a loaded one replaces it.
+    """
 
     def __init__(self) -> None:
+        self._state: TensorState | None = None
         self._values: dict[str, tuple[frozenset[str], _Value]] = {}
 
-    def get(self, bucket: GradBucket) -> _Value | None:
-        """Return None if the bucket is new or its composition has changed."""
+    def get(self, bucket: GradBucket, state: TensorState) -> _Value | None:
+        """Return None if the bucket is new, its composition has changed or the state is another."""
+        if state is not self._state:
+            self._state = state
+            self._values.clear()
         _, value = self._values.get(bucket.key, (None, None))
         return value
 
@@ -28,6 +36,3 @@ class PerBucketCache(Generic[_Value]):
                 del self._values[key]
         self._values[bucket.key] = names, value
         return value
-
-    def clear(self) -> None:
-        self._values.clear()

@@ -22,7 +22,8 @@ Nothing synchronizes the device, and backward's stream continues in the meantime
 not read a tensor, a CUDA graph can capture the hook.
 
 *State.* A hook keeps its state by parameter name in ``self.state``, because buckets are rebuilt
-after the first step.
+after the first step. It declares the fields of its state, see :mod:`commhooks.hook.state`; loading
+a saved state checks it against them.
 
 *Failure.* If the hook fails on any rank, the step fails on all ranks, and :meth:`CommHook.recover`
 is called before the next step.
@@ -40,7 +41,7 @@ no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -51,6 +52,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.options.validation import option_names, validate
 from commhooks.hook.options.values import instances_in, to_json
+from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
 from reducer._C import NativeHook
 
@@ -134,8 +136,10 @@ class CommHook:
             parameters: the trained parameters by name, in the model's order.
             group: the ranks that train together.
         """
-        for hook in self.nested().values():
-            hook.prepare(parameters, group)
+        of_nested = self.nested_parameters(parameters)
+        for path, hook in self.nested().items():
+            if path in of_nested:
+                hook.prepare(of_nested[path], group)
 
     def bucket_key(self, parameter: str) -> Hashable:
         """Return a key; parameters with different keys should not share a bucket.
@@ -193,9 +197,27 @@ class CommHook:
         options = {name: getattr(self, name) for name in option_names(type(self))}
         return dict(instances_in(options, CommHook))
 
-    def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether ``state[key]`` can belong to a model with ``parameters``."""
-        return key in parameters
+    def nested_parameters(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return those of this hook's parameters that each nested hook gets, by its path.
+
+        By default each gets all. A hook that gets none may be missing.
+        """
+        return dict.fromkeys(self.nested(), parameters)
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField] | None:  # noqa: ARG002
+        """Return the fields of ``state[parameter]`` for a parameter with such a gradient.
+
+        ``gradient`` has the shape, strides and dtype of those in ``bucket.gradients()``, and no
+        numbers. None, the default: a saved state has to have the fields, shapes and dtypes that
+        ``state[parameter]`` has when it is loaded, if it exists then.
+        """
+        return None
+
+    def bucket_fields(self) -> Sequence[StateField]:
+        """Return the fields of ``state[bucket.key]``, if the hook keeps any for whole buckets."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: copies of :attr:`state` and of nested hooks' states."""
@@ -207,23 +229,23 @@ class CommHook:
         return own | {path: state for path, state in nested.items() if state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that :meth:`state_dict` returned.
+        """Load a state that :meth:`state_dict` returned. A handle checks it before.
 
-        Raises CommHookStateError if it is damaged; states of nested hooks may then be loaded.
+        Raises CommHookStateError if it has another form; nested hooks may then have loaded theirs.
         """
-        entries = _mapping(state, "the state of a hook")
+        if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+            raise CommHookStateError(f"expected a dict with names as keys, found {type(state)}")
         nested = {f".{path}": hook for path, hook in self.nested().items()}
-        own = {
-            parameter: {
-                name: _tensor(value, parameter, name).detach().clone()
-                for name, value in _mapping(tensors, parameter).items()
-            }
-            for parameter, tensors in entries.items()
-            if parameter not in nested
-        }
+        own = {key: entry for key, entry in state.items() if key not in nested}
+        for key, entry in own.items():
+            if problem := entry_problem(entry):
+                raise CommHookStateError(f"{key!r}: {problem}")
         for path, hook in nested.items():
-            hook.load_state_dict(entries.get(path, {}))
-        self.state = own
+            hook.load_state_dict(state.get(path, {}))
+        self.state = {
+            key: {name: tensor.detach().clone() for name, tensor in entry.items()}
+            for key, entry in own.items()
+        }
 
     def to_config(self) -> dict[str, Any]:
         """Return name and options in JSON's types, which :func:`commhooks.create` accepts."""
@@ -241,15 +263,3 @@ def tree(hook: CommHook) -> Iterator[CommHook]:
 def has_consensus(hook: CommHook) -> bool:
     """Return whether results, and so the models, are the same on all ranks."""
     return all(each.consensus for each in tree(hook))
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return value
-    raise CommHookStateError(f"{what}: expected a dict with names as keys, found {type(value)}")
-
-
-def _tensor(value: Any, parameter: str, name: str) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    raise CommHookStateError(f"{name!r} of {parameter!r}: expected a tensor, found {type(value)}")

@@ -478,12 +478,16 @@ def refuse_state(rank: int, size: int) -> None:
         (changed(saved, hook=config | {"factor": 2.0}), "factor=1.0, .* saved with factor=2.0"),
         (changed(saved, rank=1 - rank), f"of rank {rank} of 2, found that of rank {1 - rank} of 2"),
         (changed(saved, world_size=3), "rank . of 3"),
-        (changed(saved, state=state | {"9.weight": count}), "parameter '9.weight', which this one"),
-        (changed(saved, state=state | {"0.weight": 3}), "tensors by name for '0.weight'"),
-        (changed(saved, state=state | {"0.weight": {"count": 3}}), "a tensor as 'count' of '0.we"),
+        (changed(saved, state=state | {"9.weight": count}), "'9.weight': there is no such"),
+        (changed(saved, state=state | {"0.weight": 3}), "'0.weight': expected tensors by name"),
+        (changed(saved, state=state | {"0.weight": {"count": 3}}), "'count': expected a tensor"),
         (
             changed(saved, state=state | {"0.weight": {"count": torch.ones(6)}}),
-            r"expected 'count' of '0.weight' in shape \(5, 6\), found \(6,\)",
+            r"'count': expected float32 of shape \(5, 6\), found float32 of shape \(6\)",
+        ),
+        (
+            changed(saved, state=state | {"0.weight": {"count": torch.ones(5, 6).half()}}),
+            r"'count': expected float32 of shape \(5, 6\), found float16",
         ),
     ]
     for value, message in bad:

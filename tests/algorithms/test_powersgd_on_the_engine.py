@@ -5,7 +5,9 @@ import torch
 from test_matrix_plan import resnet18
 from torch import Tensor
 
+from commhooks import CommHookError
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
+from commhooks.testing.compare import disagreement
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 
@@ -53,3 +55,29 @@ def test_buckets_do_not_matter(run_ranks, world_size):
         for step, (found, expected) in enumerate(zip(many[rank], one[rank], strict=True)):
             for name, gradient in expected.items():
                 torch.testing.assert_close(found[name], gradient, msg=f"{name}, step {step}")
+
+
+def fail_to_commit(rank: int, world_size: int) -> None:
+    """The other rank has its new factors; with them, both would go on from different ones."""
+    hook = PowerSGD(
+        rank=2, min_compression_rate=1.0, start_step=0, two_sided=False, num_iters_per_step=2
+    )
+    trainer = Trainer(hook)
+    commit = hook._commit
+    for step in range(8):
+        failing = step in (2, 3)
+        hook._commit = raising if failing and rank == 1 else commit  # type: ignore[method-assign]
+        gradients = draw_gradients(trainer.parameters, rank, step)
+        if failing:
+            with pytest.raises(CommHookError):
+                trainer.step(gradients)
+        else:
+            assert disagreement(trainer.step(gradients)) is None, f"step {step}"
+
+
+def raising(*_: object) -> None:
+    raise MemoryError
+
+
+def test_ranks_agree_after_some_have_failed(run_ranks):
+    run_ranks(fail_to_commit, 2)

@@ -270,11 +270,11 @@ def resume(rank: int, size: int) -> None:
     seeded["more"][1][1]["seed"] = 8
     for value, message in [
         (changed(hook=seeded), r"has more\.1\.1\.seed=7, .*saved with more\.1\.1\.seed=8"),
-        (changed(state=state | {".other": {}}), "nested hook '.other', which this one lacks"),
-        (changed(state=state | {".inner": 3}), "tensors by name for '.inner', found int"),
-        (with_inner("9", {}), "state of .inner of .inner is of .* parameter '9'"),
-        (with_inner("0.bias", {"count": 3}), "tensor as 'count' of '0.bias' of .inner of .inner"),
-        (with_inner("0.bias", {"count": torch.ones(2)}), r"'0.bias' of .inner.*shape \(\), found"),
+        (changed(state=state | {".other": {}}), "'.other': there is no such nested hook"),
+        (changed(state=state | {".inner": 3}), "'.inner': expected tensors by name, found int"),
+        (with_inner("9", {}), r"at '.inner.inner', '9': there is no such parameter"),
+        (with_inner("0.bias", {"count": 3}), r"'.inner.inner', '0.bias': field 'count'.* a tensor"),
+        (with_inner("0.bias", {"count": torch.ones(2)}), r"'0.bias': .* of shape \(\), found"),
     ]:
         with pytest.raises(commhooks.CommHookStateError, match=message):
             resumed.load_state_dict(value)

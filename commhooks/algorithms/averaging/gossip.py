@@ -32,6 +32,7 @@ from commhooks.comm.topologies import Permutation
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -63,6 +64,7 @@ class Gossip(PeerToPeer):
     seed: int = 0
     """Of the partners of "dissemination" and "random". All ranks need the same."""
 
+    state_fields = no_state
     wire = "the gradients or parameters once, to one rank"
     paper = "https://arxiv.org/abs/1803.05880"
 

@@ -31,6 +31,7 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 
 __all__ = ["Hierarchical"]
@@ -64,6 +65,7 @@ class Hierarchical(CommHook):
 
     lossless = True
     backends = ("gloo", "nccl")
+    state_fields = no_state
     wire = "one all-reduce and one broadcast inside nodes, and what the inner hook sends between"
 
     def __post_init__(self) -> None:
@@ -87,6 +89,12 @@ class Hierarchical(CommHook):
         self._is_first = group.rank() % self.ranks_per_node == 0
         nodes = _Nodes(group, self.ranks_per_node)
         self.inner.prepare(parameters, cast("dist.ProcessGroup", nodes))
+
+    def nested_parameters(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return all parameters on the first rank of a node, where the inner hook runs."""
+        return super().nested_parameters(parameters) if self._is_first else {}
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

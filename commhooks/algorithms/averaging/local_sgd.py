@@ -44,6 +44,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.options import Ge, Gt, Lt
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -104,6 +105,11 @@ class LocalSGD(WithoutConsensus):
         runs = runs_of([parameter.numel() for parameter in parameters.values()], self.fragments)
         self._fragment_of = dict(zip(parameters, runs, strict=True))
 
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        if self.outer == "none":
+            return ()
+        return [StateField.like(gradient, name, "same") for name in ("anchor", "momentum")]
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         if bucket.step < self.start_step:
@@ -146,7 +152,10 @@ class LocalSGD(WithoutConsensus):
         if name not in self.state:
             self.state[name] = {"anchor": mean.clone(), "momentum": torch.zeros_like(mean)}
             return
-        anchor, momentum = self.state[name]["anchor"], self.state[name]["momentum"]
+        # A loaded state may be on another device.
+        entry = {key: tensor.to(mean.device) for key, tensor in self.state[name].items()}
+        self.state[name] = entry
+        anchor, momentum = entry["anchor"], entry["momentum"]
         outer_gradient = anchor - mean
         momentum.mul_(self.outer_momentum).add_(outer_gradient)
         anchor.sub_(outer_gradient.add_(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)

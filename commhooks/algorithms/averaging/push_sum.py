@@ -25,6 +25,7 @@ z(t). Under permutations all weights stay 1: gossip of parameters then does the 
 nothing.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,8 +35,8 @@ from commhooks.algorithms.averaging.without_consensus import PeerToPeer
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.topologies import Push
-from commhooks.errors import CommHookStateError
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -65,6 +66,12 @@ class PushSum(PeerToPeer):
     wire = "the parameters and their weights once, in float32, to one rank"
     paper = "https://arxiv.org/abs/1811.10792"
 
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return (
+            StateField.like(gradient, "biased", "averageable"),
+            StateField("weight", "averageable", (), check=_misfit),
+        )
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if comm.size > 1:
             half = self._with_last_step(bucket).mul_(0.5)
@@ -90,13 +97,8 @@ class PushSum(PeerToPeer):
             weights = parameters.new_ones(len(bucket.names), dtype=dtype)
             return torch.cat([parameters.to(dtype), weights])
         kept = [[self.state[name][part] for name in bucket.names] for part in ("biased", "weight")]
-        pushed = pack([*kept[0], *kept[1]])
+        pushed = pack([*kept[0], *kept[1]]).to(parameters.device)  # a loaded state may be elsewhere
         biased = pushed[: -len(bucket.names)]
-        if biased.shape != parameters.shape:
-            raise CommHookStateError(
-                f"state of {bucket.names}: expected {parameters.numel()} numbers as 'biased', "
-                f"found {biased.numel()}: it was saved for another model"
-            )
         biased += parameters - _debiased(pushed, bucket).to(parameters.dtype)
         return pushed
 
@@ -122,6 +124,12 @@ class PushSum(PeerToPeer):
         parameters = parameters_of(bucket)
         elements = sum(parameter.numel() + 1 for parameter in parameters)
         return elements * at_least_float32(parameters[0].dtype).itemsize if size > 1 else 0
+
+
+def _misfit(entry: Mapping[str, Tensor]) -> str | None:
+    """Describe a weight that models cannot be divided by."""
+    weight = entry["weight"].item()
+    return None if weight > 0 else f"expected a positive number, found {weight}"
 
 
 def _split(pushed: Tensor, bucket: GradBucket) -> tuple[list[Tensor], list[Tensor]]:

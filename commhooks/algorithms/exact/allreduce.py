@@ -14,6 +14,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 from reducer._C import AverageHook, NativeHook
 
@@ -27,6 +28,7 @@ class AllReduce(CommHook):
 
     lossless = True
     tells_contribution = True
+    state_fields = no_state
     wire = "one all-reduce of the gradients"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:

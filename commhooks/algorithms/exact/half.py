@@ -20,6 +20,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 from reducer._C import AverageHook, NativeHook
 
@@ -32,6 +33,7 @@ class _Half(CommHook):
 
     wire_dtype: ClassVar[torch.dtype]
     tells_contribution = True
+    state_fields = no_state
     wire = "one all-reduce of 2 bytes per element"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 from reducer._C import NativeHook, NoopHook
 
@@ -20,6 +21,7 @@ class Noop(CommHook):
     """Send nothing: each rank keeps its own gradients. Measures all costs but communication."""
 
     consensus = False
+    state_fields = no_state
     wire = "nothing"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:  # noqa: ARG002

@@ -12,7 +12,6 @@ side of a square.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Annotated
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import real_view
+from commhooks.algorithms.lowrank.compressor import Compressor
 from commhooks.algorithms.lowrank.matrix_plan import (
     MatrixBatch,
     MatrixPlan,
@@ -30,6 +30,7 @@ from commhooks.algorithms.lowrank.matrix_plan import (
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 __all__ = ["BatchedPowerSGD", "plan_of_bucket"]
@@ -63,9 +64,24 @@ class BatchedPowerSGD(PowerSGD):
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
         return plan_of_bucket(bucket.key, bucket.names, bucket.gradients(), self.rank_of)
 
-    def knows_state_key(self, key: str, parameters: Mapping[str, Tensor]) -> bool:
-        """Accept names of parameters, which have errors, and keys of buckets, with factors."""
-        return key in parameters or re.fullmatch("[0-9a-f]{16}", key) is not None
+    def _make_compressor(self, bucket: GradBucket) -> Compressor:
+        """Begin with random factors if those of a loaded state have other shapes.
+
+        Nothing in a state tells the shape of a bucket, so loading it cannot find that. Factors are
+        the same on all ranks, so all begin alike.
+        """
+        batches = self._plan(bucket).batches
+        fields = [f for b in batches for f in self.factor_fields(b.rows, b.columns, b.rank)]
+        kept = self.state.get(bucket.key, {})
+        if {name: tuple(kept[name].shape) for name in kept} != {f.name: f.shape for f in fields}:
+            self.state.pop(bucket.key, None)
+        return super()._make_compressor(bucket)
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return self.error_fields(gradient.numel())
+
+    def bucket_fields(self) -> Sequence[StateField]:
+        return self.factor_fields(None, None, None)
 
 
 def plan_of_bucket(

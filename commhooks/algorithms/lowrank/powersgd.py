@@ -50,7 +50,7 @@ gradients are finite, go on as usual.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -63,16 +63,15 @@ from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.codecs.finite import is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.options import Ge, Lt
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["PowerSGD"]
-
-_STATE_FIELDS = ("error", *(side.name.lower() for side in Side))
 
 
 @register_hook("powersgd")
@@ -175,19 +174,42 @@ class PowerSGD(CommHook):
 
     def _compressor(self, bucket: GradBucket) -> Compressor:
         """Return that of the bucket, a new one when the bucket's composition has changed."""
-        compressor = self._compressors.get(bucket)
+        compressor = self._compressors.get(bucket, self.state)
         if compressor is None:
-            kept = (Side.RIGHT,) if self.two_sided else tuple(Side)
-            compressor = Compressor(
-                self._plan(bucket),
-                bucket.buffer(),
-                self.state,
-                kept_sides=kept if self.warm_start else (),
-                error_feedback=self.error_feedback,
-                seed=self.seed,
-            )
-            self._compressors.put(bucket, compressor)
+            compressor = self._compressors.put(bucket, self._make_compressor(bucket))
         return compressor
+
+    def _make_compressor(self, bucket: GradBucket) -> Compressor:
+        return Compressor(
+            self._plan(bucket),
+            bucket.buffer(),
+            self.state,
+            kept_sides=self._kept_sides,
+            error_feedback=self.error_feedback,
+            seed=self.seed,
+        )
+
+    @property
+    def _kept_sides(self) -> tuple[Side, ...]:
+        """The sides whose factors the next step starts from."""
+        if not self.warm_start:
+            return ()
+        return (Side.RIGHT,) if self.two_sided else tuple(Side)
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        shape = matrix_shape(gradient)
+        rank = 0 if shape is None else self.rank_of(*shape)
+        if shape is None or rank == 0:
+            return ()
+        return *self.error_fields(*shape), *self.factor_fields(*shape, rank)
+
+    def error_fields(self, *shape: int) -> Sequence[StateField]:
+        return (StateField("error", "averageable", shape),) if self.error_feedback else ()
+
+    def factor_fields(self, n: int | None, m: int | None, rank: int | None) -> list[StateField]:
+        """Return the fields of the factors of a matrix (n, m), None if it is not known."""
+        shapes = {Side.LEFT: (n, rank), Side.RIGHT: (rank, m)}
+        return [StateField(side.name.lower(), "same", shapes[side]) for side in self._kept_sides]
 
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
         return MatrixPlan.of_parameters(bucket.names, bucket.gradients(), self.rank_of)
@@ -239,28 +261,6 @@ class PowerSGD(CommHook):
             all_reduce_bytes(plan.sent_elements(side, has_exact=i == 0) * itemsize, size)
             for i, side in enumerate(self._sides(bucket.step))
         )
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the result of ``state_dict()``, whatever bucket each parameter is in by now.
-
-        Raises CommHookStateError unless it holds finite tensors under the names that this hook
-        uses. Their shapes are checked in the first step that uses them.
-        """
-        for key, entry in state.items():
-            for name, tensor in entry.items():
-                if name not in _STATE_FIELDS:
-                    raise CommHookStateError(
-                        f"state of {key!r}: expected some of {_STATE_FIELDS}, found {name!r}. It "
-                        "is the state of another hook."
-                    )
-                if not (tensor.is_floating_point() and tensor.isfinite().all()):
-                    raise CommHookStateError(
-                        f"state of {key!r}: expected {name!r} to hold finite numbers, found "
-                        "others. The file is damaged: load an earlier one, or begin without a "
-                        "state."
-                    )
-        super().load_state_dict(state)
-        self._compressors.clear()  # their errors and factors are those of the replaced state
 
 
 def _largest(matrices: Mapping[str, tuple[int, int]]) -> str:

@@ -16,7 +16,7 @@ left out, then
     q = c + c·(1 + c) = (1 + c)² - 1    which is below 1 for c < √2 - 1
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from commhooks.algorithms.quantized.two_shot import average_quantized, wire_byte
 from commhooks.codecs.block import BlockCodec
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
+from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -78,6 +79,9 @@ class Quantized(CommHook):
         super().prepare(parameters, group)
         for device in {parameter.device for parameter in parameters.values()}:
             self._codec.require(device)
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return self._errors.fields(gradient) if self.uses_error_feedback else ()
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         """Return the bytes that each of ``size`` ranks sends for ``bucket``."""

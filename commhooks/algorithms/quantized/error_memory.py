@@ -1,6 +1,6 @@
 """The quantization errors that a hook has yet to send, by parameter name."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +10,8 @@ from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.algorithms.quantized.two_shot import Errors, part_of
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookStateError
 from commhooks.hook.base import TensorState
+from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 __all__ = ["ErrorMemory"]
@@ -33,12 +33,24 @@ class ErrorMemory:
         self._own = BucketMemory("error")
         self._cache: PerBucketCache[tuple[slice, Errors]] = PerBucketCache()
 
+    def fields(self, gradient: Tensor) -> Sequence[StateField]:
+        """Return the declaration of the errors for :meth:`CommHook.state_fields`."""
+
+        def misfit(entry: Mapping[str, Tensor]) -> str | None:
+            return _misfit(entry, gradient.numel())
+
+        return (
+            self._own.field(gradient),
+            StateField("average_error", "own", (None,), torch.float32, is_optional=True),
+            StateField("average_start", "own", (), torch.int64, is_optional=True, check=misfit),
+        )
+
     def of(self, bucket: GradBucket, comm: Communicator, state: TensorState) -> Errors:
         """Return the errors of a bucket, which are zeros at first."""
         own = self._own.of(bucket, state)
         part = part_of(own.numel(), comm.size, comm.rank)
-        cached_part, errors = self._cache.get(bucket) or (None, None)
-        if errors is None or errors.own is not own or cached_part != part:
+        cached_part, errors = self._cache.get(bucket, state) or (None, None)
+        if errors is None or cached_part != part:
             errors = Errors(own, _rebuild_average_errors(bucket, comm, part, state, own))
             self._cache.put(bucket, (part, errors))
         return errors
@@ -57,7 +69,7 @@ def _rebuild_average_errors(
         begin = segment.offset + segment.start - part.start
         error = average[begin : begin + segment.stop - segment.start]
         if "average_error" in entry:
-            start, kept = _pop_average_error(segment, entry)
+            start, kept = int(entry.pop("average_start")), entry.pop("average_error")
             if (start, start + kept.numel()) == (segment.start, segment.stop):
                 error.copy_(kept)
             else:
@@ -69,17 +81,15 @@ def _rebuild_average_errors(
     return average
 
 
-def _pop_average_error(segment: "_Segment", entry: dict[str, Tensor]) -> tuple[int, Tensor]:
-    """Remove the errors of averages from a state; return their start in the parameter and them."""
-    kept = entry.pop("average_error")
-    start = int(entry.pop("average_start", torch.tensor(-1)))
-    if kept.dim() != 1 or not 0 <= start <= segment.length - kept.numel():
-        raise CommHookStateError(
-            f"state of {segment.name!r}: expected a flat 'average_error' within elements 0 to "
-            f"{segment.length} that begins at 'average_start'; found shape {tuple(kept.shape)} at "
-            f"{start}: it is damaged, or was saved for another model"
-        )
-    return start, kept
+def _misfit(entry: Mapping[str, Tensor], numel: int) -> str | None:
+    """Describe what is wrong with a saved error of averages, of a parameter of that size."""
+    if ("average_start" in entry) != ("average_error" in entry):
+        return "expected both 'average_start' and 'average_error', or none of them, found one"
+    if "average_start" in entry:
+        start, count = int(entry["average_start"]), entry["average_error"].numel()
+        if not 0 <= start <= numel - count:
+            return f"expected 0 to {numel - count}, found {start}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes
 from commhooks.hook.base import CommHook
+from commhooks.hook.state import StateField
 from commhooks.kernels import backend_of, require
 from commhooks.kernels import sparse as kernels
 from commhooks.precision import at_least_float32, saturating_cast
@@ -63,6 +64,9 @@ class SparseHook(CommHook):
         for device in {parameter.device for parameter in parameters.values()}:
             require(device)
         super().prepare(parameters, group)
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return (self._errors.field(gradient),)
 
 
 def to_memory_dtype(buffer: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ they are averaged.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -39,6 +40,7 @@ from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Ge, Gt, Le, Lt
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from commhooks.kernels import backend_of
 from commhooks.kernels import sparse as kernels
 from reducer import GradBucket
@@ -90,6 +92,9 @@ class DGC(SparseHook):
 
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1712.01887"
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return *super().state_fields(gradient), self._velocities.field(gradient)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

@@ -14,6 +14,7 @@ https://arxiv.org/abs/1704.05021; Stich, Cordonnier, Jaggi: Sparsified SGD with 
 2018, https://arxiv.org/abs/1809.07599.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -30,6 +31,7 @@ from commhooks.algorithms.sparse.selection import density_at, kept_elements, sel
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 __all__ = ["TopK"]
@@ -69,6 +71,9 @@ class TopK(SparseHook):
     def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
         """Whether the hook keeps no error: another error feedback would count it twice."""
         return not self.error_feedback
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return super().state_fields(gradient) if self.error_feedback else ()
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

@@ -13,6 +13,7 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -43,6 +44,7 @@ class Cast(CommHook):
     """float16, bfloat16, float32 or float64."""
 
     tells_contribution = True
+    state_fields = no_state
     wire = "what the inner hook sends for gradients of that dtype"
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ If gradients are in half precision, p is not. The error then also holds what is 
 to the gradients' dtype: rounding errors, and numbers beyond the range.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, TensorState, tree
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -83,6 +85,9 @@ class ErrorFeedback(CommHook):
                     "would grow in each step, or because that has no meaning for it. Use it "
                     "without error_feedback"
                 )
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        return (self._memory.field(gradient),)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         error = self._memory.of(bucket, self.state)

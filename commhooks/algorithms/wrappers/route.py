@@ -25,6 +25,7 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.options import MinLen
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
@@ -72,6 +73,7 @@ class Route(CommHook):
 
     lossless = True
     tells_contribution = True
+    state_fields = no_state
     wire = "what each hook sends for its parameters"
 
     def __post_init__(self) -> None:
@@ -80,12 +82,18 @@ class Route(CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Find the hook of each parameter, and prepare each hook for its parameters."""
-        routes = choose(self._matchers(), parameters, has_default=self.default is not None)
-        for i, hook in enumerate(self._hooks):
-            own = {name: tensor for name, tensor in parameters.items() if routes[name] == i}
-            if own:
-                hook.prepare(own, group)
-        self._routes = routes
+        self._routes = choose(self._matchers(), parameters, has_default=self.default is not None)
+        super().prepare(parameters, group)
+
+    def nested_parameters(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the parameters of each route, without routes that have none."""
+        own: dict[str, dict[str, Tensor]] = {}
+        paths = list(self.nested())  # in the order of _hooks
+        for name, tensor in parameters.items():
+            own.setdefault(paths[self._routes[name]], {})[name] = tensor
+        return own
 
     def bucket_key(self, parameter: str) -> Hashable:
         """Return the route and its hook's key, or None for a parameter that hooks do not see."""

@@ -15,6 +15,7 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus
 from commhooks.hook.options import Ge, MinLen
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 
 __all__ = ["Schedule"]
@@ -55,6 +56,7 @@ class Schedule(CommHook):
 
     lossless = True
     tells_contribution = True
+    state_fields = no_state
     wire = "what the hook of the step sends"
 
     def __post_init__(self) -> None:

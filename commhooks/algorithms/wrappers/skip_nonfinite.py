@@ -39,6 +39,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_without
 from commhooks.hook.registry import register_hook
+from commhooks.hook.state import no_state
 from reducer import GradBucket
 
 __all__ = ["SkipNonfinite"]
@@ -93,6 +94,7 @@ class SkipNonfinite(CommHook):
     lossless = True
     checks_finite = True
     skips_steps = True
+    state_fields = no_state
     wire = "an all-reduce of 4 bytes per bucket, and what the inner hook sends"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:

@@ -1,0 +1,157 @@
+"""What saved states contain, and what is said about damaged ones."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import commhooks
+from commhooks.hook.base import tree
+from commhooks.testing.compare import same_bits, through_file
+from commhooks.testing.probe import Trainer, draw_gradients
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def trained(config: Any, rank: int, steps: int = 2) -> Trainer:
+    trainer = Trainer(commhooks.create(config))
+    for step in range(steps):
+        trainer.step(draw_gradients(trainer.parameters, rank, step))
+    return trainer
+
+
+def without(name: str) -> Change:
+    return lambda saved: saved["state"]["matrix"].pop(name)
+
+
+def setting(name: str, value: Any) -> Change:
+    return lambda saved: saved["state"]["matrix"].update({name: value})
+
+
+def later_stage(saved: dict[str, Any]) -> None:
+    saved["hook"]["stages"][1][0] = 7
+
+
+SCHEDULE = {"name": "schedule", "stages": [[0, "int8"], [5, "topk"]]}
+ROUTE = {"name": "route", "rules": [["matrix", "topk"]], "default": "dgc"}
+DILOCO = {"name": "local_sgd", "outer": "nesterov", "period": 1}
+POWERSGD = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0}
+REFUSED: list[tuple[Any, Change, str]] = [
+    ("topk", without("error"), r"'topk', 'matrix': field 'error': .* shape \(12, 10\), found none"),
+    ("dgc", without("velocity"), "'velocity': expected float32 or float64 .* found none"),
+    (DILOCO, without("momentum"), "'momentum': .* found none"),
+    (POWERSGD, without("right"), r"'right': .* shape \(2, 10\), found none"),
+    (POWERSGD, setting("left", torch.ones(12, 2)), "'left': expected only .* 'error', 'right'"),
+    (POWERSGD, setting("right", torch.ones(3, 10)), r"shape \(2, 10\), found .* \(3, 10\)"),
+    ("int8", setting("error", torch.ones(12, 10).char()), r"found int8 of shape \(12, 10\)"),
+    ("int8", setting("error", torch.full((12, 10), torch.inf)), "'error': expected finite"),
+    ("int8", setting("error", torch.ones(12, 10).to_sparse()), "expected a dense tensor"),
+    ("int8", setting("average_start", torch.tensor(200)), r"expected 0 to \d+, found 200"),
+    ("int8", without("average_start"), "'average_start': expected both"),
+    ("int8", setting("extra", torch.ones(1)), "'extra': expected only the fields 'error'"),
+    ("fp16", lambda saved: saved["state"].update(matrix={"e": torch.ones(1)}), "the fields none"),
+    ("push_sum", setting("weight", torch.tensor(0.0)), "'weight': expected a positive number"),
+    (SCHEDULE, later_stage, r"stages\.1\.0=5, .* saved with stages\.1\.0=7"),
+    (SCHEDULE, lambda saved: saved["hook"].update(stages=[]), "has stages="),
+    (
+        SCHEDULE,
+        lambda saved: saved["state"].update({".stages.1.1": saved["state"].pop(".stages.0.1")}),
+        r"'topk' at '.stages.1.1', .*expected only the fields 'error'",
+    ),
+    (
+        ROUTE,
+        lambda saved: saved["state"][".default"].update(saved["state"][".rules.0.1"]),
+        "'dgc' at '.default', 'matrix': there is no such parameter",
+    ),
+    ("int8", lambda saved: saved.update(step=2**70), "a step of at least 0"),
+    ("int8", lambda saved: saved.update(version=0), "of version 1, found 0"),
+]
+
+
+def refuse(rank: int, size: int, culprit: int) -> None:
+    """Load a state that is damaged on one rank; none of them loads."""
+    for config, change, message in REFUSED:
+        handle = trained(config, rank).handle
+        saved = through_file(handle.state_dict())
+        assert_refused = pytest.raises(commhooks.CommHookStateError, match=message)
+        damaged = copy.deepcopy(saved)
+        if rank == culprit:
+            change(damaged)
+        with assert_refused as refused:
+            handle.load_state_dict(damaged)
+        assert f"rank {culprit}" in str(refused.value)
+        assert same_bits(handle.state_dict(), saved)
+
+
+def test_damaged_states_are_refused_on_all_ranks(run_ranks: Any) -> None:
+    run_ranks(refuse, 2, 1)
+
+
+def differ(rank: int, size: int) -> None:
+    handle = trained(POWERSGD, rank).handle
+    saved = handle.state_dict()
+    with pytest.raises(commhooks.CommHookStateError, match=r"the same step .* 2 on rank 0 and 3"):
+        handle.load_state_dict(saved | {"step": 2 + rank})
+    with pytest.raises(
+        commhooks.CommHookStateError, match=r"ranks 0 and 1 do not match: .*'right'"
+    ):
+        handle.load_state_dict(saved | {"state": {} if rank else saved["state"]})
+    assert same_bits(handle.state_dict(), saved)
+
+
+def test_states_of_different_steps_or_contents_are_refused(run_ranks: Any) -> None:
+    run_ranks(differ, 2)
+
+
+def begin_with_factors_of_another_bucket(rank: int, size: int) -> None:
+    """Nothing in a state tells the shape of a bucket."""
+    trainer = trained({"name": "batched_powersgd", "rank": 2, "start_step": 0}, rank)
+    saved = trainer.handle.state_dict()
+    for entry in saved["state"].values():
+        if "right" in entry:
+            entry["right"] = torch.ones(1, 3)
+    trainer.handle.load_state_dict(saved)
+    found = trainer.step(draw_gradients(trainer.parameters, rank, 2))
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def test_factors_of_another_bucket_are_dropped(run_ranks: Any) -> None:
+    run_ranks(begin_with_factors_of_another_bucket, 2)
+
+
+def refused_by_dcp(rank: int, size: int, folder: str) -> None:
+    handle = trained("topk", rank).handle
+    for each in (handle, handle.state_dict(), copy.deepcopy(handle.state_dict())):
+        with pytest.raises(CheckpointException, match=r"state of one rank.*torch\.save") as refused:
+            dcp.save({"hook": each}, checkpoint_id=folder)
+        assert refused.value.failures.keys() == {0, 1}
+        with pytest.raises(CheckpointException, match="state of one rank"):
+            dcp.async_save({"hook": each}, checkpoint_id=folder).result()
+    state = {k: v for k, v in handle.state_dict().items() if k != "saved_per_rank"}
+    dcp.save({"hook": state}, checkpoint_id=folder)  # as earlier versions did
+    with pytest.raises(CheckpointException, match=r"hook\.saved_per_rank"):
+        dcp.load({"hook": handle}, checkpoint_id=folder)
+    assert same_bits(through_file(handle.state_dict()), handle.state_dict())
+
+
+def test_dcp_refuses_a_handle(run_ranks: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(refused_by_dcp, 2, folder)
+
+
+@pytest.mark.parametrize("name", commhooks.available())
+def test_hooks_declare_their_state(name: str) -> None:
+    options = {
+        "int8": {},
+        "schedule": {"stages": [[0, "int8"]]},
+        "route": {"rules": [["*", "int8"]]},
+    }
+    wraps = name in ("cast", "error_feedback", "hierarchical", "skip_nonfinite")
+    hook = commhooks.create(name, **options.get(name, {"inner": "bf16"} if wraps else {}))
+    for each in tree(hook):
+        assert each.state_fields(torch.zeros(40, 30)) is not None
