@@ -1,4 +1,4 @@
 """Puts hooks on a wrapped model, and saves their state.
 
-Imports: comm, errors, hook, precision, reducer, runtime.
+Imports: algorithms, comm, errors, hook, precision, reducer, runtime.
 """

@@ -44,6 +44,7 @@ __all__ = [
     "HalfStep",
     "apply_to_batch",
     "deflate_batch",
+    "draw_factor",
     "orthonormal_basis",
     "project_batch",
 ]
@@ -112,9 +113,7 @@ class Compressor:
         """
         flat = torch.empty(self.plan.factor_elements[side])
         for key, factor in self.plan.factor_entries(side, flat):
-            digest = hashlib.sha256(f"{seed}/{step}/{side.name}/{key}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            factor.normal_(generator=generator)
+            draw_factor(factor, side, key, seed, step)
         if self._like.is_cuda:
             flat = flat.pin_memory()  # or the host would wait for the copy
         return flat.to(self._like, non_blocking=True)
@@ -246,6 +245,13 @@ class Compressor:
         dim = 2 if side is Side.LEFT else 1
         of_batches = zip(*self._views(side, *factors), strict=True)
         return [torch.cat(of_batch, dim=dim) for of_batch in of_batches]
+
+
+def draw_factor(factor: Tensor, side: Side, key: str, seed: int, step: int = 0) -> None:
+    """Fill a factor on the CPU with the random numbers of :meth:`Compressor.draw_factors`."""
+    digest = hashlib.sha256(f"{seed}/{step}/{side.name}/{key}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    factor.normal_(generator=generator)
 
 
 def project_batch(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:

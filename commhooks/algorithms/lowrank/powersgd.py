@@ -57,7 +57,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_parameters import real_view
-from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep
+from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, draw_factor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side, matrix_shape
 from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.codecs.finite import is_known_false
@@ -210,6 +210,16 @@ class PowerSGD(CommHook):
         """Return the fields of the factors of a matrix (n, m), None if it is not known."""
         shapes = {Side.LEFT: (n, rank), Side.RIGHT: (rank, m)}
         return [StateField(side.name.lower(), "same", shapes[side]) for side in self._kept_sides]
+
+    def recover(self) -> None:
+        """Begin with random factors again: some ranks may have kept newer ones than others."""
+        super().recover()
+        for key, entry in self.state.items():
+            for side in self._kept_sides:
+                if (kept := entry.get(side.name.lower())) is not None:
+                    fresh = torch.empty(kept.shape)
+                    draw_factor(fresh, side, key, self.seed)
+                    kept.copy_(fresh)
 
     def _plan(self, bucket: GradBucket) -> MatrixPlan:
         return MatrixPlan.of_parameters(bucket.names, bucket.gradients(), self.rank_of)

@@ -1,4 +1,4 @@
 """Hooks that send a few bits per number: integers, small floats, a few levels, or signs.
 
-Imports: algorithms, codecs, comm, errors, hook, precision, reducer.
+Imports: algorithms, codecs, comm, hook, precision, reducer.
 """
