@@ -328,7 +328,8 @@ def _check_backend(hook: CommHook, adapter: Adapter) -> None:
     if backend not in hook.backends:
         raise CommHookError(
             f"hook {hook!r} works on {', '.join(hook.backends)}; the model's process group uses "
-            f"{backend!r} for tensors on {adapter.device.type!r}"
+            f"{backend!r} for tensors on {adapter.device.type!r}. A subclass of the hook may name "
+            "other backends in `backends`"
         )
 
 

@@ -30,11 +30,14 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from commhooks.errors import CommHookPeerError
+from reducer.peers import is_peer_loss
 
 __all__ = ["StageGroups"]
+
+_CPU = torch.device("cpu")
 
 _POLL_SECONDS = 0.001  # between two looks for peers; doubles up to 16 times this
 
@@ -55,17 +58,13 @@ class StageGroups:
     Args:
         group: The model's process group.
         token: A number that is the same on all ranks and that no other ``StageGroups`` uses.
+        device: Where the tensors are that the backend of ``group`` sends.
     """
 
-    def __init__(self, group: dist.ProcessGroup, token: int) -> None:
-        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
-        self._timeout: timedelta = backend.options._timeout  # noqa: SLF001
-        # One thread that serves the sockets of all groups wakes up less often than one thread per
-        # group; and one thread per group suffices, because its collectives run one at a time.
-        self._options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
-        self._options._devices = backend.options._devices  # type: ignore[attr-defined]  # noqa: SLF001
-        self._options._timeout = self._timeout  # noqa: SLF001
-        self._options._threads = 1  # noqa: SLF001
+    def __init__(self, group: dist.ProcessGroup, token: int, device: torch.device = _CPU) -> None:
+        self._backend: Any = group._get_backend(device)  # noqa: SLF001
+        self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
+        self._options = self._make_options()
         self._store = PrefixStore(f"commhooks/{token:x}", group.get_group_store())
         self._rank = group.rank()
         self._size = group.size()
@@ -85,6 +84,20 @@ class StageGroups:
         while len(groups) <= stage:
             groups.append(self._connect(len(groups), ranks or tuple(range(self._size))))
         return groups[stage]
+
+    def _make_options(self) -> Any:
+        """Return the options of the groups."""
+        # One thread that serves the sockets of all groups wakes up less often than one thread per
+        # group; and one thread per group suffices, because its collectives run one at a time.
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        options._devices = self._backend.options._devices  # noqa: SLF001
+        options._timeout = self._timeout  # noqa: SLF001
+        options._threads = 1  # noqa: SLF001
+        return options
+
+    def _make_group(self, store: Store, rank: int, size: int) -> Any:
+        """Return a new group, which has a process group's methods for collectives."""
+        return ProcessGroupGloo(store, rank, size, self._options)
 
     def publish(self, failure: str) -> None:
         """Tell peers why this epoch ends. Only the reason of the first rank is kept."""
@@ -113,11 +126,16 @@ class StageGroups:
 
     def _connect(self, stage: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         name = f"{stage} among {','.join(map(str, ranks))}"
-        self._meet(stage, name, ranks)
-        store = PrefixStore(self._key(name), self._store)
-        group = ProcessGroupGloo(store, ranks.index(self._rank), len(ranks), self._options)
-        # Only a backend, but it has a process group's methods for collectives.
-        return cast("dist.ProcessGroup", group)
+        try:
+            self._meet(stage, name, ranks)
+            store = PrefixStore(self._key(name), self._store)
+            group = self._make_group(store, ranks.index(self._rank), len(ranks))
+            return cast("dist.ProcessGroup", group)
+        except RuntimeError as error:
+            if not is_peer_loss(error):
+                raise
+            broken = str(error)  # the error itself refers to frames, which may keep groups
+        raise CommHookPeerError(f"the ranks of collective {stage} of a hook cannot meet: {broken}")
 
     def _meet(self, stage: int, name: str, ranks: tuple[int, ...]) -> None:
         """Wait for ``ranks`` in the store: see Note [Meeting before connecting]."""

@@ -103,7 +103,12 @@ class CommHook:
     """
     skips_steps: ClassVar[bool] = False
     """Whether the training loop asks the hook, on every rank, which optimizer steps to skip."""
-    backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl", "mpi", "ucc")
+    backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl")
+    """The backends of process groups on which the hook may be registered.
+
+    A hook may name others, such as "mpi" or "ucc". Nothing here has run on those, and a failure on
+    one rank leaves the others waiting there: docs/writing-a-hook.md, Backends.
+    """
     wire: ClassVar[str] = ""
     """What is sent, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""

@@ -13,10 +13,11 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from commhooks.comm.communicator import Communicator, PendingCollective
-from commhooks.errors import CommHookError, CommHookResultError
+from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Run, Stage
 from reducer import GradBucket
+from reducer.peers import describe_loss
 
 __all__ = ["HookExecution", "new_future"]
 
@@ -148,14 +149,31 @@ class HookExecution:
 
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
         """Return an error with ``text`` and the place where it happened."""
+        return kind(self._locate(text))
+
+    def _locate(self, text: str) -> str:
         names = self.bucket.names
         parameters = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
         issued = sum(self.issued.values())
-        return kind(
+        return (
             f"[rank {self.comm.rank}] hook {self._hook!r} failed on bucket {self.bucket.index()} "
             f"(parameters {parameters}) at step {self.bucket.step}, after {issued} "
             f"collectives: {text}"
         )
+
+    def peer_error(self, reason: str | None, error: Exception) -> CommHookPeerError:
+        """Return the error for a collective that failed, most likely because of another rank.
+
+        ``reason``: what another rank has published.
+        """
+        if reason:
+            failure = CommHookPeerError(f"[rank {self.comm.rank}] another rank failed: {reason}")
+        else:
+            failure = CommHookPeerError(
+                self._locate(describe_loss(self.comm.group, self.operation, error))
+            )
+        failure.__cause__ = error
+        return failure
 
     def close(self) -> None:
         """End the coroutine at its present await."""

@@ -34,7 +34,6 @@ from commhooks.runtime.execution import HookExecution
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from commhooks.runtime.step_state import Phase, StepState
-from reducer.peers import describe_loss
 
 __all__ = ["HookScheduler"]
 
@@ -187,12 +186,4 @@ class HookScheduler:
         execution.fail(error)
 
     def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookError:
-        """Return the error for a collective that failed, most likely because of another rank."""
-        failure: CommHookError
-        if reason := self._groups.published():
-            failure = CommHookPeerError(f"[rank {self._rank}] another rank failed: {reason}")
-        else:
-            text = describe_loss(execution.comm.group, execution.operation, error)
-            failure = execution.error(text, CommHookPeerError)
-        failure.__cause__ = error
-        return failure
+        return execution.peer_error(self._groups.published(), error)

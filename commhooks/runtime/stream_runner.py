@@ -1,19 +1,18 @@
 """Runs a hook to its end on the thread of backward; the backend keeps collectives in order."""
 
-from typing import Any, cast
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 from torch.futures import Future
 
-from commhooks.errors import CommHookError
+from commhooks.comm.stream_groups import StreamGroups
+from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.execution import HookExecution
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
+from reducer.peers import is_peer_loss
 
 __all__ = ["StreamRunner"]
 
@@ -26,6 +25,9 @@ class StreamRunner:
     communicators, run one after the other on the device, in the same order on all ranks, so they
     cannot wait for each other in a circle. With one rank nothing is issued. A CUDA graph can
     capture it. Arguments are those of :class:`~commhooks.runtime.threaded_runner.ThreadedRunner`.
+
+    A failure ends the hook on all ranks: Note [Failures on NCCL] in comm/stream_groups.py. Other
+    backends than NCCL and Gloo have no such promise: their peers wait for the model's group.
     """
 
     def __init__(
@@ -36,29 +38,28 @@ class StreamRunner:
         self.checks_finite = hook.checks_finite
         self._hook = hook
         self._group = group
-        self._backend: Any = group._get_backend(device)  # noqa: SLF001
-        self._token = token
-        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups = _groups(group, device, token)
         self._has_failed = False
         self._stream = SideStream(device)
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
-        if self._has_failed:
-            self._hook.recover()
-            self._has_failed = False
         execution = HookExecution(self._hook, bucket, self._group)
         future = execution.future
         self._stream.follow(self._stream.mark(), bucket.buffer())
         try:
+            self._recover()
             with self._stream, torch.no_grad():
                 result = self._run(execution)
-        except BaseException as error:
-            self._has_failed = True
-            if not isinstance(error, CommHookError):
-                raise  # not of the hook: a signal has arrived on the thread of backward
+        except CommHookError as error:
+            execution.close()
+            self._fail(error)
             execution.fail(error)
             return future
+        except BaseException as error:
+            # Not of the hook: a signal has arrived on the thread of backward.
+            self._fail(execution.error(f"{type(error).__name__}: {error}"))
+            raise
         self.collector.record(execution.run())
         with self._stream:
             future.set_result(result)
@@ -68,8 +69,22 @@ class StreamRunner:
         """Do nothing, because no bucket is ever on its way."""
 
     def close(self) -> None:
-        """Drop the process groups of subgroups."""
-        self._subgroups.clear()
+        """Drop the hook's process groups."""
+        if self._groups is not None:
+            self._groups.close()
+
+    def _recover(self) -> None:
+        """Begin anew after a step that failed, or raise its error."""
+        if self._groups is not None:
+            self._groups.check()
+        elif self._has_failed:
+            self._hook.recover()
+            self._has_failed = False
+
+    def _fail(self, error: CommHookError) -> None:
+        self._has_failed = True
+        if self._groups is not None:
+            self._groups.fail(error)
 
     def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
@@ -81,6 +96,9 @@ class StreamRunner:
             try:
                 collective.start(self._group_of(collective.members)).wait()
             except Exception as error:
+                if isinstance(error, CommHookPeerError) or is_peer_loss(error):
+                    reason = self._groups.published() if self._groups is not None else None
+                    raise execution.peer_error(reason, error) from error
                 failure = execution.refuse(error)
                 raise failure from failure.__cause__
             execution.end_stage()
@@ -88,25 +106,16 @@ class StreamRunner:
         return result
 
     def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """Return the process group of these ranks, by default all; connect it on first use.
+        """Return the process group of these ranks, by default all."""
+        if self._groups is not None:
+            return self._groups.open(0, ranks)
+        if ranks:
+            raise CommHookError("collectives among some of the ranks need gloo or nccl")
+        return self._group
 
-        ``dist.new_group`` is not used because its names depend on how many groups a rank has made.
-        """
-        if not ranks:
-            return self._group
-        if ranks not in self._subgroups:
-            if self._backend.name() not in ("gloo", "nccl"):
-                raise CommHookError(
-                    "collectives among some of the ranks need gloo or nccl, found "
-                    f"{self._backend.name()!r}"
-                )
-            name = f"commhooks/{self._token:x}/{ranks}"
-            group = type(self._backend)(
-                PrefixStore(name, self._group.get_group_store()),
-                ranks.index(self._group.rank()),
-                len(ranks),
-                self._backend.options,
-            )
-            # Only a backend, but it has a process group's methods for collectives.
-            self._subgroups[ranks] = cast("dist.ProcessGroup", group)
-        return self._subgroups[ranks]
+
+def _groups(group: dist.ProcessGroup, device: torch.device, token: int) -> StreamGroups | None:
+    backend = group._get_backend(device).name()  # noqa: SLF001
+    if group.size() == 1 or backend not in ("gloo", "nccl"):
+        return None
+    return StreamGroups(group, token, device)

@@ -207,3 +207,9 @@ def test_an_entry_point_that_cannot_be_loaded(provided: dict[str, EntryPoint]) -
         commhooks.CommHookError, match=r"'broken'.*could not be loaded.*no_such_mod"
     ):
         commhooks.create("broken")
+
+
+def test_hooks_name_only_backends_on_which_they_have_run() -> None:
+    assert commhooks.CommHook.backends == ("gloo", "nccl")
+    for name in commhooks.available():
+        assert set(commhooks.describe(name).backends) <= {"gloo", "nccl"}, name

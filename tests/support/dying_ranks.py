@@ -46,10 +46,12 @@ class DyingRanks:
         *args: Any,
         how: str = "killed",
         timeout: float = LIMIT_SECONDS,
+        backend: str = "gloo",
     ) -> list[Raised]:
         """Return what ``fn`` raised on each surviving rank.
 
-        ``how``: killed, stopped, exits or raises. ``timeout`` is that of the process group.
+        ``how``: killed, stopped, exits or raises. ``timeout`` is that of the process group. On NCCL
+        the host waits for collectives.
         """
         store = local_store()
         victim = RankProcess((), {}, keep_log=True)
@@ -58,7 +60,7 @@ class DyingRanks:
             for rank, process in enumerate(processes):
                 while not process.ready:
                     assert process.receive() is None
-                call_args = (rank, self._size, store.port, timeout, how, fn, *args)
+                call_args = (rank, self._size, store.port, timeout, backend, how, fn, *args)
                 process.send(Call(_run, call_args, {}, LIMIT_SECONDS, _leave))
             return [_result(process) for process in self._survivors]
         finally:
@@ -90,13 +92,15 @@ def _run(
     size: int,
     port: int,
     timeout: float,
+    backend: str,
     how: str,
     fn: Callable[..., Any],
     *args: Any,
 ) -> Raised:
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    join_group(rank, size, "127.0.0.1", port, timeout)
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # or torch's watchdog ends the process
+    join_group(rank, size, "127.0.0.1", port, timeout, backend=backend)
     if timeout == LIMIT_SECONDS:
         # Without time-outs, a rank has left its note before its connections close.
         peers._GRACE_SECONDS = 0.05

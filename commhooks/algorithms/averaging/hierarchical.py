@@ -64,7 +64,6 @@ class Hierarchical(CommHook):
     """Whether this rank is the first of its node, which sends the most."""
 
     lossless = True
-    backends = ("gloo", "nccl")
     state_fields = no_state
     wire = "one all-reduce and one broadcast inside nodes, and what the inner hook sends between"
 

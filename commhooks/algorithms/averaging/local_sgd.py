@@ -89,7 +89,6 @@ class LocalSGD(WithoutConsensus):
     _fragment_of: dict[str, int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    backends = ("gloo", "nccl")
     wire = "nothing, except one all-reduce of the parameters in float32 per period"
     paper = "https://arxiv.org/abs/1805.09767"
 

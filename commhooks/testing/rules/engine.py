@@ -103,6 +103,8 @@ def failure(context: RuleContext) -> None:
     except Exception as error:
         raised = error
     hook.reduce = reduce
+    if dist.get_backend() == "nccl" and context.size > 1:
+        trainer.handle.replace(hook)  # Note [Failures on NCCL] in comm/stream_groups.py
     found = trainer.step(draw_gradients(parameters, context.rank, 2))
     problem = disagreement(found) if has_consensus(hook) else None
     require(
