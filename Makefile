@@ -16,7 +16,7 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test test-all mutate soak build lint types format bench results matrix gpu-check cuda docs clean
+.PHONY: help demo test test-all mutate sanitize soak build lint types format bench results matrix gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,11 @@ MUTATE ?= commhooks/hook --tests tests/hook
 
 mutate: $(INSTALLED) ## Run tests on mutants of modules (MUTATE="commhooks/runtime --tests tests/runtime")
 	$(BIN)/python tests/mutation.py $(MUTATE)
+
+SANITIZERS ?= address thread
+
+sanitize: $(INSTALLED) ## Run tests of the C++ under sanitizers (SANITIZERS="address thread")
+	set -e; for kind in $(SANITIZERS); do PYTHON=$(BIN)/python .ci/sanitize $$kind; done
 
 MINUTES ?= 30
 SEED ?= 0

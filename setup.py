@@ -38,6 +38,10 @@ CXX_FLAGS = [
     "-DUSE_DISTRIBUTED",
 ]
 LINK_FLAGS = ["-Wl,--strip-all"]
+if sanitizers := os.environ.get("COMMHOOKS_SANITIZE"):  # see .ci/sanitize
+    CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer"]
+    CXX_FLAGS += [f"-fsanitize={sanitizers}", "-fno-sanitize=vptr"]
+    LINK_FLAGS = [f"-fsanitize={sanitizers}"]
 NVCC_FLAGS = [STANDARD, "-O3", "-Werror", "all-warnings"]
 
 
