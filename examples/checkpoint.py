@@ -13,7 +13,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,9 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
     if rank == 0:
         _save_file(checkpoint.shared, partial / "shared.pt")
         about = {"step": checkpoint.step, "world_size": dist.get_world_size(), **checkpoint.about}
-        (partial / "about.json").write_text(json.dumps(about, indent=2) + "\n")
+        with (partial / "about.json").open("w") as file:
+            file.write(json.dumps(about, indent=2) + "\n")
+            _flush(file)
     _save_file(checkpoint.own, partial / f"rank-{rank:05d}.pt")
     dist.barrier()
     if rank == 0:
@@ -117,8 +119,12 @@ def _first_difference(expected: dict[str, Any], found: dict[str, Any]) -> str | 
 def _save_file(content: dict[str, Any], path: Path) -> None:
     with path.open("wb") as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+        _flush(file)
+
+
+def _flush(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _flush_folder(folder: Path) -> None:

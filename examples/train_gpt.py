@@ -6,7 +6,8 @@
 Two lines differ from a script for torch's own DDP: the import of ``DistributedDataParallel`` and
 ``commhooks.register``. With ``--resume``, an interrupted run continues exactly as if it had not
 been interrupted: the checkpoint has the weights, the optimizer, the random numbers, the position in
-the data, and the state of the hook.
+the data, and the state of the hook. ``torchrun --max-restarts 2`` then continues by itself when a
+rank dies.
 """
 
 from __future__ import annotations
@@ -209,7 +210,11 @@ def train(config: TrainConfig, run: RunConfig) -> None:
 def start_process_group() -> None:
     """Join the ranks that torchrun started; without torchrun, use one rank."""
     if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+        # `torchrun --standalone` keeps the store when it starts the ranks again. Without a prefix,
+        # Gloo finds the addresses of ranks that have died in it.
+        store, rank, size = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

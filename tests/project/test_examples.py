@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -43,10 +44,9 @@ def run(command, **kwargs):
     )
 
 
-def train_under_torchrun(*args):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [str(EXAMPLES / "train_gpt.py"), *TINY, *map(str, args)]
-    return run([*launcher, "--nproc-per-node", "2", *script])
+def train_under_torchrun(*args, script=EXAMPLES / "train_gpt.py", options=()):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    return run([*launcher, "--nproc-per-node", "2", str(script), *TINY, *map(str, args)])
 
 
 def train(rank, world_size, args):
@@ -216,41 +216,94 @@ def test_log_of_a_resumed_run_has_each_step_once(tmp_path):
 # Whole runs
 
 
-def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path, run_ranks):
-    """The first on ranks that exist already, the second under torchrun."""
+def eight_steps(folder, checkpoint_every):
+    return [
+        *("--steps", "8", "--dropout", "0.1", "--evaluate-every", "4"),
+        *("--hook", "powersgd", "--hook-option", "rank=2", "--hook-option", "start_step=2"),
+        *("--log-file", folder / "log.jsonl"),
+        *("--checkpoint-dir", folder / "checkpoints", "--checkpoint-every", checkpoint_every),
+    ]
 
-    def arguments(name):
-        return [
-            *("--steps", "8", "--dropout", "0.1", "--evaluate-every", "4"),
-            *("--hook", "powersgd", "--hook-option", "rank=2", "--hook-option", "start_step=2"),
-            *("--log-file", tmp_path / name / "log.jsonl"),
-            *("--checkpoint-dir", tmp_path / name / "checkpoints", "--checkpoint-every", "4"),
-        ]
 
-    run_ranks(train, 2, arguments("whole"))
-    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000008")
-    resumed = train_under_torchrun(*arguments("resumed"), "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed after step 4" in resumed.stdout
-
+def assert_same_runs(*folders):
+    """Compare the last checkpoints and the losses of two runs of eight steps."""
     for part in ("shared.pt", "rank-00000.pt", "rank-00001.pt"):
-        loaded = [
-            torch.load(tmp_path / name / "checkpoints/step-00000008" / part)
-            for name in ("whole", "resumed")
-        ]
+        loaded = [torch.load(folder / "checkpoints/step-00000008" / part) for folder in folders]
         for content in loaded:
             content.get("traffic", {}).pop("exposed_seconds", None)
         assert_same(*loaded, where=part)
-    hook_state = torch.load(tmp_path / "whole/checkpoints/step-00000008/rank-00000.pt")["hook"]
+    hook_state = torch.load(folders[0] / "checkpoints/step-00000008/rank-00000.pt")["hook"]
     assert hook_state, "a hook with memory is what makes this test worth its time"
 
-    logs = [read_log(tmp_path / name / "log.jsonl") for name in ("whole", "resumed")]
+    logs = [read_log(folder / "log.jsonl") for folder in folders]
     for log in logs:
         steps = [record["step"] for record in log if record["event"] == "step"]
         assert steps == list(range(1, 9))
     losses = [[record["loss"] for record in log if record["event"] != "run"] for log in logs]
     assert losses[0] == losses[1]
+
+
+def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path, run_ranks):
+    """The first on ranks that exist already, the second under torchrun."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_ranks(train, 2, eight_steps(whole, 4))
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints/step-00000008")
+    result = train_under_torchrun(*eight_steps(resumed, 4), "--resume")
+    assert result.returncode == 0, result.stderr
+    assert "resumed after step 4" in result.stdout
+    assert_same_runs(whole, resumed)
+
+
+# Kills a rank in the first attempt while it computes gradients, and one in the second attempt while
+# it writes a checkpoint.
+MORTAL = """
+import itertools, os, signal, sys
+sys.path.insert(0, {examples!r})
+import checkpoint, train_gpt
+
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+ranks, moments = {ranks}, {moments}
+passed = itertools.count()
+make_optimizer, save_file = train_gpt.make_optimizer, checkpoint._save_file
+
+def pass_moment(*_):
+    if int(os.environ["RANK"]) == ranks[attempt] and next(passed) == moments[attempt]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def make_mortal(model, config):
+    for parameter in model.parameters():
+        parameter.register_hook(pass_moment)
+    return make_optimizer(model, config)
+
+def save_mortally(content, path):
+    save_file(content, path)
+    pass_moment()
+
+if attempt == 0:
+    train_gpt.make_optimizer = make_mortal
+elif attempt == 1:
+    checkpoint._save_file = save_mortally
+train_gpt.main()
+"""
+
+
+@pytest.mark.exhaustive  # starts torchrun three times
+def test_killed_run_restarts_and_equals_an_uninterrupted_one_to_the_last_bit(tmp_path, run_ranks):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run_ranks(train, 2, eight_steps(whole, 2))
+    ranks = [random.randrange(2), random.randrange(2)]
+    shared = torch.load(whole / "checkpoints/step-00000008/shared.pt")
+    gradients = len(shared["optimizer"]["state"])  # per step
+    moments = [random.randrange(5 * gradients), random.randrange(2)]
+    script = tmp_path / "mortal.py"
+    script.write_text(MORTAL.format(examples=str(EXAMPLES), ranks=ranks, moments=moments))
+    arguments = [*eight_steps(killed, 2), "--resume"]
+    result = train_under_torchrun(*arguments, script=script, options=["--max-restarts=2"])
+    why = f"ranks {ranks} killed at {moments}: {result.stderr}"
+    assert result.returncode == 0, why
+    assert result.stderr.count("Signal 9 (SIGKILL)") >= 2, why
+    assert_same_runs(whole, killed)
 
 
 @pytest.mark.exhaustive  # as test_bad_hook_option_is_reported_by_rank_0, under torchrun
