@@ -125,7 +125,7 @@ def make_reducer(
     """
     trained = [(name, p) for name, p in named_parameters if p.requires_grad]
     numbered = options.group_keys.number(trained)
-    sparse = _sparse_parameters(module)
+    sparse = sparse_parameters(module)
     return Reducer(
         [parameter for _, parameter in trained],
         process_group,
@@ -146,7 +146,7 @@ def make_reducer(
     )
 
 
-def _sparse_parameters(module: nn.Module) -> set[Tensor]:
+def sparse_parameters(module: nn.Module) -> set[Tensor]:
     """Return the parameters whose gradients are sparse tensors."""
     return {
         layer.weight

@@ -28,7 +28,7 @@ from reducer.group_keys import GroupKeys
 from reducer.hook_registration import HookRegistration
 from reducer.init_sync import sync_initial_state
 from reducer.join import ShadowHook, StepPlan, UnevenInputs
-from reducer.logging_data import StepSampler, bucket_table
+from reducer.logging_data import bucket_table, records_errors
 from reducer.mixed_precision import casts_of
 from reducer.nested_tensors import tensors_in
 from reducer.observers import GradientObserver, GradientObservers
@@ -36,6 +36,7 @@ from reducer.optim import take_over_in_backward_optimizers
 from reducer.options import WrapperOptions, bucket_sizes, delayed_names
 from reducer.peers import collective
 from reducer.sink import through_sink
+from reducer.step_sampler import StepSampler
 from reducer.torch_names import TorchNames
 
 __all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
@@ -179,12 +180,14 @@ class DistributedDataParallel(TorchNames, Joinable):
         broadcasts_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         if forward_sync_buffers is None:
             forward_sync_buffers = broadcasts_buffers
+        bucket_bytes = bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         self.options = WrapperOptions(
             dim=dim,
             device_ids=input_devices,
             output_device=output_device,
             forward_sync_buffers=forward_sync_buffers,
-            bucket_bytes=bucket_sizes(bucket_cap_mb, bucket_cap_mb_list),
+            bucket_bytes=bucket_bytes,
+            bucket_bytes_cap_list=list(bucket_bytes) if bucket_cap_mb_list else [],
             group_keys=GroupKeys(group_key, key_process_groups, delayed),
             mixed_precision=mixed_precision,
             find_unused_parameters=find_unused_parameters,
@@ -254,16 +257,17 @@ class DistributedDataParallel(TorchNames, Joinable):
             synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
             plan = self._before_forward(synchronizes)
             inputs, kwargs = self._move_inputs(inputs, kwargs)
-            start = time.perf_counter()
+            start = time.monotonic()
             with (
                 self._casts.casting() as keep_casts,
                 split_graphs_at_buckets(self.bucket_bytes_cap),
             ):
                 output = self.module(*inputs, **kwargs)
                 keep_casts(output)
-            return self._after_forward(output, plan, synchronizes, time.perf_counter() - start)
+            return self._after_forward(output, plan, synchronizes, start)
 
     @not_compiled
+    @records_errors
     def _before_forward(self, synchronizes: bool) -> StepPlan | None:
         if not self._has_run_forward:
             take_over_in_backward_optimizers(self.gradient_observers)
@@ -288,13 +292,16 @@ class DistributedDataParallel(TorchNames, Joinable):
         return plan
 
     @not_compiled
+    @records_errors
     def _after_forward(
-        self, output: Any, plan: StepPlan | None, synchronizes: bool, seconds: float
+        self, output: Any, plan: StepPlan | None, synchronizes: bool, start: float
     ) -> Any:
+        end = time.monotonic()
         self._sync_buffers_at(_BufferCommHookLocation.POST_FORWARD, plan)
         self.require_forward_param_sync = synchronizes
         if synchronizes:
-            self.step_sampler.forward_seconds = seconds
+            self.step_sampler.forward_start = start
+            self.step_sampler.forward_seconds = end - start
             tensors: list[Tensor] = []
             if self.reducer.needs_outputs:
                 output = through_sink(output, clones=self._clones_outputs)
@@ -333,6 +340,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         """Whether :meth:`finalize_backward` must be called after backward has returned."""
         return self.require_manual_backward_finalization
 
+    @records_errors
     def finalize_backward(self) -> None:
         """End a backward under ``require_manual_backward_finalization``: wait for all buckets.
 

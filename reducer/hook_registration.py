@@ -30,6 +30,7 @@ class HookRegistration:
 
     Attributes:
         is_taken: whether a hook was registered through a method of torch's wrapper.
+        name: the name of the registered hook; None without one.
         averages_gradients: whether the hook averages gradients, rather than parameters.
         on_overwrite: called between two steps, after the parameters of all ranks were overwritten.
     """
@@ -47,6 +48,7 @@ class HookRegistration:
         """Return to the default hook; another hook can then be registered."""
         self._reducer.set_hook(self.default())
         self.is_taken = False
+        self.name: str | None = None
         self.averages_gradients = True
         self.on_overwrite: Callable[[], None] | None = None
 
@@ -57,8 +59,10 @@ class HookRegistration:
         """
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, found {hook!r}.")
-        self._take()
-        self._reducer.set_hook(functools.partial(hook, state))
+        self._take(getattr(hook, "__qualname__", type(hook).__qualname__))
+        bound = functools.partial(hook, state)
+        bound.name = self.name  # type: ignore[attr-defined]  # in errors and profiles
+        self._reducer.set_hook(bound)
 
     def register_builtin(self, kind: BuiltinCommHookType) -> None:
         """Register one of torch's built-in hooks.
@@ -69,7 +73,7 @@ class HookRegistration:
             raise ValueError(
                 f"Expected one of {[known.name for known in _WIRE_DTYPES]}, found {kind}."
             )
-        self._take()
+        self._take(str(kind))
         self._reducer.set_hook(AverageHook(self._reducer.process_group, _WIRE_DTYPES[kind]))
 
     def move(self, process_group: dist.ProcessGroup) -> None:
@@ -77,10 +81,11 @@ class HookRegistration:
         self._reducer.process_group = process_group
         self.reset()
 
-    def _take(self) -> None:
+    def _take(self, name: str) -> None:
         if self.is_taken:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Use "
                 "`commhooks.register`, whose handle can replace and remove hooks."
             )
         self.is_taken = True
+        self.name = name

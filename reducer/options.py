@@ -25,7 +25,7 @@ class WrapperOptions:
 
     ``device_ids``, ``output_device``: indices of GPUs, or None if inputs are not moved.
     ``bucket_bytes``: sizes of the first bucket, the second, and so on; the last size applies to all
-    further buckets.
+    further buckets. ``bucket_bytes_cap_list``: the same if the user gave a list, otherwise empty.
     """
 
     dim: int
@@ -33,6 +33,7 @@ class WrapperOptions:
     output_device: int | None
     forward_sync_buffers: bool
     bucket_bytes: tuple[int, ...]
+    bucket_bytes_cap_list: list[int]
     group_keys: GroupKeys
     mixed_precision: Any
     find_unused_parameters: bool
@@ -45,8 +46,8 @@ class WrapperOptions:
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """The size of all buckets but the first ones."""
-        return self.bucket_bytes[-1]
+        """The size of the largest buckets."""
+        return max(self.bucket_bytes)
 
 
 def bucket_sizes(

@@ -17,27 +17,25 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from reducer._C import Reducer
-from reducer.buffers import BufferHook, ModuleBuffers
+from reducer.buffers import BufferHook
 from reducer.hook_registration import HookRegistration, TorchHook
-from reducer.logging_data import StepSampler, logging_data
+from reducer.logging_data import logging_data, records_errors
 from reducer.nested_tensors import map_tensors
 from reducer.observers import GradientObservers
 from reducer.optim import overlap_optimizer
 from reducer.options import WrapperOptions
+from reducer.step_sampler import StepSampler
+from reducer.torch_internals import TorchInternals
 
 __all__: list[str] = []
 
 
-class TorchNames(nn.Module):
+class TorchNames(TorchInternals):
     """Base class of DistributedDataParallel: torch's names, by means of the wrapper's own parts."""
 
     # Set by DistributedDataParallel.
-    module: nn.Module
-    process_group: dist.ProcessGroup
     device: torch.device
     options: WrapperOptions
-    module_buffers: ModuleBuffers
-    parameter_names: dict[nn.Parameter, str]
     reducer: Reducer
     hook_registration: HookRegistration
     gradient_observers: GradientObservers
@@ -52,6 +50,7 @@ class TorchNames(nn.Module):
     output_device = property(attrgetter("options.output_device"))
     mixed_precision = property(attrgetter("options.mixed_precision"))
     bucket_bytes_cap = property(attrgetter("options.bucket_bytes_cap"))
+    bucket_bytes_cap_list = property(attrgetter("options.bucket_bytes_cap_list"))
     find_unused_parameters = property(attrgetter("options.find_unused_parameters"))
     skip_all_reduce_unused_params = property(attrgetter("options.skip_all_reduce_unused_params"))
     gradient_as_bucket_view = property(attrgetter("options.gradient_as_bucket_view"))
@@ -107,6 +106,7 @@ class TorchNames(nn.Module):
 
     # -------------------------------------------------------------------------------- hooks
 
+    @records_errors
     def register_comm_hook(self, state: object, hook: TorchHook) -> None:
         """Register a torch-style hook, ``hook(state, bucket)``, once.
 
@@ -117,10 +117,12 @@ class TorchNames(nn.Module):
 
     _register_comm_hook = register_comm_hook
 
+    @records_errors
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Register one of torch's built-in hooks: ALLREDUCE or FP16_COMPRESS."""
         self.hook_registration.register_builtin(comm_hook_type)
 
+    @records_errors
     def _register_buffer_comm_hook(
         self,
         state: object,
@@ -148,7 +150,9 @@ class TorchNames(nn.Module):
     # -------------------------------------------------------------------------- observation
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        data = logging_data(self.module, self.parameter_names, self.reducer, self.options)
+        data = logging_data(
+            self.module, self.parameter_names, self.reducer, self.hook_registration, self.options
+        )
         return data | self.step_sampler.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -156,6 +160,7 @@ class TorchNames(nn.Module):
 
     # --------------------------------------------------------------------------- life cycle
 
+    @records_errors
     def _set_static_graph(self) -> None:
         if self.static_graph:
             warnings.warn(
@@ -185,6 +190,7 @@ class TorchNames(nn.Module):
     def _check_manual_backward_finalization_supported(self) -> None:
         """Do nothing; torch raises RuntimeError for configurations that the wrapper supports."""
 
+    @records_errors
     def _check_reducer_finalized(self) -> None:
         self.reducer.check_finalized()
 

@@ -55,12 +55,14 @@ class DDPAdapter(Adapter):
         runner = make_runner(hook, self.group, self.device, token) if native is None else None
         self.regroup(hook.bucket_key)
         self._set(native if runner is None else runner, runner, is_native=native is not None)
+        self._registration.name = hook.name
         self._registration.averages_gradients = not hook.changes_parameters
         self._registration.on_overwrite = hook.recover
 
     def install_function(self, hook: TorchHook) -> None:
         self.regroup(_no_key)
         self._set(hook, None, is_native=False)
+        self._registration.name = self._reducer.hook_name
 
     def clear(self) -> None:
         self.regroup(_no_key)
@@ -109,6 +111,7 @@ class DDPAdapter(Adapter):
         self._reducer.reset_stats()
         self._use_runner(runner)
         self._is_native = is_native
+        self._registration.name = None
         self._registration.averages_gradients = True
         self._registration.on_overwrite = None
 

@@ -2,6 +2,9 @@
 #include "reducer/reducer.h"
 #include "reducer/peers.h"
 
+#include <ATen/ops/equal.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -69,7 +72,7 @@ void Reducer::attach() {
             const torch::autograd::variable_list& outputs,
             const torch::autograd::variable_list& /*inputs*/) {
           if (auto reducer = weak.lock()) {
-            reducer->on_gradient(index);
+            reducer->in_backward([&] { reducer->on_gradient(index); });
           }
           return outputs;
         },
@@ -102,43 +105,69 @@ Reducer::~Reducer() {
 // --------------------------------------------------------------------------------------- buckets
 
 bool Reducer::rebuild_buckets() {
-  constexpr int64_t kUnstable = -1;
-  std::vector<int64_t> order;
+  std::vector<int64_t> own;
+  bool unanimously = false;
   {
     const Lock lock(mutex_);
     if (rebuilt_ || options_.stable_buckets || completed_ < next_rebuild_ ||
         state_.phase() != Phase::Idle) {
       return false;
     }
-    order.assign(arrivals_.order().begin(), arrivals_.order().end());
-    if (dynamic_graph_locked()) {
-      next_rebuild_ *= 2;
-      if (!arrivals_.same_order_as_before()) {
-        order.assign(parameters_.size(), kUnstable);
-      }
-    }
+    own = encoded_order_locked();
+    unanimously = dynamic_graph_locked();
+    next_rebuild_ *= 2;
   }
-  at::Tensor agreed =
-      at::tensor(order, at::TensorOptions().dtype(at::kLong)).to(parameters_.front().device());
-  if (process_group_->getSize() > 1) {
-    std::vector<at::Tensor> tensors = {agreed};
-    with_peers(
-        process_group_, [] { return "the broadcast of the order of gradients"; },
-        [&] { process_group_->broadcast(tensors)->wait(); });
-  }
-  agreed = agreed.cpu();
-  const int64_t* indices = agreed.const_data_ptr<int64_t>();
-  if (indices[0] == kUnstable) {
+  at::Tensor codes =
+      at::tensor(own, at::TensorOptions().dtype(at::kLong)).to(parameters_.front().device());
+  if (!agree_on_order(codes, unanimously)) {
     return false;
   }
-  BucketSet rebuilt = make_buckets(
-      parameters_, options_, groups_, {indices, indices + agreed.numel()},
-      options_.small_last_bucket);
+  std::vector<size_t> order;
+  for (const int64_t code : c10::ArrayRef(codes.const_data_ptr<int64_t>(), codes.numel())) {
+    order.push_back(static_cast<size_t>(code) % parameters_.size());
+  }
+  BucketSet rebuilt =
+      make_buckets(parameters_, options_, groups_, order, options_.small_last_bucket);
   Lock lock(mutex_);
   wait_for_turn_locked(lock);
   rebuilt_ = true;
   lock.replace(buckets_, std::move(rebuilt));
   return true;
+}
+
+// Returns a code for each parameter in the order of arrival: its index, plus the number of
+// parameters if this rank does not use it. If the graph may change, it has to be the same twice;
+// otherwise all codes are -1.
+std::vector<int64_t> Reducer::encoded_order_locked() const {
+  const size_t count = parameters_.size();
+  if (dynamic_graph_locked() && !arrivals_.same_order_as_before()) {
+    return std::vector<int64_t>(count, -1);
+  }
+  std::vector<int64_t> codes;
+  for (const size_t index : arrivals_.order()) {
+    codes.push_back(static_cast<int64_t>(arrivals_.unused(index) ? index + count : index));
+  }
+  return codes;
+}
+
+// Replaces `order` by that of rank 0, on the CPU. Returns whether it is an order and, if
+// `unanimously`, that of all ranks.
+bool Reducer::agree_on_order(at::Tensor& order, bool unanimously) const {
+  std::vector<at::Tensor> tensors = {unanimously ? at::stack({order, -order}) : order};
+  if (process_group_->getSize() > 1) {
+    c10d::AllreduceOptions minimum;
+    minimum.reduceOp = c10d::ReduceOp::MIN;
+    with_peers(
+        process_group_, [] { return "the agreement on the order of gradients"; },
+        [&] {
+          (unanimously ? process_group_->allreduce(tensors, minimum)
+                       : process_group_->broadcast(tensors))
+              ->wait();
+        });
+  }
+  order = unanimously ? tensors[0][0].cpu() : tensors[0].cpu();
+  const bool agreed = !unanimously || tensors[0][0].equal(-tensors[0][1]);  // least and greatest
+  return agreed && *order.const_data_ptr<int64_t>() >= 0;
 }
 
 bool Reducer::has_rebuilt() const {
@@ -199,7 +228,7 @@ void Reducer::set_static_graph() {
   const Lock lock(mutex_);
   TORCH_CHECK(
       completed_ == 0 && state_.phase() == Phase::Idle, rank_prefix(),
-      "static_graph has to be set before the first forward, but ", completed_,
+      "_set_static_graph should be called before training loop starts, but ", completed_,
       " steps have completed.");
   options_.static_graph = true;
   next_rebuild_ = 1;
@@ -279,6 +308,21 @@ StepTimes Reducer::last_times() const {
 GroupPtr Reducer::process_group() const {
   const Lock lock(mutex_);
   return process_group_;
+}
+
+Arrivals::Use Reducer::last_use() const {
+  const Lock lock(mutex_);
+  return arrivals_.last_use();
+}
+
+std::string Reducer::last_error() const {
+  const Lock lock(mutex_);
+  return last_error_;
+}
+
+void Reducer::set_last_error(std::string text) {
+  const Lock lock(mutex_);
+  last_error_ = std::move(text);
 }
 
 int64_t Reducer::steps() const {

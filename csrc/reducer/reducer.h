@@ -89,7 +89,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<bool> skipped_buckets() const;
 
   // Rebuilds the buckets after the first synchronized step, in the order in which gradients arrived
-  // on rank 0. If parameters may be unused, waits until rank 0 has seen the same order twice. A
+  // on rank 0. If parameters may be unused, waits until all ranks have used the same parameters in
+  // the same order twice: the order of one rank may be wrong for a rank with another graph. A
   // collective call, to be made before forward. Returns whether buckets were rebuilt.
   bool rebuild_buckets();
   bool has_rebuilt() const;
@@ -146,6 +147,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void reset_stats();
   StepTimes last_times() const;
 
+  Arrivals::Use last_use() const;
+
+  // The text of the last error, for the logging data; empty if there was none.
+  std::string last_error() const;
+  void set_last_error(std::string text);
+
   // Records when each activity happens, until `stop_recording`, which returns the records.
   void start_recording() {
     recorder_.start();
@@ -171,7 +178,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Waits until no other thread works on the buckets of a step.
   void wait_for_turn_locked(Lock& lock);
 
+  std::vector<int64_t> encoded_order_locked() const;
+  bool agree_on_order(at::Tensor& order, bool unanimously) const;
+
   // --- collecting: reducer_step.cpp ---
+
+  // Runs a part of a backward, and keeps the text of its exception.
+  template <typename Part>
+  void in_backward(Part part) {
+    try {
+      part();
+    } catch (const std::exception& error) {
+      set_last_error(error.what());
+      throw;
+    }
+  }
 
   // `step.absent`: parameters that the graph does not reach.
   void begin_step_locked(Lock& lock, Step step);
@@ -188,7 +209,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool packs_early_locked(size_t index) const;
   Bucket& bucket_of(size_t index) const;  // requires the lock, or a part in the step
   void mark_absent_locked();
-  void note_arrival_locked(size_t index);
+  void note_arrival_locked(size_t index, bool used = true);
   void count_down_locked(size_t index);
   void end_discovery_locked();
   void on_backward_end();
@@ -221,6 +242,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // --- errors ---
 
   void check_complete(const char* advice);
+  std::string explain_missing(const std::vector<size_t>& missing) const;
   void check_frozen() const;
   std::string describe(const std::vector<size_t>& indices) const;
   std::string describe_average(const Bucket& bucket) const;
@@ -266,6 +288,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_dropping_ = false;  // whether a thread drops the buckets of a failed step
   bool end_queued_ = false;   // whether `on_backward_end` is queued in the running backward
   StepTimes last_times_;
+  std::string last_error_;
 
   StaticGraph graph_;  // with `static_graph`
   UnusedParameters unused_;

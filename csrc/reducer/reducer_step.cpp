@@ -5,7 +5,9 @@
 #include "reducer/peers.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/debug.h>
 
 #include <algorithm>
 #include <sstream>
@@ -15,6 +17,10 @@ namespace commhooks {
 namespace {
 
 using Clock = Span::Clock;
+
+bool debug_is_off() {
+  return c10d::debug_level() == c10d::DebugLevel::Off;
+}
 
 }  // namespace
 
@@ -35,7 +41,7 @@ class Reducer::BackwardGuard {
   void end() {
     ended_ = true;
     if (auto reducer = reducer_.lock()) {
-      reducer->on_backward_end();
+      reducer->in_backward([&] { reducer->on_backward_end(); });
     }
   }
   void dismiss() {
@@ -96,6 +102,10 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
   // Without the lock: the graph may be large, and nothing here depends on the step.
   std::vector<size_t> unreachable;
   if (options_.find_unused_parameters && !options_.static_graph && !accumulators_.empty()) {
+    at::RecordFunction range(at::RecordScope::FUNCTION);
+    if (range.isActive()) {
+      range.before("commhooks: search_unused_parameters");
+    }
     const auto reachable = reachable_nodes(outputs);
     for (size_t index = 0; index < parameters_.size(); ++index) {
       if (reachable.count(accumulators_[index].second.get()) == 0) {
@@ -121,7 +131,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, doubl
       if (output.grad_fn()) {
         output.register_hook([weak = weak_from_this()](const at::Tensor& /*grad*/) {
           if (auto reducer = weak.lock()) {
-            reducer->on_backward_start();
+            reducer->in_backward([&] { reducer->on_backward_start(); });
           }
         });
       }
@@ -300,7 +310,7 @@ void Reducer::queue_backward_end() {
 
 void Reducer::mark_absent_locked() {
   for (const size_t index : std::exchange(step_.absent, {})) {
-    note_arrival_locked(index);
+    note_arrival_locked(index, /*used=*/false);
     count_down_locked(index);
   }
 }
@@ -317,9 +327,9 @@ bool Reducer::is_last_gradient_locked(size_t index) {
   return graph_.count(index);
 }
 
-void Reducer::note_arrival_locked(size_t index) {
+void Reducer::note_arrival_locked(size_t index, bool used) {
   TORCH_CHECK(
-      arrivals_.add(index), rank_prefix(),
+      arrivals_.add(index, used), rank_prefix(),
       "Expected to mark a variable ready only once: parameter ", describe({index}),
       " got a gradient again in this iteration. Likely causes: 1) a parameter is used outside "
       "`forward`, or shared between several concurrent forward-backward passes; 2) parameters "
@@ -340,7 +350,7 @@ void Reducer::end_discovery_locked() {
     count_down_locked(index);
   }
   for (const size_t index : arrivals_.missing()) {
-    note_arrival_locked(index);
+    note_arrival_locked(index, /*used=*/false);
     count_down_locked(index);
   }
 }
@@ -460,21 +470,42 @@ void Reducer::check_complete(const char* advice) {
   }
   if (!missing.empty()) {
     abandon();
-    std::vector<size_t> switched_off;
-    std::copy_if(
-        missing.begin(), missing.end(), std::back_inserter(switched_off),
-        [&](size_t index) { return !parameters_[index].requires_grad(); });
     TORCH_CHECK(
-        false, rank_prefix(), advice,
-        "This error indicates that your module has parameters that were not used in producing "
-        "the loss: ",
-        describe(missing), switched_off.empty() ? "" : " (requires_grad was switched off for: ",
-        describe(switched_off), switched_off.empty() ? "" : ")",
-        ". If they are meant to be unused in some iterations, or if not all outputs of `forward` "
-        "take part in the loss, pass `find_unused_parameters=True`; if the same ones are unused in "
-        "every iteration, `static_graph=True` is faster. The reducer has been reset; the next "
-        "iteration starts clean.");
+        false, rank_prefix(), advice, explain_missing(missing),
+        "\nThe reducer has been reset; the next iteration starts clean.");
   }
+}
+
+// Scripts and users know the beginnings of these sentences from torch's wrapper.
+std::string Reducer::explain_missing(const std::vector<size_t>& missing) const {
+  const std::string for_rank =
+      c10::str("did not receive grad for rank ", process_group_->getRank());
+  const std::string parameters = c10::str("\nParameters which ", for_rank, ": ", describe(missing));
+  const std::string indices =
+      c10::str("\nParameter indices which ", for_rank, ": ", c10::Join(", ", missing));
+  if (options_.static_graph) {
+    return c10::str(
+        "This error indicates that your training graph has changed in this iteration, e.g., one "
+        "parameter is used in first iteration, but then got unused in the second iteration. this "
+        "is not compatible with static_graph set to True.",
+        indices, parameters);
+  }
+  std::vector<size_t> switched_off;
+  std::copy_if(missing.begin(), missing.end(), std::back_inserter(switched_off), [&](size_t index) {
+    return !parameters_[index].requires_grad();
+  });
+  return c10::str(
+      "This error indicates that your module has parameters that were not used in producing the "
+      "loss. If they are meant to be unused in some iterations, enable their detection by passing "
+      "the keyword argument `find_unused_parameters=True`, and make sure that all `forward` "
+      "function outputs participate in calculating loss; if the same ones are unused in every "
+      "iteration, `static_graph=True` is faster.",
+      debug_is_off()
+          ? " For all names and torch's checks of collectives, set the environment variable "
+            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+          : "",
+      switched_off.empty() ? "" : "\nrequires_grad was switched off for ", describe(switched_off),
+      parameters, indices);
 }
 
 void Reducer::check_frozen() const {
@@ -494,15 +525,17 @@ void Reducer::check_finalized() {
       "Expected finalize_backward() to have been called after the last backward.");
 }
 
+// Names all parameters at the debug levels INFO and DETAIL, otherwise some.
 std::string Reducer::describe(const std::vector<size_t>& indices) const {
   constexpr size_t kMost = 20;
+  const size_t named = debug_is_off() ? std::min(indices.size(), kMost) : indices.size();
   std::ostringstream text;
-  for (size_t i = 0; i < std::min(indices.size(), kMost); ++i) {
-    text << (i == 0 ? "" : ", ") << '"' << options_.names[indices[i]] << "\" (index " << indices[i]
-         << ")";
+  for (size_t i = 0; i < named; ++i) {
+    const size_t index = indices[i];
+    text << (i == 0 ? "" : ", ") << options_.names[index] << " (index " << index << ")";
   }
-  if (indices.size() > kMost) {
-    text << " and " << indices.size() - kMost << " more";
+  if (named < indices.size()) {
+    text << " and " << indices.size() - named << " more";
   }
   return text.str();
 }

@@ -145,10 +145,15 @@ def unfinished(rank: int, world_size: int) -> None:
         model(x, [0, 1, 2])
     text = str(caught.value)
     assert f"[Rank {rank}]" in text
-    assert '"branches.1.weight"' in text
-    assert '"branches.1.bias"' in text
-    assert '"branches.2' not in text
-    assert "find_unused_parameters=True" in text
+    for part in (
+        f"did not receive grad for rank {rank}: branches.1.weight (index ",
+        "branches.1.bias",
+        f"Parameter indices which did not receive grad for rank {rank}: ",
+        "passing the keyword argument `find_unused_parameters=True`",
+        "`forward` function outputs participate in calculating loss",
+    ):
+        assert part in text
+    assert "branches.2" not in text
     assert torch.equal(gradient(), expected)
 
 
@@ -173,7 +178,7 @@ class CheckpointsOneLayerTwice(nn.Module):
 def twice_in_one_graph(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(CheckpointsOneLayerTwice())
     x = torch.full((2, 4), float(rank + 1), requires_grad=True)
-    with pytest.raises(RuntimeError, match=r'ready only once: parameter "again.(weight|bias)"'):
+    with pytest.raises(RuntimeError, match=r"ready only once: parameter again.(weight|bias) "):
         model(x).sum().backward()
     model.module.times = 1
     model.zero_grad()
@@ -243,8 +248,9 @@ def changed_graph(rank: int, world_size: int) -> None:
     x = torch.ones(2, 4)
     for _ in range(2):
         model(x, [0, 1]).sum().backward()
-    with pytest.raises(RuntimeError, match=r'graph has changed.*"branches.2'):
+    with pytest.raises(RuntimeError, match=r"graph has changed.* branches.2"):
         model(x, [0, 1, 2]).sum().backward()
+    assert "graph has changed" in model._get_ddp_logging_data()["error"]
     model.zero_grad()
     model(x, [0, 1]).sum().backward()
     assert model.module.trunk.weight.grad is not None

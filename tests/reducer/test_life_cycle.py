@@ -117,7 +117,7 @@ def frozen(rank: int, world_size: int) -> None:
     module.first.requires_grad_(False)
     module.second.bias.requires_grad_(False)
     model(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match=r'"second\.bias" .*requires_grad.* switched off'):
+    with pytest.raises(RuntimeError, match=r"requires_grad was switched off for second\.bias"):
         model(torch.ones(1, 4))
     module.second.bias.requires_grad_(True)
     model(torch.ones(1, 4)).sum().backward()

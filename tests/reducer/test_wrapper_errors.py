@@ -104,10 +104,10 @@ def hook_twice(wrapper: Any) -> None:
 
 
 MISTAKES: dict[Callable[[Any], None], list[str]] = {
-    unfinished: ["Expected to have finished reduction", "find_unused_parameters=True", '"second.'],
-    ready_twice: ["Expected to mark a variable ready only once", '"second.', "checkpoint"],
-    more_gradients: ["graph has changed", '"second.', "static_graph=True"],
-    fewer_gradients: ["Expected to have finished reduction", '"second.'],
+    unfinished: ["Expected to have finished reduction", "find_unused_parameters=True", " second."],
+    ready_twice: ["Expected to mark a variable ready only once", " second.", "checkpoint"],
+    more_gradients: ["graph has changed", " second.", "static_graph=True"],
+    fewer_gradients: ["graph has changed", "first iteration", " second."],
     uninitialized: ["uninitialized parameters", '"0.weight"', "dummy forward pass"],
     devices: ["same type of devices", '"1.weight"'],
     nothing_to_train: ["is not needed when a module doesn't have any parameter"],

@@ -17,8 +17,6 @@ from reducer import DistributedDataParallel
 INTERNAL = {
     "_active_ddp_module",
     "_assign_modules_buffers",
-    "_build_debug_param_to_name_mapping",
-    "_build_params_for_reducer",
     "_build_replicated_tensor_module",
     "_check_and_sync_module_buffers",
     "_check_comm_hook",
@@ -28,14 +26,12 @@ INTERNAL = {
     "_check_sync_bufs_pre_fwd",
     "_clear_grad_buffer",
     "_ddp_init_helper",
-    "_default_broadcast_coalesced",
     "_delayed_all_reduce_hook",
     "_distributed_broadcast_coalesced",
     "_distributed_rank",
     "_find_common_rank",
     "_fire_reducer_autograd_hook",
     "_get_active_ddp_module",
-    "_get_data_parallel_params",
     "_get_parameters",
     "_inside_ddp_forward",
     "_lazy_init",
@@ -65,9 +61,7 @@ LATER = {
 }
 # Public attributes of torch's objects that describe its implementation.
 INTERNAL_ATTRIBUTES = {
-    "broadcast_bucket_size",
     "bucket_bytes_cap_default",
-    "bucket_bytes_cap_list",
     "device_type",
     "is_multi_device_module",
     "named_module_buffers",
@@ -96,7 +90,7 @@ def attributes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     names = {name for name in vars(theirs) if not name.startswith("_")} - vars(net).keys()
     for name in names - INTERNAL_ATTRIBUTES:
         value = getattr(ours, name)
-        if isinstance(getattr(theirs, name), bool | int | str | torch.device | None):
+        if isinstance(getattr(theirs, name), bool | int | str | list | torch.device | None):
             assert value == getattr(theirs, name), name
 
 
@@ -108,7 +102,7 @@ def attributes(rank: int, world_size: int, options: dict[str, Any]) -> None:
         {
             "dim": 1,
             "forward_sync_buffers": False,
-            "bucket_cap_mb": 3,
+            "bucket_cap_mb_list": [1, 3, 2],
             "find_unused_parameters": True,
             "skip_all_reduce_unused_params": True,
             "gradient_as_bucket_view": True,
@@ -165,7 +159,7 @@ def names(rank: int, world_size: int) -> None:
 
     model.module.forward = model.module[0].forward
     model(x).sum().backward()
-    with pytest.raises(RuntimeError, match=r'finished reduction.*"1\.weight"'):
+    with pytest.raises(RuntimeError, match=r"finished reduction(.|\n)*1\.weight"):
         model._check_reducer_finalized()
     del model.module.forward
     model(x).sum().backward()
@@ -183,7 +177,7 @@ def names(rank: int, world_size: int) -> None:
         model(hidden).sum().backward()
     late = DistributedDataParallel(make_net())
     late(x).sum().backward()
-    with pytest.raises(RuntimeError, match="before the first forward, but 1 steps"):
+    with pytest.raises(RuntimeError, match="before training loop starts, but 1 steps"):
         late._set_static_graph()
 
     model = DistributedDataParallel(make_net(), find_unused_parameters=True)
@@ -203,6 +197,40 @@ def names(rank: int, world_size: int) -> None:
 @pytest.mark.filterwarnings("ignore:Grad strides")
 def test_names_behave_as_in_torch() -> None:
     run_ranks(names, 2)
+
+
+def internals(rank: int, world_size: int) -> None:
+    """What torch's own code and libraries read."""
+    net = make_net()
+    net[0].bias.requires_grad_(False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.bias"])
+    model = DistributedDataParallel(net, bucket_cap_mb_list=[1, 2])
+    assert model.bucket_bytes_cap_list == [2**20, 2**21]
+    assert DistributedDataParallel(make_net()).bucket_bytes_cap_list == []
+    assert model.broadcast_bucket_size == TorchDDP(make_net()).broadcast_bucket_size
+    ignored = net[1].bias
+    assert all(it is not ignored for it in DistributedDataParallel._get_data_parallel_params(net))
+
+    parameters, sparse = model._build_params_for_reducer()
+    assert (parameters, sparse) == ([net[0].weight, net[1].weight], [False, False])
+    mapping = model._build_debug_param_to_name_mapping
+    assert mapping(parameters) == {0: "0.weight", 1: "1.weight"}
+    with pytest.raises(ValueError, match=r"Param with name 1\.weight found.* 1 given"):
+        mapping(parameters[:1])
+    with pytest.raises(ValueError, match=r"Expected param to name mapping.* 3 parameters and 2"):
+        mapping([*parameters, ignored])
+
+    buffer = torch.full((2,), float(rank))
+    model._default_broadcast_coalesced([buffer], authoritative_rank=1)
+    assert buffer.tolist() == [1.0, 1.0]
+    net.register_buffer("mean", torch.full((2,), float(rank)))
+    model.module_buffers.collect()
+    model._default_broadcast_coalesced()
+    assert net.mean.tolist() == [0.0, 0.0]
+
+
+def test_names_that_libraries_read() -> None:
+    run_ranks(internals, 2)
 
 
 def positional(rank: int, world_size: int) -> Any:

@@ -150,6 +150,7 @@ def skip_unused(rank: int, world_size: int, skip: bool) -> list[int]:
     model(inputs_of(rank)).sum().backward()
     assert model.module[2].weight.grad is None
     assert [last for _, last in calls] == [False] * (len(calls) - 1) + [True]
+    assert model._get_ddp_logging_data()["num_buckets_reduced"] == len(calls)
     return [index for index, _ in calls]
 
 
@@ -186,6 +187,21 @@ def rebuild_under_find_unused(rank: int, world_size: int) -> None:
 
 def test_buckets_are_rebuilt_under_find_unused_when_the_order_is_stable() -> None:
     run_ranks(rebuild_under_find_unused, 2)
+
+
+def different_use(rank: int, world_size: int) -> None:
+    """Gradients arrive in the same order on both ranks, but rank 1 has fewer."""
+    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    if rank == 1:
+        net.forward = net[0].forward
+    for step in range(5):
+        model(inputs_of(rank, step)).sum().backward()
+    assert not model.reducer.has_rebuilt_buckets
+
+
+def test_buckets_are_not_rebuilt_if_ranks_use_different_parameters() -> None:
+    run_ranks(different_use, 2)
 
 
 def keys(rank: int, world_size: int) -> None:

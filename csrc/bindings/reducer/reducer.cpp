@@ -93,6 +93,19 @@ py::dict last_times(const Reducer& reducer) {
   return row;
 }
 
+py::dict last_use(const Reducer& reducer) {
+  Arrivals::Use use;
+  {
+    py::gil_scoped_release no_gil;
+    use = reducer.last_use();
+  }
+  py::dict row;
+  row["order"] = use.order;
+  row["unused"] = use.unused;
+  row["is_constant"] = use.is_constant;
+  return row;
+}
+
 py::list stop_recording(Reducer& reducer) {
   py::list rows;
   for (const Span& span : without_gil([&] { return reducer.stop_recording(); })) {
@@ -169,9 +182,9 @@ For each bucket, whether the next step skips it because of `skip_unused_buckets`
           "Whether `prepare_for_backward` uses the outputs of forward.")
       .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
 Rebuild the buckets after the first synchronized step, in the order in which gradients arrived on
-rank 0; with `find_unused_parameters` once rank 0 has seen the same order twice. A collective
-call, which does nothing on all ranks if there is nothing to do. Returns whether buckets were
-rebuilt.)")
+rank 0; with `find_unused_parameters` once all ranks have used the same parameters in the same
+order twice. A collective call, which does nothing on all ranks if there is nothing to do. Returns
+whether buckets were rebuilt.)")
       .def_property_readonly(
           "has_rebuilt_buckets", py::cpp_function(&Reducer::has_rebuilt, release_gil()),
           "Whether `rebuild_buckets` has rebuilt the buckets.")
@@ -220,6 +233,22 @@ Raise RuntimeError, naming the parameters, if the last backward left some withou
       .def("last_times", &last_times, R"(
 Return when backward and communication of the last step started and ended, in seconds of a
 monotonic clock: backward_start, backward_end, communication_start and communication_end.)")
+      .def("last_use", &last_use, R"(
+Return the use of parameters in the last step: order (the indices of those with a gradient, in the
+order of arrival), unused (those without) and is_constant (whether all steps have used the same).)")
+      .def_property(
+          "last_error",
+          [](const Reducer& reducer) {
+            py::gil_scoped_release no_gil;
+            return reducer.last_error();
+          },
+          [](Reducer& reducer, std::string text) {
+            py::gil_scoped_release no_gil;
+            reducer.set_last_error(std::move(text));
+          },
+          R"(
+The text of the last error, for the logging data; empty if there was none. Errors in a backward set
+it.)")
       .def("start_recording", &Reducer::start_recording, release_gil(), R"(
 Record when each activity happens, until `stop_recording`. Each activity takes 80 bytes.)")
       .def("stop_recording", &stop_recording, R"(
