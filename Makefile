@@ -16,7 +16,8 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test test-all mutate sanitize soak build lint types format bench results matrix gpu-check cuda docs clean
+.PHONY: help demo test test-all torch-suite mutate sanitize soak build lint types format bench results \
+  matrix gpu-check cuda docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,6 +30,10 @@ test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 
 test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
+
+torch-suite: $(INSTALLED) ## Run torch's own tests of its wrapper on this project's wrapper
+	$(BIN)/python -m pytest -c tests/torch_suite/pytest.ini --rootdir . \
+	  tests/torch_suite/suite.py $(PYTEST_ARGS)
 
 MUTATE ?= commhooks/hook --tests tests/hook
 

@@ -1,0 +1,31 @@
+"""Tests of torch that the project's wrapper does not pass, and why no user meets the difference."""
+
+from __future__ import annotations
+
+REASONS = {
+    "test_ddp_broadcast_buffers_deprecation_warning": (
+        "torch deprecates its own argument; here broadcast_buffers stays and does not warn"
+    ),
+    "test_ddp_control_flow_different_across_ranks": (
+        "reads reducer._get_local_used_map(), the memory of torch's reducer; "
+        "tests/reducer/test_graphs.py has the errors that it checks"
+    ),
+    "test_ddp_control_flow_same_across_ranks": (
+        "reads reducer._get_local_used_map(), the memory of torch's reducer; "
+        "tests/reducer/test_graphs.py has the errors that it checks"
+    ),
+    "test_ddp_native_mixed_precision_ignored_params": (
+        "reads parameter._mp_param, where torch keeps a cast; parameters keep their dtype here"
+    ),
+    "test_detect_ddp_is_actually_static": (
+        "reads reducer._ddp_graph_static(); the logging data has it as can_set_static_graph"
+    ),
+    "test_skip_all_reduce_unused_parameters": (
+        "expects the sizes of torch's first buckets; here the same parameters are in one bucket, "
+        "and tests/reducer/test_wrapper_options.py has the logged number of reduced buckets"
+    ),
+    "test_invalid_static_graph": (
+        "expects that torch's reducer stays unfinished after the first error; here the next step "
+        "starts clean, and tests/reducer/test_wrapper_errors.py has both errors"
+    ),
+}
