@@ -18,7 +18,7 @@ def needs_reference(trial: Trial) -> bool:
 
 
 def complaints(trial: Trial, ends: Sequence[End], reference: Sequence[End] | None) -> Iterator[str]:
-    """Yield what contradicts the promises of docs/design/2026-11-21-failures.md.
+    """Yield what contradicts the promises of docs/reliability.md.
 
     Args:
         trial: the trial.
