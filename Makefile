@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,cli,demo,bench,dev,docs
 PYTEST_ARGS ?=
+WORKERS ?= -n 2 --dist loadfile
 PYTHONS ?= 3.11 3.12 3.13
 TORCHES ?= 2.11 2.13 2.15
 GPU_RESULTS ?= bench/results
@@ -26,10 +27,10 @@ demo: $(INSTALLED) ## Train a small GPT on 2 ranks with three hooks, show what e
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
-	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m exhaustive $(WORKERS) $(PYTEST_ARGS)
 
 torch-suite: $(INSTALLED) ## Run torch's own tests of its wrapper on this project's wrapper
 	$(BIN)/python -m pytest -c tests/torch_suite/pytest.ini --rootdir . \
