@@ -2,8 +2,8 @@
 
 import pytest
 from soak.oracle import complaints
+from soak.outcome import Outcome
 from soak.ranks import End
-from soak.training import Outcome
 from soak.trial import Fault, Trial, draw
 
 OURS = "CommHookPeerError"

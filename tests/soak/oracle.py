@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
+from soak.faults import RAISED
+from soak.outcome import Outcome
 from soak.ranks import End
-from soak.training import TIMEOUT, Outcome
+from soak.training import TIMEOUT
 from soak.trial import ABRUPT, DELAYS, IN_HOOK, Trial
 
 __all__ = ["complaints", "needs_reference"]
 
 _MARGIN = 10.0  # seconds, for a machine that is busy
-_RAISED = ("ValueError", "SystemExit", "KeyboardInterrupt")
 
 
 def needs_reference(trial: Trial) -> bool:
@@ -54,7 +55,7 @@ def _errors(trial: Trial, ends: Sequence[End]) -> Iterator[str]:
     fault = trial.fault
     injected = ends[fault.rank].outcome.injected_at if ends[fault.rank].outcome else None
     happened = injected is not None or (fault.kind in ABRUPT and ends[fault.rank].code != 0)
-    soft = fault.kind in _RAISED and fault.place in IN_HOOK
+    soft = fault.kind in RAISED and fault.place in IN_HOOK
     if not happened or fault.kind in (*DELAYS, "nan", "none"):
         for rank, end in enumerate(ends):
             if end.outcome is not None and not end.outcome.done:
@@ -72,7 +73,7 @@ def _errors(trial: Trial, ends: Sequence[End]) -> Iterator[str]:
                 yield f"rank {rank} did not notice the fault"
             continue
         step, kind, text, _ = outcome.errors[0]
-        if rank == fault.rank and fault.kind in _RAISED:
+        if rank == fault.rank and fault.kind in RAISED:
             expected = fault.kind
             if soft and fault.kind == "ValueError":
                 expected = "CommHookError"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from soak.training import TIMEOUT, Outcome, train
+from soak.outcome import Outcome
+from soak.training import TIMEOUT, train
 from soak.trial import Trial
 
 __all__ = ["End", "run"]

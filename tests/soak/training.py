@@ -1,177 +1,27 @@
 """What one rank does in a trial: it trains, and runs into its fault."""
 
 import hashlib
-import os
-import signal
-import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import commhooks
-from commhooks import CommHook
-from soak.trial import IN_HOOK, Fault, Trial
+from soak.faults import RAISED, Injector
+from soak.models import MODELS
+from soak.outcome import Outcome
+from soak.trial import IN_HOOK, Trial
 
-__all__ = ["TIMEOUT", "Outcome", "train"]
+__all__ = ["TIMEOUT", "train"]
 
 TIMEOUT = 10.0
 """The timeout of the process group, in seconds."""
-
-
-@dataclass
-class Outcome:
-    """What a rank reports."""
-
-    digests: dict[int, str] = field(default_factory=dict)
-    """Of all parameters after each step that did not fail."""
-    finite: bool = True
-    errors: list[tuple[int, str, str, float]] = field(default_factory=list)
-    """Step, type, text, and the seconds since the step began."""
-    refused: str = ""
-    """Why the hook was not registered."""
-    injected_at: float | None = None
-    failed_at: float | None = None
-    done: bool = False
-
-
-_RAISED: dict[str, type[BaseException]] = {
-    "ValueError": ValueError,
-    "SystemExit": SystemExit,
-    "KeyboardInterrupt": KeyboardInterrupt,
-}
-
-
-class Branches(nn.Module):
-    """Uses one of two layers per call; which one differs between ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 24)
-        self.either = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
-        self.last = nn.Linear(24, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = functional.relu(self.first(x))
-        return self.last(self.either[int(x.sum() > 0)](hidden))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mlp": lambda: nn.Sequential(
-        nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 4)
-    ),
-    "conv": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 4, 4)),
-        nn.Conv2d(1, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(96, 4),
-    ),
-    "embedding": lambda: nn.Sequential(
-        nn.Hardtanh(0.0, 49.0), _Rounded(), nn.Embedding(50, 8), nn.Flatten(), nn.Linear(128, 4)
-    ),
-    "branches": Branches,
-}
-
-
-class _Rounded(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 9).long().clamp(0, 49)
-
-
-class Injector:
-    """Makes the fault happen on this rank when training gets to its step and place."""
-
-    def __init__(self, fault: Fault, rank: int, outcome: Outcome) -> None:
-        self.fault = fault if fault.rank == rank else None
-        self.outcome = outcome
-        self.step = 0
-
-    def reach(self, place: str) -> None:
-        fault = self.fault
-        if fault is None or (self.step, place) != (fault.step, fault.place):
-            return
-        kind = fault.kind
-        if kind in ("nan", "none"):
-            return
-        self.outcome.injected_at = time.monotonic()
-        if kind != "slow":
-            self.fault = None
-        if kind == "slow":
-            time.sleep(0.3)
-        elif kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif kind == "exit":
-            os._exit(3)
-        elif kind in ("stop", "long stop"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif kind == "kill at any time":
-            delay = (self.step * 7919 + len(place)) % 50 / 1000
-            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        elif kind in _RAISED:
-            raise _RAISED[kind]("out of luck")
-
-    def poison(self, model: nn.Module) -> None:
-        """Write a NaN into one gradient, if that is the fault."""
-        fault = self.fault
-        if fault is not None and fault.kind == "nan" and self.step == fault.step:
-            parameter = next(model.parameters())
-            parameter.register_hook(self._with_nan)
-
-    def _with_nan(self, gradient: Tensor) -> Tensor:
-        if self.fault is None or self.step != self.fault.step:
-            return gradient
-        gradient = gradient.clone()
-        gradient.view(-1)[0] = torch.nan
-        return gradient
-
-    def wrap(self, hook: object) -> None:
-        """Reach the places "before", "in" and "after" in the hook's reduce."""
-        if not isinstance(hook, CommHook):
-            return
-        reduce = hook.reduce
-
-        async def with_places(bucket: Any, comm: Any) -> Tensor:
-            self.reach("before")
-            average = await _Driven(reduce(bucket, comm), self.reach)
-            self.reach("after")
-            return average
-
-        hook.reduce = with_places  # type: ignore[method-assign]
-
-
-class _Driven(Awaitable[Tensor]):
-    """Awaits ``inner`` and calls ``reach("in")`` after its first collective."""
-
-    def __init__(self, inner: Any, reach: Callable[[str], None]) -> None:
-        self._inner, self._reach = inner, reach
-
-    def __await__(self) -> Generator[Any, Any, Tensor]:
-        steps = self._inner.__await__()
-        answer = None
-        count = 0
-        while True:
-            try:
-                waited_for = steps.send(answer)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            try:
-                answer = yield waited_for
-                count += 1
-                if count == 1:
-                    self._reach("in")
-            except BaseException as error:  # as an await in the hook itself would get it
-                steps.throw(error)
-                raise
 
 
 def train(
@@ -245,7 +95,7 @@ def _train(rank: int, trial: Trial, folder: Path, first: int, outcome: Outcome) 
             outcome.errors.append(
                 (step, type(error).__name__, _text(error), time.monotonic() - begin)
             )
-            if trial.fault.place not in IN_HOOK or trial.fault.kind not in _RAISED:
+            if trial.fault.place not in IN_HOOK or trial.fault.kind not in RAISED:
                 return
             optimizer.zero_grad()
             continue

@@ -1,4 +1,4 @@
-"""Tests of torch that the project's wrapper does not pass, and why no user meets the difference."""
+"""Tests of torch that the project's wrapper does not pass, and why."""
 
 from __future__ import annotations
 
