@@ -31,10 +31,10 @@ is called before the next step.
 Note [Hooks around hooks]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 An option annotated as ``CommHook``, or as a list, tuple or dict of hooks, accepts a hook, its name
-or its config. In ``reduce`` the outer hook awaits ``inner.reduce(bucket, comm.within(inner))``. The
-framework does the rest for nested hooks: ``prepare``, ``recover``, ``metrics``, saved states and
-the check of the backend. A property of a class, such as ``lossless``, holds for an instance only if
-it also holds for all nested hooks; :func:`tree` yields them.
+or its config, also as its default. In ``reduce`` the outer hook awaits ``inner.reduce(bucket,
+comm.within(inner))``. The framework does the rest for nested hooks: ``prepare``, ``recover``,
+``metrics``, saved states and the check of the backend. A property of a class, such as ``lossless``,
+holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them.
 
 In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
 no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
@@ -113,6 +113,8 @@ class CommHook:
     """What is sent, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""
     """The address of the paper."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """What registering the hook by its name alone needs, besides options without a default."""
 
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""

@@ -38,6 +38,10 @@ class HookInfo:
     paper: str
     fidelity: Fidelity | None = None
     """The change of the final loss; None if not measured, and for hooks of other packages."""
+    family: str = ""
+    """The folder of the hook in commhooks/algorithms; empty for hooks of other packages."""
+    needs: tuple[str, ...] = ()
+    """What the name alone does not give: options without a default, in backquotes, and others."""
 
     def __str__(self) -> str:
         kind = "lossless" if self.lossless else "lossy"
@@ -45,6 +49,7 @@ class HookInfo:
             kind = "as lossless as its hooks"
         lines = [f"{self.name} ({kind}; {', '.join(self.backends)}): {self.summary}"]
         lines += [f"  {option}" for option in self.options]
+        lines += [f"  needs: {', '.join(self.needs)}"] if self.needs else []
         lines += [f"  wire: {self.wire}"] if self.wire else []
         if self.fidelity is not None:
             lines.append(f"  validation loss, to plain averaging's: {self.fidelity}")
@@ -104,16 +109,20 @@ def describe(name: str) -> HookInfo:
     """Return the description of the hook of this name: its summary, options and costs."""
     kind = _find(name)
     document = inspect.getdoc(kind) or ""
+    options = describe_options(kind)
+    is_own = kind.__module__.startswith("commhooks.algorithms.")
     return HookInfo(
         name=name,
         summary=document.partition("\n")[0],
-        options=describe_options(kind),
+        options=options,
         lossless=kind.lossless,
         consensus=kind.consensus,
         backends=kind.backends,
         wire=kind.wire,
         paper=kind.paper,
-        fidelity=fidelity_of(name) if kind.__module__.startswith("commhooks.") else None,
+        fidelity=fidelity_of(name) if is_own else None,
+        family=kind.__module__.split(".")[2] if is_own else "",
+        needs=(*(f"`{option.name}`" for option in options if option.required), *kind.needs),
     )
 
 

@@ -42,6 +42,17 @@ def test_list_names_every_hook() -> None:
     assert "all-reduce" in text
 
 
+def test_list_has_families_and_needs_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("list").splitlines()
+    assert max(map(len, lines)) <= 80
+    starts = [line.strip() for line in lines]
+    assert starts.index("sparse") < next(i for i, s in enumerate(starts) if s.startswith("dgc"))
+    text = " ".join(" ".join(lines).split())
+    for needs in ("needs `rules`", "needs `stages`", "needs a launcher such as torchrun or"):
+        assert needs in text
+
+
 def test_describe() -> None:
     assert run("describe", "powersgd") == f"{commhooks.describe('powersgd')}\n"
 

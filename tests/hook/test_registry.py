@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Annotated, Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 import commhooks
 from commhooks.hook import registry
@@ -213,3 +214,40 @@ def test_hooks_name_only_backends_on_which_they_have_run() -> None:
     assert commhooks.CommHook.backends == ("gloo", "nccl")
     for name in commhooks.available():
         assert set(commhooks.describe(name).backends) <= {"gloo", "nccl"}, name
+
+
+def register_by_name(rank: int, size: int) -> list[str]:
+    """Register every hook of this package without options and run a step with it."""
+    model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
+    needy = []
+    for name in commhooks.available():
+        info = commhooks.describe(name)
+        if not info.family:
+            continue
+        if info.needs:
+            needy.append(name)
+            with pytest.raises(commhooks.CommHookError):
+                commhooks.register(model, name)
+            continue
+        handle = commhooks.register(model, name)
+        model(torch.ones(1, 8)).sum().backward()
+        handle.remove()
+    return needy
+
+
+def test_every_hook_can_be_registered_by_its_name_or_says_what_it_needs(run_ranks: Any) -> None:
+    assert run_ranks(register_by_name, 2)[0] == ["hierarchical", "route", "schedule"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("cast", "allreduce"),
+        ("error_feedback", "bf16"),
+        ("hierarchical", "allreduce"),
+        ("skip_nonfinite", "allreduce"),
+    ],
+)
+def test_wrappers_have_an_inner_hook_by_default(name: str, inner: str) -> None:
+    assert commhooks.create(name) == commhooks.create(name, inner=inner)
+    assert f"inner: CommHook = {inner!r}" in str(commhooks.describe(name))

@@ -54,8 +54,8 @@ class Hierarchical(CommHook):
             ``skip_nonfinite`` does, which only the first ranks would know.
     """
 
-    inner: CommHook
-    """The hook that averages over nodes."""
+    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    """The hook that averages over nodes; by default exactly."""
     ranks_per_node: Annotated[int, Ge(0)] = 0
     """L; node i has the i-th L ranks. 0: the number that the launcher gives in LOCAL_WORLD_SIZE,
     which the option has once the hook is registered."""
@@ -66,6 +66,7 @@ class Hierarchical(CommHook):
     lossless = True
     state_fields = no_state
     wire = "one all-reduce and one broadcast inside nodes, and what the inner hook sends between"
+    needs = ("a launcher such as torchrun or `ranks_per_node`",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -38,7 +38,7 @@ class Cast(CommHook):
         CommHookOptionError: collectives cannot add numbers of ``dtype``.
     """
 
-    inner: CommHook
+    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that runs on buckets in ``dtype``."""
     dtype: torch.dtype = torch.bfloat16
     """float16, bfloat16, float32 or float64."""

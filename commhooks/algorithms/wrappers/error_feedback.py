@@ -58,7 +58,7 @@ class ErrorFeedback(CommHook):
         CommHookOptionError: the inner hook does not tell its contribution.
     """
 
-    inner: CommHook
+    inner: CommHook = "bf16"  # type: ignore[assignment]  # becomes a hook
     """The hook that runs on the sum of gradient and error."""
 
     _memory: BucketMemory = field(

@@ -74,7 +74,7 @@ class SkipNonfinite(CommHook):
     with ``whole_steps``; dropped buckets are sent too. See Note [Dropped steps].
     """
 
-    inner: CommHook
+    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that averages finite gradients."""
     whole_steps: bool = False
     """After a step with a dropped bucket, restore the inner hook's state to that before the step,
