@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= test,cli,demo,bench,dev,docs
 PYTEST_ARGS ?=
+SITE_ARGS ?=
 WORKERS ?= -n 2 --dist loadfile
 PYTHONS ?= 3.11 3.12 3.13
 TORCHES ?= 2.11 2.13 2.15
@@ -18,7 +19,7 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
 .PHONY: help demo test test-all torch-suite mutate sanitize soak build lint types format bench results \
-  matrix gpu-check cuda docs clean
+  matrix gpu-check cuda docs check-site clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,7 +88,10 @@ cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an
 	done; done; fi
 
 docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check-site: docs ## Open every page of the site in headless Chromium, if there is one
+	PYTHONPATH=tests $(BIN)/python -m browser_check build/docs $(SITE_ARGS)
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build site *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks

@@ -73,11 +73,13 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     Args:
         module: the module to train. Parameters that require no gradient are not averaged.
-        device_ids, output_device: the one GPU that inputs are moved to; None for modules on the CPU
-            or on several devices.
-        broadcast_buffers, forward_sync_buffers: broadcast buffers from rank 0 before each forward.
-            With ``broadcast_buffers=False`` alone, they are not broadcast at the start either.
-        process_group, device_mesh: the ranks to average over; default: all.
+        device_ids: the one GPU that inputs are moved to, in a list; None for modules on the CPU or
+            on several devices.
+        output_device: the same GPU.
+        broadcast_buffers: broadcast buffers from rank 0 at the start and before each forward.
+        forward_sync_buffers: the same for forwards only; default: as ``broadcast_buffers``.
+        process_group: the ranks to average over; default: all.
+        device_mesh: the same as a mesh of one dimension.
         bucket_cap_mb: the size of a bucket in MiB (default 25); the first one is at most 1 MiB.
         bucket_cap_mb_list: the sizes of the first bucket, the second and so on; the last size
             applies to all further buckets.
@@ -95,10 +97,12 @@ class DistributedDataParallel(TorchNames, Joinable):
         mixed_precision: dtypes for computation, communication and buffers; see
             :class:`reducer.mixed_precision.MixedPrecision`. Works together with any hook.
         lazy_bucket_allocation: release the memory of buckets between steps.
-        check_reduction, dim, batched_grad_copy: accepted for compatibility. Gradients are always
-            copied together.
-        hook, hook_options: a communication hook by name, as an object or as a config, and its
-            options; needs ``import commhooks``. Default: the exact average by all-reduce.
+        check_reduction: accepted for compatibility.
+        dim: used by ``scatter`` and ``gather`` only.
+        batched_grad_copy: accepted for compatibility; gradients are always copied together.
+        hook: a communication hook by name, as an object or as a config; needs ``import commhooks``.
+            Default: the exact average by all-reduce.
+        hook_options: the options of a hook that is given by name.
         stable_buckets: keep the first assignment of parameters to buckets. Otherwise buckets are
             rebuilt after the first step, in the order in which gradients arrived.
         group_key: maps (name, parameter) to a key; only parameters with the same key share a

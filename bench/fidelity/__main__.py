@@ -46,9 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="repeat runs that the file has")
     parser.add_argument(
-        "--publish",
-        action="store_true",
-        help="also write commhooks/hook/fidelity.json and the tables of docs/hooks/",
+        "--publish", action="store_true", help="also write commhooks/hook/fidelity.json"
     )
     return parser
 

@@ -84,7 +84,7 @@ class Digits(Task):
     usual = "SGD with momentum"
     recipes: ClassVar = {
         "SGD with momentum": _sgd(lr=0.1, momentum=0.9, weight_decay=1e-3),
-        # Without momentum, weight decay is ten times weaker; see docs/hooks/sparse.md.
+        # Without momentum, weight decay is ten times weaker; see docs/hooks/dgc.md.
         "SGD without momentum": _sgd(lr=0.1, weight_decay=1e-2),
     }
     _BATCH = 16  # per rank

@@ -46,8 +46,8 @@ class BatchedPowerSGD(PowerSGD):
 
     The matrix runs across parameters, so it has less structure than the parameters' own matrices,
     hence the higher rank; prefer ``powersgd`` where accuracy counts. It compresses vectors as well
-    and sends about 2·r·√N of N elements. docs/hooks/powersgd.md says how much is lost at which
-    rank.
+    and sends about 2·r·√N of N elements. See docs/hooks/batched_powersgd.md
+    for what is lost at which rank.
 
     Factors belong to the composition of a bucket: when buckets are rebuilt, factors start from
     random numbers again, while errors stay with their parameters.

@@ -37,7 +37,7 @@ class OneBit(Quantized):
 
     Biased in each step but exact over steps, because errors are sent later. It always uses error
     feedback, and should start with exact averages, as in the paper: put it into ``schedule``.
-    docs/hooks/quantized.md tells what is lost with and without such a start.
+    docs/hooks/onebit.md tells what is lost with and without such a start.
     """
 
     block_size: BlockSize = 128

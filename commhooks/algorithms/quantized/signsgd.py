@@ -41,7 +41,7 @@ class SignSGD(Quantized):
     biased. Zeros get random signs, and so do numbers on which the vote is a tie.
 
     Its steps are shorter than the gradients, so errors are sent late. It loses much in short
-    trainings with momentum, see docs/hooks/quantized.md; prefer ``onebit``.
+    trainings with momentum, see docs/hooks/signsgd.md; prefer ``onebit``.
     """
 
     error_feedback: bool = True

@@ -40,7 +40,7 @@ class TernGrad(Quantized):
     """Average in three levels of 2 bits, and averages in 4 bits: 1/10 of the bytes of float32.
 
     Unbiased except for clipping, and has no state. The variance of a number is large if the number
-    is small compared with the largest one of its block; see docs/hooks/quantized.md.
+    is small compared with the largest one of its block; see docs/hooks/terngrad.md.
     """
 
     clip: Annotated[float, Ge(0)] = 2.5

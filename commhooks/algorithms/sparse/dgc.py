@@ -62,7 +62,7 @@ class DGC(SparseHook):
     multiply it by that factor, 10 for m = 0.9.
 
     In a short training, of which the warm-up is a large part, velocities are reset so often that
-    they do not build up; ``masking=False`` then loses less, see docs/hooks/sparse.md.
+    they do not build up; ``masking=False`` then loses less, see docs/hooks/dgc.md.
 
     Wire, per bucket and step: as ``topk``, one all-gather of k values in the bucket's dtype and
     their indices of about 2 + log2(1/density) bits each. Memory: velocity and error, each as large

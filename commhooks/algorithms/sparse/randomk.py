@@ -55,7 +55,7 @@ class RandomK(SparseHook):
     gradients of about n/k steps.
 
     SGD with momentum diverges or learns less with either form at the learning rate of plain
-    averaging; AdamW works with the unbiased form. See docs/hooks/sparse.md.
+    averaging; AdamW works with the unbiased form. See docs/hooks/randomk.md.
 
     Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
     number tells whether all gradients are finite. Memory: with error feedback, the error, as large

@@ -1,0 +1,85 @@
+"""The pages of the site: each hook has one of the same form, and everything public a reference."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs")  # extra `docs`
+pytest.importorskip("sklearn")
+
+import compiled_pages
+import hook_pages
+import mathml
+
+import commhooks
+import commhooks.testing
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+OWN = sorted(hook_pages.NAMES)
+
+
+def test_each_hook_has_a_page() -> None:
+    assert set(OWN) == {
+        kind.name for kind in map(vars(commhooks.algorithms).get, commhooks.algorithms.__all__)
+    }
+    families = {family.name for family in hook_pages.FAMILIES}
+    assert {path.stem for path in (DOCS / "hooks").glob("*.md")} == {*OWN, *families, "index"}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_page_has_the_form(name: str) -> None:
+    written = (DOCS / "hooks" / f"{name}.md").read_text()
+    start, sections = hook_pages.sections_of(written)
+    assert start.strip() == f"# {name}"
+    assert list(sections)[:2] == hook_pages.FORM[:2]
+    assert "$$" in sections["What it does"]
+    known = [title for title in sections if title in hook_pages.FORM]
+    assert known == sorted(known, key=hook_pages.FORM.index)
+    _, made = hook_pages.sections_of(hook_pages.assemble(name, written))
+    assert [title for title in made if title in hook_pages.FORM] == hook_pages.FORM
+    assert all(made.values())
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_each_option_is_in_the_table_with_an_explanation(name: str) -> None:
+    table = hook_pages.assemble(name, f"# {name}\n").partition("## Options")[2].partition("## ")[0]
+    for option in commhooks.describe(name).options:
+        assert re.search(
+            rf"^\| `{option.name}` \|.*\| [^ |][^|]+\|$", table.replace("\\|", ""), re.M
+        )
+
+
+def test_a_loss_of_more_than_two_percent_is_on_the_first_screen() -> None:
+    for name in OWN:
+        found = commhooks.describe(name).fidelity
+        changes = (found.digits, found.bytes) if found else ()
+        start = hook_pages.assemble(name, f"# {name}\n").partition("\n## ")[0]
+        assert ("!!! warning" in start) == any(change > 2 for change in changes), name
+
+
+def test_everything_public_has_a_reference() -> None:
+    pages = [path.read_text() for path in (DOCS / "reference").glob("*.md")]
+    text = "\n".join([*pages, compiled_pages.bucket()])
+    public = {f"commhooks.{name}" for name in commhooks.__all__ if name != "algorithms"}
+    public |= {f"commhooks.testing.{name}" for name in commhooks.testing.__all__}
+    found = set(re.findall(r"^::: (commhooks[\w.]+)$|#(commhooks[\w.]+) }", text, re.M))
+    assert public <= {name for pair in found for name in pair}
+
+
+def test_formulas_become_mathml() -> None:
+    page = '<p><span class="arithmatex">\\(x_i &lt; 1\\)</span></p>'
+    assert mathml.convert(page).startswith("<p><math")
+    assert "&#x0003C;" in mathml.convert(page)
+    block = mathml.convert('<div class="arithmatex">\\[\nx\n\\]</div>')
+    assert block.startswith('<div class="formula"><math')
+    assert 'display="block"' in block
+
+
+def test_pages_load_nothing_from_other_hosts() -> None:
+    """The built pages are checked by ``make check-site``."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in config
+    assert "http" not in config
+    assert "http" not in (DOCS / "assets" / "site.css").read_text()
