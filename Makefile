@@ -69,7 +69,7 @@ format: $(INSTALLED) ## Rewrite Python, C++ and CUDA sources in the project's fo
 bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
 
-results: $(INSTALLED) ## Write docs/results.md and its plots from bench/results
+results: $(INSTALLED) ## Write the pages of results and their plots from bench/results
 	$(BIN)/python -m bench.results_page
 
 matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is installed), one by one

@@ -1,64 +1,120 @@
-"""Plots of results as SVG files. matplotlib is imported when the first one is drawn."""
+"""How plots look: one color per hook everywhere, readable on light and on dark pages.
+
+Plots are SVG files with a transparent background and text in a gray that both kinds of pages show
+well. matplotlib is imported when the first one is drawn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-__all__ = ["Draw", "bars", "curves"]
+__all__ = ["GRAY", "Draw", "color_of", "label_points", "plot"]
 
 Draw = Callable[[Path], None]
 """Writes a plot to a file."""
 
+GRAY = "#7f8794"
+"""Of text and axes, and of what is only shown for comparison."""
 
-def bars(title: str, values: pd.Series, *, log: bool = False) -> Draw:
-    """Draw one horizontal bar per value, with a line at 1."""
+_WIDTH = 6.4
+# One hue per family: blue exact, orange and pink few bits, green sparse, violet low rank, cyan
+# fewer partners, brown wrappers. All have about the same lightness.
+_COLORS = {
+    "allreduce": "#3b82c4",
+    "bf16": "#5aa9e6",
+    "fp16": "#2f78b7",
+    "noop": "#7fa8d1",
+    "int8": "#e8710a",
+    "int4": "#f0932b",
+    "fp8": "#c9822b",
+    "natural": "#b5893a",
+    "qsgd": "#e0567a",
+    "terngrad": "#c95d9e",
+    "onebit": "#e0403f",
+    "signsgd": "#c2506a",
+    "topk": "#2f9e44",
+    "threshold": "#66a80f",
+    "randomk": "#8aa63a",
+    "dgc": "#12a17a",
+    "powersgd": "#845ef7",
+    "batched_powersgd": "#a58bf0",
+    "gossip": "#1098ad",
+    "push_sum": "#3aa6b5",
+    "local_sgd": "#0f8fb0",
+    "hierarchical": "#22a7c4",
+}
+_WRAPPER = "#a9745b"
 
-    def fill(axes: Any) -> None:
-        axes.barh([str(label) for label in values.index], values, color="#4c78a8")
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.invert_yaxis()
-        if log:
-            axes.set_xscale("log")
 
-    return _plot(title, (8, 1.2 + 0.22 * len(values)), fill)
+def color_of(hook: str) -> str:
+    """Return the color of a hook, whatever its options."""
+    return _COLORS.get(hook.partition(":")[0], _WRAPPER)
 
 
-def curves(title: str, lines: dict[str, Sequence[tuple[float, float]]]) -> Draw:
-    """Draw a line through the points of each name, over a logarithmic axis."""
+def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) -> Draw:
+    """Return what draws a figure: ``fill`` gets its axes, in reading order."""
 
-    def fill(axes: Any) -> None:
-        from matplotlib import colormaps
-
-        styles = [(color, style) for style in ("-", "--") for color in colormaps["tab20"].colors]
-        for (name, points), (color, style) in zip(lines.items(), cycle(styles), strict=False):
-            axes.plot(*zip(*points, strict=True), style, color=color, linewidth=1.2, label=name)
-        axes.set_xscale("log")
-        axes.grid(alpha=0.35)
-        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
-
-    return _plot(title, (10, max(4.5, 0.18 * len(lines))), fill)
-
-
-def _plot(title: str, inches: tuple[float, float], fill: Callable[[Any], None]) -> Draw:
     def draw(path: Path) -> None:
         import matplotlib as mpl
 
         mpl.use("svg")
-        mpl.rcParams["svg.hashsalt"] = "commhooks"  # the same file each time
-        mpl.rcParams["svg.fonttype"] = "none"  # text stays text, and the file short
         from matplotlib import pyplot
 
-        figure, axes = pyplot.subplots(figsize=inches)
-        fill(axes)
-        axes.set_title(title, fontsize=10)
-        axes.tick_params(labelsize=8)
-        figure.tight_layout()
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
+        style = {
+            "svg.hashsalt": "commhooks",  # the same file each time
+            "svg.fonttype": "none",  # text stays text, and the file short
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "grid.alpha": 0.3,
+            "legend.frameon": False,
+        }
+        names = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "grid.color")
+        style |= dict.fromkeys((*names, "xtick.color", "ytick.color"), GRAY)
+        with mpl.rc_context(style):
+            figure, axes = pyplot.subplots(rows, columns, figsize=(_WIDTH, height), squeeze=False)
+            fill(list(axes.flat))
+            figure.tight_layout()
+            figure.savefig(path, metadata={"Date": None}, transparent=True, bbox_inches="tight")
+            pyplot.close(figure)
 
     return draw
+
+
+def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
+    """Write a name beside each point, where it covers no other name and no point."""
+    points = list(points)
+    figure = axes.figure
+    figure.canvas.draw()
+    places = [(5, 0), (-5, 0), (0, 7), (0, -7), (5, 7), (5, -7), (-5, 7), (-5, -7)]
+    places += [(dx, dy) for dy in (15, -15, 24, -24, 33) for dx in (5, -5)]
+    taken = [_dot(axes, x, y) for _, x, y in points]
+    for name, x, y in points:
+        for dx, dy in places:
+            text = axes.annotate(
+                name,
+                (x, y),
+                (dx, dy),
+                textcoords="offset points",
+                ha="left" if dx > 0 else "right" if dx < 0 else "center",
+                va="center",
+                color=color_of(name),
+                fontsize=7.5,
+            )
+            box = text.get_window_extent().padded(1)
+            frame = axes.get_window_extent().padded(6)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def _dot(axes: Any, x: float, y: float) -> Any:
+    from matplotlib.transforms import Bbox
+
+    at_x, at_y = axes.transData.transform((x, y))
+    return Bbox.from_extents(at_x - 3, at_y - 3, at_x + 3, at_y + 3)

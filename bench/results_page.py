@@ -1,7 +1,8 @@
-"""Write docs/results.md and its plots from the JSON files in bench/results.
+"""Write the pages of results and their plots from the JSON files in bench/results.
 
-``python -m bench.results_page`` writes the page; with files as arguments it prints their tables.
-Each kind of result has one function below, which turns its JSON into a :class:`Section`.
+``python -m bench.results_page`` writes the pages; with files as arguments it prints their tables.
+Each kind of result has one function below, which turns its JSON into a :class:`Section` of
+docs/results/tables.md. summary.py answers questions from the same files in docs/results.md.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,19 +19,28 @@ from typing import Any
 
 import pandas as pd
 
+from bench import summary
 from bench.fidelity.record import Record
 from bench.fidelity.rows import mean, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
-from bench.plots import Draw, bars, curves
+from bench.plots import Draw
 from bench.slow_link.hooks import PLAIN
 from bench.slow_link.record import courses_of
 from commhooks.lab.units import format_rate
 
-__all__ = ["KINDS", "Page", "Section", "UnknownResultError", "make_page", "quantity", "section_of"]
+__all__ = [
+    "KINDS",
+    "Pages",
+    "Section",
+    "UnknownResultError",
+    "make_tables",
+    "quantity",
+    "section_of",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-TARGET = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
 
 Document = dict[str, Any]
 
@@ -42,19 +51,13 @@ class UnknownResultError(ValueError):
 
 @dataclass
 class Section:
-    """The part of the page that shows one file of results. ``plots``: by file name."""
+    """The part of the page that shows one file of results."""
 
     parts: list[str] = field(default_factory=list)
-    plots: dict[str, Draw] = field(default_factory=dict)
 
     def add(self, text: str) -> None:
         """Add a paragraph in Markdown."""
         self.parts.append(text)
-
-    def add_plot(self, name: str, alternative: str, draw: Draw) -> None:
-        """Show a plot here. ``draw`` makes it when the page is written."""
-        self.plots[name] = draw
-        self.parts.append(f"![{alternative}](results/{name})")
 
     def add_table(self, frame: pd.DataFrame) -> None:
         """Add a table. Numbers get the unit that the name of their column implies."""
@@ -62,29 +65,16 @@ class Section:
         cells.columns = [str(name).replace("_", " ") for name in cells.columns]
         self.parts.append(cells.to_markdown(index=False, disable_numparse=True, tablefmt="github"))
 
-    def add_bars(self, name: str, title: str, values: pd.Series, *, log: bool = False) -> None:
-        """Show one horizontal bar per value, with a line at 1."""
-        self.add_plot(name, title, bars(title, values.dropna(), log=log))
-
     @property
     def tables(self) -> str:
-        """The section in Markdown, without plots."""
-        return "\n\n".join(part for part in self.parts if not part.startswith("![")) + "\n"
+        """The section in Markdown."""
+        return "\n\n".join(self.parts) + "\n"
 
 
 # --------------------------------------------------------------------------- kinds of results
 
-# The column of a benchmark group that is plotted: the first of these that the group has.
-_PLOTTED = {
-    "ratio_to_torch": "time over that of torch's plain averaging",
-    "share_of_copy": "bandwidth over that of a plain copy",
-    "added_to_torch_added": "added time over what torch adds",
-    "times_floor": "time over wire bytes / bandwidth + plain backward",
-    "peak_to_gradients": "extra peak memory over the bytes of the gradients",
-}
 
-
-def _benchmarks(stem: str, run: Document) -> Section:
+def _benchmarks(run: Document) -> Section:
     """Render a run of ``make bench``: pytest-benchmark's JSON."""
     machine, cpu = run["machine_info"], run["machine_info"]["cpu"]
     section = Section()
@@ -92,11 +82,11 @@ def _benchmarks(stem: str, run: Document) -> Section:
         f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu['count']} cores, Python "
         f"{machine['python_version']}, commit {run['commit_info'].get('id', 'unknown')[:12]}."
     )
-    _add_groups(section, stem, run["benchmarks"])
+    _add_groups(section, run["benchmarks"])
     return section
 
 
-def _add_groups(section: Section, stem: str, benchmarks: list[Document]) -> None:
+def _add_groups(section: Section, benchmarks: list[Document]) -> None:
     rows = [
         {"group": row["group"] or row["fullname"], "case": _case(row["name"]), **row["extra_info"]}
         for row in benchmarks
@@ -109,12 +99,6 @@ def _add_groups(section: Section, stem: str, benchmarks: list[Document]) -> None
         if "aim" in frame:
             aims = sorted(map(str, frame.pop("aim").dropna().unique()))
             section.add(f"Aim: {'; '.join(aims)}.")
-        plotted = next((name for name in _PLOTTED if name in frame), None)
-        if plotted:
-            values = frame.set_index("case")[plotted]
-            section.add_bars(
-                f"{stem}-{_slug(str(group))}.svg", f"{group}: {_PLOTTED[plotted]}", values
-            )
         section.add_table(frame)
 
 
@@ -122,7 +106,7 @@ def _case(name: str) -> str:
     return name.partition("[")[2].removesuffix("]") or name
 
 
-def _comparison(stem: str, document: Document) -> Section:
+def _comparison(document: Document) -> Section:
     """Render what ``commhooks compare --json`` writes."""
     notes = "\n".join(f"- {note}" for note in document.get("notes", ()))
     section = Section()
@@ -143,17 +127,12 @@ def _comparison(stem: str, document: Document) -> Section:
     for link, frame in pd.DataFrame(document["rows"]).groupby("link", sort=False):
         how = "measured" if frame["measured"].all() else "predicted"
         section.add(f"### {link}, {how}")
-        section.add_bars(
-            f"{stem}-{_slug(str(link))}.svg",
-            f"{link}: time of a step over torch's",
-            frame.set_index("hook")["to_torch"],
-        )
         known = frame.reindex(columns=columns).dropna(axis="columns", how="all")
         section.add_table(known)
     return section
 
 
-def _predictions(stem: str, document: Document) -> Section:
+def _predictions(document: Document) -> Section:
     """Render what ``python -m bench.predictions`` writes: predictions beside measurements."""
     frame = pd.DataFrame(document["cells"])
     frame["link"] = frame["bits_per_second"].map(format_rate)
@@ -167,9 +146,6 @@ def _predictions(stem: str, document: Document) -> Section:
         f"{(sizes <= 0.30).sum()} within 30 %. Cells that are not *undisturbed* were measured "
         "while other processes ran, or may have been."
     )
-    label = frame["hook"] + ", " + frame["ranks"].astype(str) + " ranks, " + frame["link"]
-    ratios = (1 + frame["error"]).set_axis(label)
-    section.add_bars(f"{stem}.svg", "predicted over measured time", ratios)
     frame["error"] = frame["error"].map("{:+.0%}".format)
     frame = frame.rename(columns={"is_undisturbed": "undisturbed"})
     columns = [
@@ -185,7 +161,7 @@ def _predictions(stem: str, document: Document) -> Section:
     return section
 
 
-def _slow_link(stem: str, document: Document) -> Section:
+def _slow_link(document: Document) -> Section:
     """Render what ``python -m bench.slow_link`` writes: trainings over a slow link."""
     about, courses = document["about"], courses_of(document)
     plain = courses[PLAIN].lowest
@@ -223,23 +199,11 @@ def _slow_link(stem: str, document: Document) -> Section:
         f"median {quantity('seconds', statistics.median(bare))}, before and after the "
         "trainings."
     )
-    points = {
-        hook: [(point.seconds, point.validation_loss) for point in courses[hook].points]
-        for hook in frame["hook"]
-    }
-    title = "Validation loss (nats per byte) against training time (seconds)"
-    section.add_plot(f"{stem}-losses.svg", title, curves(title, points))
-    section.add_bars(
-        f"{stem}-times.svg",
-        "time to the loss of plain averaging, over the time that it takes",
-        frame.set_index("hook")["share_of_plain_time"],
-        log=True,
-    )
     section.add_table(frame)
     return section
 
 
-def _trainings(stem: str, document: Document) -> Section:
+def _trainings(document: Document) -> Section:
     """Render the runs of ``python -m bench.fidelity`` at the present defaults."""
     about, record = document["about"], Record(document)
     section = Section()
@@ -271,17 +235,11 @@ def _trainings(stem: str, document: Document) -> Section:
             }
             for row in found
         ).dropna(axis="columns", how="all")
-        section.add_bars(
-            f"{stem}-{task}.svg",
-            f"{task}: validation loss of each hook over that of plain averaging",
-            pd.Series([1 + row.change for row in found], frame["hook"]),
-            log=True,
-        )
         section.add_table(frame)
     return section
 
 
-def _gpu_check(stem: str, run: Document) -> Section:
+def _gpu_check(run: Document) -> Section:
     """Render a run of ``make gpu-check``: how its stages ended, and what they measured."""
     machine = run["machine"]
     versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
@@ -296,7 +254,7 @@ def _gpu_check(stem: str, run: Document) -> Section:
         lambda tail: (tail.strip().splitlines() or [""])[-1].strip("= ")
     )
     section.add_table(stages)
-    _add_groups(section, stem, run["benchmarks"])
+    _add_groups(section, run["benchmarks"])
     return section
 
 
@@ -306,7 +264,7 @@ class Kind:
 
     name: str
     recognizes: Callable[[set[str]], bool]
-    render: Callable[[str, Document], Section]
+    render: Callable[[Document], Section]
 
 
 KINDS = [
@@ -324,48 +282,52 @@ KINDS = [
 # -------------------------------------------------------------------------------- the page
 
 _INTRODUCTION = """\
-# Results
+# Tables
 
-All that has been measured: every file of `bench/results`, the newest first. `bench/README.md`
-explains the columns; `bench/results/README.md` compares the figures with their aims, and says what
-was not reached and why. To measure yourself, use `make bench`, or `commhooks compare` for your own
-model and link."""
+Every file of `bench/results`, the newest first. [Results](../results.md) says in three minutes what
+came out. `bench/README.md` explains the columns; `bench/results/README.md` compares the figures
+with their aims, and says what was not reached and why. To measure yourself, use `make bench`,
+or `commhooks compare` for your own model and link."""
 
 
 @dataclass(frozen=True)
-class Page:
-    """The text of the page, and its plots by file name in docs/results."""
+class Pages:
+    """The pages by their path in docs, and the plots by file name in docs/results."""
 
-    text: str
+    texts: dict[str, str]
     plots: dict[str, Draw]
 
 
-def make_page(results: Path = RESULTS) -> Page:
-    """Make the page from all JSON files in ``results``.
+def make_pages() -> Pages:
+    """Make all pages from the stored results."""
+    texts = {"results.md": summary.page(RESULTS), "results/tables.md": make_tables()}
+    return Pages(texts, summary.plots(RESULTS))
+
+
+def make_tables(results: Path = RESULTS) -> str:
+    """Make the page of tables from all JSON files in ``results``.
 
     Raises:
         UnknownResultError: a file is of none of the known kinds.
     """
     paths = sorted(results.glob("*.json"), reverse=True)
     parts = [_INTRODUCTION]
-    plots: dict[str, Draw] = {}
     for path in paths:
         section = section_of(path)
         title = path.stem[11:].replace("-", " ")
         parts += [f"## {title[:1].upper()}{title[1:]} ({path.stem[:10]})", *section.parts]
-        plots |= section.plots
     # A test compares it, so that no plot can be of older results than the page.
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
     parts.append(f"<!-- Made by `make results`; do not edit. Digest of the results: {digest} -->")
-    return Page("\n\n".join(filter(None, parts)) + "\n", plots)
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def section_of(path: Path) -> Section:
-    """Render one file of results; raise as :func:`make_page`."""
+    """Render one file of results; raise as :func:`make_tables`."""
     document = json.loads(path.read_text())
     for kind in KINDS:
         if isinstance(document, dict) and kind.recognizes(set(document)):
-            return kind.render(path.stem, document)
+            return kind.render(document)
     keys = sorted(document) if isinstance(document, dict) else type(document).__name__
     raise UnknownResultError(
         f"{path}: expected results of {', '.join(kind.name for kind in KINDS)}; found {keys}. Add "
@@ -396,27 +358,24 @@ def quantity(column: str, value: Any) -> str:
     return f"{value:.4g}"
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower())
-
-
-def _write(page: Page) -> None:
-    """Write the page and its plots, and remove the plots of results that are gone."""
-    folder = TARGET.with_suffix("")
+def _write(pages: Pages) -> None:
+    """Write the pages and the plots, and remove the plots of results that are gone."""
+    folder = DOCS / "results"
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.svg"):
-        if old.name not in page.plots:
+        if old.name not in pages.plots:
             old.unlink()
-    for name, draw in page.plots.items():
+    for name, draw in pages.plots.items():
         draw(folder / name)
-    TARGET.write_text(page.text)
+    for path, text in pages.texts.items():
+        (DOCS / path).write_text(text)
 
 
 def main() -> None:
-    """Write the page, or print the tables of the files that are named."""
+    """Write the pages, or print the tables of the files that are named."""
     try:
         if len(sys.argv) == 1:
-            _write(make_page())
+            _write(make_pages())
         for path in sys.argv[1:]:
             print(section_of(Path(path)).tables)
     except UnknownResultError as error:

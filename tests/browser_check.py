@@ -185,7 +185,9 @@ def take_screenshots(browser: Browser, path: Path) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         browser.call("Emulation.setEmulatedMedia", features=[feature])
         browser.events.clear()
-        browser.call("Page.reload")  # the color scheme is chosen when a page is loaded
+        # The color scheme is chosen when a page is loaded, unless one was stored.
+        browser.call("Runtime.evaluate", expression="localStorage.clear()")
+        browser.call("Page.reload")
         browser.wait_for("Page.loadEventFired")
         image = browser.call("Page.captureScreenshot", format="png")
         path.with_name(path.name + ending).write_bytes(base64.b64decode(image["data"]))

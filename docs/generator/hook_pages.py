@@ -122,11 +122,12 @@ def _facts(name: str) -> str:
     exact = "exact" if info.lossless else "lossy"
     facts = {
         "average": "as exact as its hooks" if info.lossless and wraps else exact,
-        "ranks": "get the same result" if info.consensus else "get different results",
+        "ranks": "same result" if info.consensus else "different results",
         "backends": ", ".join(info.backends),
-        "needs": ", ".join(info.needs) or "nothing else",
-        "on CUDA": "written, not yet measured",
+        "on CUDA": "not yet measured",
     }
+    if info.needs:
+        facts["needs"] = ", ".join(info.needs)
     lines = [info.summary, "", f"| {' | '.join(facts)} |", "|---" * len(facts) + "|"]
     lines += [f"| {' | '.join(facts.values())} |"]
     by_task = _measured().get(name, {})

@@ -7,22 +7,24 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pandas")  # extra `bench`
+from bench import figures, plots
 from bench import results_page as page
 from bench.gpu import machine
 
 
 def test_the_page_is_up_to_date() -> None:
     """If not: ``make results``."""
-    made = page.make_page()
-    assert page.TARGET.read_text() == made.text
-    stored = {path.name for path in page.TARGET.with_suffix("").glob("*.svg")}
+    made = page.make_pages()
+    for path, text in made.texts.items():
+        assert (page.DOCS / path).read_text() == text, path
+    stored = {path.name for path in (page.DOCS / "results").glob("*.svg")}
     assert stored == set(made.plots)
 
 
 def test_a_result_of_no_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "2026-01-01-odd.json").write_text(json.dumps({"odd": 1}))
     with pytest.raises(page.UnknownResultError, match=r"odd\.json: expected .* found \['odd'\]"):
-        page.make_page(tmp_path)
+        page.make_tables(tmp_path)
 
 
 def test_each_result_is_of_one_kind() -> None:
@@ -32,20 +34,15 @@ def test_each_result_is_of_one_kind() -> None:
 
 
 def test_a_comparison(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     row = {"hook": "bf16", "link": "1gbit", "measured": True, "step_seconds": 0.5, "to_torch": 0.6}
     document = {"model": "gpt2-small", "world_size": 2, "notes": ["a note"], "rows": [row]}
     (tmp_path / "2026-01-01-gpt2-small.json").write_text(json.dumps(document))
-    made = page.make_page(tmp_path)
-    assert "## Gpt2 small (2026-01-01)\n\ngpt2-small, 2 ranks.\n\n- a note\n" in made.text
-    assert re.search(r"\| bf16 +\| 500 ms +\| 0.6 ", made.text)
-    assert list(made.plots) == ["2026-01-01-gpt2-small-1gbit.svg"]
-    made.plots["2026-01-01-gpt2-small-1gbit.svg"](tmp_path / "plot.svg")
-    assert "time of a step over torch's" in (tmp_path / "plot.svg").read_text()
+    made = page.make_tables(tmp_path)
+    assert "## Gpt2 small (2026-01-01)\n\ngpt2-small, 2 ranks.\n\n- a note\n" in made
+    assert re.search(r"\| bf16 +\| 500 ms +\| 0.6 ", made)
 
 
 def test_training_over_a_slow_link(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
 
     def course(hook: str, *losses: float) -> dict[str, object]:
         points = [
@@ -62,18 +59,36 @@ def test_training_over_a_slow_link(tmp_path: Path) -> None:
     ]
     document = {"about": about | {"cpu": "a CPU", "cores": 2}, "courses": courses}
     (tmp_path / "2026-01-01-slow.json").write_text(json.dumps(document))
-    made = page.make_page(tmp_path)
-    assert "lowest validation loss, 2.0000, after 20 steps and 10 s" in made.text
-    rows = [re.sub(" +", " ", line) for line in made.text.splitlines()]
+    made = page.make_tables(tmp_path)
+    assert "lowest validation loss, 2.0000, after 20 steps and 10 s" in made
+    rows = [re.sub(" +", " ", line) for line in made.splitlines()]
     assert (
         "| bf16 | 500 ms | 1 MB | 80 ms | 10.0 s, 20 steps | 1 | 30 | 2.5 | before 100 ms, after "
         "200 ms |"
     ) in rows
     assert "| noop | 500 ms | 1 MB | 80 ms | | | 30 | 2.2 | before 100 ms, after 200 ms |" in rows
-    for name, draw in made.plots.items():
-        draw(tmp_path / name)
-    assert "noop" in (tmp_path / "2026-01-01-slow-losses.svg").read_text()
-    assert "noop" not in (tmp_path / "2026-01-01-slow-times.svg").read_text()
+
+
+def test_the_pareto_front_is_what_nothing_beats() -> None:
+    points = [(2.0, 1.0), (1.0, 3.0), (3.0, 1.0), (2.0, 2.0), (4.0, 0.5)]
+    assert figures.pareto_front(points) == [(1.0, 3.0), (2.0, 1.0), (4.0, 0.5)]
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    """With text as text, on a transparent background."""
+    pytest.importorskip("matplotlib")
+    cells = [
+        {"hook": f"ours {hook}", "ranks": ranks, "bits_per_second": 1e9}
+        | {"measured_seconds": 0.3 * ranks, "predicted_seconds": 0.25 * ranks}
+        for hook in ("bf16", "int8:block_size=64")
+        for ranks in (2, 4)
+    ]
+    figures.scaling(cells)(tmp_path / "plot.svg")
+    text = (tmp_path / "plot.svg").read_text()
+    assert ">int8<" in text
+    assert plots.color_of("int8:block_size=64") == plots.color_of("int8")
+    assert plots.color_of("int8") in text
+    assert "fill: #ffffff" not in text
 
 
 def test_a_gpu_check(tmp_path: Path) -> None:

@@ -83,3 +83,14 @@ def test_pages_load_nothing_from_other_hosts() -> None:
     assert "font: false" in config
     assert "http" not in config
     assert "http" not in (DOCS / "assets" / "site.css").read_text()
+
+
+def test_the_readme_says_what_the_package_says() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"\n{len(OWN)} hooks come with the package" in text
+    package = (ROOT / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.11"' in package
+    assert "Python :: 3.13" in package
+    assert "torch>=2.11,<2.16" in package
+    for badge in ("python-3.11_to_3.13", "torch-2.11_to_2.15"):
+        assert badge in text
