@@ -18,8 +18,8 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test test-all torch-suite mutate sanitize soak build lint types format bench results \
-  matrix gpu-check cuda docs check-site clean
+.PHONY: help demo test test-all test-pure torch-suite mutate sanitize soak build lint types format bench \\
+  results matrix gpu-check cuda docs check-site clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,13 @@ test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 
 test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(WORKERS) $(PYTEST_ARGS)
+
+# What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.
+PURE_TESTS ?= tests/pure tests/adapters/test_torch_ddp.py tests/algorithms/test_selection.py \
+  tests/codecs tests/hook/test_registry.py
+
+test-pure: $(INSTALLED) ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
+	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
 
 torch-suite: $(INSTALLED) ## Run torch's own tests of its wrapper on this project's wrapper
 	$(BIN)/python -m pytest -c tests/torch_suite/pytest.ini --rootdir . \
@@ -100,7 +107,7 @@ clean: ## Remove the virtual environment and everything that was built
 
 # torch goes first: the extensions are compiled against the torch that will load it, which build
 # isolation would replace with a download of its own.
-$(INSTALLED): pyproject.toml setup.py constraints.txt $(CXX_SOURCES) $(CUDA_SOURCES) | $(BIN)/python
+$(INSTALLED): pyproject.toml setup.py csrc/extensions.py constraints.txt $(CXX_SOURCES) $(CUDA_SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --constraint constraints.txt torch numpy ninja setuptools wheel
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation \
 	  --editable '.[$(EXTRAS)]'

@@ -1,172 +1,52 @@
 """Build ``reducer._C`` and ``commhooks._C`` from ``csrc``; the rest is in pyproject.toml.
 
-If torch is built for CUDA and nvcc has the same major version, ``csrc/packing/cuda`` is compiled
-too; otherwise gradients on CUDA devices are packed by torch's operations. COMMHOOKS_WITH_CUDA=0 or
-1 overrides this. TORCH_CUDA_ARCH_LIST names the architectures to compile for. It defaults to those
-of the devices present, or to Ampere, Hopper and later ones if there is no device.
+Torch compiles them, and they only work with the minor release of torch that compiled them, so the
+package then requires that release. Torch is not a build requirement in pyproject.toml: pip would
+download one of its own into an isolated environment, gigabytes, before any code here runs.
+COMMHOOKS_NO_EXTENSION=1 compiles nothing and needs no torch: see docs/installation.md.
 """
 
-import json
 import os
-import re
-import shutil
-import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
-import torch
-from setuptools import Extension, setup
-from torch.utils import cpp_extension
-from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+from setuptools import setup
 
-ROOT = Path(__file__).parent
+SUPPORTED = "torch>=2.11,<2.16"
+REQUIREMENTS = ["numpy>=1.26"]
+NEEDS_TORCH = """
+commhooks is compiled against the torch that is installed, but there is no torch here.
 
-STANDARD = "-std=c++20"  # torch before 2.13 defaults to an older one
-# No -march: one binary runs on every x86-64 (and other) CPU; hot loops choose their instructions at
-# run time (csrc/shared/instruction_sets.h). -fno-math-errno: square roots are instructions, not
-# calls that set errno.
-CXX_FLAGS = [
-    STANDARD,
-    "-O3",
-    "-g0",  # Python's own flags may ask for debug symbols, which take 80 MB
-    "-fvisibility=hidden",
-    "-fno-math-errno",
-    "-Wall",
-    "-Wno-unknown-pragmas",
-    "-Wno-maybe-uninitialized",
-    "-Wno-psabi",
-    "-DUSE_DISTRIBUTED",
-]
-LINK_FLAGS = ["-Wl,--strip-all"]
-if sanitizers := os.environ.get("COMMHOOKS_SANITIZE"):  # see .ci/sanitize
-    CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer"]
-    CXX_FLAGS += [f"-fsanitize={sanitizers}", "-fno-sanitize=vptr"]
-    LINK_FLAGS = [f"-fsanitize={sanitizers}"]
-NVCC_FLAGS = [STANDARD, "-O3", "-Werror", "all-warnings"]
+  Install torch, then type this, without a build environment of pip's own:
 
+      pip install ninja 'setuptools>=77' wheel numpy
+      pip install --no-build-isolation .
 
-def ask_nvcc(*arguments: str) -> str:
-    """Return the output of nvcc, or an empty string if there is no nvcc."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    nvcc = shutil.which("nvcc", path=f"{home}/bin") or shutil.which("nvcc")
-    if nvcc is None:
-        return ""
-    run = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
-    return run.stdout + run.stderr
+  Or, without a compiler, for torch's own DistributedDataParallel only, and slower on CPU tensors:
 
+      COMMHOOKS_NO_EXTENSION=1 pip install .
+"""
 
-def nvcc_version() -> int:
-    """Return the major version of nvcc, 0 if there is none."""
-    found = re.search(r"release (\d+)", ask_nvcc("--version"))
-    return int(found.group(1)) if found else 0
+leaves_out_extensions = os.environ.get("COMMHOOKS_NO_EXTENSION") == "1"
+# What these do is the same with and without torch, and building begins with egg_info.
+needs_torch = not {"egg_info", "sdist"} & set(sys.argv)
 
+try:
+    import torch
+except ImportError:
+    if needs_torch and not leaves_out_extensions:
+        sys.exit(NEEDS_TORCH)
+    leaves_out_extensions = True
 
-def with_cuda() -> bool:
-    wanted = os.environ.get("COMMHOOKS_WITH_CUDA")
-    if wanted is not None:
-        return wanted == "1"
-    version = torch.version.cuda
-    return version is not None and int(version.split(".")[0]) == nvcc_version()
+if leaves_out_extensions:
+    setup(install_requires=[SUPPORTED, *REQUIREMENTS])
+else:
+    sys.path.insert(0, str(Path(__file__).parent / "csrc"))  # tools that build leave this out
+    import extensions
 
-
-def cuda_extension(**arguments: Any) -> CppExtension:
-    """Return torch's CUDAExtension for the toolkit that nvcc reports.
-
-    Torch takes the parent folder of nvcc for the toolkit, even if nvcc there is a script. A toolkit
-    installed from wheels has a runtime library without the name that linkers look for.
-    """
-    found = re.search(r"TOP=(.+)", ask_nvcc("--dryrun", "-x", "cu", "-c", os.devnull))
-    if found:
-        cpp_extension.CUDA_HOME = str(Path(found.group(1)).resolve())
-    extension = CUDAExtension(**arguments)
-    folders = [Path(folder) for folder in extension.library_dirs]
-    if not any((folder / "libcudart.so").exists() for folder in folders):
-        versioned = [path for folder in folders for path in folder.glob("libcudart.so.*")]
-        if versioned:
-            extension.libraries.remove("cudart")
-            extension.extra_link_args = [*(extension.extra_link_args or ()), str(versioned[0])]
-    return extension
-
-
-def sources(*folders: str) -> list[str]:
-    """Return the C++ and CUDA files directly in these folders of csrc."""
-    files = [path for folder in folders for path in (ROOT / "csrc" / folder).iterdir()]
-    return sorted(str(path.relative_to(ROOT)) for path in files if path.suffix in (".cpp", ".cu"))
-
-
-def merged(name: str, *folders: str) -> str:
-    """Write a file that includes all sources of these folders, and return its path.
-
-    Parsing the headers of torch takes longer than compiling these sources, so it is done once.
-    """
-    path = ROOT / "build" / "merged" / f"{name}.cpp"
-    includes = (source.removeprefix("csrc/") for source in sources(*folders))
-    text = "".join(f'#include "{include}"\n' for include in includes)
-    if not path.exists() or path.read_text() != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return str(path.relative_to(ROOT))
-
-
-def engine() -> Extension:
-    """Return ``reducer._C``: the reducer, packing and their bindings, and no other algorithm."""
-    arguments: dict[str, Any] = {
-        "name": "reducer._C",
-        "sources": [
-            merged("reducer", "reducer"),
-            merged("reducer_bindings", "bindings", "bindings/reducer"),
-            *sources("packing", "shared"),
-        ],
-        "include_dirs": [str(ROOT / "csrc")],
-        "extra_compile_args": {"cxx": CXX_FLAGS},
-        "extra_link_args": LINK_FLAGS,
-    }
-    if not with_cuda():
-        return CppExtension(**arguments)
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    arguments["sources"] += sources("packing/cuda")
-    arguments["extra_compile_args"] = {
-        "cxx": [*CXX_FLAGS, "-DCOMMHOOKS_WITH_CUDA"],
-        "nvcc": NVCC_FLAGS,
-    }
-    return cuda_extension(**arguments)
-
-
-def kernels() -> Extension:
-    """Return ``commhooks._C``: the arithmetic of hooks and helpers for collectives, no engine."""
-    return CppExtension(
-        name="commhooks._C",
-        sources=[
-            merged("comm", "comm"),
-            merged("commhooks_bindings", "bindings", "bindings/commhooks"),
-            *sources("codecs", "lowrank", "shared", "sparse"),
-        ],
-        # Arithmetic that the CPU shares with the GPU is in commhooks/kernels/codecs.
-        include_dirs=[str(ROOT / folder) for folder in ("csrc", "commhooks", "commhooks/kernels")],
-        extra_compile_args={"cxx": CXX_FLAGS},
-        extra_link_args=LINK_FLAGS,
+    major, minor = torch.__version__.split(".")[:2]
+    setup(
+        install_requires=[f"torch=={major}.{minor}.*", *REQUIREMENTS],
+        ext_modules=[extensions.engine(), extensions.kernels()],
+        cmdclass={"build_ext": extensions.Build},
     )
-
-
-class Build(BuildExtension):
-    """Write next to each extension what it was compiled for; see reducer/extension.py."""
-
-    def build_extension(self, ext: Extension) -> None:
-        shared = self.build_temp
-        self.build_temp = str(Path(shared) / ext.name)  # files of csrc/shared are compiled twice
-        try:
-            super().build_extension(ext)
-        finally:
-            self.build_temp = shared
-
-    def run(self) -> None:
-        super().run()
-        for extension in self.extensions:
-            cuda = torch.version.cuda if extension.name == "reducer._C" and with_cuda() else None
-            versions = {"torch": torch.__version__, "cuda": cuda}
-            path = Path(self.get_ext_fullpath(extension.name)).with_name("built_with.json")
-            path.write_text(json.dumps(versions) + "\n")
-
-
-setup(ext_modules=[engine(), kernels()], cmdclass={"build_ext": Build})

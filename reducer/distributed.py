@@ -24,6 +24,7 @@ from reducer.construction import (
     make_reducer,
     prepare_tensor_parallel,
 )
+from reducer.extension import ENGINE
 from reducer.group_keys import GroupKeys
 from reducer.hook_registration import HookRegistration
 from reducer.init_sync import sync_initial_state
@@ -162,6 +163,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
         key_process_groups: Mapping[Hashable, dist.ProcessGroup] | None = None,
     ) -> None:
+        ENGINE.require("commhooks.DistributedDataParallel")
         nn.Module.__init__(self)
         Joinable.__init__(self)
         if check_reduction:

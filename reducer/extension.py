@@ -1,10 +1,19 @@
 """Loading of compiled modules: what they were compiled for, and why one does not load.
 
 ``commhooks._C`` is loaded in the same way; see :mod:`commhooks.extensions`.
+
+Note [Without extensions]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+An installation may have no compiled modules, or the user may ask for none with
+``COMMHOOKS_NO_EXTENSION=1``. Then a module in Python with the same names takes the place of each in
+``sys.modules``, so that nothing else need know. There is no reducer in Python: hooks run on torch's
+wrapper. A compiled module that is there has to load: it is never replaced because it is broken.
 """
 
 import importlib
 import json
+import os
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,32 +22,63 @@ from typing import NoReturn
 
 import torch  # loads the libraries that the compiled modules link to
 
+from reducer.errors import CommHookError
+
 __all__ = ["ENGINE", "REMEDY", "Extension", "unavailable"]
 
 REMEDY = (
     "compile commhooks for this Python and torch: `pip install --no-build-isolation "
     "--force-reinstall --no-deps .` in its source folder, or `make build`"
 )
+_SWITCH = "COMMHOOKS_NO_EXTENSION"
 
 
 @dataclass(frozen=True)
 class Extension:
-    """A compiled module of this project, in the package whose files are in ``folder``."""
+    """A compiled module of this project, in the package whose files are in ``folder``.
+
+    ``substitute`` is the module in Python that takes its place: Note [Without extensions].
+    """
 
     name: str
     folder: Path
+    substitute: str
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the compiled module is to be used, even if it does not load."""
+        return os.environ.get(_SWITCH) != "1" and any(self.folder.glob("_C*.so"))
 
     def load(self) -> None:
-        """Import the module.
+        """Import the module, or its substitute if it is not compiled.
 
         Raises ImportError with its ``name``, the reason in the message and the remedy as a note.
         """
+        if not self.is_compiled:
+            sys.modules[self.name] = importlib.import_module(self.substitute)
+            return
         try:
             importlib.import_module(self.name)
         except ImportError as error:
             explanation = ImportError(self._reason(error), name=self.name, path=error.path)
             explanation.add_note(REMEDY)
             raise explanation from error
+
+    def require(self, what: str) -> None:
+        """Raise CommHookError, which says what to do, if ``what`` needs the compiled module."""
+        if not self.is_compiled:
+            raise CommHookError(
+                f"{what} needs the extension {self.name}: {self.absence}. Either wrap the model in "
+                "torch.nn.parallel.DistributedDataParallel, on which commhooks.register() works "
+                f"with every hook, or {REMEDY}"
+            )
+
+    @property
+    def absence(self) -> str:
+        """Why the module is not used, if :attr:`is_compiled` is false."""
+        if os.environ.get(_SWITCH) == "1":
+            return f"{_SWITCH}=1 in the environment leaves it out"
+        return f"it is not compiled, as {self.folder} has no _C*.so"
 
     def built_with(self) -> dict[str, str | None]:
         """Return the versions of "torch" and "cuda" (None: without) that it was compiled for.
@@ -55,8 +95,10 @@ class Extension:
         expected = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
         if not (self.folder / expected).exists():
             others = ", ".join(sorted(path.name for path in self.folder.glob("_C*.so")))
-            missing = f"{self.name} is not compiled: {self.folder} has no {expected}"
-            return missing + (f", but {others} for another Python" * bool(others))
+            return (
+                f"{self.name} is not compiled for this Python: {self.folder} has no {expected}, "
+                f"but {others}"
+            )
         text = f"{self.name} does not load: {error}"
         torch_then = self.built_with().get("torch")
         if torch_then not in (None, torch.__version__):
@@ -64,7 +106,7 @@ class Extension:
         return text
 
 
-ENGINE = Extension("reducer._C", Path(__file__).parent)
+ENGINE = Extension("reducer._C", Path(__file__).parent, "reducer.pure")
 
 
 def unavailable(error: ImportError) -> Callable[[str], NoReturn]:

@@ -1,7 +1,7 @@
 """The base of adapters, which put hooks on one kind of wrapped model each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,9 @@ class Adapter(ABC):
     @abstractmethod
     def stats(self) -> HookStats:
         """Return the statistics of the installed hook, since it was installed."""
+
+    def regroup(self, key_of: Callable[[str], Hashable]) -> None:  # noqa: B027
+        """Rebuild the buckets by the keys of parameters' names, where the wrapper can do that."""
 
     def start_recording(self) -> None:
         """Record what happens and when, until :meth:`stop_recording`."""

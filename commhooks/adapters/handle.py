@@ -35,7 +35,7 @@ from commhooks.hook.registry import create
 from commhooks.runtime.stats import HookStats
 from reducer import DistributedDataParallel
 
-__all__ = ["HookHandle", "handle_of", "register"]
+__all__ = ["HookHandle", "adapter_of", "handle_of", "register"]
 
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
@@ -62,7 +62,7 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
         CommHookMismatchError: The ranks registered different hooks or options; on every rank.
         UnknownHookError, CommHookOptionError: See :func:`create`. The other ranks raise as well.
     """
-    adapter = _adapter_of(model)
+    adapter = adapter_of(model)
     if model in _handles:
         raise CommHookError(
             f"the model has a hook already, {_handles[model].hook!r}; use replace() of its handle, "
@@ -254,7 +254,7 @@ def _forget(model: "weakref.ref[nn.Module]") -> None:
         _handles.pop(alive, None)
 
 
-def _adapter_of(model: nn.Module) -> Adapter:
+def adapter_of(model: nn.Module) -> Adapter:
     """Return the adapter of ``model``. There is one per model: torch takes a hook only once."""
     make = next((make for kind, make in _ADAPTERS.items() if isinstance(model, kind)), None)
     if make is None:

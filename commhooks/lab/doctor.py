@@ -26,6 +26,12 @@ _CUPY = "cupy-cuda"
 
 Version = tuple[int, int]
 
+_WITHOUT = {
+    "reducer._C": "hooks work on torch's DistributedDataParallel, not on commhooks's own",
+    "commhooks._C": "hooks compute on CPU tensors in NumPy, slower",
+}
+"""What is different without an extension."""
+
 
 class Health(Enum):
     """The state of one part."""
@@ -94,6 +100,8 @@ def _extension(extension: Extension) -> Result:
         extension.load()
     except ImportError as error:  # the remedy is a note of the error
         return Health.BROKEN, str(error), "; ".join(getattr(error, "__notes__", ()))
+    if not extension.is_compiled:
+        return Health.ABSENT, f"{extension.absence}; {_WITHOUT[extension.name]}", REMEDY
     versions = extension.built_with()
     torch_then, cuda = versions.get("torch"), versions.get("cuda")
     if torch_then is None:

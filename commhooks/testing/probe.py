@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
+from commhooks.adapters.wrapping import wrap
 from commhooks.hook.base import CommHook
 
 __all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
@@ -81,9 +82,7 @@ class Trainer:
         **options: Any,
     ) -> None:
         probe = GradientProbe(probe_parameters() if parameters is None else parameters)
-        wrapper: Any = (
-            TorchDistributedDataParallel if torch_ddp else commhooks.DistributedDataParallel
-        )
+        wrapper: Any = TorchDistributedDataParallel if torch_ddp else wrap
         self.model = wrapper(probe, **{"bucket_cap_mb": _BUCKET_MB} | options)
         self.parameters = dict(probe.named_parameters())
         self.handle = commhooks.register(self.model, hook)

@@ -13,7 +13,7 @@ import commhooks
 ROOT = Path(commhooks.__file__).parents[1]
 
 FLOORS = """
-    errors precision extensions _C
+    errors precision extensions _C pure
     comm
     hook
     kernels

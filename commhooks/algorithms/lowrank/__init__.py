@@ -1,4 +1,4 @@
 """Hooks that send factors of low rank.
 
-Imports: _C, algorithms, codecs, comm, errors, hook, kernels, precision, reducer.
+Imports: _C, algorithms, codecs, comm, errors, extensions, hook, kernels, precision, reducer.
 """

@@ -34,6 +34,7 @@ from commhooks.algorithms.bucket_memory import adopt
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, nan_unless, zero_unless
 from commhooks.errors import CommHookError
+from commhooks.extensions import KERNELS
 from commhooks.hook.base import TensorState
 from commhooks.kernels import backend_of, require
 from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
@@ -326,7 +327,7 @@ def orthonormal_basis(side: Side, factor: Tensor) -> Tensor:
 
 
 def _is_compiled(G: Tensor) -> bool:
-    return backend_of(G) is None and G.dtype == torch.float32
+    return KERNELS.is_compiled and backend_of(G) is None and G.dtype == torch.float32
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -1,6 +1,6 @@
 """Compares hooks on a model, over links. ``commhooks compare`` shows the result.
 
-Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation, reducer.
+Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation.
 """
 
 from commhooks.lab.comparison.compare import compare

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from commhooks.adapters.handle import HookHandle, register
+from commhooks.adapters.wrapping import wrap
 from commhooks.hook.registry import create
 from commhooks.lab.simulation import BASELINE
-from reducer import DistributedDataParallel
 
 __all__ = ["BARE", "TORCH", "Entry"]
 
@@ -42,7 +42,7 @@ class Entry:
         if self == TORCH:
             return TorchDistributedDataParallel(module), None
         assert self.config is not None
-        model = DistributedDataParallel(module)
+        model = wrap(module)
         return model, register(model, self.config)
 
 

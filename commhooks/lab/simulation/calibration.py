@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.handle import register
+from commhooks.adapters.wrapping import wrap
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.gloo import Gloo
 from commhooks.hook.base import CommHook
-from reducer import DistributedDataParallel, GradBucket
+from reducer import GradBucket
 
 __all__ = ["measure_gloo"]
 
@@ -46,7 +47,7 @@ def _measure(rank: int) -> Gloo | None:
     pair = dist.new_group([0, 1])
     if rank > 1:
         return None
-    model = DistributedDataParallel(nn.Linear(4, 1, bias=False), process_group=pair)
+    model = wrap(nn.Linear(4, 1, bias=False), process_group=pair)
     register(model, _Chain())
     large = torch.zeros(_LARGE_BYTES // 4)
 

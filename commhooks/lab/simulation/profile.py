@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
-from commhooks.adapters.ddp import DDPAdapter
+from commhooks.adapters.handle import adapter_of
+from commhooks.adapters.wrapping import wrap
 from commhooks.hook.base import CommHook
-from commhooks.hook.derived_bucket import bucket_with
-from reducer import DistributedDataParallel, GradBucket
+from reducer import GradBucket
 
 __all__ = ["StepProfile", "profile"]
 
@@ -43,9 +44,9 @@ def profile(
 
     ``forward`` maps the wrapped model to a loss. The hook must be prepared; it does not run.
     """
-    wrapped = DistributedDataParallel(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
-    adapter = DDPAdapter(wrapped)
-    recorder = _Recorder()
+    wrapped = wrap(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
+    adapter = adapter_of(wrapped)
+    recorder = _Recorder(model)
     adapter.install_function(recorder)
     adapter.regroup(hook.bucket_key)
     for _ in range(_WARM_UP):
@@ -82,18 +83,25 @@ def _step(
 class _Recorder:
     """A torch-style hook that returns each bucket unchanged and notes when it was called."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.keeps_gradients = False
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.clear()
 
     def clear(self) -> None:
         self.launches: list[float] = []
         self.buckets: list[GradBucket] = []
 
-    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
+    def __call__(self, bucket: TorchBucket) -> Future[Tensor]:
         self.launches.append(time.perf_counter())
         if self.keeps_gradients:
-            self.buckets.append(bucket_with(bucket, bucket.buffer().clone()))
+            self.buckets.append(self._copy(bucket))
         future: Future[Tensor] = Future()
         future.set_result(bucket.buffer())
         return future
+
+    def _copy(self, bucket: TorchBucket) -> GradBucket:
+        parameters, index = bucket.parameters(), bucket.index()
+        names = [self._names[id(parameter)] for parameter in parameters]
+        count = index + 1 if bucket.is_last() else index + 2
+        return GradBucket(bucket.buffer().clone(), parameters, names, index=index, count=count)

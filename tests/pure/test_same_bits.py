@@ -1,0 +1,203 @@
+"""The codes in NumPy are those of the compiled loops, bit for bit."""
+
+import itertools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import _C, pure
+from commhooks.codecs.index_code import IndexCode
+from commhooks.extensions import KERNELS
+
+pytestmark = pytest.mark.skipif(not KERNELS.is_compiled, reason="commhooks._C is not compiled")
+
+CODECS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **{
+        f"{bits} bits, {levels} levels, {norm}{clip}{'?' * stochastic}": (
+            "level_codec",
+            (bits, levels, norm, clip, stochastic),
+        )
+        for bits, levels in [(2, 1), (4, 7), (4, 2), (8, 127)]
+        for norm, clip in [("max", math.inf), ("max", 2.5), ("l2", math.inf)]
+        for stochastic in (False, True)
+    },
+    "e4m3": ("fp8_codec", ("e4m3",)),
+    "e5m2": ("fp8_codec", ("e5m2",)),
+    "natural": ("natural_codec", ()),
+    **{
+        f"sign {norm}{' vote' * vote}": ("sign_codec", (norm, vote))
+        for norm, vote in itertools.product(("mean", "root_mean"), (False, True))
+    },
+}
+KINDS = ["normal", "wide", "zeros", "tiny", "huge", "subnormal", "not finite"]
+SIZES = {32: (95, 2), 96: (96 * 350 + 7, 1), 512: (1, 2), 4096: (3 * 4096 + 40, 1), 1024: (0, 2)}
+"""For each block size, the number of elements and of parts."""
+SEED = 2**63 + 12345
+
+
+def draw(numel: int, dtype: torch.dtype, kind: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(numel, generator=generator, dtype=torch.float64)
+    others = torch.randn(numel, generator=generator, dtype=torch.float64)
+    if kind == "wide":
+        numbers *= torch.exp(20 * others)
+    elif kind == "zeros":
+        numbers[others > 0] = 0.0
+        numbers[others > 1] = -0.0
+    elif kind == "not finite" and numel > 3:
+        numbers[numel // 2], numbers[numel // 3], numbers[-1] = math.inf, -math.inf, math.nan
+    scale = {"tiny": 2.0**-100, "huge": 2.0**125, "subnormal": 2.0**-130}.get(kind, 1.0)
+    return (numbers * scale).to(dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    dtype = torch.int32 if one.dtype == torch.float32 else torch.int64
+    return bool(((one.view(dtype) == other.view(dtype)) | (one.isnan() & other.isnan())).all())
+
+
+def run(module: Any, name: str, block_size: int, given: Tensor, error: Tensor | None) -> list[Any]:
+    """All that a codec writes and returns for some numbers."""
+    make, arguments = CODECS[name]
+    codec = getattr(module, make)(*arguments, block_size)
+    parts = SIZES[block_size][1]
+    length = -(-given.numel() // parts)
+    values = given.clone()
+    messages = torch.full((parts, codec.encoded_bytes(length)), 7, dtype=torch.uint8)
+    codec.encode(values, messages, length, error, SEED, error is not None)
+    residual, kept = values.clone(), torch.zeros_like(values)
+    finite = codec.assemble(messages, values, length, kept)
+    mean = given.new_zeros(length)
+    codec.average(messages, mean, length)
+    # A message that no encoder writes: every code occurs.
+    garbage = torch.randint(0, 256, messages.shape, dtype=torch.uint8, generator=_generator())
+    scales = torch.randn(parts, -(-length // block_size), generator=_generator())
+    garbage[:, : 4 * scales.shape[1]] = scales.view(torch.uint8)
+    noise = given.new_zeros(length)
+    codec.average(garbage, noise, length)
+    return [messages, residual, values, kept, torch.tensor(finite), mean, noise]
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("block_size", SIZES)
+def test_messages_and_results(name: str, block_size: int) -> None:
+    numel, _ = SIZES[block_size]
+    for seed, kind in enumerate(KINDS):
+        dtype = (torch.float32, torch.float64)[(seed + block_size // 32) % 2]
+        given = draw(numel, dtype, kind, seed)
+        error = draw(numel, dtype, "normal", 100) if seed % 3 else None
+        compiled, found = (run(m, name, block_size, given, error) for m in (_C, pure))
+        for what, (expected, written) in enumerate(zip(compiled, found, strict=True)):
+            assert same_bits(expected, written), (kind, what)
+
+
+@pytest.mark.parametrize("number_format", ["e4m3", "e5m2"])
+def test_fp8_of_every_exponent(number_format: str) -> None:
+    bits = torch.arange(0, 0x3F800000, 0x3FFF1, dtype=torch.int32)  # numbers from 0 to 1
+    given = torch.cat([torch.ones(32), bits.view(torch.float32), -bits.view(torch.float32)])
+    messages = []
+    for module in (_C, pure):
+        codec = module.fp8_codec(number_format, 4096)  # type: ignore[attr-defined]
+        messages.append(torch.zeros(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8))
+        codec.encode(given.clone(), messages[-1], given.numel(), None, 0, False)
+    assert torch.equal(*messages)
+
+
+def test_random_numbers_beyond_four_billion_elements() -> None:
+    """The index has 64 bits, of which the upper ones select another stream."""
+    from commhooks.pure.random import BlockRandom
+
+    for first in (0, 2**32 - 32, 2**40 + 64):
+        seed = (SEED + (first >> 32) * 0x9E3779B97F4A7C15) % 2**64
+        expected = BlockRandom(seed, first % 2**32, 1, 64).bits()
+        assert (BlockRandom(SEED, first, 2, 64).bits()[0] == expected[0]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [*KINDS, "integers"])
+def test_selections(kind: str, dtype: torch.dtype) -> None:
+    for numel in (1, 63, 100_003):
+        given, error = draw(numel, dtype, kind, numel), draw(numel, dtype, kind, 1)
+        if kind == "integers":
+            given, error = given.round(), error.round()
+        for count in {0, 1, numel // 100, numel // 2, numel}:
+            for added in (None, error):
+                one, other = given.clone(), given.clone()
+                expected = _C.select_largest(one, added, count)
+                assert torch.equal(expected, pure.select_largest(other, added, count)), count
+                assert same_bits(one, other)
+        for threshold in (1e-320, 1e-40, 0.5, 2.0, 1e39, math.inf):
+            one, other = given.clone(), given.clone()
+            expected = _C.select_above(one, error, threshold)
+            assert torch.equal(expected, pure.select_above(other, error, threshold)), threshold
+            assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("numel", [1, 63, 64, 1000, 70_001])
+def test_packed_drawn_and_added_indices(numel: int) -> None:
+    for count in sorted({0, 1, numel // 300, numel // 3, numel}):
+        drawn = [torch.zeros(count, dtype=torch.int32) for _ in range(2)]
+        for rotation in {0, numel // 2, numel - 1}:
+            _C.draw_indices(SEED - 2**63, rotation, numel, drawn[0])
+            pure.draw_indices(SEED - 2**63, rotation, numel, drawn[1])
+            assert torch.equal(*drawn)
+        code = IndexCode.shortest(numel, count)
+        form = (code.high_bits, code.low_bits, code.adds_rank)
+        packed = [torch.zeros(code.nbytes, dtype=torch.uint8) for _ in range(2)]
+        _C.pack_indices(drawn[0], *form, packed[0])
+        pure.pack_indices(drawn[0], *form, packed[1])
+        assert torch.equal(*packed)
+        pure.unpack_indices(packed[0], *form, numel, drawn[1])
+        assert torch.equal(*drawn)
+        sums = [torch.ones(numel) for _ in range(2)]
+        values = torch.randn(count, generator=_generator())
+        _C.scatter_add(values, drawn[0], sums[0])
+        pure.scatter_add(values, drawn[0], sums[1])
+        assert torch.equal(*sums)
+
+
+def test_damaged_indices_are_refused_alike() -> None:
+    generator = _generator()
+    numel, count = 500, 20
+    code = IndexCode.shortest(numel, count)
+    form = (code.high_bits, code.low_bits, code.adds_rank)
+    indices = torch.zeros(count, dtype=torch.int32)
+    _C.draw_indices(3, 0, numel, indices)
+    packed = torch.zeros(code.nbytes, dtype=torch.uint8)
+    _C.pack_indices(indices, *form, packed)
+    refused = 0
+    for _ in range(300):
+        damaged = packed.clone()
+        at = torch.randint(damaged.numel(), (2,), generator=generator)
+        damaged[at] = torch.randint(256, (2,), dtype=torch.uint8, generator=generator)
+        found = []
+        for module in (_C, pure):
+            out = torch.zeros_like(indices)
+            try:
+                module.unpack_indices(damaged, *form, numel, out)  # type: ignore[attr-defined]
+                found.append(out.tolist())
+            except RuntimeError as error:
+                found.append(str(error).partition("\n")[0])
+        assert found[0] == found[1]
+        refused += isinstance(found[0], str)
+    assert 0 < refused < 300
+
+
+def test_one_warning_says_what_to_do() -> None:
+    pure.slowness.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pure.select_largest(torch.ones(3), None, 1)
+    assert len(caught) == 1
+    assert "pip install --no-build-isolation" in str(caught[0].message)
