@@ -18,8 +18,8 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
-.PHONY: help demo test test-all test-pure torch-suite mutate sanitize soak build lint types format bench \\
-  results matrix gpu-check cuda docs check-site clean
+.PHONY: help demo test test-all test-pure torch-suite mutate sanitize soak build lint types format bench \
+  results wheel wheel-pure sdist packages matrix gpu-check cuda docs check-site clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,16 @@ bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
 
 results: $(INSTALLED) ## Write the pages of results and their plots from bench/results
 	$(BIN)/python -m bench.results_page
+
+wheel wheel-pure sdist: $(INSTALLED)
+	PYTHON=$(BIN)/python .ci/packages $@ dist
+
+wheel: ## Build a wheel in dist/ for the installed torch, which it requires
+wheel-pure: ## Build a wheel in dist/ without extensions, for any torch
+sdist: ## Build a source distribution in dist/
+
+packages: $(INSTALLED) ## Build all packages, install each into a fresh environment and use it
+	PYTHON=$(BIN)/python .ci/packages check
 
 matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is installed), one by one
 	.ci/matrix
