@@ -1,6 +1,6 @@
 """Check an installed package: average with hooks on two ranks, and run the command line.
 
-    python smoke.py compiled|pure
+python smoke.py compiled|pure
 """
 
 import importlib.metadata
