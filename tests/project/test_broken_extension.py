@@ -82,7 +82,7 @@ def provide(package: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (of_another_python, f"no {COMPILED}, but _C.cpython-38-x86_64-linux-gnu.so for another"),
+        (of_another_python, f"no {COMPILED}, but _C.cpython-38-x86_64-linux-gnu.so"),
         (garbage, "_C does not load"),
         (of_another_torch, f"against torch 2.10.9, and this is {torch.__version__}"),
     ],
