@@ -32,7 +32,7 @@ from typing import Any
 
 WIDTHS = {1300: 1000, 400: 800}
 """Height of the window by its width."""
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _TIMEOUT = 60.0
 _WHAT_IS_WRONG = """
 new Promise(resolve => {
@@ -83,6 +83,8 @@ class Browser:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        # No page shows the color scheme that an earlier one has stored.
+        self.call("Page.addScriptToEvaluateOnNewDocument", source="localStorage.clear()")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and return its result; keep the events that arrive before it."""
@@ -185,9 +187,7 @@ def take_screenshots(browser: Browser, path: Path) -> None:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         browser.call("Emulation.setEmulatedMedia", features=[feature])
         browser.events.clear()
-        # The color scheme is chosen when a page is loaded, unless one was stored.
-        browser.call("Runtime.evaluate", expression="localStorage.clear()")
-        browser.call("Page.reload")
+        browser.call("Page.reload")  # the color scheme is chosen when a page is loaded
         browser.wait_for("Page.loadEventFired")
         image = browser.call("Page.captureScreenshot", format="png")
         path.with_name(path.name + ending).write_bytes(base64.b64decode(image["data"]))

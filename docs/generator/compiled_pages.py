@@ -8,6 +8,8 @@ import click
 import commhooks
 from commhooks.cli.commands import commands as command_group
 
+_WIDTH = 76  # of the help of commands: what a page shows without scrolling
+
 
 def bucket() -> str:
     """Describe ``GradBucket``, which is a compiled class, by its own docstrings."""
@@ -29,7 +31,7 @@ def _without_signature(name: str, text: str) -> str:
 
 def commands() -> str:
     """Show the help of each command."""
-    context = click.Context(command_group, info_name="commhooks", max_content_width=96)
+    context = click.Context(command_group, info_name="commhooks", max_content_width=_WIDTH)
     parts = []
     for name in command_group.list_commands(context):
         command = command_group.get_command(context, name)
@@ -39,6 +41,6 @@ def commands() -> str:
 
 
 def _help(command: click.Command, name: str, parent: Any) -> str:
-    context = click.Context(command, info_name=name, parent=parent, max_content_width=96)
-    context.terminal_width = 96
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=_WIDTH)
+    context.terminal_width = _WIDTH
     return f"```text\n{command.get_help(context)}\n```"

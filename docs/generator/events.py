@@ -57,6 +57,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return markdown
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Turn formulas into MathML, which browsers show without a script."""
+    if page.file.src_uri.startswith("reference/"):
+        html = _without_sphinx(html)
     return mathml.convert(html)
+
+
+def _without_sphinx(html: str) -> str:
+    """Remove the marks that docstrings have for Sphinx: roles, and the colons before code."""
+    html = re.sub(r":(?:class|func|meth|mod|attr):<code>", "<code>", html)
+    return re.sub(r"<p>::</p>", "", html).replace("::</p>", ":</p>")

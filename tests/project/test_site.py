@@ -9,6 +9,7 @@ pytest.importorskip("mkdocs")  # extra `docs`
 pytest.importorskip("sklearn")
 
 import compiled_pages
+import events
 import hook_pages
 import mathml
 
@@ -75,6 +76,12 @@ def test_formulas_become_mathml() -> None:
     block = mathml.convert('<div class="arithmatex">\\[\nx\n\\]</div>')
     assert block.startswith('<div class="formula"><math')
     assert 'display="block"' in block
+
+
+def test_reference_has_no_marks_for_sphinx() -> None:
+    page = "<p>As :class:<code>X</code>, for example::</p><p>::</p><pre>a::b</pre>"
+    expected = "<p>As <code>X</code>, for example:</p><pre>a::b</pre>"
+    assert events._without_sphinx(page) == expected
 
 
 def test_pages_load_nothing_from_other_hosts() -> None:
