@@ -1,22 +1,25 @@
 """``commhooks compare``: measure hooks on a model, over links."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
+import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from commhooks.cli.comparison_table import costs_table, times_table
+from commhooks.cli.comparison_table import costs_table, pairs_table, times_table
 from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option, input_option, model_option
+from commhooks.cli.progress_bar import progress_bar
 from commhooks.hook.spec import HookSpec
-from commhooks.lab.comparison import Comparison
+from commhooks.lab.comparison import Comparison, ComparisonInterrupted, LaunchedRanks
 from commhooks.lab.comparison import compare as compare_hooks
-from commhooks.lab.comparison.setting import ProgressCallback
 
 __all__ = ["compare"]
+
+_INTERRUPTED = 130  # what shells report after Ctrl-C
 
 
 @click.command()
@@ -33,7 +36,7 @@ __all__ = ["compare"]
     "Hooks with their options, for example bf16,powersgd:rank=4. A hook in a hook is written in "
     "parentheses: error_feedback:inner=(topk:density=0.01)."
 )
-@click.option("--world-size", default=2, show_default=True, help="Number of ranks.")
+@click.option("--world-size", type=int, help="Number of ranks; 2 by default.")
 @click.option(
     "--link",
     "links",
@@ -50,12 +53,15 @@ __all__ = ["compare"]
     "--csv", "csv_file", type=FILE, help="Write a table to this file, one line per hook and link."
 )
 @click.option("--plot", "plot_file", type=IMAGE, help="Draw step times and training losses.")
+@click.option(
+    "--html", "html_file", type=FILE, help="Write one page with all tables and plots to this file."
+)
 def compare(
     model: str,
     input_factory: str | None,
     train: str | None,
     hooks: list[HookSpec],
-    world_size: int,
+    world_size: int | None,
     links: tuple[float, ...],
     predict: bool,
     steps: int,
@@ -63,50 +69,76 @@ def compare(
     json_file: Path | None,
     csv_file: Path | None,
     plot_file: Path | None,
+    html_file: Path | None,
 ) -> None:
     """Measure hooks on a model, beside torch DDP and the bare model.
 
-    Ranks are processes on this machine, on CPU. Each hook is verified before it is timed.
+    Ranks are processes on this machine, on CPU. Each hook is verified before it is timed. Ctrl-C
+    prints what has been measured so far.
+
+    With `torchrun ... -m commhooks compare ...` the ranks are those that torchrun starts, and the
+    network between their hosts is measured and used.
     """
-    console = Console(stderr=True)
-    with _bar(console) as progress:
-        comparison = compare_hooks(
-            model,
-            hooks,
-            input=input_factory,
-            train=train,
-            world_size=world_size,
-            links=links,
-            steps=steps,
-            train_steps=train_steps,
-            measure_links=not predict,
-            progress=progress,
+    launched = dist.is_torchelastic_launched()
+    if launched and (links or world_size is not None):
+        raise click.UsageError(
+            "--world-size and --link are for ranks on this machine; torchrun has started the "
+            "ranks, and their own network is measured"
         )
+    with LaunchedRanks() if launched else nullcontext() as ranks:
+        is_first = ranks is None or ranks.rank == 0
+        status = 0
+        try:
+            with progress_bar() if is_first else nullcontext(lambda *_: None) as progress:
+                comparison = compare_hooks(
+                    model,
+                    hooks,
+                    input=input_factory,
+                    train=train,
+                    world_size=world_size or 2,
+                    links=links,
+                    steps=steps,
+                    train_steps=train_steps,
+                    measure_links=not predict,
+                    ranks=ranks,
+                    progress=progress,
+                )
+        except ComparisonInterrupted as interrupt:
+            comparison, status = interrupt.comparison, _INTERRUPTED
+            if launched:  # torchrun passes Ctrl-C on, after the terminal may have sent it
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if is_first:
+            _show(comparison)
+            _write(comparison, json_file, csv_file, plot_file, html_file)
+        if status:
+            sys.exit(status)
+
+
+def _write(
+    comparison: Comparison,
+    json_file: Path | None,
+    csv_file: Path | None,
+    plot_file: Path | None,
+    html_file: Path | None,
+) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(comparison.to_dict(), indent=1) + "\n")
     if csv_file is not None:
         csv_file.write_text(comparison.to_csv())
     if plot_file is not None:
-        from commhooks.cli.comparison_plot import draw_comparison
+        from commhooks.cli.comparison_plot import draw_comparison  # takes a second to import
 
         draw_comparison(comparison, plot_file)
-    _show(comparison)
+    if html_file is not None:
+        from commhooks.cli.comparison_page import comparison_page
 
-
-@contextmanager
-def _bar(console: Console) -> Iterator[ProgressCallback]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def update(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield update
+        html_file.write_text(comparison_page(comparison))
 
 
 def _show(comparison: Comparison) -> None:
     console = Console()
+    if comparison.pairs:
+        console.print(pairs_table(comparison))
     console.print(times_table(comparison))
     console.print(costs_table(comparison))
     for note in comparison.notes:

@@ -1,7 +1,9 @@
 """A comparison as an image."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -10,37 +12,62 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 
 from commhooks.lab.comparison import Comparison, Row, TrainingPoint
 
-__all__ = ["draw_comparison"]
+__all__ = ["draw_comparison", "panels", "save"]
 
 _WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
+_BAR_HEIGHT = 0.16
+
+Panel = Callable[[Axes], None]
 
 
 def draw_comparison(comparison: Comparison, path: Path) -> None:
     """Draw step times by hook and link; after training, also loss against time and bytes."""
-    mpl.use("Agg")
+    title = f"{comparison.model}, {comparison.world_size} ranks"
+    save(panels(comparison), path, title=title)
+
+
+def panels(comparison: Comparison) -> list[Panel]:
+    """Return the functions that draw the parts of the image."""
     trained = [
         link for link in comparison.links if any(row.training for row in _rows(comparison, link))
     ]
-    panels: list[Callable[[Axes], None]] = [lambda axes: _draw_times(axes, comparison)]
-    panels += [lambda axes, link=link: _draw_losses(axes, comparison, link) for link in trained]  # type: ignore[misc]
+    found: list[Panel] = [functools.partial(_draw_times, comparison=comparison)]
+    found += [functools.partial(_draw_losses, comparison=comparison, link=link) for link in trained]
     if trained:
-        panels.append(lambda axes: _draw_losses_by_bytes(axes, comparison, trained[-1]))
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(_WIDTH * len(panels), _HEIGHT), layout="constrained", squeeze=False
-    )
-    for draw, axes in zip(panels, grid[0], strict=True):
-        draw(axes)
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.grid(alpha=0.35)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{comparison.model}, {comparison.world_size} ranks")
-    figure.savefig(path, dpi=160)
+        found.append(
+            functools.partial(_draw_losses_by_bytes, comparison=comparison, link=trained[-1])
+        )
+    return found
+
+
+def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **options: Any) -> None:
+    """Draw panels side by side to a file. Options are those of ``Figure.savefig``."""
+    mpl.use("Agg")
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure, grid = plt.subplots(
+            1,
+            len(panels),
+            figsize=(_WIDTH * len(panels), _HEIGHT),
+            layout="constrained",
+            squeeze=False,
+        )
+        for draw, axes in zip(panels, grid[0], strict=True):
+            draw(axes)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.grid(alpha=0.35)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(title)
+        figure.savefig(file, dpi=160, **options)
     plt.close(figure)
 
 
 def _draw_times(axes: Axes, comparison: Comparison) -> None:
     """Draw a group of bars per hook, one bar per link; predicted bars are hatched."""
     height = 0.8 / len(comparison.links)
+    bars = len(comparison.rows)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(max(_HEIGHT, 1.2 + _BAR_HEIGHT * bars))  # names must not overlap
     for index, link in enumerate(comparison.links):
         rows = _rows(comparison, link)
         positions = [base + index * height for base in range(len(rows))]

@@ -7,25 +7,40 @@ from rich.table import Table
 from rich.text import Text
 
 from commhooks.cli.tables import table_of_hooks
-from commhooks.lab.comparison import Comparison, Row
-from commhooks.lab.units import format_rate
+from commhooks.lab.comparison import Comparison, HostPair, Row
+from commhooks.lab.units import format_duration, format_rate
 
-__all__ = ["costs_table", "format_bytes", "format_seconds", "times_table"]
+__all__ = [
+    "costs_columns",
+    "costs_table",
+    "explanations",
+    "format_bytes",
+    "format_pair",
+    "format_seconds",
+    "kind_of",
+    "pairs_table",
+    "times_columns",
+    "times_table",
+]
 
 _TIMES_CAPTION = """\
 step: forward and backward on the slowest rank; median, and distance between the quartiles.
 of torch: the step divided by that of torch DDP.
 exposed: the time that averaging adds to a step of the bare model."""
+_PAIRS_CAPTION = """\
+rate: of the slower direction, one pair at a time.
+latency: of a message of 1 byte in one direction.
+slow: less than half of the rate of the fastest pair."""
 _COSTS_CAPTION = """\
 wire: bytes that one rank sends per step.
 ratio: bytes of plain averaging divided by those of the hook.
 error: relative error of one step's gradients against the exact mean.
-memory: peak, besides the parameters.
-break-even: the hook is faster than torch DDP on links below this rate."""
+memory: peak, besides the parameters."""
+_BREAK_EVEN = "break-even: the hook is faster than torch DDP on links below this rate."
 
 
-def times_table(comparison: Comparison) -> Table:
-    """Make the table of times: a section per link, with one row per entry."""
+def times_columns(comparison: Comparison) -> dict[str, Callable[[Row], str]]:
+    """Return the columns of times, by name."""
     columns: dict[str, Callable[[Row], str]] = {
         "step": lambda row: format_seconds(row.step_seconds),
         "": _spread,
@@ -34,30 +49,80 @@ def times_table(comparison: Comparison) -> Table:
     }
     if any(row.training for row in comparison.rows):
         columns["loss"] = _loss
+    return columns
+
+
+def costs_columns(comparison: Comparison) -> dict[str, Callable[[Row], str]]:
+    """Return the columns of what does not depend on the link, by name."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "wire": lambda row: format_bytes(row.wire_bytes) if row.wire_bytes else "",
+        "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.1f}x",
+        "error": lambda row: "" if row.error is None else f"{row.error:.1e}",
+        "memory": lambda row: format_bytes(row.peak_bytes),
+    }
+    if any(row.break_even_bits_per_second is not None for row in comparison.rows):
+        columns["break-even"] = _break_even
+    return columns
+
+
+def explanations(comparison: Comparison) -> list[str]:
+    """Return a line for each column of the tables, which begins with its name."""
+    lines = _TIMES_CAPTION.splitlines() + _COSTS_CAPTION.splitlines()
+    if "break-even" in costs_columns(comparison):
+        lines.append(_BREAK_EVEN)
+    return lines + (_PAIRS_CAPTION.splitlines() if comparison.pairs else [])
+
+
+def kind_of(comparison: Comparison, link: str) -> str:
+    """Return "measured" or "predicted"."""
+    return "measured" if comparison.row("torch", link).measured else "predicted"
+
+
+def format_pair(comparison: Comparison, pair: HostPair) -> tuple[str, str, str, str]:
+    """Return the names, the rate, the latency and "slow" or nothing."""
+    return (
+        f"{pair.first} - {pair.second}",
+        format_rate(pair.bits_per_second),
+        format_duration(pair.latency_seconds),
+        "slow" if pair in comparison.slow_pairs else "",
+    )
+
+
+def times_table(comparison: Comparison) -> Table:
+    """Make the table of times: a section per link, with one row per entry."""
+    columns = times_columns(comparison)
     gradient_bytes = format_bytes(comparison.rows[0].gradient_bytes)
     title = f"{comparison.model}, {comparison.world_size} ranks, {gradient_bytes} of gradients"
     table = table_of_hooks(columns, title=title, caption=_TIMES_CAPTION)
     for link in comparison.links:
-        kind = "measured" if comparison.row("torch", link).measured else "predicted"
-        table.add_row(Text(f"{link}, {kind}", style="bold"))
-        for hook in comparison.hooks:
-            _add(table, f"  {hook}", comparison.row(hook, link), columns)
+        table.add_row(Text(f"{link}, {kind_of(comparison, link)}", style="bold"))
+        for row in comparison.rows:
+            if row.link == link:
+                _add(table, f"  {row.hook}", row, columns)
         table.add_section()
     return table
 
 
 def costs_table(comparison: Comparison) -> Table:
     """Make the table of what does not depend on the link, with one row per entry."""
-    columns: dict[str, Callable[[Row], str]] = {
-        "wire": lambda row: format_bytes(row.wire_bytes) if row.wire_bytes else "",
-        "ratio": lambda row: "" if row.ratio is None else f"{row.ratio:.1f}x",
-        "error": lambda row: "" if row.error is None else f"{row.error:.1e}",
-        "memory": lambda row: format_bytes(row.peak_bytes),
-        "break-even": _break_even,
-    }
-    table = table_of_hooks(columns, caption=_COSTS_CAPTION)
+    columns = costs_columns(comparison)
+    caption = _COSTS_CAPTION
+    if "break-even" in columns:
+        caption += f"\n{_BREAK_EVEN}"
+    table = table_of_hooks(columns, caption=caption)
     for hook in comparison.hooks:
-        _add(table, hook, comparison.row(hook), columns)
+        _add(table, hook, comparison.row(hook, comparison.links[0]), columns)
+    return table
+
+
+def pairs_table(comparison: Comparison) -> Table:
+    """Make the table of the network between hosts, the slowest pair first."""
+    table = table_of_hooks(
+        ("rate", "latency", ""), first="pair of hosts", title="network", caption=_PAIRS_CAPTION
+    )
+    for pair in sorted(comparison.pairs, key=lambda pair: pair.bits_per_second):
+        names, *cells = format_pair(comparison, pair)
+        table.add_row(Text(names), *cells)
     return table
 
 

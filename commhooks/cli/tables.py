@@ -8,8 +8,10 @@ from rich.table import Table
 __all__ = ["table_of_hooks"]
 
 
-def table_of_hooks(columns: Iterable[str], *, caption: str, title: str | None = None) -> Table:
-    """Make an empty table: a column "hook", then right-aligned ``columns``."""
+def table_of_hooks(
+    columns: Iterable[str], *, caption: str, title: str | None = None, first: str = "hook"
+) -> Table:
+    """Make an empty table: a column ``first``, then right-aligned ``columns``."""
     table = Table(
         title=title,
         caption=caption,
@@ -17,7 +19,7 @@ def table_of_hooks(columns: Iterable[str], *, caption: str, title: str | None = 
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("hook", overflow="fold")
+    table.add_column(first, overflow="fold")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     return table

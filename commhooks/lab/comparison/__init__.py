@@ -4,6 +4,23 @@ Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation.
 """
 
 from commhooks.lab.comparison.compare import compare
-from commhooks.lab.comparison.result import Comparison, ComparisonError, Row, TrainingPoint
+from commhooks.lab.comparison.launched import LaunchedRanks
+from commhooks.lab.comparison.result import (
+    Comparison,
+    ComparisonError,
+    ComparisonInterrupted,
+    HostPair,
+    Row,
+    TrainingPoint,
+)
 
-__all__ = ["Comparison", "ComparisonError", "Row", "TrainingPoint", "compare"]
+__all__ = [
+    "Comparison",
+    "ComparisonError",
+    "ComparisonInterrupted",
+    "HostPair",
+    "LaunchedRanks",
+    "Row",
+    "TrainingPoint",
+    "compare",
+]

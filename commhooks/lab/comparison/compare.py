@@ -6,19 +6,18 @@ from collections.abc import Sequence
 import torch
 
 from commhooks.cluster import links as shaped
-from commhooks.errors import CommHookError
 from commhooks.hook.base import tree
 from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment
+from commhooks.lab.comparison.launched import LaunchedRanks
 from commhooks.lab.comparison.limits import check_limits
+from commhooks.lab.comparison.progress import ProgressCallback
 from commhooks.lab.comparison.report import Report
-from commhooks.lab.comparison.result import Comparison, ComparisonError
-from commhooks.lab.comparison.setting import ProgressCallback
+from commhooks.lab.comparison.result import Comparison, ComparisonError, ComparisonInterrupted
 from commhooks.lab.comparison.training import load_training_function
-from commhooks.lab.machine import cores, describe_machine
+from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
-from commhooks.lab.units import format_rate
 
 __all__ = ["compare"]
 
@@ -34,15 +33,17 @@ def compare(
     steps: int = 50,
     train_steps: int = 200,
     measure_links: bool = True,
+    ranks: LaunchedRanks | None = None,
     progress: ProgressCallback = lambda *_: None,
 ) -> Comparison:
     """Measure ``hooks``, torch DDP and the bare model side by side on this machine.
 
     Each entry is verified first: its gradients must be finite, and if the hook is lossless, they
-    must be the exact mean. Then the entries take turns step by step, over loopback and over each
-    link. What cannot be measured is predicted, see :class:`commhooks.lab.simulation.Study`: links
-    that cannot be made, and the rate below which a hook is faster than torch DDP. Ranks are
-    processes on CPU with the Gloo backend. Hooks are measured in a late state of training
+    must be the exact mean. Then the entries take turns in blocks of steps, over loopback and over
+    each link, on one copy of the model: see Note [One model for all entries] in remote.py. What
+    cannot be measured is predicted, see :class:`commhooks.lab.simulation.Study`: links that cannot
+    be made, and the rate below which a hook is faster than torch DDP. Ranks are processes on CPU
+    with the Gloo backend. Hooks are measured in a late state of training
     (:data:`commhooks.lab.comparison.trial.FIRST_STEP`); with ``train`` they train from the first
     step.
 
@@ -58,25 +59,35 @@ def compare(
         train_steps: number of training steps for each entry and measured link, or over loopback if
             no link is measured.
         measure_links: False to predict all links.
-        progress: called with a description of the current work, how much of it is done, and the
-            total.
+        ranks: the ranks that torchrun started; all of them call this with the same arguments. Their
+            own network is measured, nothing is predicted, and ``world_size`` is theirs. None starts
+            processes on this machine.
+        progress: called with a description of the current work, the seconds so far, and the
+            estimated seconds of the whole; 0 if nothing is known yet.
 
     Raises:
         ModelError, TrainingError, CommHookOptionError, UnknownHookError: before anything starts.
         ComparisonError: a number makes no sense, there are too many ranks for this machine, an
             entry failed, a rank died (the text contains what it printed), or a link can be neither
             made nor predicted.
+        ComparisonInterrupted: Ctrl-C; contains what has been measured so far.
     """
     specs = [parse_hook_spec(hook) if isinstance(hook, str) else hook for hook in hooks]
+    if ranks is not None:
+        world_size = ranks.world_size
+        if links:
+            raise ComparisonError("expected no links for ranks on hosts, which have their own")
     _check_numbers(specs, world_size, steps, train_steps, links)
     if train is not None:
         load_training_function(train)
     entries = [BARE, TORCH, *(Entry(spec.text, spec.config) for spec in specs)]
     workload = Workload(model, input)
-    gradient_bytes, precision = _check_model(workload, world_size, len(entries))
+    gradient_bytes, precision = _check_model(
+        workload, world_size if ranks is None else ranks.local_world_size
+    )
     exact = {spec.text for spec in specs if all(hook.lossless for hook in tree(spec.create()))}
     notes = []
-    if world_size > cores():
+    if ranks is None and world_size > cores():
         notes.append(
             f"{world_size} ranks share {cores()} cores, so they wait for each other's computation"
         )
@@ -84,21 +95,30 @@ def compare(
     if measured and (reason := shaped.unavailable()):
         notes.append(f"links are predicted, not measured: {reason}")
         measured = []
-    experiment = Experiment(workload, entries, world_size, steps, train, train_steps, progress)
-
-    loopback = experiment.over_loopback(exact | {TORCH.name}, precision, trains=not measured)
-    if isinstance(loopback.dry_runs, CommHookError):
-        notes.append(f"nothing is predicted: {loopback.dry_runs}")
-    report = Report(experiment, loopback, gradient_bytes)
-    rows = report.rows(None, loopback)
-    for rate in links:
-        try:
-            over_link = experiment.over_link(rate) if rate in measured else None
-        except shaped.LinkError as error:
-            over_link = None
-            notes.append(f"{format_rate(rate)} is predicted, not measured: {error}")
-        rows += report.rows(rate, over_link)
-    return Comparison(model, world_size, steps, describe_machine(), tuple(notes), tuple(rows))
+    experiment = Experiment(
+        workload,
+        entries,
+        world_size,
+        steps,
+        train,
+        train_steps,
+        exact=exact | {TORCH.name},
+        precision=precision,
+        notes=notes,
+    )
+    report = Report(experiment, gradient_bytes)
+    try:
+        if ranks is None:
+            experiment.run(measured, progress)
+        else:
+            experiment.run_on_hosts(ranks, progress)
+    except KeyboardInterrupt:
+        notes.append("interrupted: the figures are those of the steps before")
+        found = report.comparison(links, complete=False)
+        if not found.rows:
+            raise
+        raise ComparisonInterrupted(found) from None
+    return report.comparison(links, complete=True)
 
 
 def _check_numbers(
@@ -124,11 +144,11 @@ def _check_numbers(
             raise ComparisonError(f"expected a rate in bits per second, found {rate}")
 
 
-def _check_model(workload: Workload, world_size: int, entries: int) -> tuple[int, float]:
+def _check_model(workload: Workload, world_size: int) -> tuple[int, float]:
     """Check that the model fits; return the bytes of its gradients and their relative precision."""
     module = workload.make_module()
     workload.make_input(module, 0)
     parameters = [p for p in module.parameters() if p.requires_grad]
-    check_limits(world_size, entries, sum(parameter.nbytes for parameter in module.parameters()))
+    check_limits(world_size, sum(parameter.nbytes for parameter in module.parameters()))
     precision = max(torch.finfo(parameter.dtype).eps for parameter in parameters)
     return sum(parameter.nbytes for parameter in parameters), precision

@@ -35,14 +35,19 @@ class Entry:
         """
         return {"name": BASELINE} if self == TORCH else self.config
 
-    def wrap(self, module: nn.Module) -> tuple[nn.Module, HookHandle | None]:
-        """Wrap the module as this entry needs it. Collective, except for the bare entry."""
+    def wrap(
+        self, module: nn.Module, *, init_sync: bool = True
+    ) -> tuple[nn.Module, HookHandle | None]:
+        """Wrap the module as this entry needs it. Collective, except for the bare entry.
+
+        ``init_sync`` is that of the wrappers: False if all ranks have the same model.
+        """
         if self == BARE:
             return module, None
         if self == TORCH:
-            return TorchDistributedDataParallel(module), None
+            return TorchDistributedDataParallel(module, init_sync=init_sync), None
         assert self.config is not None
-        model = wrap(module)
+        model = wrap(module, init_sync=init_sync)
         return model, register(model, self.config)
 
 

@@ -1,6 +1,7 @@
-"""What is measured in a comparison, in each of its settings."""
+"""What is measured in a comparison, setting by setting."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from commhooks.cluster import Ranks
@@ -8,37 +9,28 @@ from commhooks.cluster import links as shaped
 from commhooks.errors import CommHookError
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.remote import FirstSteps
-from commhooks.lab.comparison.result import LOOPBACK, ComparisonError, TrainingPoint
-from commhooks.lab.comparison.setting import Figures, ProgressCallback, Setting
+from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
+from commhooks.lab.comparison.plan import Task, timing_tasks, training_tasks, verifying_tasks
+from commhooks.lab.comparison.progress import Progress, ProgressCallback
+from commhooks.lab.comparison.result import HOSTS, LOOPBACK, ComparisonError, HostPair
+from commhooks.lab.comparison.setting import RankCaller, Setting
 from commhooks.lab.comparison.trial import FIRST_STEP
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import Job, Measurements, measure
 from commhooks.lab.units import format_rate
 
-__all__ = ["Experiment", "Measured"]
+__all__ = ["Experiment"]
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 
-Training = dict[str, tuple[TrainingPoint, ...]]
 
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured in one setting, by the names of entries."""
-
-    figures: dict[str, Figures]
-    training: Training
-    # Over loopback only:
-    first_steps: dict[str, FirstSteps] = field(default_factory=dict)
-    dry_runs: Measurements | CommHookError | None = None
-    """What predictions are based on, or the reason why there are none."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Experiment:
-    """The entries of a comparison, and how long each is measured."""
+    """The entries of a comparison, how long each is measured, and what has been measured so far.
+
+    The entries named in ``exact`` must return the exact mean, within rounding of ``precision``.
+    """
 
     workload: Workload
     entries: list[Entry]
@@ -46,34 +38,68 @@ class Experiment:
     steps: int
     train: str | None
     train_steps: int
-    progress: ProgressCallback
+    exact: set[str]
+    precision: float
+    settings: list[Setting] = field(default_factory=list)
+    """In the order in which they were measured; the first one is verified."""
+    dry_runs: Measurements | CommHookError | None = None
+    """What predictions are based on, or the reason why there are none."""
+    notes: list[str] = field(default_factory=list)
+    pairs: list[HostPair] = field(default_factory=list)
 
-    def over_loopback(self, exact: set[str], precision: float, *, trains: bool) -> Measured:
-        """Verify and measure over loopback, and run the hooks dry.
-
-        The entries named in ``exact`` must return the exact mean, within rounding of ``precision``.
-        """
+    def run(self, links: Sequence[float], callback: ProgressCallback) -> None:
+        """Measure over loopback and over links of these rates."""
+        plan = {LOOPBACK: self._tasks(is_first=True, trains=not links)}
+        plan |= {format_rate(rate): self._tasks(is_first=False, trains=True) for rate in links}
+        progress = Progress(callback, plan, {format_rate(rate): rate for rate in links})
         with Ranks(self.world_size, threads=self._threads) as ranks:
-            setting = Setting(ranks, LOOPBACK, self.entries, self.progress)
-            first_steps = setting.prepare(self.workload, verify=True)
-            _verify(first_steps, exact, _ROUNDINGS * precision)
-            figures = setting.time(self.steps)
-            training = self._train(setting) if trains else {}
-            self.progress(f"{LOOPBACK}: running hooks dry", 0, 1)
-            return Measured(figures, training, first_steps, self._dry_run(ranks))
+            self.measure(Setting(LOOPBACK), ranks, plan[LOOPBACK], progress)
+            progress.tell(LOOPBACK, "running hooks dry")
+            self.dry_runs = self._dry_run(ranks)
+        if isinstance(self.dry_runs, CommHookError):
+            self.notes.append(f"nothing is predicted: {self.dry_runs}")
+        for rate in links:
+            setting = Setting(format_rate(rate), rate)
+            try:
+                with (
+                    shaped.shaped_link(self.world_size, rate) as link,
+                    Ranks(self.world_size, link, threads=self._threads) as ranks,
+                ):
+                    self.measure(setting, ranks, plan[setting.name], progress)
+            except shaped.LinkError as error:
+                progress.drop(setting.name)
+                self.notes.append(f"{setting.name} is predicted, not measured: {error}")
 
-    def over_link(self, rate: float) -> Measured:
-        """Measure over a shaped link. Raises LinkError if the link cannot be made."""
-        with (
-            shaped.shaped_link(self.world_size, rate) as link,
-            Ranks(self.world_size, link, threads=self._threads) as ranks,
-        ):
-            setting = Setting(ranks, format_rate(rate), self.entries, self.progress)
-            setting.prepare(self.workload, verify=False)
-            return Measured(setting.time(self.steps), self._train(setting))
+    def run_on_hosts(self, ranks: RankCaller, callback: ProgressCallback) -> None:
+        """Measure the network between the hosts of ``ranks``, and the entries over it."""
+        plan = {HOSTS: self._tasks(is_first=True, trains=True)}
+        progress = Progress(callback, plan, {})
+        pairs = pairs_of_hosts(ranks)
+        for index, pair in enumerate(measure_pairs(ranks, pairs)):
+            self.pairs.append(pair)
+            progress.tell(HOSTS, f"pair {index + 1} of {len(pairs)} measured")
+        if not pairs:
+            self.notes.append("all ranks are on one host, so there was no network to measure")
+        self.measure(Setting(HOSTS), ranks, plan[HOSTS], progress)
 
-    def _train(self, setting: Setting) -> Training:
-        return setting.train(self.train, self.train_steps) if self.train is not None else {}
+    def measure(
+        self, setting: Setting, ranks: RankCaller, tasks: list[Task], progress: Progress
+    ) -> None:
+        """Do the tasks of a setting. All entries of the first setting are verified first."""
+        progress.tell(setting.name, "preparing")
+        ranks(remote.prepare, self.workload)
+        self.settings.append(setting)
+        verifying = [task for task in tasks if task.kind == "verifying"]
+        setting.run(ranks, verifying, "", progress)
+        self._verify(setting)
+        setting.run(ranks, tasks[len(verifying) :], self.train or "", progress)
+
+    def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
+        tasks = verifying_tasks(self.entries) if is_first else []
+        tasks += timing_tasks(self.entries, self.steps)
+        if trains and self.train is not None:
+            tasks += training_tasks(self.entries, self.train_steps)
+        return tasks
 
     def _dry_run(self, ranks: Ranks) -> Measurements | CommHookError:
         """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
@@ -90,20 +116,20 @@ class Experiment:
     def _threads(self) -> int:
         return max(1, cores() // self.world_size)
 
-
-def _verify(first_steps: dict[str, FirstSteps], exact: set[str], rounding: float) -> None:
-    for name, first in first_steps.items():
-        error = first.error
-        if error is None:
-            continue
-        if not math.isfinite(error):
-            raise ComparisonError(
-                f"{name!r}: the gradients of a step are not finite, or their mean is zero or not "
-                "finite; nothing was timed"
-            )
-        if name in exact and error > rounding:
-            raise ComparisonError(
-                f"{name!r}: expected the exact mean to within rounding ({rounding:.1e}), found "
-                f"gradients with a relative error of {error:.1e}; nothing was timed. Is the "
-                "model's gradient the same in each run with the same torch.manual_seed()?"
-            )
+    def _verify(self, setting: Setting) -> None:
+        rounding = _ROUNDINGS * self.precision
+        for name, first in setting.first_steps.items():
+            error = first.error
+            if error is None:
+                continue
+            if not math.isfinite(error):
+                raise ComparisonError(
+                    f"{name!r}: the gradients of a step are not finite, or their mean is zero or "
+                    "not finite; nothing was timed"
+                )
+            if name in self.exact and error > rounding:
+                raise ComparisonError(
+                    f"{name!r}: expected the exact mean to within rounding ({rounding:.1e}), found "
+                    f"gradients with a relative error of {error:.1e}; nothing was timed. Is the "
+                    "model's gradient the same in each run with the same torch.manual_seed()?"
+                )

@@ -9,14 +9,14 @@ __all__ = ["check_limits"]
 
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
-_COPIES = 4  # gradients, buckets, errors and temporaries, each as large as the parameters
+_COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, temporaries
 
 
-def check_limits(world_size: int, entries: int, parameter_bytes: int) -> None:
+def check_limits(world_size: int, parameter_bytes: int) -> None:
     """Raise ComparisonError if this machine cannot run the ranks.
 
-    The limits are 8 ranks per core, and memory for each rank of 0.4 GB, one copy of the parameters,
-    and four more copies for each entry.
+    The limits are 8 ranks per core, and for each rank memory of 0.4 GB and of nine copies of the
+    parameters, however many entries take turns.
     """
     most = _RANKS_PER_CORE * cores()
     if world_size > most:
@@ -24,14 +24,13 @@ def check_limits(world_size: int, entries: int, parameter_bytes: int) -> None:
             f"{world_size} ranks are more than the {most} that can run on {cores()} cores (at most "
             f"{_RANKS_PER_CORE} per core); `commhooks simulate` predicts larger world sizes"
         )
-    needed = world_size * (_PROCESS_BYTES + parameter_bytes * (1 + _COPIES * entries))
+    needed = world_size * (_PROCESS_BYTES + parameter_bytes * _COPIES)
     available = _available_bytes()
     if available is not None and needed > available:
         raise ComparisonError(
-            f"{world_size} ranks with {entries} entries need about {needed / 1e9:.1f} GB "
-            f"({parameter_bytes / 1e6:.0f} MB of parameters, and {_COPIES} times as much for each "
-            f"entry), and {available / 1e9:.1f} GB are available; use fewer ranks, fewer hooks at "
-            "a time or a smaller model"
+            f"{world_size} ranks need about {needed / 1e9:.1f} GB ({_COPIES} copies of "
+            f"{parameter_bytes / 1e6:.0f} MB of parameters each), and {available / 1e9:.1f} GB are "
+            "available; use fewer ranks or a smaller model"
         )
 
 

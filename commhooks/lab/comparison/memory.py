@@ -2,9 +2,10 @@
 
 import contextlib
 import ctypes
+import gc
 from pathlib import Path
 
-__all__ = ["Peak"]
+__all__ = ["Peak", "give_back"]
 
 
 class Peak:
@@ -18,12 +19,23 @@ class Peak:
 
     def begin(self) -> None:
         """Forget the peak so far."""
-        ctypes.CDLL(None).malloc_trim(0)  # allocations from kept free memory would not show
+        _trim()  # allocations from kept free memory would not show
         Path("/proc/self/clear_refs").write_text("5")
 
     def nbytes(self) -> int | None:
         """Return the peak since :meth:`begin`, or None if the system does not tell."""
         return None if self._before is None else _status("VmHWM") - self._before
+
+
+def give_back() -> None:
+    """Free what only cycles keep, and give free memory back to the system."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # other systems have no malloc_trim()
+        _trim()
+
+
+def _trim() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(name: str) -> int:

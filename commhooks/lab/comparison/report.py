@@ -1,13 +1,15 @@
 """Makes the rows of a comparison from what was measured, and from predictions."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import Experiment, Measured
-from commhooks.lab.comparison.result import LOOPBACK, ComparisonError, Row, TrainingPoint
-from commhooks.lab.machine import cores
+from commhooks.lab.comparison.experiment import Experiment
+from commhooks.lab.comparison.result import LOOPBACK, Comparison, ComparisonError, Row
+from commhooks.lab.comparison.setting import Figures, Setting
+from commhooks.lab.machine import cores, describe_machine
 from commhooks.lab.simulation import Link, Measurements, Network, Study
 from commhooks.lab.units import format_rate
 
@@ -18,45 +20,90 @@ _LINK = Link(1e9, latency_seconds=20e-6)  # of any rate; the latency is the defa
 
 @dataclass(frozen=True)
 class Report:
-    """Makes rows for the settings of ``experiment``, given what was measured over loopback."""
+    """Makes rows for the settings of ``experiment``."""
 
     experiment: Experiment
-    loopback: Measured
     gradient_bytes: int
 
-    def rows(self, rate: float | None, measured: Measured | None) -> list[Row]:
-        """Return the rows of one setting, predicted if ``measured`` is None.
+    def comparison(self, links: Sequence[float], *, complete: bool) -> Comparison:
+        """Return the whole result. Arguments as in :meth:`rows`."""
+        experiment = self.experiment
+        return Comparison(
+            experiment.workload.model,
+            experiment.world_size,
+            experiment.steps,
+            describe_machine(),
+            tuple(experiment.notes),
+            self.rows(links, complete=complete),
+            tuple(experiment.pairs),
+        )
 
-        ``rate`` is None for loopback.
+    def rows(self, links: Sequence[float], *, complete: bool) -> tuple[Row, ...]:
+        """Return the rows of the first setting and of each link, predicted if not measured.
+
+        Unless ``complete``, what can be neither measured nor predicted is left out.
         """
-        entries = self.experiment.entries
-        seconds = {
-            entry.name: measured.figures[entry.name].step_seconds
-            if measured
-            else self._step_seconds(entry, rate)
-            for entry in entries
-        }
-        return [self._row(entry, rate, measured, seconds) for entry in entries]
+        if not self.experiment.settings:
+            return ()
+        first = self.experiment.settings[0]
+        rows = self._measured(first)
+        of_links = {setting.bits_per_second: setting for setting in self.experiment.settings[1:]}
+        for rate in links:
+            found = self._measured(of_links[rate]) if rate in of_links else []
+            if not found and (complete or self._study is not None):
+                found = self._predicted(rate)
+            rows += found
+        return tuple(rows)
 
-    def _row(
-        self, entry: Entry, rate: float | None, measured: Measured | None, seconds: dict[str, float]
-    ) -> Row:
-        name = entry.name
-        local = self.loopback.figures[name]
-        first_steps = self.loopback.first_steps[name]
-        figures = measured.figures[name] if measured else None
-        wire_bytes = (figures or local).costs.wire_bytes
-        bare = self.loopback.figures[BARE.name].step_seconds
+    def _measured(self, setting: Setting) -> list[Row]:
+        figures = {
+            entry.name: found
+            for entry in self.experiment.entries
+            if (found := setting.figures(entry.name)) is not None
+        }
+        if TORCH.name not in figures:
+            return []  # interrupted
+        seconds = {name: found.step_seconds for name, found in figures.items()}
+        return [
+            replace(
+                self._row(entry, setting.bits_per_second, seconds),
+                link=setting.name,
+                measured=True,
+                step_spread_seconds=found.step_spread_seconds,
+                exposed_seconds=found.exposed_seconds,
+                waited_seconds=found.costs.exposed_seconds,
+                training=tuple(setting.training.get(entry.name, ())),
+            )
+            for entry in self.experiment.entries
+            if (found := figures.get(entry.name)) is not None
+        ]
+
+    def _predicted(self, rate: float) -> list[Row]:
+        """Return rows with the training of the first setting, of which only the times change."""
+        entries = self.experiment.entries
+        seconds = {entry.name: self._step_seconds(entry, rate) for entry in entries}
+        rows = []
+        for entry in entries:
+            points = self._first.training.get(entry.name, ())
+            training = tuple(replace(p, seconds=p.step * seconds[entry.name]) for p in points)
+            rows.append(replace(self._row(entry, rate, seconds), training=training))
+        return rows
+
+    def _row(self, entry: Entry, rate: float | None, seconds: Mapping[str, float]) -> Row:
+        """Return a row as it is if nothing is measured. ``rate`` is None for the first setting."""
+        bare = self._local(BARE).step_seconds
+        first_steps = self._first.first_steps[entry.name]
+        wire_bytes = self._local(entry).costs.wire_bytes
         return Row(
-            hook=name,
+            hook=entry.name,
             link=LOOPBACK if rate is None else format_rate(rate),
             bits_per_second=rate,
-            measured=figures is not None,
-            step_seconds=seconds[name],
-            step_spread_seconds=figures.step_spread_seconds if figures else None,
-            to_torch=seconds[name] / seconds[TORCH.name],
-            exposed_seconds=figures.exposed_seconds if figures else seconds[name] - bare,
-            waited_seconds=figures.costs.exposed_seconds if figures else None,
+            measured=False,
+            step_seconds=seconds[entry.name],
+            step_spread_seconds=None,
+            to_torch=seconds[entry.name] / seconds[TORCH.name],
+            exposed_seconds=seconds[entry.name] - bare,
+            waited_seconds=None,
             floor_seconds=None if rate is None else 8 * wire_bytes / rate + bare,
             predicted_seconds=self._step_seconds(entry, rate) if self._study and rate else None,
             gradient_bytes=self.gradient_bytes,
@@ -65,8 +112,17 @@ class Report:
             error=first_steps.error,
             peak_bytes=first_steps.peak_bytes,
             break_even_bits_per_second=self._break_even(entry),
-            training=self._training(name, measured, seconds[name]),
         )
+
+    @property
+    def _first(self) -> Setting:
+        return self.experiment.settings[0]
+
+    def _local(self, entry: Entry) -> Figures:
+        """Return the figures of the first setting."""
+        found = self._first.figures(entry.name)
+        assert found is not None
+        return found
 
     @property
     def _plain_bytes(self) -> int:
@@ -75,7 +131,7 @@ class Report:
     @cached_property
     def _study(self) -> Study | None:
         """The entries over links of any rate, one link for each rank."""
-        found, size = self.loopback.dry_runs, self.experiment.world_size
+        found, size = self.experiment.dry_runs, self.experiment.world_size
         if not isinstance(found, Measurements):
             return None
         return Study(
@@ -89,7 +145,7 @@ class Report:
             cores=cores() / size,
             baseline=TORCH.name,
             loopback_seconds={
-                name: figures.step_seconds for name, figures in self.loopback.figures.items()
+                entry.name: self._local(entry).step_seconds for entry in self.experiment.entries
             },
         )
 
@@ -105,17 +161,8 @@ class Report:
         if self._study is None:
             raise ComparisonError(
                 f"{format_rate(rate)} can be neither measured nor predicted: "
-                f"{self.loopback.dry_runs}"
+                f"{self.experiment.dry_runs}"
             )
         if entry == BARE:
-            return self.loopback.figures[BARE.name].step_seconds
+            return self._local(BARE).step_seconds
         return self._study.step_seconds(entry.name, rate)
-
-    def _training(
-        self, name: str, measured: Measured | None, step_seconds: float
-    ) -> tuple[TrainingPoint, ...]:
-        """Return the training points; if they are predicted, only the seconds change."""
-        if measured is not None:
-            return measured.training.get(name, ())
-        points = self.loopback.training.get(name, ())
-        return tuple(replace(point, seconds=point.step * step_seconds) for point in points)

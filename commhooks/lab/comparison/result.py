@@ -9,9 +9,21 @@ from typing import Any
 
 from commhooks.errors import CommHookError
 
-__all__ = ["LOOPBACK", "Comparison", "ComparisonError", "Row", "TrainingPoint"]
+__all__ = [
+    "HOSTS",
+    "LOOPBACK",
+    "Comparison",
+    "ComparisonError",
+    "ComparisonInterrupted",
+    "HostPair",
+    "Row",
+    "TrainingPoint",
+]
 
 LOOPBACK = "loopback"
+HOSTS = "network of these hosts"
+
+_SLOW = 0.5  # of the rate of the fastest pair
 
 
 class ComparisonError(CommHookError):
@@ -35,9 +47,9 @@ class Row:
     hook: str
     """The text of the hook, "bare" for the bare model or "torch" for torch DDP."""
     link: str
-    """ "loopback" or a rate."""
+    """ "loopback", a rate, or "network of these hosts"."""
     bits_per_second: float | None
-    """None for loopback."""
+    """None unless the link is a rate."""
     measured: bool
     """True if times are measured, False if they are predicted from loopback."""
     step_seconds: float
@@ -47,7 +59,7 @@ class Row:
     to_torch: float
     """``step_seconds`` divided by that of torch DDP with its plain average."""
     exposed_seconds: float
-    """The time that the entry adds to a step of the bare model; the median of the differences."""
+    """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
     waited_seconds: float | None
     """The mean time in which backward only waited for communication; None if not known."""
     floor_seconds: float | None
@@ -75,6 +87,18 @@ class Row:
 
 
 @dataclass(frozen=True)
+class HostPair:
+    """The network between two hosts of a job, while no other pair sends."""
+
+    first: str
+    second: str
+    bits_per_second: float
+    """Of the slower direction."""
+    latency_seconds: float
+    """Of one direction."""
+
+
+@dataclass(frozen=True)
 class Comparison:
     """All rows of a comparison, and what was compared."""
 
@@ -85,10 +109,18 @@ class Comparison:
     notes: tuple[str, ...]
     """Sentences that a reader of the figures must know."""
     rows: tuple[Row, ...]
+    pairs: tuple[HostPair, ...] = ()
+    """All pairs of hosts, if torchrun started the ranks."""
+
+    @property
+    def slow_pairs(self) -> list[HostPair]:
+        """The pairs with less than half of the fastest pair's rate, the slowest first."""
+        pairs = sorted(self.pairs, key=lambda pair: pair.bits_per_second)
+        return [p for p in pairs if p.bits_per_second < _SLOW * pairs[-1].bits_per_second]
 
     @property
     def links(self) -> list[str]:
-        """All links in order, loopback first."""
+        """All links in order, loopback first if it was measured."""
         return list(dict.fromkeys(row.link for row in self.rows))
 
     @property
@@ -117,6 +149,14 @@ class Comparison:
         writer.writeheader()
         writer.writerows(self.to_dict()["rows"])
         return text.getvalue()
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended a comparison; ``comparison`` is what had been measured."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__("the comparison was interrupted")
+        self.comparison = comparison
 
 
 def _plain(value: Any) -> Any:

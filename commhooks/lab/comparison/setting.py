@@ -1,26 +1,30 @@
-"""Entries side by side in one setting: over loopback, or over one link."""
+"""Entries side by side in one setting: over loopback, over one link, or on the hosts of a job."""
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from commhooks.cluster import Ranks
 from commhooks.lab.comparison import remote
-from commhooks.lab.comparison.entry import BARE, Entry
-from commhooks.lab.comparison.remote import FirstSteps
+from commhooks.lab.comparison.entry import BARE
+from commhooks.lab.comparison.plan import Task
+from commhooks.lab.comparison.progress import Progress
+from commhooks.lab.comparison.remote import Block, FirstSteps
 from commhooks.lab.comparison.result import ComparisonError, TrainingPoint
 from commhooks.lab.comparison.trial import TrialCosts
-from commhooks.lab.models import Workload
 
-__all__ = ["Figures", "ProgressCallback", "Setting"]
+__all__ = ["Figures", "RankCaller", "Setting"]
 
-_WARM_UP = 2  # steps after the first one, in which buckets are rebuilt
-_VALIDATIONS = 10
 
-ProgressCallback = Callable[[str, int, int], None]
-"""Called with a description of the current work, how much of it is done, and the total."""
+class RankCaller(Protocol):
+    """Runs functions on all ranks, see :class:`commhooks.cluster.Ranks`."""
+
+    world_size: int
+
+    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the results of ``fn(rank, *args, **kwargs)`` by rank."""
 
 
 @dataclass(frozen=True)
@@ -33,82 +37,89 @@ class Figures:
     costs: TrialCosts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setting:
-    """``ranks`` that are connected by loopback or by a link, and the entries to compare there."""
+    """What has been measured in one setting so far, by the names of entries."""
 
-    ranks: Ranks
     name: str
-    entries: Sequence[Entry]
-    progress: ProgressCallback
+    bits_per_second: float | None = None
+    first_steps: dict[str, FirstSteps] = field(default_factory=dict)
+    training: dict[str, list[TrainingPoint]] = field(default_factory=dict)
+    _blocks: dict[str, list[Block]] = field(default_factory=dict)
 
-    def prepare(self, workload: Workload, *, verify: bool) -> dict[str, FirstSteps]:
-        """Start a trial of each entry and warm it up. Returns the figures of the worst rank.
+    def run(self, ranks: RankCaller, tasks: Sequence[Task], train: str, progress: Progress) -> None:
+        """Do the tasks. After an interrupt, the figures are those of the tasks that are done."""
+        for task in tasks:
+            progress.tell(self.name, f"{task.kind} {task.entry.name}")
+            start = time.monotonic()
+            wire_bytes = self._run(ranks, task, train)
+            progress.end(self.name, task, time.monotonic() - start, wire_bytes)
 
-        The bare entry must be the first. With ``verify`` the errors of the others are measured.
-        """
-        self.ranks(remote.prepare, workload)
-        found = {}
-        for index, entry in enumerate(self.entries):
-            self._tell("preparing", index, len(self.entries))
-            by_rank = self._call(entry, remote.begin_trial, entry, _WARM_UP)
-            errors = [first.error for first in by_rank if first.error is not None]
-            peaks = [first.peak_bytes for first in by_rank if first.peak_bytes is not None]
-            worst = max(errors, key=_nan_last, default=None)
-            found[entry.name] = FirstSteps(worst, max(peaks, default=None))
-            if verify and entry == BARE:
-                self.ranks(remote.keep_mean)
-        return found
+    def figures(self, name: str) -> Figures | None:
+        """Return the figures of an entry; None if it or the bare model has not been measured."""
+        blocks, bare = self._blocks.get(name), self._blocks.get(BARE.name)
+        if not blocks or not bare:
+            return None
+        seconds = [step for block in blocks for step in block.seconds]
+        return Figures(
+            step_seconds=statistics.median(seconds),
+            step_spread_seconds=_spread(seconds),
+            exposed_seconds=statistics.median(
+                statistics.median(block.seconds) - statistics.median(other.seconds)
+                for block, other in zip(blocks, bare, strict=False)  # an interrupt may leave one
+            ),
+            costs=_mean_costs(blocks),
+        )
 
-    def time(self, steps: int) -> dict[str, Figures]:
-        """Time all entries, which take turns step by step so that other load affects all alike."""
-        self.ranks(remote.begin_counting)
-        seconds: dict[str, list[float]] = {entry.name: [] for entry in self.entries}
-        for index in range(steps):
-            self._tell("measuring", index, steps)
-            for entry in self.entries:
-                seconds[entry.name].append(max(self._call(entry, remote.step, entry.name)))
-        return {
-            name: Figures(
-                step_seconds=statistics.median(found),
-                step_spread_seconds=_spread(found),
-                exposed_seconds=_difference(found, seconds[BARE.name]),
-                costs=self.ranks(remote.costs, name)[0],
-            )
-            for name, found in seconds.items()
-        }
+    def _run(self, ranks: RankCaller, task: Task, train: str) -> float | None:
+        """Do a task; return the bytes of a step if it tells them."""
+        match task.kind:
+            case "verifying":
+                first = _worst(self._call(ranks, task, remote.verify, task.entry))
+                self.first_steps[task.entry.name] = first
+                return first.wire_bytes
+            case "measuring":
+                by_rank = self._call(
+                    ranks, task, remote.time_block, task.entry, task.done, task.steps
+                )
+                slowest = tuple(map(max, zip(*(block.seconds for block in by_rank), strict=True)))
+                block = Block(slowest, by_rank[0].costs)
+                self._blocks.setdefault(task.entry.name, []).append(block)
+                return block.costs.wire_bytes
+            case "training":
+                if task.done == 0:
+                    self._call(ranks, task, remote.begin_training, task.entry, train)
+                for left in range(task.steps, 0, -1):
+                    point = self._call(ranks, task, remote.train, left == 1)[0]
+                self.training.setdefault(task.entry.name, []).append(point)
+                return None
 
-    def train(self, function: str, steps: int) -> dict[str, tuple[TrainingPoint, ...]]:
-        """Train with all entries but the bare one, each from the same start.
-
-        Each training is validated about ten times.
-        """
-        entries = [entry for entry in self.entries if entry != BARE]
-        stride = max(1, steps // _VALIDATIONS)
-        training = {}
-        for index, entry in enumerate(entries):
-            self._call(entry, remote.begin_training, entry, function)
-            points = []
-            for done in range(1, steps + 1):
-                self._tell(f"training {entry.name}", index * steps + done, len(entries) * steps)
-                validate = done % stride == 0 or done == steps
-                point = self._call(entry, remote.train, validate)[0]
-                points += [point] if validate else []
-            training[entry.name] = tuple(points)
-        return training
-
-    def _tell(self, what: str, done: int, total: int) -> None:
-        self.progress(f"{self.name}: {what}", done, total)
-
-    def _call(self, entry: Entry, function: Any, *arguments: Any) -> list[Any]:
+    def _call(self, ranks: RankCaller, task: Task, function: Any, *arguments: Any) -> list[Any]:
         """Call a function on all ranks; errors name the entry."""
         try:
-            return self.ranks(function, *arguments)
+            return ranks(function, *arguments)
         except Exception as error:
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
             raise ComparisonError(
-                f"{entry.name!r} failed: {type(error).__name__}: {error}{notes}"
+                f"{task.entry.name!r} failed: {type(error).__name__}: {error}{notes}"
             ) from error
+
+
+def _worst(by_rank: Sequence[FirstSteps]) -> FirstSteps:
+    errors = [first.error for first in by_rank if first.error is not None]
+    peaks = [first.peak_bytes for first in by_rank if first.peak_bytes is not None]
+    worst = max(errors, key=_nan_last, default=None)
+    return FirstSteps(worst, max(peaks, default=None), by_rank[0].wire_bytes)
+
+
+def _mean_costs(blocks: Sequence[Block]) -> TrialCosts:
+    steps = [len(block.seconds) for block in blocks]
+    exposed = [block.costs.exposed_seconds for block in blocks]
+    known = [seconds for seconds in exposed if seconds is not None]
+    return TrialCosts(
+        statistics.fmean([block.costs.wire_bytes for block in blocks], steps),
+        statistics.fmean(known, steps) if known else None,
+    )
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -116,10 +127,6 @@ def _spread(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return high - low
-
-
-def _difference(values: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.median(a - b for a, b in zip(values, others, strict=True))
 
 
 def _nan_last(value: float) -> float:

@@ -26,16 +26,21 @@ class TrialCosts:
 
 
 class Trial:
-    """An entry's wrapper around ``module``, and its steps."""
+    """An entry's wrapper around ``module``, and its steps.
 
-    def __init__(self, entry: Entry, module: nn.Module, workload: Workload, rank: int) -> None:
+    The module must be the same on all ranks. The hook counts steps from ``first_step``.
+    """
+
+    def __init__(
+        self, entry: Entry, module: nn.Module, workload: Workload, rank: int, *, first_step: int
+    ) -> None:
         self._module = module
         self._workload = workload
         self._rank = rank
         self._batch = workload.make_input(module, rank)
-        self._model, self._handle = entry.wrap(module)
+        self._model, self._handle = entry.wrap(module, init_sync=False)
         if self._handle is not None:
-            self._handle.load_state_dict({**self._handle.state_dict(), "step": FIRST_STEP})
+            self._handle.load_state_dict({**self._handle.state_dict(), "step": first_step})
         self._before = self._sums()
 
     def step(self) -> float:

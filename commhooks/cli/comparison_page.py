@@ -1,0 +1,114 @@
+"""A comparison as one HTML page that needs no other file and no network."""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+
+from commhooks.cli.comparison_plot import panels, save
+from commhooks.cli.comparison_table import (
+    costs_columns,
+    explanations,
+    format_pair,
+    kind_of,
+    times_columns,
+)
+from commhooks.lab.comparison import Comparison, Row
+
+__all__ = ["comparison_page"]
+
+_STYLE = """
+:root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
+body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; }
+th, td { padding: .2rem .8rem; text-align: right; white-space: nowrap; }
+th { border-bottom: 2px solid; }
+td { border-bottom: 1px solid #8884; }
+th:first-child, td:first-child { text-align: left; font-family: ui-monospace, monospace; }
+dt { font-weight: 600; float: left; clear: left; margin-right: .5rem; }
+dd { margin: 0; }
+.plots { display: grid; gap: 1rem; }
+@media (min-width: 60rem) { .plots { grid-template-columns: 1fr 1fr; } }
+figure { margin: 0; background: white; border-radius: 6px; padding: .5rem; }
+figure svg { max-width: 100%; height: auto; display: block; margin: auto; }
+.slow { color: #d33; font-weight: 600; }
+"""
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """Return the page: what was compared, on what, plots and tables, and what the columns mean."""
+    title = f"{escape(comparison.model)} on {comparison.world_size} ranks"
+    machine = ", ".join(f"{name}: {value}" for name, value in comparison.machine.items())
+    about = f"in {comparison.steps} steps per hook and link. {escape(machine)}."
+    parts = [
+        f"<h1>{title}</h1>",
+        f"<p>Communication hooks, measured by <code>commhooks compare</code> {about}</p>",
+        *(f"<p><strong>Note:</strong> {escape(note)}.</p>" for note in comparison.notes),
+        *_network(comparison),
+        '<div class="plots">',
+        *(_figure(draw) for draw in panels(comparison)),
+        "</div>",
+        *(
+            _table(
+                f"{link}, {kind_of(comparison, link)}",
+                times_columns(comparison),
+                [row for row in comparison.rows if row.link == link],
+            )
+            for link in comparison.links
+        ),
+        _table("Costs", costs_columns(comparison), _first_rows(comparison)),
+        _definitions(comparison),
+    ]
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _network(comparison: Comparison) -> Iterable[str]:
+    if not comparison.pairs:
+        return
+    rows = []
+    for pair in sorted(comparison.pairs, key=lambda pair: pair.bits_per_second):
+        *cells, mark = format_pair(comparison, pair)
+        tag = f'<td class="slow">{mark}</td>'
+        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells) + tag)
+    yield _html_table("Network", ["pair of hosts", "rate", "latency", ""], rows)
+
+
+def _table(title: str, columns: Mapping[str, Callable[[Row], str]], rows: Iterable[Row]) -> str:
+    lines = []
+    for row in rows:
+        cells = [row.hook, *(cell(row) for cell in columns.values())]
+        lines.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    return _html_table(title, ["hook", *columns], lines)
+
+
+def _html_table(title: str, names: Iterable[str], rows: Iterable[str]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        f"<table>\n<caption>{escape(title)}</caption>\n<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>"
+    )
+
+
+def _definitions(comparison: Comparison) -> str:
+    lines = (line.partition(": ") for line in explanations(comparison))
+    return f"<dl>{''.join(f'<dt>{a}</dt><dd>{escape(b)}</dd>' for a, _, b in lines)}</dl>"
+
+
+def _figure(draw: Callable[..., None]) -> str:
+    text = io.StringIO()
+    save([draw], text, format="svg")
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    return f"<figure>{svg}</figure>"
+
+
+def _first_rows(comparison: Comparison) -> list[Row]:
+    return [row for row in comparison.rows if row.link == comparison.links[0]]

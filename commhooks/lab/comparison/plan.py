@@ -1,0 +1,67 @@
+"""What a comparison does, task by task, so that it can tell how long the rest takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from commhooks.lab.comparison.entry import BARE, Entry
+
+__all__ = ["VERIFIED_STEPS", "WARM_UP", "Task", "timing_tasks", "training_tasks", "verifying_tasks"]
+
+WARM_UP = 2
+"""Steps of a new wrapper that are not timed: after the first one, buckets are rebuilt."""
+VERIFIED_STEPS = 1 + WARM_UP
+
+_ROUNDS = 4  # even, see timing_tasks()
+_LEAST = 12  # timed steps in a block, so that warm-ups do not take most of the time
+_VALIDATIONS = 10
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some consecutive steps of one entry."""
+
+    kind: Literal["verifying", "measuring", "training"]
+    entry: Entry
+    steps: int
+    done: int = 0
+    """The steps of the same kind that the entry has made before."""
+
+    @property
+    def all_steps(self) -> int:
+        """The steps including the warm-up."""
+        return self.steps + (WARM_UP if self.kind == "measuring" else 0)
+
+
+def verifying_tasks(entries: Sequence[Entry]) -> list[Task]:
+    """Return a task for each entry. The bare one must be the first: the others are compared."""
+    return [Task("verifying", entry, VERIFIED_STEPS) for entry in entries]
+
+
+def timing_tasks(entries: Sequence[Entry], steps: int) -> list[Task]:
+    """Return the blocks of steps in which the entries take turns.
+
+    There are up to four rounds, in which each entry has a block. Every other round has the reverse
+    order, so that a machine that steadily becomes slower or faster favors no entry.
+    """
+    rounds = max(1, min(_ROUNDS, steps // _LEAST))
+    ends = [steps * index // rounds for index in range(rounds + 1)]
+    tasks = []
+    for index in range(rounds):
+        done = ends[index]
+        size = ends[index + 1] - done
+        order = entries if index % 2 == 0 else entries[::-1]
+        tasks += [Task("measuring", entry, size, done) for entry in order]
+    return tasks
+
+
+def training_tasks(entries: Sequence[Entry], steps: int) -> list[Task]:
+    """Return the trainings of all entries but the bare one, each in about ten parts."""
+    stride = max(1, steps // _VALIDATIONS)
+    starts = range(0, steps, stride)
+    return [
+        Task("training", entry, min(stride, steps - start), start)
+        for entry in entries
+        if entry != BARE
+        for start in starts
+    ]
