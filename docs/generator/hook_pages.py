@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MUCH = 2.0
 """Percent of the validation loss: what a hook loses beyond that, its page says first."""
 _MINUS = "\N{MINUS SIGN}"
+_SPACE = "\N{NO-BREAK SPACE}"
+"""Between a number and its unit or its limit, so that both stay in one line."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ _TITLES = {
 
 def _families() -> Iterator[Family]:
     for name, title in _TITLES.items():
-        yield Family(name, title, tuple(n for n in _KINDS if commhooks.describe(n).family == name))
+        yield Family(
+            name, title, tuple(n for n in sorted(_KINDS) if commhooks.describe(n).family == name)
+        )
 
 
 FAMILIES = tuple(_families())
@@ -150,10 +154,12 @@ def _options(name: str) -> str:
     lines = ["| option | type | default | |", "|---|---|---|---|"]
     for option in info.options:
         default = "required" if option.required else f"`{option.default!r}`"
-        limits = f" ({', '.join(option.constraints)})" if option.constraints else ""
+        limits = ", ".join(limit.replace(" ", _SPACE) for limit in option.constraints)
         kind = option.type.replace("|", "or")
         note = notes.get(option.name, "")
-        lines.append(f"| `{option.name}` | {kind}{limits} | {default} | {note} |")
+        lines.append(
+            f"| `{option.name}` | {kind}{f' ({limits})' if limits else ''} | {default} | {note} |"
+        )
     return "\n".join(lines)
 
 
@@ -273,9 +279,9 @@ def _conditions() -> str:
 
 
 def _percent(change: float, *, bold: float | None = None) -> str:
-    text = f"{100 * change:+.1f} %".replace("-", _MINUS)
+    text = f"{100 * change:+.1f}{_SPACE}%".replace("-", _MINUS)
     return f"**{text}**" if bold is not None and 100 * change > bold else text
 
 
 def _byte_share(by_task: dict[str, Row]) -> str:
-    return ", ".join(f"{100 * row.byte_share:.0f} %" for row in by_task.values())
+    return ", ".join(f"{100 * row.byte_share:.0f}{_SPACE}%" for row in by_task.values())
