@@ -35,7 +35,7 @@ test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
 
 # What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.
 PURE_TESTS ?= tests/pure tests/adapters/test_torch_ddp.py tests/algorithms/test_selection.py \
-  tests/codecs tests/hook/test_registry.py
+  tests/codecs/test_codecs.py tests/codecs/test_index_code.py tests/codecs/test_precision.py
 
 test-pure: $(INSTALLED) ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
 	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
