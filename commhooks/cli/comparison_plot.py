@@ -83,7 +83,9 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
     middle = (len(comparison.links) - 1) * height / 2
     axes.set_yticks([base + middle for base in range(len(comparison.hooks))], comparison.hooks)
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    seconds = [row.step_seconds for row in comparison.rows]
+    if max(seconds) > 10 * min(seconds):  # otherwise a logarithmic axis may have no label
+        axes.set_xscale("log")
     axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.set_xlabel("time of a step")
     axes.legend(title="link")
