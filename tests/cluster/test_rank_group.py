@@ -76,13 +76,16 @@ def test_a_timeout_ends_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
-@pytest.mark.parametrize("start", [fork_worker, start_worker])
+@pytest.mark.parametrize(
+    "start", [fork_worker, pytest.param(start_worker, marks=pytest.mark.exhaustive)]
+)
 def test_ranks_over_a_shaped_link(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commhooks.cluster.process, "start_worker", start)
     with shaped_link(2, 1e9) as link, Ranks(2, link) as ranks:
         assert ranks(add_ranks) == [1.0, 1.0]
 
 
+@pytest.mark.exhaustive
 def test_ranks_do_not_use_a_host_name(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

@@ -66,6 +66,8 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     ],
 }
 ONE_PER_FAMILY = {"gossip", "int8", "local_sgd", "powersgd", "push_sum", "skip_nonfinite", "topk"}
+# Hooks whose code is that of another one, but for a number.
+VARIANTS = {"bf16", "int4"}
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
 )
@@ -75,7 +77,11 @@ OWN_HOOKS = sorted(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param(name, options, marks=[pytest.mark.exhaustive] if index else [])
+        pytest.param(
+            name,
+            options,
+            marks=[pytest.mark.exhaustive] if index or name in ONE_PER_FAMILY | VARIANTS else [],
+        )
         for name in OWN_HOOKS
         for index, options in enumerate(OPTIONS.get(name, [{}]))
     ],
