@@ -39,8 +39,12 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 
-# In the texts of Gloo, of collectives under TORCH_DISTRIBUTED_DEBUG=DETAIL, of MPI and UCC.
-_SIGNS = re.compile(r"/gloo/|[Tt]imed out|Connection (closed|reset|refused)|monitoredBarrier")
+# In the texts of Gloo, of stores, of collectives under TORCH_DISTRIBUTED_DEBUG=DETAIL, of MPI and
+# UCC.
+_SIGNS = re.compile(
+    "/gloo/|[Tt]imed out|(Application|[Cc]onnect|[Ww]ait|Read|Write|Socket) [Tt]imeout|"
+    "Connection (closed|reset|refused)|peer closed|monitoredBarrier"
+)
 # NCCL reports some mistakes of the caller as DistBackendError, too.
 _MISTAKES = re.compile(r"invalid usage|invalid argument|Duplicate GPU")
 _GRACE_SECONDS = 2.0

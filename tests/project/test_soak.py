@@ -70,3 +70,8 @@ def test_other_numbers_than_without_a_fault() -> None:
 def test_a_seed_gives_one_trial() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
     assert len({draw(seed).fault.kind for seed in range(200)}) == 11
+
+
+def test_a_hook_that_does_not_fit_is_no_failure() -> None:
+    refused = [End(Outcome(refused="no weight"), 0, 1.0)] * 2
+    assert not list(complaints(trial("slow", "in"), refused, refused))

@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks import DistributedDataParallel
+from commhooks.comm.stage_groups import StageGroups
 from reducer import init_sync
 from reducer.join import StepPlan
+from reducer.peers import is_peer_loss
 
 Die = Callable[[], None]
 
@@ -299,3 +301,46 @@ def test_a_rank_that_stops(ranks: DyingRanks) -> None:
         assert "rank 2 failed, left or did not answer" in raised.text
         assert "Timed out waiting" in raised.text
         assert "time-out of the process group: 1 s" in raised.text
+
+
+def connect(die: Die) -> None:
+    """Die after meeting the others in the store, see Note [Meeting before connecting]."""
+    make_group = StageGroups._make_group
+    StageGroups._make_group = lambda *args: (die(), make_group(*args))[1]  # type: ignore[method-assign]
+    try:
+        model = quiet()
+        commhooks.register(model, "int8")
+        step(model)
+    finally:
+        StageGroups._make_group = make_group  # type: ignore[method-assign]
+
+
+def test_a_rank_that_dies_while_a_hook_connects(ranks: DyingRanks) -> None:
+    found = ranks.run(connect, timeout=1.0)
+    for raised in found:
+        assert raised.kind == "CommHookPeerError", raised
+    assert any("the ranks of collective 0 of a hook cannot meet" in raised.text for raised in found)
+
+
+SIGNS = [
+    "Application timeout caused pair closure",
+    "Wait timeout",
+    "wait timeout after 10000ms, keys: /default_pg/0//0/1/0",
+    "Timed out waiting 10000ms for recv operation to complete",
+    "Socket Timeout",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:41",
+    "Connect timeout [127.0.0.1]:29500",
+    "Connection reset by peer",
+    "Remote peer closed the connection.",
+]
+
+
+@pytest.mark.parametrize("text", SIGNS)
+def test_texts_of_backends_and_stores(text: str) -> None:
+    assert is_peer_loss(RuntimeError(text))
+    assert not is_peer_loss(ValueError(text))
+
+
+@pytest.mark.parametrize("text", ["Invalid timeout", "timeout must be positive", "a peer review"])
+def test_texts_of_other_errors(text: str) -> None:
+    assert not is_peer_loss(RuntimeError(text))

@@ -31,14 +31,14 @@ def complaints(trial: Trial, ends: Sequence[End], reference: Sequence[End] | Non
             yield f"rank {rank} hangs; its threads were here:\n{end.log[-6000:]}"
         elif end.code < 0 and not (rank == trial.fault.rank and trial.fault.kind in ABRUPT):
             yield f"rank {rank} was ended by signal {-end.code}:\n{end.log[-4000:]}"
-    if reference is not None and not all(end.outcome and end.outcome.done for end in reference):
-        yield f"the training without a fault failed: {[end.outcome for end in reference]}"
-        return
     outcomes = [end.outcome for end in ends]
     refusals = {outcome.refused for outcome in outcomes if outcome is not None}
-    if any(refusals):
+    if any(refusals):  # a hook that does not fit the model
         if "" in refusals:
             yield f"a hook was refused on some ranks only: {refusals}"
+        return
+    if reference is not None and not all(end.outcome and end.outcome.done for end in reference):
+        yield f"the training without a fault failed: {[end.outcome for end in reference]}"
         return
     yield from _errors(trial, ends)
     yield from _models(trial, outcomes)
