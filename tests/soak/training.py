@@ -84,7 +84,13 @@ def _train(rank: int, trial: Trial, folder: Path, first: int, outcome: Outcome) 
             }
             torch.save(saved, path)
         if trial.replacement is not None and step == trial.replacement[0]:
-            handle.replace(trial.replacement[1])
+            try:
+                handle.replace(trial.replacement[1])
+            except commhooks.CommHookPeerError:
+                raise
+            except commhooks.CommHookError as error:
+                outcome.refused = f"{type(error).__name__}: {error}"
+                return
             injector.wrap(handle.hook)
         injector.step = step
         begin = time.monotonic()
