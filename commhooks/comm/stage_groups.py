@@ -24,6 +24,7 @@ all ranks take part.
 import atexit
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -97,7 +98,7 @@ class StageGroups:
 
     def _make_group(self, store: Store, rank: int, size: int) -> Any:
         """Return a new group, which has a process group's methods for collectives."""
-        return ProcessGroupGloo(store, rank, size, self._options)
+        return _within(self._timeout, lambda: ProcessGroupGloo(store, rank, size, self._options))
 
     def publish(self, failure: str) -> None:
         """Tell peers why this epoch ends. Only the reason of the first rank is kept."""
@@ -164,6 +165,27 @@ class StageGroups:
 
     def _key(self, name: str) -> str:
         return f"{self._epoch}/{name}"
+
+
+def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
+    """Return what ``connect`` returns, or raise RuntimeError after ``limit``.
+
+    Gloo may wait forever for a peer that has left while they connect; then a thread does.
+    """
+    groups, errors = [], []
+
+    def run() -> None:
+        try:
+            groups.append(connect())
+        except Exception as error:
+            errors.append(str(error))  # the error itself refers to frames, which may keep groups
+
+    thread = threading.Thread(target=run, name="commhooks-connect", daemon=True)
+    thread.start()
+    thread.join(limit.total_seconds())
+    if groups:
+        return groups.pop()
+    raise RuntimeError(errors[0] if errors else f"timed out after {limit.total_seconds():g} s")
 
 
 _droppers: set[threading.Thread] = set()

@@ -1,5 +1,6 @@
 """A peer that dies raises CommHookPeerError in whatever the others do next. Note [Lost peers]."""
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import torch.distributed as dist
 from support.dying_ranks import LIMIT_SECONDS, DyingRanks
 from torch import Tensor, nn
+from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks import DistributedDataParallel
+from commhooks.comm import stage_groups
 from commhooks.comm.stage_groups import StageGroups
 from reducer import init_sync
 from reducer.join import StepPlan
@@ -320,6 +323,31 @@ def test_a_rank_that_dies_while_a_hook_connects(ranks: DyingRanks) -> None:
     for raised in found:
         assert raised.kind == "CommHookPeerError", raised
     assert any("the ranks of collective 0 of a hook cannot meet" in raised.text for raised in found)
+
+
+class NeverConnects:
+    """As Gloo does at times if a peer was stopped while it connected, and the others have left."""
+
+    _Options = ProcessGroupGloo._Options  # type: ignore[attr-defined]
+
+    def __init__(self, *_: object) -> None:
+        threading.Event().wait()
+
+
+def connect_without_end(die: Die) -> None:
+    stage_groups.ProcessGroupGloo = NeverConnects  # type: ignore[assignment, misc]
+    try:
+        model = quiet()
+        commhooks.register(model, "int8")
+        step(model)
+    finally:
+        stage_groups.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+
+
+def test_a_connection_that_never_comes(ranks: DyingRanks) -> None:
+    for raised in ranks.run(connect_without_end, timeout=1.0):
+        assert raised.kind == "CommHookPeerError", raised
+        assert "cannot meet: timed out after 1 s" in raised.text
 
 
 SIGNS = [
