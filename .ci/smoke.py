@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 
 SIZE = 2
+HOOKS = {"allreduce": {}, "bf16": {}, "int8": {}, "topk": {"density": 1.0}, "powersgd": {}}
 
 
 def train(rank: int, port: int, wrappers: list[type[nn.Module]]) -> None:
@@ -23,10 +24,10 @@ def train(rank: int, port: int, wrappers: list[type[nn.Module]]) -> None:
     store = dist.TCPStore("127.0.0.1", port, SIZE, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE)
     for wrapper in wrappers:
-        for name in ("allreduce", "bf16", "int8", "topk", "powersgd"):
+        for name, options in HOOKS.items():
             torch.manual_seed(0)
             model = wrapper(nn.Linear(64, 64))
-            handle = commhooks.register(model, name)
+            handle = commhooks.register(model, name, **options)
             for _ in range(3):
                 model.zero_grad()
                 model(torch.full((4, 64), float(rank))).sum().backward()
