@@ -28,7 +28,7 @@ def follow(page: Path, folder: Path, environment: dict[str, str]) -> None:
             (folder / title).write_text(text)
         elif language == "console":
             for command in text.removeprefix("$ ").split("\n$ "):
-                line, *expected = command.splitlines()
+                line, *expected = command.replace("\\\n", "").splitlines()
                 output = _run(line, folder, environment, fails=comment == "fails")
                 for words in expected:
                     if words != "...":
