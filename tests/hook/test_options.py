@@ -24,6 +24,7 @@ class Optional(commhooks.CommHook):
     warm: bool = True
     cuts: list[tuple[Annotated[int, Ge(0)], float | None]] = field(default_factory=list)
     names: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    anything: Any = None
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
         return bucket.buffer()
@@ -34,6 +35,12 @@ def test_values_of_the_right_types_are_kept() -> None:
     assert hook == Optional(3, 2.0, torch.float16, torch.bfloat16, "right", True)
     assert isinstance(hook, Optional)
     assert isinstance(hook.scale, float)
+
+
+def test_an_option_of_any_type_keeps_its_value() -> None:
+    hook = commhooks.create("test_options", bits=3, anything="text")
+    assert isinstance(hook, Optional)
+    assert hook.anything == "text"
 
 
 def test_lists_and_ints_from_json_become_tuples_and_floats() -> None:

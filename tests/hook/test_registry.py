@@ -87,6 +87,7 @@ def test_description() -> None:
     assert (density.name, density.type, density.required) == ("density", "float", True)
     assert density.constraints == (">= 0.0", "<= 1.0")
     assert (seed.name, seed.type, seed.default, seed.required) == ("seed", "int", 7, False)
+    assert str(info).splitlines()[-1].strip() == info.paper
 
 
 def test_unknown_name_lists_all_and_the_nearest() -> None:

@@ -61,7 +61,7 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     if origin in (list, tuple, dict):
         return _convert_items(hint, value, path)
     kind = type(None) if hint is None else origin or hint
-    if not isinstance(kind, type):  # Any, or a type variable: accept everything
+    if kind is Any or not isinstance(kind, type):  # or a type variable: accept everything
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return _to_float(value)
