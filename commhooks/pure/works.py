@@ -3,6 +3,7 @@
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -68,7 +69,7 @@ def _end(stages: dict[int, Works]) -> None:
         works.put(None)
 
 
-class _Combined:
+class _Combined(ABC):
     """A Work that runs ``_run`` on the first thread that waits, and keeps its error."""
 
     def __init__(self) -> None:
@@ -88,8 +89,9 @@ class _Combined:
     def is_completed(self) -> bool:
         return self._is_completed
 
+    @abstractmethod
     def _run(self, timeout: timedelta | None) -> Exception | None:
-        raise NotImplementedError
+        """Wait for everything that is posted; return the first error."""
 
 
 class _JoinedWork(_Combined):

@@ -294,3 +294,10 @@ def use_detached(rank: int, size: int) -> None:
 def test_a_detached_use_of_a_parameter_is_autograds_error(run_ranks: Any) -> None:
     """See Note [Parameters change in backward]: no wrong numbers."""
     run_ranks(use_detached, 2)
+
+
+@pytest.mark.parametrize("name", ["gossip", "push_sum"])
+def test_one_rank_sends_nothing(name: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    bucket = commhooks.GradBucket(torch.ones(4), [parameter], ["weight"], index=0, count=1, step=0)
+    assert commhooks.create(name).wire_bytes(bucket, 1) == 0

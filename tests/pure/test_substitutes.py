@@ -157,6 +157,39 @@ def test_joined_works_wait_for_all_and_keep_the_first_error() -> None:
     assert [len(work.timeouts) for work in works] == [1, 1, 1]
 
 
+class Group:
+    """A process group of three ranks, seen from rank 0, whose first receive fails."""
+
+    def __init__(self) -> None:
+        self.receives = [Work(RuntimeError("lost")), Work()]
+        self.sends: list[Work] = []
+        for work in self.receives:
+            work.may_end.set()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 3
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return self.receives[tag - 1]
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
+        self.sends.append(Work())
+        self.sends[-1].may_end.set()
+        return self.sends[-1]
+
+
+def test_a_ring_waits_for_all_that_is_posted_after_an_error() -> None:
+    group: Any = Group()
+    gathering = commhooks.pure.ring_gather(group, list(torch.ones(3, 2)))
+    with pytest.raises(RuntimeError, match="lost"):
+        gathering.wait()
+    assert len(group.sends) == 1  # nothing is passed on after the error
+    assert [len(work.timeouts) for work in [*group.receives, *group.sends]] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("module", [_C, commhooks.pure], ids=["in use", "pure"])
 def test_kernel_arguments(module: Any) -> None:
     tensor = torch.ones(3)

@@ -13,14 +13,15 @@ _BLOCK = re.compile(
 )
 
 
-def follow(page: Path, folder: Path, environment: dict[str, str]) -> None:
-    """Follow ``page`` in ``folder``.
+def follow(page: Path, folder: Path, environment: dict[str, str]) -> int:
+    """Follow ``page`` in ``folder``. Return the number of commands.
 
     A block with a title is a file; if the comment in front says "replaces what is above the line",
     the lines above ``---`` are replaced by those below. In a ``console`` block, lines after ``$``
     are commands. They must succeed, unless the comment in front says "fails". Each line below a
     command must occur in its output, in this order, and ``...`` stands for any lines.
     """
+    count = 0
     for comment, language, title, text in _BLOCK.findall(page.read_text()):
         if title and comment.startswith("replaces"):
             _replace(folder / title, *text.split("---\n"))
@@ -28,12 +29,14 @@ def follow(page: Path, folder: Path, environment: dict[str, str]) -> None:
             (folder / title).write_text(text)
         elif language == "console":
             for command in text.removeprefix("$ ").split("\n$ "):
+                count += 1
                 line, *expected = command.replace("\\\n", "").splitlines()
                 output = _run(line, folder, environment, fails=comment == "fails")
                 for words in expected:
                     if words != "...":
                         assert words in output, f"$ {line}\n{output}\nhas no line {words!r}"
                         output = output.partition(words)[2]
+    return count
 
 
 def _replace(path: Path, before: str, after: str) -> None:
