@@ -35,9 +35,10 @@ class Run:
     wire_bytes: float
 
     @property
-    def key(self) -> tuple[str, str, str, int]:
+    def key(self) -> tuple[str, str, str, str, int]:
         """Return the key of the run. A record keeps the last run for each key."""
-        return self.task, self.hook, self.recipe, self.seed
+        config = json.dumps(self.config, sort_keys=True)
+        return self.task, self.hook, self.recipe, config, self.seed
 
 
 class Record:
@@ -61,7 +62,7 @@ class Record:
         ]
 
     def add(self, run: Run) -> None:
-        """Add a run, in place of an older one of the same hook, task, recipe and seed."""
+        """Add a run, in place of an older one with the same key."""
         self._runs[run.key] = run
         self.about = _about()
 

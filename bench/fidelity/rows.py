@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.fidelity.record import Record, Run
-from bench.fidelity.tasks import TASKS
+from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
 
-__all__ = ["Row", "mean", "plain_runs", "rows", "spread"]
+__all__ = ["Row", "mean", "plain_runs", "row_of", "rows", "spread"]
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,24 @@ class Row:
 
 def rows(record: Record, task: str) -> list[Row]:
     """Return the rows of all hooks that have been run, by name."""
-    plain = plain_runs(record, task)
-    found = []
-    for trained in trained_hooks():
-        recipe = trained.recipe or TASKS[task].usual
-        reference = {run.seed: run for run in plain.get(_reference_recipe(trained, task), [])}
-        runs = [
-            run
-            for run in record.runs(task, trained.hook, trained.create().to_config(), recipe)
-            if run.seed in reference
-        ]
-        if runs:
-            found.append(Row(trained, runs, [reference[run.seed] for run in runs]))
-    return found
+    found = (row_of(record, task, trained) for trained in trained_hooks())
+    return [row for row in found if row is not None]
+
+
+def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
+    """Return the row of a hook, or None if it has not been run."""
+    reference = {run.seed: run for run in _plain(record, task, _reference_recipe(trained, task))}
+    recipe = trained.recipe or ALL_TASKS[task].usual
+    config = trained.create().to_config()
+    runs = [run for run in record.runs(task, trained.hook, config, recipe) if run.seed in reference]
+    return Row(trained, runs, [reference[run.seed] for run in runs]) if runs else None
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
     """Return the reference runs by recipe, the task's usual recipe first."""
-    config = TrainedHook(REFERENCE).create().to_config()
     special = [_reference_recipe(trained, task) for trained in trained_hooks()]
-    recipes = dict.fromkeys([TASKS[task].usual, *special])
-    found = {recipe: record.runs(task, REFERENCE, config, recipe) for recipe in recipes}
+    recipes = dict.fromkeys([ALL_TASKS[task].usual, *special])
+    found = {recipe: _plain(record, task, recipe) for recipe in recipes}
     return {recipe: runs for recipe, runs in found.items() if runs}
 
 
@@ -78,5 +75,9 @@ def mean(values: Iterable[float]) -> float:
     return statistics.mean(values)
 
 
+def _plain(record: Record, task: str, recipe: str) -> list[Run]:
+    return record.runs(task, REFERENCE, TrainedHook(REFERENCE).create().to_config(), recipe)
+
+
 def _reference_recipe(trained: TrainedHook, task: str) -> str:
-    return trained.reference_recipe or TASKS[task].usual
+    return trained.reference_recipe or ALL_TASKS[task].usual

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import commhooks
-from bench.fidelity.tasks import TASKS
+from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import TrainedHook
 
 __all__ = ["RANKS", "TrainingResult", "train"]
@@ -37,7 +37,7 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
 
     The seed determines the initial parameters and the data, for every hook.
     """
-    data = TASKS[task]()
+    data = ALL_TASKS[task]()
     recipe = data.recipes[trained.recipe or data.usual]
     torch.manual_seed(seed)
     model = commhooks.DistributedDataParallel(data.model())

@@ -26,6 +26,7 @@ def count_bytes(rank: int, world_size: int, two_sided: bool) -> tuple[float, flo
     return total.gradient_bytes, total.wire_bytes
 
 
+@pytest.mark.exhaustive
 def test_counted_bytes_have_the_papers_ratio(run_ranks):
     vectors = sum(tensor.numel() for tensor in resnet18() if tensor.dim() == 1)
     sent = {}

@@ -83,7 +83,7 @@ def provide(package: Path) -> None:
     ("damage", "reason"),
     [
         (of_another_python, f"no {COMPILED}, but _C.cpython-38-x86_64-linux-gnu.so"),
-        (garbage, "_C does not load"),
+        pytest.param(garbage, "_C does not load", marks=pytest.mark.exhaustive),
         (of_another_torch, f"against torch 2.10.9, and this is {torch.__version__}"),
     ],
 )
@@ -112,7 +112,11 @@ for use in {uses}:
 
 
 @pytest.mark.parametrize(
-    ("broken", "working"), [("reducer", "commhooks"), ("commhooks", "reducer")]
+    ("broken", "working"),
+    [
+        ("reducer", "commhooks"),
+        pytest.param("commhooks", "reducer", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_everybody_else_is_told(folder: Path, broken: str, working: str) -> None:
     of_another_python(folder / broken)

@@ -243,6 +243,7 @@ def assert_same_runs(*folders):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.exhaustive
 def test_resumed_run_equals_an_uninterrupted_one_to_the_last_bit(tmp_path, run_ranks):
     """The first on ranks that exist already, the second under torchrun."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"

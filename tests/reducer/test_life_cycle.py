@@ -277,7 +277,7 @@ def data_loader(rank: int, world_size: int, method: str) -> None:
         model(x).sum().backward()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.exhaustive)])
 def test_data_loader_workers(method: str) -> None:
     run_ranks(data_loader, 2, method)
 

@@ -18,6 +18,8 @@ from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel, GradBucket
 from reducer._C import AverageHook
 
+STEPS = 200
+
 
 def make_model(layers: int = 4, **options: Any) -> nn.Module:
     """One bucket per parameter, unless ``options`` say otherwise."""
@@ -63,7 +65,7 @@ def read_while_training(rank: int, world_size: int) -> None:
 
     def read_one() -> None:
         handle.stats()
-        assert 0 <= model.reducer.steps <= 500
+        assert 0 <= model.reducer.steps <= STEPS
 
     def read_all() -> None:
         for row in model.reducer.bucket_stats():  # of whole steps
@@ -72,12 +74,12 @@ def read_while_training(rank: int, world_size: int) -> None:
         assert len(model.reducer.skipped_buckets) == 8
 
     with reading(read_one, read_all):
-        for step in range(500):
+        for step in range(STEPS):
             if step % 10 == 0:
                 model._update_process_group(model.process_group)  # rebuilds buckets in a step
                 handle.replace("int8")
             backward(model)
-    assert model.reducer.steps == 500
+    assert model.reducer.steps == STEPS
 
 
 def test_two_threads_read_while_another_one_trains() -> None:

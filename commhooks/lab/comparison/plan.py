@@ -1,5 +1,6 @@
 """What a comparison does, task by task, so that it can tell how long the rest takes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,8 +13,8 @@ WARM_UP = 2
 """Steps of a new wrapper that are not timed: after the first one, buckets are rebuilt."""
 VERIFIED_STEPS = 1 + WARM_UP
 
-_ROUNDS = 4  # even, see timing_tasks()
-_LEAST = 12  # timed steps in a block, so that warm-ups do not take most of the time
+_LEAST, _MOST = 12, 50
+"""Timed steps in a block: warm-ups take little of the time, and an interrupt finds some."""
 _VALIDATIONS = 10
 
 
@@ -41,10 +42,10 @@ def verifying_tasks(entries: Sequence[Entry]) -> list[Task]:
 def timing_tasks(entries: Sequence[Entry], steps: int) -> list[Task]:
     """Return the blocks of steps in which the entries take turns.
 
-    There are up to four rounds, in which each entry has a block. Every other round has the reverse
-    order, so that a machine that steadily becomes slower or faster favors no entry.
+    Each entry has a block in each round. Every other round has the reverse order, and their number
+    is even, so that a machine that steadily becomes slower or faster favors no entry.
     """
-    rounds = max(1, min(_ROUNDS, steps // _LEAST))
+    rounds = 2 * math.ceil(steps / (2 * _MOST)) if steps >= 2 * _LEAST else 1
     ends = [steps * index // rounds for index in range(rounds + 1)]
     tasks = []
     for index in range(rounds):
