@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.fidelity.rows import Row
-from bench.plots import GRAY, Draw, color_of, label_points, plot
+from bench.plots import Draw, label_points, plot
 from bench.slow_link.hooks import PLAIN
 from bench.slow_link.record import Course
+from commhooks.cli.colors import GRAY, color_of
 from commhooks.lab.units import format_rate
 
 __all__ = ["fidelity", "kernels", "pareto_front", "scaling", "slow_link"]

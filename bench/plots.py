@@ -10,47 +10,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["GRAY", "Draw", "color_of", "label_points", "plot"]
+from commhooks.cli.colors import GRAY, color_of
+
+__all__ = ["Draw", "label_points", "plot"]
 
 Draw = Callable[[Path], None]
 """Writes a plot to a file."""
 
-GRAY = "#7f8794"
-"""Of text and axes, and of what is only shown for comparison."""
-
 _WIDTH = 6.4
-# One hue per family: blue exact, orange and pink few bits, green sparse, violet low rank, cyan
-# fewer partners, brown wrappers. All have about the same lightness.
-_COLORS = {
-    "allreduce": "#3b82c4",
-    "bf16": "#5aa9e6",
-    "fp16": "#2f78b7",
-    "noop": "#7fa8d1",
-    "int8": "#e8710a",
-    "int4": "#f0932b",
-    "fp8": "#c9822b",
-    "natural": "#b5893a",
-    "qsgd": "#e0567a",
-    "terngrad": "#c95d9e",
-    "onebit": "#e0403f",
-    "signsgd": "#c2506a",
-    "topk": "#2f9e44",
-    "threshold": "#66a80f",
-    "randomk": "#8aa63a",
-    "dgc": "#12a17a",
-    "powersgd": "#845ef7",
-    "batched_powersgd": "#a58bf0",
-    "gossip": "#1098ad",
-    "push_sum": "#3aa6b5",
-    "local_sgd": "#0f8fb0",
-    "hierarchical": "#22a7c4",
-}
-_WRAPPER = "#a9745b"
-
-
-def color_of(hook: str) -> str:
-    """Return the color of a hook, whatever its options."""
-    return _COLORS.get(hook.partition(":")[0], _WRAPPER)
 
 
 def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) -> Draw:

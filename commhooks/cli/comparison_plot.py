@@ -10,6 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, NullFormatter
 
+from commhooks.cli.colors import line_styles
 from commhooks.lab.comparison import Comparison, Row, TrainingPoint
 
 __all__ = ["draw_comparison", "panels", "save"]
@@ -107,10 +108,12 @@ def _draw_losses_by_bytes(axes: Axes, comparison: Comparison, link: str) -> None
 def _draw_training(
     axes: Axes, comparison: Comparison, link: str, along: Callable[[TrainingPoint], float]
 ) -> None:
+    styles = line_styles(comparison.hooks)
     for row in _rows(comparison, link):
         if row.training:
             losses = [point.validation_loss for point in row.training]
-            axes.plot([along(p) for p in row.training], losses, marker="o", ms=3, label=row.hook)
+            xs = [along(point) for point in row.training]
+            axes.plot(xs, losses, marker="o", ms=3, label=row.hook, **styles[row.hook])
     axes.set_xscale("log")
     axes.set_ylabel("validation loss")
     axes.legend(title="hook")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from commhooks.cli.colors import GRAY, line_styles
 from commhooks.lab.simulation import Study
 
 __all__ = ["draw_curves"]
@@ -17,9 +18,9 @@ def draw_curves(study: Study, path: Path, title: str) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     sizes = study.curve_sizes()
-    for hook in study.hooks:
-        axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook)
-    axes.axhline(study.alone_seconds, color="gray", linestyle=":", label="no communication")
+    for hook, style in line_styles(study.hooks).items():
+        axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook, **style)
+    axes.axhline(study.alone_seconds, color=GRAY, linestyle=":", label="no communication")
     axes.axvline(study.network.size, color="lightgray", zorder=0)
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step", title=title)
     axes.grid(visible=True, alpha=0.3)

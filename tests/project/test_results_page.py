@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pandas")  # extra `bench`
-from bench import figures, plots
+from bench import figures
 from bench import results_page as page
 from bench.gpu import machine
+from commhooks.cli.colors import color_of
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -86,8 +87,8 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     figures.scaling(cells)(tmp_path / "plot.svg")
     text = (tmp_path / "plot.svg").read_text()
     assert ">int8<" in text
-    assert plots.color_of("int8:block_size=64") == plots.color_of("int8")
-    assert plots.color_of("int8") in text
+    assert color_of("int8:block_size=64") == color_of("int8")
+    assert color_of("int8") in text
     assert "fill: #ffffff" not in text
 
 
