@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,6 +128,20 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(files["json"].read_text())["world_size"] == 2
     assert files["csv"].read_text().count("\n") == 1 + 3 * 2
     assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.exhaustive
+def test_compare_on_the_ranks_of_torchrun() -> None:
+    """They are the hosts of the job, and only rank 0 prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "commhooks", "compare", "--model", "support.compared:net"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "80"}
+    text = subprocess.check_output(
+        [*command, "--hooks", "bf16", "--steps", "2"], env=environment, text=True, timeout=240
+    )
+    assert text.count("support.compared:net, 2 ranks") == 1
+    assert "network of these hosts, measured" in text
+    assert re.search(r"^ +bf16 .*37\.2 kB +2\.0x", text, re.M)
 
 
 @pytest.mark.parametrize(
