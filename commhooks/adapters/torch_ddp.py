@@ -57,6 +57,7 @@ class TorchDDPAdapter(Adapter):
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._steps = 0
         self._launched = 0  # buckets, in this step
+        self._has_last = False  # one of them was the last
         self._function: TorchHook = self._average
         self._error: BaseException | None = None
         self._runs: list[Run] = []  # of the function, in this step
@@ -113,6 +114,7 @@ class TorchDDPAdapter(Adapter):
         _queue_callback(lambda: _queue_callback(self._end_step))
         own = self._with_names(bucket)
         self._launched += 1
+        self._has_last = own.is_last()
         start_ns = time.monotonic_ns()
         try:
             future = self._launch(bucket, own)
@@ -152,6 +154,8 @@ class TorchDDPAdapter(Adapter):
     def _end_step(self) -> None:
         if self._launched == 0 or not self._is_finalized():
             return
+        if self._runner is not None and not self._has_last:
+            self._vote(self._runner)
         self._launched = 0
         error, self._error = self._error, None
         runs, self._runs = self._runs, []
@@ -162,6 +166,13 @@ class TorchDDPAdapter(Adapter):
         if self.recording is not None:
             self.recording.spans.append(self._backward(self.recording))
         self._steps += 1
+
+    def _vote(self, runner: Runner) -> None:
+        """End the step of a runner that torch did not give its last bucket."""
+        try:
+            runner.end_step(self._launched, self._steps).wait()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _is_finalized(self) -> bool:
         try:

@@ -16,10 +16,11 @@ from commhooks.comm.communicator import Communicator, PendingCollective
 from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Run, Stage
+from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
 
-__all__ = ["HookExecution", "new_future"]
+__all__ = ["EndOfStep", "HookExecution", "new_future"]
 
 _NO_RESULT = torch.empty(0)
 
@@ -102,10 +103,12 @@ class HookExecution:
         """Note that the collective has completed."""
         self._stages[-1].completed_ns = time.monotonic_ns()
 
-    def run(self) -> Run:
-        """Return the record of this execution, which has finished."""
+    def record(self, collector: StatsCollector) -> None:
+        """Tell ``collector`` what this execution, which has finished, has cost."""
         end_ns = time.monotonic_ns()
-        return Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
+        collector.record(
+            Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
+        )
 
     def end_collective(self) -> Exception | None:
         """Drop the collective that has completed, and return its error, if any.
@@ -215,6 +218,34 @@ class HookExecution:
 
     def _result_error(self, text: str) -> CommHookError:
         return self.error(text, CommHookResultError)
+
+
+class EndOfStep(HookExecution):
+    """The vote of a step in which no bucket ``is_last()``. It comes after ``index`` buckets."""
+
+    def __init__(
+        self,
+        hook: CommHook,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        index: int,
+        step: int,
+    ) -> None:
+        nothing = torch.empty(0, device=device)
+        super().__init__(
+            hook, GradBucket(nothing, [], [], index=index, count=index + 1, step=step), group
+        )
+
+    def record(self, collector: StatsCollector) -> None:
+        """Do nothing: the statistics are those of buckets."""
+
+    def _locate(self, text: str) -> str:
+        return f"[rank {self.comm.rank}] the end of step {self.bucket.step} failed: {text}"
+
+    async def _run(self) -> Tensor:
+        await _vote()
+        return self.bucket.buffer()
 
 
 def _copy_to_raise(failure: CommHookError) -> BaseException:

@@ -30,8 +30,15 @@ class Runner(Protocol):
         """Run the hook on ``bucket``; return a future of the average.
 
         Does not synchronize. A step begins with the bucket of index 0 and ends with the one that
-        ``is_last()``. Errors are set in the future: CommHookErrors, or what the hook raised if that
-        is no Exception, such as SystemExit.
+        ``is_last()``, or with :meth:`end_step`. Errors are set in the future: CommHookErrors, or
+        what the hook raised if that is no Exception, such as SystemExit.
+        """
+
+    def end_step(self, index: int, step: int) -> Future[Tensor]:
+        """End a step after ``index`` buckets, none of which was the last.
+
+        Return a future, which completes when all ranks have finished all buckets, or gets the error
+        that ended the step. Its value means nothing.
         """
 
     def abandon(self) -> None:

@@ -4,8 +4,9 @@ Note [All ranks or none]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A step that fails on one rank must fail on all; otherwise the models would silently diverge. A step
 therefore ends with a vote after its last bucket: a barrier, which a rank enters when all its
-buckets have finished. When the barrier completes, all buckets have finished on all ranks. A rank
-that fails, at whatever point,
+buckets have finished. When the barrier completes, all buckets have finished on all ranks. The
+bucket that ``is_last()`` votes; where nobody knows which one is, ``end_step()`` of the runner does.
+A rank that fails, at whatever point,
 
     1. publishes the reason in the store, under the current epoch;
     2. abandons its stage groups. Their connections close, and what peers have pending on them
@@ -144,7 +145,7 @@ class HookScheduler:
             return
         if result is None:
             return
-        self._collector.record(execution.run())  # if it raises, the step fails
+        execution.record(self._collector)  # if it raises, the step fails
         self._unfinished.remove(execution)
         if execution.bucket.is_last():
             self._state.finish()

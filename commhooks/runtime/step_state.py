@@ -35,8 +35,8 @@ class StepState:
     fail()    FAILED   FAILED    FAILED
     ========= ======== ========= ========= ========
 
-    A step begins with the bucket of index 0. That may happen in OPEN and SENDING because torch's
-    wrapper can leave out the last bucket of a step.
+    A step begins with the bucket of index 0. That may happen in OPEN and SENDING because torch does
+    not tell when a backward pass has raised.
 
     An exchange that outlives a step is in none of these phases: the state is that of a step only.
     """
@@ -58,7 +58,7 @@ class StepState:
         self._move(Phase.SENDING, _RUNNING)
 
     def finish(self) -> None:
-        """Note that the last bucket has finished."""
+        """Note that the step has ended on all ranks."""
         self._move(Phase.IDLE, _RUNNING)
 
     def fail(self, failure: CommHookError) -> None:

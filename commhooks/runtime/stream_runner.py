@@ -8,7 +8,7 @@ from torch.futures import Future
 from commhooks.comm.stream_groups import StreamGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import HookExecution
+from commhooks.runtime.execution import HookExecution, new_future
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
@@ -60,9 +60,15 @@ class StreamRunner:
             # Not of the hook: a signal has arrived on the thread of backward.
             self._fail(execution.error(f"{type(error).__name__}: {error}"))
             raise
-        self.collector.record(execution.run())
+        execution.record(self.collector)
         with self._stream:
             future.set_result(result)
+        return future
+
+    def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
+        """Do nothing, because a backend that keeps the order has no vote."""
+        future = new_future(torch.device("cpu"))
+        future.set_result(torch.empty(0))
         return future
 
     def abandon(self) -> None:

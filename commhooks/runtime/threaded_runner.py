@@ -14,7 +14,7 @@ from torch.futures import Future
 from commhooks._C import CompletionQueue
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import HookExecution
+from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -47,6 +47,7 @@ class ThreadedRunner:
         self.checks_finite = hook.checks_finite
         self._hook = hook
         self._group = group
+        self._device = device
         self._stream = SideStream(device)
         groups = StageGroups(group, token)
         self._thread = _HookThread(hook, group.rank(), groups, self._stream, self.collector)
@@ -56,11 +57,12 @@ class ThreadedRunner:
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
-        execution = HookExecution(self._hook, bucket, self._group)
-        execution.mark = self._stream.mark()
-        future = execution.future
-        self._thread.put(execution)
-        return future
+        return self._launch(HookExecution(self._hook, bucket, self._group))
+
+    def end_step(self, index: int, step: int) -> Future[Tensor]:
+        """Vote after ``index`` buckets, none of which was the last. Errors as for a bucket."""
+        end = EndOfStep(self._hook, self._group, self._device, index=index, step=step)
+        return self._launch(end)
 
     def abandon(self) -> None:
         """End the current step early: buckets on their way fail, on all ranks."""
@@ -69,6 +71,12 @@ class ThreadedRunner:
     def close(self) -> None:
         """End the thread."""
         self._finalizer()
+
+    def _launch(self, execution: HookExecution) -> Future[Tensor]:
+        execution.mark = self._stream.mark()
+        future = execution.future
+        self._thread.put(execution)
+        return future
 
 
 class _HookThread:

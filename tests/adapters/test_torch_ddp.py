@@ -138,6 +138,55 @@ def test_the_first_bucket_may_be_left_out(run_ranks: Any) -> None:
     run_ranks(leave_out, 2)
 
 
+@dataclass
+class FailsLate(commhooks.CommHook):
+    """The average; in the second bucket an error on rank 0, when it has sent everything."""
+
+    broken: bool = field(default=False, init=False, compare=False)
+    marked: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self.marked.append(bucket.is_last())
+        average = await comm.all_reduce(bucket.buffer().div_(comm.size))
+        if self.broken and comm.rank == 0 and bucket.index() == 1:
+            raise ValueError("broken")
+        return average
+
+
+def leave_out_the_last(rank: int, size: int) -> None:
+    names = ("first", "second", "third")
+    ones = {name: torch.ones(3) for name in names}
+    hook = FailsLate()
+    trainer = Trainer(
+        hook,
+        ones,
+        torch_ddp=True,
+        bucket_cap_mb=1e-6,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+    for _ in range(2):
+        trainer.step(ones)
+    order: list[list[bool]] = []
+    for left_out in names:
+        hook.marked.clear()
+        used = {name: tensor for name, tensor in ones.items() if name != left_out}
+        trainer.step(used)
+        order.append(list(hook.marked))
+        if True not in hook.marked:
+            hook.broken = True
+            with pytest.raises(commhooks.CommHookError, match="ValueError: broken"):
+                trainer.step(used)
+            hook.broken = False
+            trainer.step(used)
+    assert sorted(order) == [[False, False], [False, True], [False, True]]
+    assert all(bucket.names for bucket in trainer.handle.stats().buckets)
+
+
+def test_a_failure_in_a_step_without_its_last_bucket_ends_it_on_all_ranks(run_ranks: Any) -> None:
+    run_ranks(leave_out_the_last, 2)
+
+
 class Reentrant(nn.Module):
     """Each layer's gradients come in a backward of its own, within the whole one."""
 

@@ -49,10 +49,10 @@ def faults(draw: Any, program: Program, rank: int, step: int) -> Fault:
 
 
 @in_any_order
-@given(st.data(), st.integers(2, 4), seeds)
-def test_ranks_agree_on_the_order(data: Any, size: int, seed: int) -> None:
+@given(st.data(), st.integers(2, 4), seeds, st.booleans())
+def test_ranks_agree_on_the_order(data: Any, size: int, seed: int, knows_last: bool) -> None:
     program = data.draw(programs(size))
-    outcome = run_steps(size, program, STEPS, seed)
+    outcome = run_steps(size, program, STEPS, seed, knows_last=knows_last)
     assert outcome.errors == [[[]] * STEPS] * size
     assert outcome.recovered == [0] * size
     assert outcome.votes == STEPS
@@ -80,11 +80,13 @@ def test_subgroups_count_their_own_stages(seed: int) -> None:
 
 
 @in_any_order
-@given(st.data(), st.integers(2, 3), seeds)
-def test_a_step_fails_on_all_ranks_or_on_none(data: Any, size: int, seed: int) -> None:
+@given(st.data(), st.integers(2, 3), seeds, st.booleans())
+def test_a_step_fails_on_all_ranks_or_on_none(
+    data: Any, size: int, seed: int, knows_last: bool
+) -> None:
     program = data.draw(programs(size))
     fault = data.draw(faults(program, data.draw(st.integers(0, size - 1)), step=1))
-    outcome = run_steps(size, program, STEPS, seed, fault)
+    outcome = run_steps(size, program, STEPS, seed, fault, knows_last=knows_last)
     assert outcome.recovered == [1] * size
     assert outcome.votes == STEPS - 1
     for rank, (before, failed, after) in enumerate(outcome.errors):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.comm import stage_groups
-from commhooks.runtime.execution import HookExecution
+from commhooks.runtime.execution import EndOfStep, HookExecution
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -97,12 +97,16 @@ class Outcome:
     votes: int
 
 
-def run_steps(size: int, program: Program, steps: int, seed: int, *faults: Fault) -> Outcome:
+def run_steps(
+    size: int, program: Program, steps: int, seed: int, *faults: Fault, knows_last: bool = True
+) -> Outcome:
     """Run some steps of ``size`` ranks in an order that follows from ``seed``.
+
+    Unless ``knows_last``, no bucket is marked as the last, and an end of step follows.
 
     Raises AssertionError if connections are misused, or if the ranks wait for each other.
     """
-    world = _World(size, program, steps, random.Random(seed), faults)
+    world = _World(size, program, steps, random.Random(seed), faults, knows_last)
     with world.installed():
         world.run()
     return Outcome(
@@ -125,8 +129,10 @@ class _World:
         steps: int,
         draw: random.Random,
         faults: Sequence[Fault],
+        knows_last: bool,
     ) -> None:
         self.size, self.program, self.steps, self.faults = size, program, steps, faults
+        self.knows_last = knows_last
         self.draw = draw
         self.values: dict[str, bytes] = {}  # of the store
         self.connections: dict[str, _Connection] = defaultdict(lambda: _Connection(self))
@@ -288,17 +294,24 @@ class _Rank:
             self._next_step()
             self.scheduler.end_early()
             return
-        weight = torch.nn.Parameter(torch.zeros(1))
-        bucket = commhooks.GradBucket(
-            torch.zeros(1), [weight], [f"w{index}"], index=index, count=count, step=step
-        )
-        execution = HookExecution(self.hook, bucket, self.group)
+        if not self.world.knows_last:
+            count += 1
+        execution = self._execution(step, index, count)
         self.unfinished += 1
         execution.future.add_done_callback(lambda future: self._finish(future, step, index))
         self.bucket += 1
         if self.bucket == count:
             self._next_step()
         self.scheduler.launch(execution)
+
+    def _execution(self, step: int, index: int, count: int) -> HookExecution:
+        if index == len(self.world.program):
+            return EndOfStep(self.hook, self.group, torch.device("cpu"), index=index, step=step)
+        weight = torch.nn.Parameter(torch.zeros(1))
+        bucket = commhooks.GradBucket(
+            torch.zeros(1), [weight], [f"w{index}"], index=index, count=count, step=step
+        )
+        return HookExecution(self.hook, bucket, self.group)
 
     def _ends_early(self, step: int, index: int) -> bool:
         return any(
