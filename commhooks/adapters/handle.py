@@ -11,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from commhooks.adapters.adapter import Adapter, TorchHook
-from commhooks.adapters.ddp import DDPAdapter
+from commhooks.adapters.dispatch import adapter_of, inner_module, unwrap
 from commhooks.adapters.saved_state import (
     Loaded,
     check_saved_state,
@@ -25,7 +23,6 @@ from commhooks.adapters.saved_state import (
     loaded,
     saved_state,
 )
-from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.adapters.trace import trace
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
@@ -33,18 +30,12 @@ from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
 from commhooks.runtime.stats import HookStats
-from reducer import DistributedDataParallel
 
-__all__ = ["HookHandle", "adapter_of", "handle_of", "register"]
+__all__ = ["HookHandle", "handle_of", "install", "register"]
 
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
 
-_ADAPTERS: Mapping[type[nn.Module], Callable[[Any], Adapter]] = {
-    DistributedDataParallel: DDPAdapter,
-    TorchDistributedDataParallel: TorchDDPAdapter,
-}
-_adapters: "weakref.WeakKeyDictionary[nn.Module, Adapter]" = weakref.WeakKeyDictionary()
 _handles: "weakref.WeakKeyDictionary[nn.Module, HookHandle]" = weakref.WeakKeyDictionary()
 
 
@@ -52,31 +43,53 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
     """Let ``hook`` average the gradients of ``model`` from the next step on. Collective.
 
     Args:
-        model: A model wrapped in ``commhooks.DistributedDataParallel`` or in torch's own.
+        model: A model wrapped in ``commhooks.DistributedDataParallel`` or in torch's own, also
+            inside what ``torch.compile``, Fabric's ``setup`` or Accelerate's ``prepare`` returned;
+            or a module that torch's ``replicate`` was applied to.
         hook: The name of a hook, a config, a :class:`CommHook`, or a torch-style function
             ``fn(state, bucket)`` that returns a future of the average.
         **options: The options of a named hook. For a function only ``state``.
 
     Raises:
-        CommHookError: ``model`` is not wrapped, or has a hook already.
+        CommHookError: ``model`` is not wrapped, cannot take hooks, or has a hook already.
         CommHookMismatchError: The ranks registered different hooks or options; on every rank.
         UnknownHookError, CommHookOptionError: See :func:`create`. The other ranks raise as well.
     """
     adapter = adapter_of(model)
+    model = unwrap(model)
     if model in _handles:
         raise CommHookError(
             f"the model has a hook already, {_handles[model].hook!r}; use replace() of its handle, "
             "commhooks.handle_of(model), or remove() it first"
         )
+    return install(adapter, model, hook, options)
+
+
+def install(
+    adapter: Adapter,
+    model: nn.Module,
+    hook: AnyHook,
+    options: Mapping[str, Any],
+    state: Mapping[str, Any] | None = None,
+) -> "HookHandle":
+    """Install a hook, with its saved state if given. Collective.
+
+    :func:`handle_of` finds the handle by ``model``.
+    """
     handle = HookHandle(adapter, functools.partial(_forget, weakref.ref(model)))
     handle.replace(hook, **options)
+    if state is not None:
+        handle.load_state_dict(state)
     _handles[model] = handle
     return handle
 
 
 def handle_of(model: nn.Module) -> "HookHandle | None":
-    """Return the handle of the hook that is registered on ``model``, or None."""
-    return _handles.get(model)
+    """Return the handle of the hook that is registered on ``model``, or None.
+
+    The forms of one model that :func:`register` accepts have the same handle.
+    """
+    return _handles.get(unwrap(model)) or _handles.get(inner_module(model))
 
 
 class HookHandle:
@@ -252,25 +265,6 @@ def _forget(model: "weakref.ref[nn.Module]") -> None:
     alive = model()
     if alive is not None:
         _handles.pop(alive, None)
-
-
-def adapter_of(model: nn.Module) -> Adapter:
-    """Return the adapter of ``model``. There is one per model: torch takes a hook only once."""
-    make = next((make for kind, make in _ADAPTERS.items() if isinstance(model, kind)), None)
-    if make is None:
-        if not dist.is_initialized():
-            raise CommHookError(
-                "there is no process group: call torch.distributed.init_process_group(...) on "
-                "every rank (torchrun sets what it reads), then wrap the model in "
-                "commhooks.DistributedDataParallel"
-            )
-        raise CommHookError(
-            f"expected a model wrapped in commhooks.DistributedDataParallel, or torch's own, found "
-            f"{type(model).__name__}; wrap it first"
-        )
-    if model not in _adapters:
-        _adapters[model] = make(model)
-    return _adapters[model]
 
 
 def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:

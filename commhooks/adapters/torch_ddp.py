@@ -1,10 +1,13 @@
-"""The adapter of torch's own ``DistributedDataParallel``."""
+"""The adapter of torch's own ``DistributedDataParallel``, and what runs hooks on its buckets."""
 
 import functools
 import time
 import weakref
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import Future as AnyFuture  # the future of a collective is not a torch.futures.Future
@@ -25,11 +28,11 @@ from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
 from reducer.peers import peer_error
 
-__all__ = ["TorchDDPAdapter"]
+__all__ = ["TorchAdapter", "TorchDDPAdapter"]
 
 
-class TorchDDPAdapter(Adapter):
-    """Registers itself as the one hook that torch allows per model; what it calls can be replaced.
+class TorchAdapter(Adapter):
+    """Runs hooks on the buckets that torch passes to :meth:`run`.
 
     Torch's reducer does not survive a hook that fails. Therefore it always gets a tensor to finish
     the step with, and the error is raised at the end of backward, after torch has finished:
@@ -42,18 +45,18 @@ class TorchDDPAdapter(Adapter):
     Any bucket may be the first, because torch may leave out others. A backward within a backward,
     as reentrant checkpoints run it, ends before the outer one. Therefore every bucket queues, and B
     does nothing until torch has finalized.
+
+    Args:
+        group: The ranks to average over.
+        device: Where the gradients are.
+        parameters: The parameters of torch's buckets, by the names that hooks get.
     """
 
-    def __init__(self, model: TorchDistributedDataParallel) -> None:
-        self._group: dist.ProcessGroup = model.process_group
-        self._reducer = model.reducer
-        parameters = {
-            name: parameter
-            for name, parameter in model.module.named_parameters()
-            if parameter.requires_grad and name not in model.parameters_to_ignore
-        }
-        device = next(iter(parameters.values())).device
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, parameters: dict[str, Tensor]
+    ) -> None:
         super().__init__(device, parameters, list(parameters))
+        self._group = group
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._steps = 0
         self._launched = 0  # buckets, in this step
@@ -62,13 +65,10 @@ class TorchDDPAdapter(Adapter):
         self._error: BaseException | None = None
         self._runs: list[Run] = []  # of the function, in this step
         self._gradient_hooks: list[RemovableHandle] = []
-        try:
-            model.register_comm_hook(weakref.proxy(self), _run)
-        except RuntimeError as error:
-            raise CommHookError(
-                "the model has a hook already, from register_comm_hook(), which can neither be "
-                "replaced nor removed; use commhooks.register() instead"
-            ) from error
+
+    @abstractmethod
+    def _is_finalized(self) -> bool:
+        """Return whether torch has finished the step."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -112,11 +112,11 @@ class TorchDDPAdapter(Adapter):
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Torch's reducer calls this for each bucket."""
         _queue_callback(lambda: _queue_callback(self._end_step))
-        own = self._with_names(bucket)
-        self._launched += 1
-        self._has_last = own.is_last()
+        self._has_last = bucket.is_last()
         start_ns = time.monotonic_ns()
+        index, self._launched = self._launched, self._launched + 1
         try:
+            own = self._with_names(bucket, index)
             future = self._launch(bucket, own)
         except BaseException as error:
             self._error = self._error or error
@@ -152,8 +152,10 @@ class TorchDDPAdapter(Adapter):
             return bucket.buffer()
 
     def _end_step(self) -> None:
-        if self._launched == 0 or not self._is_finalized():
-            return
+        if self._launched > 0 and self._is_finalized():
+            self._finish_step()
+
+    def _finish_step(self) -> None:
         if self._runner is not None and not self._has_last:
             self._vote(self._runner)
         self._launched = 0
@@ -173,13 +175,6 @@ class TorchDDPAdapter(Adapter):
             runner.end_step(self._launched, self._steps).wait()
         except BaseException as error:
             self._error = self._error or error
-
-    def _is_finalized(self) -> bool:
-        try:
-            self._reducer._check_reducer_finalized()  # noqa: SLF001
-        except RuntimeError:
-            return False
-        return True
 
     def _record_gradient(self, index: int, _: Tensor) -> None:
         if self.recording is not None:
@@ -202,10 +197,9 @@ class TorchDDPAdapter(Adapter):
         self._use_runner(runner)
         self._function = function
 
-    def _with_names(self, bucket: TorchBucket) -> GradBucket:
+    def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
         """Return our bucket for torch's, numbered without gaps even if torch leaves out buckets."""
         parameters = bucket.parameters()
-        index = self._launched
         return GradBucket(
             bucket.buffer(),
             parameters,
@@ -219,12 +213,44 @@ class TorchDDPAdapter(Adapter):
         return allreduce_hook(self.group, cast("Any", bucket))
 
 
-def _run(adapter: TorchDDPAdapter, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+class TorchDDPAdapter(TorchAdapter):
+    """Registers itself as the one hook that torch allows per model; what it calls can be replaced.
+
+    ``names`` are those that hooks get in place of the wrapper's, if it has others.
+    """
+
+    def __init__(
+        self, model: TorchDistributedDataParallel, names: Mapping[str, str] | None = None
+    ) -> None:
+        parameters = {
+            names[name] if names else name: parameter
+            for name, parameter in model.module.named_parameters()
+            if parameter.requires_grad and name not in model.parameters_to_ignore
+        }
+        super().__init__(model.process_group, next(iter(parameters.values())).device, parameters)
+        self._reducer = model.reducer
+        try:
+            model.register_comm_hook(weakref.proxy(self), _run)
+        except RuntimeError as error:
+            raise CommHookError(
+                "the model has a hook already, from register_comm_hook(), which can neither be "
+                "replaced nor removed; use commhooks.register() instead"
+            ) from error
+
+    def _is_finalized(self) -> bool:
+        try:
+            self._reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError:
+            return False
+        return True
+
+
+def _run(adapter: TorchAdapter, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     return adapter.run(bucket)
 
 
 def _settle(
-    adapter: weakref.ref[TorchDDPAdapter], future: Future[Tensor], bucket: GradBucket, start_ns: int
+    adapter: weakref.ref[TorchAdapter], future: Future[Tensor], bucket: GradBucket, start_ns: int
 ) -> Tensor:
     alive = adapter()
     return bucket.buffer() if alive is None else alive.settle(future, bucket, start_ns)

@@ -400,17 +400,6 @@ def test_hook_registered_through_torch(run_ranks: Any, torch_ddp: bool) -> None:
     run_ranks(register_twice, 1, torch_ddp)
 
 
-def forget_to_wrap(rank: int, size: int) -> None:
-    with pytest.raises(commhooks.CommHookError, match="found Linear; wrap it first"):
-        commhooks.register(nn.Linear(2, 2), "allreduce")
-
-
-def test_unwrapped_model(run_ranks: Any) -> None:
-    run_ranks(forget_to_wrap, 1)
-    with pytest.raises(commhooks.CommHookError, match=r"no process group: call torch\.dist"):
-        commhooks.register(nn.Linear(2, 2), "allreduce")
-
-
 def wrong_backend(rank: int, size: int) -> None:
     class Elsewhere(Scaled):
         backends = ("nccl",)

@@ -64,7 +64,7 @@ def train(
                 model = wrapper(module, **options)
                 run = compile_with(model, graphs, "aot_eager")
             if hook is not None and wrapper is DistributedDataParallel:
-                commhooks.register(model, hook)
+                assert commhooks.register(run, hook) is commhooks.handle_of(model)
             for step in range(3):
                 model.zero_grad()
                 reference.zero_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
-from commhooks.adapters.handle import adapter_of
+from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapping import wrap
 from commhooks.hook.base import CommHook
 from reducer import GradBucket

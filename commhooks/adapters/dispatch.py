@@ -1,0 +1,107 @@
+"""Finds the adapter for what people have in hand: wrappers, and what libraries put around them."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from commhooks.adapters.adapter import Adapter
+from commhooks.adapters.ddp import DDPAdapter
+from commhooks.adapters.replicate import is_replicated, replicate_adapter
+from commhooks.adapters.torch_ddp import TorchDDPAdapter
+from commhooks.errors import CommHookError
+from reducer import DistributedDataParallel
+
+__all__ = ["adapter_of", "inner_module", "unwrap"]
+
+
+def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    return lambda model: isinstance(model, kind)
+
+
+_ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = [
+    (_is(DistributedDataParallel), DDPAdapter),
+    (_is(TorchDistributedDataParallel), TorchDDPAdapter),
+    (is_replicated, replicate_adapter),
+]
+"""What averages gradients, and its adapter. The first that fits is used."""
+
+_REFUSED: dict[str, str] = {
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "FSDP1 flattens parameters before it averages them, so hooks cannot tell them apart. Wrap "
+        "the model in commhooks.DistributedDataParallel if it fits on each rank"
+    ),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "DeepSpeed averages gradients itself and calls no hooks. Train the module without it, "
+        "wrapped in commhooks.DistributedDataParallel"
+    ),
+    "torch.nn.parallel.data_parallel.DataParallel": (
+        "DataParallel works in one process and averages nothing between ranks. Start one process "
+        "per device with torchrun, and wrap the module in commhooks.DistributedDataParallel"
+    ),
+}
+"""Why there is no adapter for some classes. By name: their packages need not be imported."""
+
+# Of Fabric's _FabricModule, and of torch.compile's OptimizedModule. `accelerate` keeps the latter
+# in the __dict__ of a copy whose blocks are compiled one by one.
+_INNER = ("_forward_module", "_orig_mod")
+
+_adapters: "weakref.WeakKeyDictionary[nn.Module, Adapter]" = weakref.WeakKeyDictionary()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside what torch.compile, Fabric and Accelerate put around it.
+
+    Models are known by this module, so that all forms of one model have one handle.
+    """
+    for name in _INNER:
+        inner = vars(model)["_modules"].get(name, vars(model).get(name))
+        if isinstance(inner, nn.Module):
+            return unwrap(inner)
+    return model
+
+
+def inner_module(model: nn.Module) -> nn.Module:
+    """Return the module inside the wrapper, or ``model`` if it is none."""
+    model = unwrap(model)
+    wrappers = (DistributedDataParallel, TorchDistributedDataParallel)
+    return model.module if isinstance(model, wrappers) else model
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    """Return the adapter of ``model``. There is one per model: torch takes a hook only once."""
+    if not isinstance(model, nn.Module):
+        raise CommHookError(f"expected a wrapped model, found {type(model).__name__}")
+    model = unwrap(model)
+    if model not in _adapters:
+        make = next((make for fits, make in _ADAPTERS if fits(model)), None)
+        if make is None:
+            raise CommHookError(_refusal(model))
+        _adapters[model] = make(model)
+    return _adapters[model]
+
+
+def _refusal(model: nn.Module) -> str:
+    """Return why there is no adapter for ``model``, and what to do."""
+    found = type(model).__name__
+    for name, module in model.named_modules():
+        where = f"{found} with {type(module).__name__} at {name!r}" if name else found
+        for kind in type(module).mro():
+            if reason := _REFUSED.get(f"{kind.__module__}.{kind.__qualname__}"):
+                return f"hooks cannot be registered on {where}: {reason}"
+        if name and any(fits(module) for fits, _ in _ADAPTERS):
+            return f"expected the wrapped model itself, found {where}; register the hook on that"
+    if not dist.is_initialized():
+        return (
+            "there is no process group: call torch.distributed.init_process_group(...) on every "
+            "rank (torchrun sets what it reads), then wrap the model in "
+            "commhooks.DistributedDataParallel"
+        )
+    return (
+        "expected a model wrapped in commhooks.DistributedDataParallel, or torch's own, found "
+        f"{found}; wrap it first. Accelerate and Fabric wrap it in prepare() and setup(): pass "
+        "what these return. Lightning wraps it in fit(): pass trainer.strategy.model"
+    )

@@ -1,0 +1,158 @@
+"""What ``register`` accepts, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import commhooks
+from commhooks.adapters.dispatch import unwrap
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+def gradients(model: nn.Module, rank: int) -> Tensor:
+    model.zero_grad()
+    model(torch.full((2, 6), float(rank + 1))).square().sum().backward()
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+class Compiled(nn.Module):
+    """Holds the wrapper as torch.compile does; tests/reducer/test_compile.py compiles one."""
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = wrapper
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self._orig_mod(inputs)
+        return result
+
+
+class Fabric(nn.Module):
+    """Holds the wrapper as Fabric does, and forwards unknown names to the original module."""
+
+    def __init__(self, forward_module: nn.Module, original: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = forward_module
+        self._original_module = original
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_original_module"), name)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self._forward_module(inputs)
+        return result
+
+
+def register_on_forms(rank: int, size: int) -> None:
+    for wrapper in (commhooks.DistributedDataParallel, TorchDistributedDataParallel):
+        plain = wrapper(make_net())
+        net = make_net()
+        wrapped = wrapper(net)
+        compiled = Compiled(wrapped)
+        forms = [wrapped, compiled, Fabric(compiled, net), Fabric(wrapped, net)]
+        for form in forms:
+            plain_handle = commhooks.register(plain, "int8")
+            handle = commhooks.register(form, "int8")
+            assert [commhooks.handle_of(other) for other in forms] == [handle] * len(forms)
+            for other in forms:
+                with pytest.raises(commhooks.CommHookError, match="has a hook already"):
+                    commhooks.register(other, "int8")
+            assert torch.equal(gradients(form, rank), gradients(plain, rank))
+            handle.remove()
+            plain_handle.remove()
+            assert [commhooks.handle_of(other) for other in forms] == [None] * len(forms)
+        assert commhooks.handle_of(net) is None
+
+
+def test_forms_of_a_model_share_a_handle(run_ranks: Any) -> None:
+    run_ranks(register_on_forms, 2)
+
+
+def register_on_replicated(rank: int, size: int) -> None:
+    plain = TorchDistributedDataParallel(make_net())
+    rules = [["1.*", "int8"]]
+    expected_handle = commhooks.register(plain, "route", rules=rules, default="onebit")
+    for has_begun in (False, True):
+        model = replicate(make_net())
+        if has_begun:
+            gradients(model, rank)
+        handle = commhooks.register(model, "route", rules=rules, default="onebit")
+        assert commhooks.handle_of(model) is handle
+        expected_handle.replace("route", rules=rules, default="onebit")
+        for _ in range(3):
+            assert torch.equal(gradients(model, rank), gradients(plain, rank))
+        assert set(handle.stats().total.names) == {"0.weight", "1.weight", "1.bias"}
+        if not has_begun:
+            assert (
+                handle.state_dict()["state"].keys() == expected_handle.state_dict()["state"].keys()
+            )
+
+
+def test_replicated_modules_have_their_own_names(run_ranks: Any) -> None:
+    """Torch wraps a list of the parameters, in which their names are numbers."""
+    run_ranks(register_on_replicated, 2)
+
+
+def named(module: str, name: str) -> nn.Module:
+    """A module whose class has the name of another package's."""
+    kind = type(name, (nn.Module,), {"__module__": module, "__qualname__": name})
+    made: nn.Module = type("Subclass", (kind,), {})()
+    return made
+
+
+def refuse(rank: int, size: int) -> None:
+    net = make_net()
+    fsdp = named("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    refused: list[tuple[Any, str]] = [
+        (net, "found Sequential; wrap it first.*prepare.*setup.*trainer.strategy.model"),
+        (Compiled(net), "found Sequential; wrap it first"),
+        (fsdp, "Subclass: FSDP1 flattens.*Wrap the model"),
+        (nn.Sequential(net, fsdp), "Sequential with Subclass at '1': FSDP1"),
+        (named("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeed averages"),
+        (nn.DataParallel(net), "DataParallel works in one process.*torchrun"),
+        (
+            nn.Sequential(commhooks.DistributedDataParallel(net)),
+            "Sequential with DistributedDataParallel at '0'; register the hook on that",
+        ),
+        ("int8", "expected a wrapped model, found str"),
+    ]
+    for model, message in refused:
+        with pytest.raises(commhooks.CommHookError, match=message):
+            commhooks.register(model, "int8")
+    taken = replicate(make_net())
+    taken.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(commhooks.CommHookError, match="register_comm_hook"):
+        commhooks.register(taken, "int8")
+
+
+def test_refusals_say_why_and_what_to_do(run_ranks: Any) -> None:
+    run_ranks(refuse, 2)
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(
+        commhooks.CommHookError, match=r"no process group: call torch\.dist.*torchrun"
+    ):
+        commhooks.register(nn.Linear(2, 2), "int8")
+
+
+def test_accelerate_keeps_the_wrapper_beside_a_copy_of_it() -> None:
+    """``compile_regions`` copies the wrapper, and puts the original into the ``__dict__``."""
+    original, copied = nn.Linear(2, 2), nn.Linear(2, 2)
+    copied.__dict__["_orig_mod"] = original
+    assert unwrap(copied) is original
