@@ -13,6 +13,7 @@ GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INTEGRATIONS := $(VENV)/.integrations
 CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
@@ -30,7 +31,7 @@ demo: $(INSTALLED) ## Train a small GPT on 2 ranks with three hooks, show what e
 test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-test-all: $(INSTALLED) ## Run the exhaustive cases, which `make test` leaves out
+test-all: $(INTEGRATIONS) ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(WORKERS) $(PYTEST_ARGS)
 
 # What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.
@@ -121,6 +122,11 @@ $(INSTALLED): pyproject.toml setup.py csrc/extensions.py constraints.txt $(CXX_S
 	$(BIN)/python -m pip install --constraint constraints.txt torch numpy ninja setuptools wheel
 	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation \
 	  --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# The package is installed, so this adds what its extra requires.
+$(INTEGRATIONS): $(INSTALLED)
+	$(BIN)/python -m pip install --constraint constraints.txt 'commhooks[integrations]'
 	@touch $@
 
 $(BIN)/python:

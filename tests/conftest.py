@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.covering import covering_sample
 from support.forking import can_fork, fork_worker
+from support.integrations import MISSING
 
 import commhooks.cluster.process
 from commhooks.testing import close_ranks
@@ -89,3 +90,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in reasons.most_common():
         kind = "GPU tests" if reason == "no CUDA device" else "tests"
         terminalreporter.write_line(f"{kind}: {count} skipped, {reason}")
+    if MISSING:
+        terminalreporter.write_line(
+            f"tests/integrations: not run; make test-all installs {', '.join(MISSING)}"
+        )
