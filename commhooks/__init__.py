@@ -20,6 +20,7 @@ except ImportError as error:
 else:
     from commhooks import algorithms
     from commhooks.adapters.handle import HookHandle, handle_of, register
+    from commhooks.adapters.pair import CommHookState, comm_hook
     from commhooks.adapters.trace import merge_traces
     from commhooks.comm.communicator import Communicator
     from commhooks.errors import (
@@ -53,6 +54,7 @@ __all__ = [
     "CommHookOptionError",
     "CommHookPeerError",
     "CommHookResultError",
+    "CommHookState",
     "CommHookStateError",
     "Communicator",
     "DistributedDataParallel",
@@ -65,6 +67,7 @@ __all__ = [
     "UnknownHookError",
     "algorithms",
     "available",
+    "comm_hook",
     "create",
     "describe",
     "handle_of",

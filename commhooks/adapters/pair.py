@@ -1,0 +1,171 @@
+"""A hook as the pair ``(state, hook)`` that ``register_comm_hook`` takes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as TorchBucket
+from torch.futures import Future
+
+from commhooks.adapters.dispatch import inner_module
+from commhooks.adapters.handle import HookHandle, install
+from commhooks.adapters.torch_ddp import TorchAdapter
+from commhooks.comm.agreement import values_of_ranks
+from commhooks.errors import CommHookError
+from commhooks.hook.base import CommHook
+from commhooks.hook.registry import create
+from reducer import GradBucket
+
+__all__ = ["CommHookState", "comm_hook"]
+
+
+class CommHookState:
+    """The state for ``model.register_comm_hook(state, commhooks.comm_hook)``.
+
+    Use it where a library takes a torch hook but hides the wrapped model; otherwise use
+    :func:`register`, which checks more and sooner. Results and state are the same::
+
+        state = commhooks.CommHookState("powersgd", module=net, rank=4)
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        model.register_comm_hook(state, commhooks.comm_hook)
+
+    The hook is registered in the first backward, which is a collective like :func:`register`; what
+    that raises, ``backward()`` raises. Pickling keeps the hook, and the state that this rank's
+    :meth:`HookHandle.state_dict` returns. Call :meth:`attach` after unpickling; the state is loaded
+    in the first backward.
+
+    Args:
+        hook: The name of a hook, a config, or a :class:`CommHook`.
+        module: The module that the wrapper gets. It names the parameters.
+        process_group: The group that the wrapper averages over. Default: all ranks.
+        **options: The options of a named hook.
+
+    Raises:
+        UnknownHookError, CommHookOptionError: See :func:`create`.
+    """
+
+    def __init__(
+        self,
+        hook: str | Mapping[str, Any] | CommHook,
+        /,
+        *,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self._hook = hook if isinstance(hook, CommHook) else create(hook, **options)
+        self._saved: dict[str, Any] | None = None
+        self._module: nn.Module | None = None
+        self._adapter: _PairAdapter | None = None
+        self._handle: HookHandle | None = None
+        self.attach(module, process_group)
+
+    def attach(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+        """Name the parameters after those of ``module``. Call it after unpickling, once."""
+        if self._module is not None:
+            raise CommHookError("this CommHookState has a module already; create another state")
+        self._module = inner_module(module)
+        self._group = process_group
+
+    @property
+    def handle(self) -> HookHandle:
+        """The handle of the hook, as :func:`register` returns it, from the first backward on."""
+        if self._handle is None:
+            raise CommHookError(
+                f"hook {self._hook!r} is registered in the first backward, which has not been. Is "
+                "this state passed to register_comm_hook()?"
+            )
+        return self._handle
+
+    def run(self, bucket: TorchBucket) -> Future[Tensor]:
+        """Average the gradients of ``bucket``."""
+        if self._adapter is None:
+            if self._module is None:
+                raise CommHookError(
+                    "an unpickled CommHookState has no module; call attach(module) before training"
+                )
+            group = self._group or dist.group.WORLD
+            assert group is not None  # or there were no wrapper
+            parameters: dict[str, Tensor] = {
+                name: p for name, p in self._module.named_parameters() if p.requires_grad
+            }
+            self._adapter = _PairAdapter(group, bucket.buffer().device, parameters, self._register)
+        return self._adapter.run(bucket)
+
+    def _register(self) -> None:
+        assert self._adapter is not None
+        assert self._module is not None
+        self._handle = install(self._adapter, self._module, self._hook, {}, self._saved)
+
+    def __getstate__(self) -> dict[str, Any]:
+        saved = self._saved if self._handle is None else self._handle.state_dict()
+        return {"hook": self._hook.to_config(), "saved": saved}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._hook = create(state["hook"])
+        self._saved = state["saved"]
+        self._module = self._group = self._adapter = self._handle = None
+
+
+def comm_hook(state: CommHookState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    """Average the gradients of ``bucket``: the hook for ``register_comm_hook(state, hook)``."""
+    return state.run(bucket)
+
+
+class _PairAdapter(TorchAdapter):
+    """Learns from the buckets what :class:`TorchDDPAdapter` asks the wrapper.
+
+    Calls ``register`` in the first backward, when all ranks are known to be there.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        parameters: dict[str, Tensor],
+        register: Callable[[], None],
+    ) -> None:
+        super().__init__(group, device, parameters)
+        self._register: Callable[[], None] | None = register  # None once it has succeeded
+        self._last_index = -1  # of torch's buckets in this step
+        self._has_last = False
+
+    def run(self, bucket: TorchBucket) -> Future[Tensor]:
+        if bucket.index() <= self._last_index:
+            self._finish_step()  # torch left out the last bucket of the step before
+        self._last_index = bucket.index()
+        self._has_last = bucket.is_last()
+        return super().run(bucket)
+
+    def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
+        is_known = all(id(parameter) in self._name_of for parameter in bucket.parameters())
+        if self._register is not None:
+            if self._error is not None:
+                raise self._error  # the registration failed with this step's first bucket
+            what = "the comparison of the ranks' modules"
+            known = values_of_ranks(is_known, self.group, self.device, what)
+            if not all(known):
+                raise self._lacks_parameters(known.index(False), bucket)
+            self._register()
+            self._register = None
+        if not is_known:
+            if self._runner is not None:
+                self._runner.abandon()  # ends the step on the other ranks
+            raise self._lacks_parameters(self.group.rank(), bucket)
+        return super()._with_names(bucket, index)
+
+    def _lacks_parameters(self, rank: int, bucket: TorchBucket) -> CommHookError:
+        return CommHookError(
+            f"[rank {self.group.rank()}] the module of the CommHookState on rank {rank} lacks "
+            f"parameters of bucket {bucket.index()}; pass it the module that the wrapper gets"
+        )
+
+    def _is_finalized(self) -> bool:
+        return self._has_last
+
+    def _finish_step(self) -> None:
+        self._last_index = -1
+        self._has_last = False
+        super()._finish_step()
