@@ -130,13 +130,11 @@ class _PairAdapter(TorchAdapter):
         super().__init__(group, device, parameters)
         self._register: Callable[[], None] | None = register  # None once it has succeeded
         self._last_index = -1  # of torch's buckets in this step
-        self._has_last = False
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         if bucket.index() <= self._last_index:
             self._finish_step()  # torch left out the last bucket of the step before
         self._last_index = bucket.index()
-        self._has_last = bucket.is_last()
         return super().run(bucket)
 
     def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
@@ -167,5 +165,4 @@ class _PairAdapter(TorchAdapter):
 
     def _finish_step(self) -> None:
         self._last_index = -1
-        self._has_last = False
         super()._finish_step()

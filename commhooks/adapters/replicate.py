@@ -21,7 +21,7 @@ def is_replicated(model: nn.Module) -> bool:
 
 def replicate_adapter(model: nn.Module) -> TorchDDPAdapter:
     """Return the adapter of the wrapper, which is created now if there was no forward yet."""
-    from torch.distributed._composable import replicate  # imports all of its kind
+    from torch.distributed._composable.replicate import replicate  # imports FSDP2 as well
 
     state: Any = replicate.state(model)
     if not state.has_initialized:

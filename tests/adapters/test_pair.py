@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
@@ -141,9 +141,7 @@ def resume(rank: int, size: int) -> None:
         with pytest.raises(commhooks.CommHookError, match="has a module already"):
             state.attach(net)
         model = make_model(net, state)
-        net.load_state_dict(
-            saved["net"]
-        )  # after the wrapper has set all ranks' parameters to rank 0's
+        net.load_state_dict(saved["net"])  # not before: the wrapper broadcasts rank 0's parameters
         found = train(model, rank, range(3, 6))
         assert torch.equal(found, expected[-found.numel() :]), config
 
