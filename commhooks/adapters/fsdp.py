@@ -5,6 +5,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -153,7 +154,7 @@ class FSDPAdapter(Adapter):
             unit.fill_unused(runner is not None)
         self._is_attached = True
 
-    def _exchange(self, unit: Unit, flat: Tensor, operation: dist.ReduceOp) -> None:
+    def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:
         """Average or sum ``flat`` over the column."""
         start_ns = time.monotonic_ns()
         bucket = self._bucket(unit, flat)
@@ -182,13 +183,13 @@ class FSDPAdapter(Adapter):
             step=self._steps,
         )
 
-    def _average(self, bucket: GradBucket, operation: dist.ReduceOp, start_ns: int) -> None:
+    def _average(self, bucket: GradBucket, operation: Any, start_ns: int) -> None:
         with collective(self.group, f"the average between replicas at step {self._steps}"):
             dist.all_reduce(bucket.buffer(), operation, group=self.group)
         sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
         self._collector.record(Run(bucket, sent, start_ns, time.monotonic_ns()))
 
-    def _run(self, runner: Runner, bucket: GradBucket, operation: dist.ReduceOp) -> None:
+    def _run(self, runner: Runner, bucket: GradBucket, operation: Any) -> None:
         """Run the hook, or keep its error: see Note [Rows and columns]."""
         flat = bucket.buffer()
         try:
@@ -222,18 +223,21 @@ class FSDPAdapter(Adapter):
             runner.end_step(launched, self._steps).wait()
         except BaseException as error:
             self._error = self._error or error.with_traceback(None)
-        error, self._error = self._error, None
+        failure, self._error = self._error, None
         if self._rows_wait:
-            try:
-                problem = self.any_of_rows(None if error is None else str(error))
-            except CommHookError as lost:
-                error, problem = error or lost, str(lost)
-            if problem and error is None:
-                error = CommHookPeerError(
-                    f"[rank {self.rank}] another rank of the sharded replica failed: {problem}"
-                )
-        if error is not None:
-            raise error
+            failure = self._failure_of_rows(failure)
+        if failure is not None:
+            raise failure
+
+    def _failure_of_rows(self, failure: BaseException | None) -> BaseException | None:
+        """Return ``failure``, or that of a rank in another column."""
+        try:
+            problem = self.any_of_rows(None if failure is None else str(failure))
+        except CommHookError as error:
+            return failure or error
+        if problem and failure is None:
+            return CommHookPeerError(f"[rank {self.rank}] another rank failed: {problem}")
+        return failure
 
     def _present_parameters(self) -> dict[str, Tensor]:
         return {name: shard for unit in self._units for name, shard in unit.parameters().items()}

@@ -31,8 +31,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 __all__ = ["Exchange", "Unit", "is_root", "on_end_of_backward", "units_of"]
 
-Exchange = Callable[[Tensor, dist.ReduceOp], None]
-"""Reduces a flat tensor over the replicas in place, by average or sum."""
+Exchange = Callable[[Tensor, Any], None]
+"""Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
 
 
 class EndOfBackward(Protocol):
@@ -131,7 +131,7 @@ class _Replicas(dist.ProcessGroup):
     """A group that only all-reduces, by calling ``exchange``."""
 
     def __init__(self, replicas: dist.ProcessGroup, exchange: Exchange) -> None:
-        super().__init__(replicas.rank(), replicas.size())
+        super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self._exchange = exchange
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:  # type: ignore[override]

@@ -5,8 +5,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp import FSDPAdapter
-from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register_on
+from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, install
 from commhooks.adapters.handle import register as register_any
 
 __all__ = ["register"]
@@ -38,4 +39,5 @@ def register(
     """
     if replicate_group is None or handle_of(model) is not None:
         return register_any(model, hook, **options)
-    return register_on(FSDPAdapter(model, replicate_group), model, hook, **options)
+    model = unwrap(model)
+    return install(FSDPAdapter(model, replicate_group), model, hook, options)

@@ -118,22 +118,22 @@ def test_handles(run_ranks: Any) -> None:
     run_ranks(handles, 4)
 
 
-def resume(rank: int, size: int, names: list[str]) -> None:
+def resume(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
     mesh = mesh_of(2, 2)
-    for name in names:
+    for hook in hooks:
         nets, handles = [], []
         for _ in range(2):
             nets.append(build(mesh))
-            handles.append(commhooks.register(nets[-1], name))
+            handles.append(commhooks.register(nets[-1], hook))
         train(nets[0], rank, 2)
         nets[1].load_state_dict(nets[0].state_dict())
         saved = handles[0].state_dict()
         assert (saved["rank"], saved["world_size"], saved["step"]) == (rank, 4, 2)
         handles[1].load_state_dict(saved)
         for a, b in zip(train(nets[0], rank, 2), train(nets[1], rank, 2), strict=True):
-            assert torch.equal(a, b), name
+            assert torch.equal(a, b), hook
         shapes = {k: {n: tuple(t.shape) for n, t in v.items()} for k, v in saved["state"].items()}
-        if name == "int8":
+        if hook["name"] == "int8":
             assert shapes["blocks.0.spare.weight"]["error"] == (2, 7)  # of 3 rows, on both shards
         of_other_shard = {**saved, "rank": rank ^ 1}
         with pytest.raises(commhooks.CommHookStateError, match="expected the state of rank"):
@@ -141,7 +141,7 @@ def resume(rank: int, size: int, names: list[str]) -> None:
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(run_ranks: Any) -> None:
-    run_ranks(resume, 4, ["int8", "powersgd"])
+    run_ranks(resume, 4, [{"name": "int8"}, {"name": "powersgd", "rank": 1, "start_step": 1}])
 
 
 def fail(rank: int, size: int, shards: int) -> None:
@@ -166,10 +166,14 @@ def test_a_hook_that_fails_on_one_rank_ends_the_step_on_all(
     run_ranks(fail, size, shards)
 
 
-def differ(rank: int, size: int) -> None:
+def differ(rank: int, size: int, is_old: bool) -> None:
     """Parameters that only one replica uses get the average on both, instead of an abort."""
     mesh = mesh_of(2, 1)
     net = build(mesh)
+    if is_old:  # as torch 2.12
+        for module in (net, *net.blocks):
+            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            del group.reduce_scatter_unused_params
     commhooks.register(net, "int8")
     for _ in range(2):
         net.uses_spare = rank == 0
@@ -183,8 +187,9 @@ def differ(rank: int, size: int) -> None:
         net.zero_grad()
 
 
-def test_replicas_may_use_different_parameters(run_ranks: Any) -> None:
-    run_ranks(differ, 2)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_replicas_may_use_different_parameters(run_ranks: Any, is_old: bool) -> None:
+    run_ranks(differ, 2, is_old)
 
 
 def refuse(rank: int, size: int) -> None:
