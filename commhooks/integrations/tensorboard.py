@@ -10,8 +10,6 @@
         log_stats(writer, handle, step)
 """
 
-from dataclasses import fields
-
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
@@ -21,11 +19,8 @@ except ImportError as error:
     ) from error
 
 from commhooks.adapters.handle import HookHandle
-from commhooks.runtime.stats import BucketStats
 
 __all__ = ["log_stats"]
-
-_SCALARS = [field.name for field in fields(BucketStats) if field.name not in ("index", "names")]
 
 
 def log_stats(
@@ -45,9 +40,7 @@ def log_stats(
     stats = handle.stats()
     for bucket in (stats.total, *(stats.buckets if per_bucket else ())):
         where = prefix if bucket.index is None else f"{prefix}/bucket {bucket.index}"
-        for name in _SCALARS:
-            value = getattr(bucket, name)
-            if value is not None:
-                writer.add_scalar(f"{where}/{name}", value, step)
+        for name, value in bucket.scalars().items():
+            writer.add_scalar(f"{where}/{name}", value, step)
     for name, metric in stats.metrics.items():
         writer.add_scalar(f"{prefix}/metrics/{name}", metric, step)

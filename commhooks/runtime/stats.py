@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from commhooks.comm.wire import all_reduce_bytes
@@ -30,6 +30,12 @@ class BucketStats:
     """Time from handing the bucket to the hook until its result is there."""
     exposed_seconds: float | None
     """Time that backward only waited for the bucket; None on torch's own wrapper."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers that are known, by name, for loggers."""
+        values = {it.name: getattr(self, it.name) for it in fields(self)}
+        del values["index"], values["names"]
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)

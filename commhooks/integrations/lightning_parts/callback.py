@@ -1,0 +1,68 @@
+"""A callback that registers a hook, whatever the strategy, and logs what it costs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
+from commhooks.errors import CommHookError
+from commhooks.integrations.lightning_parts.states import KEY, add_states, load_state
+
+__all__ = ["HookCallback", "metrics"]
+
+
+class HookCallback:
+    """The methods of ``CommHookCallback``."""
+
+    def __init__(
+        self, hook: AnyHook | None = None, *, log_stats: bool = True, **options: Any
+    ) -> None:
+        self._hook = hook
+        self._options = options
+        self._log_stats = log_stats
+        self._checkpoint: Mapping[str, Any] | None = None
+        self.handle: HookHandle | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Register the hook, when the strategy has wrapped the model."""
+        model = trainer.strategy.model
+        if self._hook is None:
+            self.handle = handle_of(model)
+            return
+        try:
+            self.handle = register(model, self._hook, **self._options)
+        except CommHookError as error:
+            if model is not pl_module:
+                raise
+            raise CommHookError(
+                f"{type(trainer.strategy).__name__} does not wrap the model for data-parallel "
+                f"training; use Trainer(strategy='ddp') or strategy='commhooks': {error}"
+            ) from error
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Load the state of the hook, when everything else has been restored."""
+        checkpoint, self._checkpoint = self._checkpoint, None
+        if checkpoint is not None and self._hook is not None and self.handle is not None:
+            load_state(self.handle, checkpoint)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Log the statistics."""
+        if self._log_stats and self.handle is not None:
+            pl_module.log_dict(metrics(self.handle))
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the states of all ranks."""
+        if self._hook is not None and self.handle is not None:
+            add_states(self.handle, checkpoint)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]
+    ) -> None:
+        """Keep the states until there is a hook."""
+        self._checkpoint = {key: it for key, it in checkpoint.items() if key == KEY}
+
+
+def metrics(handle: HookHandle) -> dict[str, float]:
+    """Return the hook's statistics on this rank by name, for ``self.log_dict()``."""
+    stats = handle.stats()
+    named = stats.total.scalars() | {f"metrics/{name}": it for name, it in stats.metrics.items()}
+    return {f"commhooks/{name}": float(value) for name, value in named.items()}

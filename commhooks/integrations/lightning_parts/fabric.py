@@ -1,0 +1,74 @@
+"""Fabric's strategy: what its ``DDPStrategy`` does for torch's wrapper only."""
+
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from commhooks.adapters.handle import AnyHook, HookHandle
+from commhooks.integrations.checkpoint import GatheredState
+from commhooks.integrations.lightning_parts.strategy import WrapperStrategy
+from reducer import DistributedDataParallel
+
+__all__ = ["FabricStrategy"]
+
+
+class FabricStrategy(WrapperStrategy):
+    """The methods of ``FabricCommHooksStrategy``."""
+
+    root_device: torch.device
+    _ddp_kwargs: dict[str, Any]
+    _backward_sync_control: Any
+
+    def __init__(self, hook: AnyHook | None = None, **options: Any) -> None:
+        super().__init__(hook, **options)
+        self._backward_sync_control = _BackwardSyncControl()
+
+    def setup_module(self, module: nn.Module) -> Any:
+        model = self._wrap(module, self.root_device, self._ddp_kwargs)
+        self._register(model)
+        return model
+
+    def get_module_state_dict(self, module: nn.Module) -> Any:
+        return super().get_module_state_dict(_unwrapped(module))  # type: ignore[misc]
+
+    def load_module_state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().load_module_state_dict(  # type: ignore[misc]
+            _unwrapped(module), *args, **kwargs
+        )
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(path, _gathered(state), *args, **kwargs)  # type: ignore[misc]
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        handles = {}
+        if isinstance(state, MutableMapping):
+            handles = {key: it for key, it in state.items() if isinstance(it, HookHandle)}
+            state.update(_gathered(handles))
+        try:
+            return super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            if handles:
+                state.update(handles)
+
+
+class _BackwardSyncControl:
+    """What ``fabric.no_backward_sync()`` calls."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        assert isinstance(module, DistributedDataParallel), module
+        return module.no_sync()
+
+
+def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: GatheredState(it) if isinstance(it, HookHandle) else it for key, it in state.items()
+    }
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
