@@ -1,4 +1,4 @@
 """Puts hooks on a wrapped model, and saves their state.
 
-Imports: algorithms, comm, errors, extensions, hook, precision, reducer, runtime.
+Imports: algorithms, algorithms.exact, comm, errors, extensions, hook, precision, reducer, runtime.
 """

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from commhooks.comm.agreement import check_agreement
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording
@@ -50,6 +51,16 @@ class Adapter(ABC):
         """The ranks that gradients are averaged over."""
 
     @property
+    def rank(self) -> int:
+        """The number of this rank among all that train the model together."""
+        return self.group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that train the model together."""
+        return self.group.size()
+
+    @property
     @abstractmethod
     def steps(self) -> int:
         """The number of synchronized backward passes so far. A resumed run sets it."""
@@ -57,6 +68,23 @@ class Adapter(ABC):
     @steps.setter
     @abstractmethod
     def steps(self, steps: int) -> None: ...
+
+    def agree(self, what: str, value: str) -> int:
+        """Raise CommHookMismatchError on all ranks unless they have the same text ``value``.
+
+        Collective. Return a number that is the same on all ranks of :attr:`group`.
+        """
+        return check_agreement(self.group, self.device, what, value)
+
+    def any_of_rows(self, problem: str | None) -> str | None:
+        """Return ``problem``, or that of a rank that shares the model, but not the group.
+
+        Collective over all ranks; ``problem`` is the same on all ranks of :attr:`group`.
+        """
+        return problem
+
+    def check(self, hook: CommHook) -> None:  # noqa: B027
+        """Raise CommHookError if ``hook`` cannot work on this kind of model."""
 
     @abstractmethod
     def install(self, hook: CommHook, token: int) -> None:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.ddp import DDPAdapter
+from commhooks.adapters.fully_sharded import fsdp_adapter, is_fully_sharded
 from commhooks.adapters.replicate import is_replicated, replicate_adapter
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.errors import CommHookError
@@ -25,6 +26,7 @@ def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
 _ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = [
     (_is(DistributedDataParallel), DDPAdapter),
     (_is(TorchDistributedDataParallel), TorchDDPAdapter),
+    (is_fully_sharded, fsdp_adapter),
     (is_replicated, replicate_adapter),
 ]
 """What averages gradients, and its adapter. The first that fits is used."""

@@ -24,14 +24,13 @@ from commhooks.adapters.saved_state import (
     saved_state,
 )
 from commhooks.adapters.trace import trace
-from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
 from commhooks.runtime.stats import HookStats
 
-__all__ = ["HookHandle", "handle_of", "install", "register"]
+__all__ = ["AnyHook", "HookHandle", "handle_of", "install", "register"]
 
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
@@ -45,7 +44,8 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
     Args:
         model: A model wrapped in ``commhooks.DistributedDataParallel`` or in torch's own, also
             inside what ``torch.compile``, Fabric's ``setup`` or Accelerate's ``prepare`` returned;
-            or a module that torch's ``replicate`` was applied to.
+            a module that torch's ``replicate`` was applied to; or one that ``fully_shard`` has
+            sharded over a mesh of two dimensions, whose replicas exchange gradients.
         hook: The name of a hook, a config, a :class:`CommHook`, or a torch-style function
             ``fn(state, bucket)`` that returns a future of the average.
         **options: The options of a named hook. For a function only ``state``.
@@ -128,7 +128,7 @@ class HookHandle:
             # Whatever it is: other ranks may have no such error, and would wait.
             failure, identity = error, f"{type(error).__name__}: {error}"
         try:
-            token = check_agreement(adapter.group, adapter.device, "hook and options", identity)
+            token = adapter.agree("hook and options", identity)
         except CommHookError:
             if failure is None:
                 raise
@@ -219,7 +219,7 @@ class HookHandle:
             if failure is None:
                 raise
             raise CommHookStateError(
-                f"[rank {adapter.group.rank()}] {outcome.failure}. No rank has loaded its state"
+                f"[rank {adapter.rank}] {outcome.failure}. No rank has loaded its state"
             ) from failure
         adapter.steps = state["step"]
 
@@ -234,6 +234,7 @@ class HookHandle:
         self._check_unused(hook)
         for each in tree(hook):
             _check_backend(each, adapter)
+        adapter.check(hook)
         _prepare(hook, adapter)
 
     def _check_unused(self, hook: CommHook) -> None:

@@ -20,12 +20,12 @@ _MOST_STEPS = 2**62  # the reducer counts in 64 bits
 
 def saved_state(hook: CommHook, adapter: Adapter) -> dict[str, Any]:
     """Return the hook's state and its origin, in types that ``torch.load`` reads by default."""
-    rank = adapter.group.rank()
+    rank = adapter.rank
     return {
         "version": VERSION,
         "hook": hook.to_config(),
         "rank": rank,
-        "world_size": adapter.group.size(),
+        "world_size": adapter.world_size,
         "step": adapter.steps,
         "state": hook.state_dict(),
         "saved_per_rank": OfOneRank({rank}),
@@ -43,7 +43,7 @@ def check_saved_state(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter
     _check_hook(saved, hook)
     if not saved["state"]:
         return  # nothing in it depends on the rank or the model
-    here = {"rank": adapter.group.rank(), "world_size": adapter.group.size()}
+    here = {"rank": adapter.rank, "world_size": adapter.world_size}
     there = {name: saved[name] for name in here}
     if there != here:
         raise CommHookStateError(
@@ -77,9 +77,8 @@ def loaded(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter) -> Loaded
 def compare(own: Loaded, adapter: Adapter) -> None:
     """Raise CommHookStateError on all ranks if one has failed, or states do not fit together."""
     of_ranks = values_of_ranks(own, adapter.group, adapter.device, "the loading of a saved state")
-    if problem := _mismatch(of_ranks):
-        rank = adapter.group.rank()
-        raise CommHookStateError(f"[rank {rank}] {problem}. No rank has loaded its state")
+    if problem := adapter.any_of_rows(_mismatch(of_ranks)):
+        raise CommHookStateError(f"[rank {adapter.rank}] {problem}. No rank has loaded its state")
 
 
 def _mismatch(of_ranks: Sequence[Loaded]) -> str | None:

@@ -33,7 +33,7 @@ _BACKWARD = 0  # track; that of bucket b is b + 1
 @contextmanager
 def trace(adapter: Adapter, path: str | os.PathLike[str], about: Event) -> Iterator[Path]:
     """See :meth:`HookHandle.trace`. ``about``: additional metadata of the file."""
-    target = _path_of_rank(Path(path), adapter.group.rank())
+    target = _path_of_rank(Path(path), adapter.rank)
     if not target.parent.is_dir():
         raise CommHookError(f"cannot write {target}: there is no directory {target.parent}")
     if adapter.recording is not None:
@@ -51,7 +51,7 @@ def trace(adapter: Adapter, path: str | os.PathLike[str], about: Event) -> Itera
             if adapter.device.type == "cpu"
             else "the host's, not the device's",
         }
-        rank, size = adapter.group.rank(), adapter.group.size()
+        rank, size = adapter.rank, adapter.world_size
         target.write_text(json.dumps(_document(recording, rank, size, about)))
 
 

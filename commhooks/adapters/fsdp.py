@@ -1,0 +1,295 @@
+"""The adapter of models that torch's ``fully_shard`` has sharded (FSDP2, HSDP)."""
+
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.fsdp_units import Unit, is_root, on_end_of_backward, units_of
+from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.comm.agreement import check_agreement, values_of_ranks
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.errors import CommHookError, CommHookPeerError
+from commhooks.hook.base import CommHook, tree
+from commhooks.runtime.recording import Run, Span
+from commhooks.runtime.runner import Runner, make_runner
+from commhooks.runtime.stats import HookStats
+from reducer import GradBucket
+from reducer.peers import collective
+
+__all__ = ["FSDPAdapter"]
+
+
+class FSDPAdapter(Adapter):
+    """Runs hooks in place of the all-reduce between the replicas of a sharded model.
+
+    A bucket is what a unit of FSDP reduces at once: this rank's shards of its trained parameters.
+    How many come in a step is not known in advance, so none is marked as the last.
+
+    Note [Rows and columns]
+    ~~~~~~~~~~~~~~~~~~~~~~~
+    Ranks are arranged as replicas times shards. A rank exchanges with the replicas of its shards,
+    its *column*; a hook's communicator has these ranks. FSDP itself exchanges with the shards of
+    its replica, its *row*. A hook that fails does so in its whole column, while the other columns
+    know nothing and go on. If the failed ranks raised at once, their rows would wait for them.
+    Therefore an error is kept until the end of backward, where all ranks of a row compare notes,
+    after the vote in the columns; all ranks then raise. The same comparison follows whatever else
+    the ranks of a column agree on. (Not in steps on NCCL, where the host does not wait.)
+
+    Args:
+        model: The root module.
+        replicas: The group to average over, if the model is sharded over 1-D meshes.
+    """
+
+    def __init__(self, model: nn.Module, replicas: dist.ProcessGroup | None = None) -> None:
+        if not is_root(model):
+            raise CommHookError(
+                "the module is part of a model that was sharded with fully_shard; register the "
+                "hook on the root module, which the training loop calls"
+            )
+        units = units_of(model)
+        self._units = _replicated(units, replicas)
+        found = replicas or self._units[0].replicas
+        assert found is not None
+        self._group = found
+        self._rows = _distinct([unit.shards for unit in self._units])
+        parameters = self._present_parameters()
+        super().__init__(self._units[0].device, parameters, list(parameters))
+        self._steps = 0
+        self._launched = 0  # buckets, in this step
+        self._error: BaseException | None = None  # of the runner, in this step
+        self._is_attached = False
+        self._rows_wait = all(
+            row._get_backend(self.device).name() == "gloo"  # noqa: SLF001
+            for row in self._rows
+        )
+        on_end_of_backward(model, self._end_backward)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._group
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank() * self._row_size + self._row_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.size() * self._row_size
+
+    @property
+    def steps(self) -> int:
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+
+    def agree(self, what: str, value: str) -> int:
+        """Check a column, then the rows: see Note [Rows and columns]."""
+        try:
+            token, failure = super().agree(what, f"{value}; shards {self._layout()}"), None
+        except CommHookError as error:
+            token, failure = 0, error
+        for row in self._rows:
+            try:
+                check_agreement(row, self.device, what, str(failure or value))
+            except CommHookError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return token
+
+    def any_of_rows(self, problem: str | None) -> str | None:
+        for row in self._rows:
+            of_row = values_of_ranks(problem, row, self.device, "the comparison of a row of shards")
+            problem = problem or next((other for other in of_row if other), None)
+        return problem
+
+    def check(self, hook: CommHook) -> None:
+        """Raise CommHookError if ``hook`` cannot work between replicas of shards."""
+        for each in tree(hook):
+            if each.skips_steps and self._row_size > 1:
+                raise CommHookError(
+                    f"hook {each!r} tells the training loop which steps to skip, but each of the "
+                    f"{self._row_size} ranks of a sharded replica sees other gradients, and would "
+                    "skip other steps. Check the norm that clip_grad_norm_() returns instead: it "
+                    "is the same on all ranks"
+                )
+
+    def install(self, hook: CommHook, token: int) -> None:
+        self.parameters = self._present_parameters()
+        # The plain average is torch's own all-reduce: with 3 replicas, 3 * average is not the sum.
+        is_plain = type(hook) is AllReduce
+        runner = None if is_plain else make_runner(hook, self.group, self.device, token)
+        self._set(runner)
+
+    def install_function(self, hook: TorchHook) -> None:
+        raise CommHookError(
+            f"{hook!r} is a torch-style function. Most of them average over the default process "
+            "group, whose ranks hold different shards here. Register a hook by name, or a CommHook"
+        )
+
+    def clear(self) -> None:
+        self._set(None)
+
+    def stats(self) -> HookStats:
+        return self._collector.stats(self.group.size())
+
+    def average_parameters(self) -> None:
+        self.parameters = self._present_parameters()
+        super().average_parameters()
+
+    def _set(self, runner: Runner | None) -> None:
+        self._use_runner(runner)
+        for unit in self._units:
+            if not self._is_attached:
+                unit.attach(self.group, functools.partial(self._exchange, unit))
+            unit.fill_unused(runner is not None)
+        self._is_attached = True
+
+    def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:
+        """Average or sum ``flat`` over the column."""
+        start_ns = time.monotonic_ns()
+        bucket = self._bucket(unit, flat)
+        self._launched += 1
+        if self._runner is None:
+            self._average(bucket, operation, start_ns)
+        else:
+            self._run(self._runner, bucket, operation)
+        if self.recording is not None:
+            name = self._runner.name if self._runner is not None else AllReduce.name
+            ns = start_ns, time.monotonic_ns()
+            self.recording.spans.append(
+                Span("hook", bucket.index(), *ns, bucket.key, tuple(bucket.names), name)
+            )
+
+    def _bucket(self, unit: Unit, flat: Tensor) -> GradBucket:
+        shards = unit.parameters()
+        if self._runner is None and sum(s.numel() for s in shards.values()) != flat.numel():
+            shards = {f"of {unit.name} ...": flat}  # FSDP does not tell which have a gradient
+        return GradBucket(
+            flat,
+            list(shards.values()),
+            list(shards),
+            index=self._launched,
+            count=self._launched + 2,  # none is the last
+            step=self._steps,
+        )
+
+    def _average(self, bucket: GradBucket, operation: Any, start_ns: int) -> None:
+        with collective(self.group, f"the average between replicas at step {self._steps}"):
+            dist.all_reduce(bucket.buffer(), operation, group=self.group)
+        sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
+        self._collector.record(Run(bucket, sent, start_ns, time.monotonic_ns()))
+
+    def _run(self, runner: Runner, bucket: GradBucket, operation: Any) -> None:
+        """Run the hook, or keep its error: see Note [Rows and columns]."""
+        flat = bucket.buffer()
+        try:
+            average = runner(bucket).wait().view(-1)
+        except BaseException as error:
+            self._error = self._error or error.with_traceback(None)  # which has this frame
+            return
+        if average is not flat:
+            flat.copy_(average)
+        if operation == dist.ReduceOp.SUM:
+            flat.mul_(self.group.size())
+
+    def _end_backward(self, *, succeeded: bool) -> None:
+        launched, self._launched = self._launched, 0
+        if not launched:
+            return
+        if not succeeded:
+            self._error = None
+            if self._runner is not None:
+                self._runner.abandon()
+            return
+        if self._runner is not None:
+            self._end_step(self._runner, launched)
+        if self.recording is not None:
+            self.recording.spans.append(_backward(self.recording.spans[-launched:], self._steps))
+        self._steps += 1
+
+    def _end_step(self, runner: Runner, launched: int) -> None:
+        """Raise on all ranks if the hook has failed on any."""
+        try:
+            runner.end_step(launched, self._steps).wait()
+        except BaseException as error:
+            self._error = self._error or error.with_traceback(None)
+        failure, self._error = self._error, None
+        if self._rows_wait:
+            failure = self._failure_of_rows(failure)
+        if failure is not None:
+            raise failure
+
+    def _failure_of_rows(self, failure: BaseException | None) -> BaseException | None:
+        """Return ``failure``, or that of a rank in another column."""
+        try:
+            problem = self.any_of_rows(None if failure is None else str(failure))
+        except CommHookError as error:
+            return failure or error
+        if problem and failure is None:
+            return CommHookPeerError(f"[rank {self.rank}] another rank failed: {problem}")
+        return failure
+
+    def _present_parameters(self) -> dict[str, Tensor]:
+        return {name: shard for unit in self._units for name, shard in unit.parameters().items()}
+
+    def _layout(self) -> str:
+        """Return a text that is the same on all ranks of a column, whose buckets match then."""
+        units = [{n: list(s.shape) for n, s in u.parameters().items()} for u in self._units]
+        return hashlib.blake2b(json.dumps(units).encode(), digest_size=8).hexdigest()
+
+    @property
+    def _row_size(self) -> int:
+        return self._rows[0].size() if self._rows else 1
+
+    @property
+    def _row_rank(self) -> int:
+        return self._rows[0].rank() if self._rows else 0
+
+
+def _replicated(units: Sequence[Unit], replicas: dist.ProcessGroup | None) -> list[Unit]:
+    """Return the units to exchange, or raise CommHookError if there is no one group for them."""
+    found = _distinct([unit.replicas for unit in units])
+    if replicas is not None:
+        if found:
+            raise CommHookError(
+                "the model is sharded over a 2-D mesh, which has a group of replicas; use "
+                "commhooks.register(model, hook) without replicate_group"
+            )
+        return list(units)
+    if not found:
+        raise CommHookError(
+            "the model is sharded over a 1-D mesh: it has no replicas to average over. Shard it "
+            "over a mesh of two dimensions (replicate, shard), or pass the group of replicas: "
+            "commhooks.integrations.fsdp.register(model, hook, replicate_group=group)"
+        )
+    if len(found) > 1:
+        ranks = ", ".join(str(dist.get_process_group_ranks(group)) for group in found)
+        raise CommHookError(
+            f"expected one group of replicas for all parameters, found the ranks {ranks}; a hook "
+            "averages over one group only"
+        )
+    return [unit for unit in units if unit.replicas is not None]
+
+
+def _distinct(groups: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
+    """Return the first group of each set of several ranks."""
+    by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in groups:
+        if group is not None:
+            by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return list(by_ranks.values())
+
+
+def _backward(hooks: Sequence[Span], step: int) -> Span:
+    """Return the span from the first exchange of a backward to its end."""
+    return Span("backward", step, hooks[0].start_ns, time.monotonic_ns())

@@ -1,0 +1,204 @@
+"""The units of a model that ``fully_shard`` has sharded: all private names of torch's FSDP2.
+
+Note [FSDP's all-reduce]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A call of ``fully_shard`` makes a unit: parameters that are gathered together, and whose gradients
+are reduced together. If the unit's mesh info has a group of replicas, then FSDP, in backward,
+
+    1. reduce-scatters the unit's gradients within the shard group, into one flat tensor;
+    2. calls ``dist.all_reduce(flat, group=replicas, op=...)`` on a stream of its own;
+    3. scales ``flat``, and makes it the gradients of the shards.
+
+:meth:`Unit.attach` gives a unit a copy of its mesh info in which the group of replicas is an object
+of ours, whose all-reduce calls back. Everything else stays torch's: when to exchange and when to
+accumulate, dtypes, scaling, streams, and who holds memory until when. The same works for a unit
+that has no replicas yet, and for one that is replicated and not sharded.
+
+Up to torch 2.12 there is no ``reduce_scatter_unused_params``, and :func:`_fill_unused` does it.
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+__all__ = ["Exchange", "Unit", "is_root", "on_end_of_backward", "units_of"]
+
+Exchange = Callable[[Tensor, Any], None]
+"""Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
+
+
+class EndOfBackward(Protocol):
+    """Is told whether the end of backward ``succeeded``, if it is reached. May raise."""
+
+    def __call__(self, *, succeeded: bool) -> None: ...
+
+
+class Unit:
+    """Parameters that FSDP reduces together. Does not keep the model alive."""
+
+    def __init__(self, group: Any, names: list[str]) -> None:
+        self._group = weakref.ref(group)
+        self._names = names
+        self._torchs_info = group.mesh_info
+        self._torchs_unused = getattr(group, "reduce_scatter_unused_params", None)
+
+    @property
+    def name(self) -> str:
+        """The name of the first parameter, for messages."""
+        return self._names[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are reduced."""
+        device: torch.device = self._alive().device
+        return device
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The group of the unit's replicas, or None if it has none."""
+        info = self._torchs_info
+        return info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
+
+    @property
+    def shards(self) -> dist.ProcessGroup | None:
+        """The group that the unit is sharded over, or None if it is not sharded."""
+        info = self._torchs_info
+        return info.shard_process_group if isinstance(info, FSDPMeshInfo) else None
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """What ``set_gradient_divide_factor`` was called with."""
+        factor: float | None = self._alive().gradient_divide_factor
+        return factor
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the trained parameters by name, as they lie in ``flat``.
+
+        Each has the shape of the first rank's shard; rows that this rank does not have are zeros.
+        They share memory with the parameters, until ``load_state_dict`` or ``to`` replaces these.
+        """
+        return {
+            name: each._sharded_param_data.view(each.padded_sharded_param_size)  # noqa: SLF001
+            for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
+            if each.sharded_param.requires_grad
+        }
+
+    def attach(self, replicas: dist.ProcessGroup, exchange: Exchange) -> None:
+        """Call ``exchange`` instead of the all-reduce over ``replicas``."""
+        info = copy.copy(self._torchs_info)
+        if not isinstance(info, DDPMeshInfo):
+            info.__class__ = HSDPMeshInfo
+        info.replicate_process_group = _Replicas(replicas, exchange)
+        info.replicate_mesh_size = replicas.size()
+        info.replicate_mesh_rank = replicas.rank()
+        group = self._alive()
+        # FSDP compares them to see whether shards after forward are those of before.
+        if group.post_forward_mesh_info == group.mesh_info:
+            group.post_forward_mesh_info = info
+        group.mesh_info = info
+
+    def fill_unused(self, fill: bool) -> None:
+        """Reduce zeros for parameters without a gradient, or return to what was set before."""
+        group = self._alive()
+        if self._torchs_unused is not None:
+            group.reduce_scatter_unused_params = fill or self._torchs_unused
+        elif fill:
+            group.post_backward = functools.partial(_fill_unused, self._group)
+        else:
+            vars(group).pop("post_backward", None)
+
+    def set_reduce_scatter(self, comm: Any) -> Any:
+        """Use ``comm`` for the reduce-scatter. Return what was used before."""
+        group = self._alive()
+        before, group._reduce_scatter_comm = group._reduce_scatter_comm, comm  # noqa: SLF001
+        return before
+
+    def _alive(self) -> Any:
+        group = self._group()
+        assert group is not None
+        return group
+
+
+class _Replicas(dist.ProcessGroup):
+    """A group that only all-reduces, by calling ``exchange``."""
+
+    def __init__(self, replicas: dist.ProcessGroup, exchange: Exchange) -> None:
+        super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
+        self._exchange = exchange
+
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:  # type: ignore[override]
+        (flat,) = tensors
+        self._exchange(flat, options.reduceOp)
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of ``model``, in its order."""
+    prefix_of = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
+    return [
+        Unit(
+            group,
+            [
+                prefix_of[id(each._module_info.module)] + each._module_info.param_name  # noqa: SLF001
+                for each in group.fsdp_params
+            ],
+        )
+        for state in _states(model)
+        for group in _groups(state)
+    ]
+
+
+def is_root(model: nn.Module) -> bool:
+    """Return whether ``model`` is not known to be a part of a larger sharded model."""
+    return isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root is not False  # noqa: SLF001
+
+
+def on_end_of_backward(model: nn.Module, end: EndOfBackward) -> None:
+    """Call ``end`` at the end of each backward, when FSDP has finished all units."""
+    for state in _states(model):
+        state._root_post_backward_final_callback = functools.partial(  # noqa: SLF001
+            _finish, weakref.ref(state), end
+        )
+
+
+def _finish(state: Any, end: EndOfBackward) -> None:
+    try:
+        type(state())._root_post_backward_final_callback(state())  # noqa: SLF001
+    except BaseException:
+        end(succeeded=False)
+        raise
+    end(succeeded=True)
+
+
+def _fill_unused(reference: Any, *_: Any) -> None:
+    group = reference()
+    for each in group.fsdp_params:
+        parameter = getattr(each, "_unsharded_param", None)  # set by the first forward
+        if (
+            parameter is not None
+            and parameter.requires_grad
+            and parameter.grad is None
+            and each.unsharded_accumulated_grad is None
+        ):
+            parameter.grad = torch.zeros_like(parameter)
+    type(group).post_backward(group)
+
+
+def _states(model: nn.Module) -> Iterable[Any]:
+    """Return the states of FSDP in ``model``. Modules that were sharded together share one."""
+    found = (module for module in model.modules() if isinstance(module, FSDPModule))
+    return dict.fromkeys(module._get_fsdp_state() for module in found)  # noqa: SLF001
+
+
+def _groups(state: Any) -> Iterator[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        yield from state._fsdp_param_groups  # noqa: SLF001
+    elif state._fsdp_param_group is not None:  # torch 2.11  # noqa: SLF001
+        yield state._fsdp_param_group  # noqa: SLF001

@@ -1,0 +1,43 @@
+"""Hooks on models that ``fully_shard`` has sharded over meshes of one dimension."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from commhooks.adapters.dispatch import unwrap
+from commhooks.adapters.fsdp import FSDPAdapter
+from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, install
+from commhooks.adapters.handle import register as register_any
+
+__all__ = ["register"]
+
+
+def register(
+    model: nn.Module,
+    hook: AnyHook,
+    /,
+    *,
+    replicate_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> HookHandle:
+    """Let ``hook`` average the gradients of replicas of a sharded model. Collective.
+
+    Without ``replicate_group``, the same as :func:`commhooks.register`, for a model that is sharded
+    over a mesh of two dimensions. With it, ``model`` is sharded over meshes of one dimension, and
+    the group has this rank and those with the same shards in the other replicas. FSDP then averages
+    as if the model had been sharded over both: what ``set_requires_all_reduce`` and the other
+    settings mean for HSDP, they mean here.
+
+    ::
+
+        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh["shard"])
+        handle = register(model, "int8", replicate_group=mesh.get_group("replicate"))
+
+    Arguments and errors are otherwise those of :func:`commhooks.register`.
+    """
+    if replicate_group is None or handle_of(model) is not None:
+        return register_any(model, hook, **options)
+    model = unwrap(model)
+    return install(FSDPAdapter(model, replicate_group), model, hook, options)

@@ -1,0 +1,214 @@
+"""Hooks between the replicas of models that ``fully_shard`` has sharded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.sharded import FEATURES, build, mesh_of, train
+from torch import Tensor
+
+import commhooks
+from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.integrations import fsdp
+
+SAMPLE = ["reduce in float16", "no all-reduce", "tied parameters", "reentrant checkpoints"]
+
+
+@dataclass
+class Exact(AllReduce):
+    """``allreduce`` as any other hook, in buckets; keeps what it was told."""
+
+    seen: list[tuple[int, int, bool, list[str]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    broken: bool = field(default=False, init=False, compare=False)
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        self.seen.append((comm.step, bucket.index(), bucket.is_last(), list(bucket.names)))
+        average = await super().reduce(bucket, comm)
+        if self.broken and bucket.index() == 1:
+            raise ValueError("broken")
+        return average
+
+
+def same_numbers(rank: int, size: int, shards: int, names: list[str], hook: Any) -> None:
+    replicas = size // shards
+    mesh = mesh_of(replicas, shards)
+    for name in names:
+        feature = FEATURES[name]
+        expected = train(build(mesh, feature), rank, 2, feature)
+        for on_one_dimension in (False, True):
+            if on_one_dimension:
+                net = build(mesh["shard"], feature)
+                fsdp.register(net, hook(), replicate_group=mesh.get_group("replicate"))
+            else:
+                net = build(mesh, feature)
+                commhooks.register(net, hook())
+            found = train(net, rank, 2, feature)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b), (name, on_one_dimension)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_allreduce_is_native_on_three_ranks(run_ranks: Any, shards: int) -> None:
+    run_ranks(same_numbers, 3, shards, SAMPLE, AllReduce)
+
+
+@pytest.mark.parametrize("hook", [AllReduce, Exact])
+def test_averages_are_native(run_ranks: Any, hook: Any) -> None:
+    run_ranks(same_numbers, 4, 2, SAMPLE, hook)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("size", "shards", "hook"),
+    [(4, 2, AllReduce), (4, 2, Exact), (3, 1, AllReduce), (3, 3, AllReduce), (3, 3, Exact)],
+)
+def test_everything_that_people_set(run_ranks: Any, size: int, shards: int, hook: Any) -> None:
+    run_ranks(same_numbers, size, shards, list(FEATURES), hook)
+
+
+# ------------------------------------------------------------------------------ hooks and handles
+
+
+def handles(rank: int, size: int) -> None:
+    mesh = mesh_of(2, 2)
+    hook = Exact()
+    net = build(mesh)
+    handle = commhooks.register(net, hook)
+    assert commhooks.handle_of(net) is handle
+    train(net, rank, 2)
+    names = [f"blocks.1.{name}" for name in ("up.weight", "up.bias", "down.weight")]
+    names += ["blocks.1.spare.weight", "blocks.1.spare.bias"]
+    assert hook.seen[0] == (0, 0, False, names)
+    assert [seen[:3] for seen in hook.seen[3:]] == [(1, 0, False), (1, 1, False), (1, 2, False)]
+    stats = handle.stats()
+    assert stats.steps == 2
+    assert [bucket.index for bucket in stats.buckets] == [0, 1, 2]
+    assert stats.total.ratio == 1
+
+    with pytest.raises(commhooks.CommHookError, match="has a hook already"):
+        commhooks.register(net, "int8")
+    with pytest.raises(commhooks.CommHookError, match="a torch-style function"):
+        handle.replace(lambda state, bucket: None)
+    with pytest.raises(commhooks.CommHookError, match="which steps to skip"):
+        handle.replace("skip_nonfinite")
+    with pytest.raises(commhooks.CommHookMismatchError, match="found on rank 0"):
+        handle.replace(("int8", "int4")[rank % 2])  # the same in each column
+    assert handle.hook is hook
+
+    handle.replace("int8")
+    train(net, rank, 1)
+    assert handle.stats().steps == 1
+    assert handle.stats().total.ratio > 1.5
+    handle.remove()
+    assert commhooks.handle_of(net) is None
+    again = commhooks.register(net, "local_sgd", period=2)
+    train(net, rank, 1)
+    again.remove()  # averages the replicas
+    net = build(mesh)
+    commhooks.register(net, "allreduce").remove()
+    for a, b in zip(train(net, rank, 2), train(build(mesh), rank, 2), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_handles(run_ranks: Any) -> None:
+    run_ranks(handles, 4)
+
+
+def resume(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
+    mesh = mesh_of(2, 2)
+    for hook in hooks:
+        nets, handles = [], []
+        for _ in range(2):
+            nets.append(build(mesh))
+            handles.append(commhooks.register(nets[-1], hook))
+        train(nets[0], rank, 2)
+        nets[1].load_state_dict(nets[0].state_dict())
+        saved = handles[0].state_dict()
+        assert (saved["rank"], saved["world_size"], saved["step"]) == (rank, 4, 2)
+        handles[1].load_state_dict(saved)
+        for a, b in zip(train(nets[0], rank, 2), train(nets[1], rank, 2), strict=True):
+            assert torch.equal(a, b), hook
+        shapes = {k: {n: tuple(t.shape) for n, t in v.items()} for k, v in saved["state"].items()}
+        if hook["name"] == "int8":
+            assert shapes["blocks.0.spare.weight"]["error"] == (2, 7)  # of 3 rows, on both shards
+        of_other_shard = {**saved, "rank": rank ^ 1}
+        with pytest.raises(commhooks.CommHookStateError, match="expected the state of rank"):
+            handles[1].load_state_dict(of_other_shard if rank == 3 else saved)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(run_ranks: Any) -> None:
+    run_ranks(resume, 4, [{"name": "int8"}, {"name": "powersgd", "rank": 1, "start_step": 1}])
+
+
+def fail(rank: int, size: int, shards: int) -> None:
+    net = build(mesh_of(size // shards, shards))
+    hook = Exact()
+    handle = commhooks.register(net, hook)
+    train(net, rank, 1)
+    hook.broken = rank == 0
+    with pytest.raises(commhooks.CommHookError, match="ValueError: broken") as raised:
+        train(net, rank, 1)
+    assert isinstance(raised.value, commhooks.CommHookPeerError) == (rank != 0)
+    hook.broken = False
+    net.zero_grad()
+    train(net, rank, 1)
+    assert handle.state_dict()["step"] == 2
+
+
+@pytest.mark.parametrize(("size", "shards"), [(4, 2), (3, 3)])
+def test_a_hook_that_fails_on_one_rank_ends_the_step_on_all(
+    run_ranks: Any, size: int, shards: int
+) -> None:
+    run_ranks(fail, size, shards)
+
+
+def differ(rank: int, size: int, is_old: bool) -> None:
+    """Parameters that only one replica uses get the average on both, instead of an abort."""
+    mesh = mesh_of(2, 1)
+    net = build(mesh)
+    if is_old:  # as torch 2.12
+        for module in (net, *net.blocks):
+            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            del group.reduce_scatter_unused_params
+    commhooks.register(net, "int8")
+    for _ in range(2):
+        net.uses_spare = rank == 0
+        net(torch.ones(2, 7)).sum().backward()
+        grads = [block.spare.weight.grad.to_local() for block in net.blocks]
+        others = [torch.empty_like(grad) for grad in grads]
+        for grad, other in zip(grads, others, strict=True):
+            dist.all_reduce(other.copy_(grad), dist.ReduceOp.MAX)
+            assert torch.equal(grad, other)
+            assert grad.abs().sum() > 0
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_replicas_may_use_different_parameters(run_ranks: Any, is_old: bool) -> None:
+    run_ranks(differ, 2, is_old)
+
+
+def refuse(rank: int, size: int) -> None:
+    mesh = mesh_of(2, 1)
+    flat = build(mesh["shard"])
+    with pytest.raises(commhooks.CommHookError, match="no replicas to average over"):
+        commhooks.register(flat, "int8")
+    with pytest.raises(commhooks.CommHookError, match="without replicate_group"):
+        fsdp.register(build(mesh), "int8", replicate_group=mesh.get_group("replicate"))
+    net = build(mesh)
+    net(torch.ones(1, 7))
+    with pytest.raises(commhooks.CommHookError, match="the root module"):
+        commhooks.register(net.blocks[0], "int8")
+    net = build(mesh)
+    if rank == 1:
+        net.output.bias.requires_grad_(False)
+    with pytest.raises(commhooks.CommHookMismatchError, match="shards"):
+        commhooks.register(net, "int8")
+
+
+def test_what_cannot_work_is_refused(run_ranks: Any) -> None:
+    run_ranks(refuse, 2)
