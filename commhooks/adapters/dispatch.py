@@ -23,6 +23,7 @@ def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda model: isinstance(model, kind)
 
 
+_WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 _ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = [
     (_is(DistributedDataParallel), DDPAdapter),
     (_is(TorchDistributedDataParallel), TorchDDPAdapter),
@@ -69,8 +70,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def inner_module(model: nn.Module) -> nn.Module:
     """Return the module inside the wrapper, or ``model`` if it is none."""
     model = unwrap(model)
-    wrappers = (DistributedDataParallel, TorchDistributedDataParallel)
-    return model.module if isinstance(model, wrappers) else model
+    return unwrap(model.module) if isinstance(model, _WRAPPERS) else model
 
 
 def adapter_of(model: nn.Module) -> Adapter:
@@ -78,6 +78,11 @@ def adapter_of(model: nn.Module) -> Adapter:
     if not isinstance(model, nn.Module):
         raise CommHookError(f"expected a wrapped model, found {type(model).__name__}")
     model = unwrap(model)
+    if isinstance(inner_module(model), _WRAPPERS):
+        raise CommHookError(
+            f"found {type(model).__name__} around {type(inner_module(model)).__name__}: gradients "
+            "would be averaged twice; wrap the module once, or pass it to the library unwrapped"
+        )
     if model not in _adapters:
         make = next((make for fits, make in _ADAPTERS if fits(model)), None)
         if make is None:

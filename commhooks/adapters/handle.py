@@ -87,9 +87,13 @@ def install(
 def handle_of(model: nn.Module) -> "HookHandle | None":
     """Return the handle of the hook that is registered on ``model``, or None.
 
-    The forms of one model that :func:`register` accepts have the same handle.
+    The forms of one model that :func:`register` accepts have the same handle, and so does the
+    module inside the wrapper, which is what many libraries pass to callbacks.
     """
-    return _handles.get(unwrap(model)) or _handles.get(inner_module(model))
+    wrapper, inner = unwrap(model), inner_module(model)
+    if wrapper in _handles or wrapper is not inner:
+        return _handles.get(wrapper) or _handles.get(inner)  # a CommHookState has the inner one
+    return next((h for other, h in _handles.items() if inner_module(other) is inner), None)
 
 
 class HookHandle:

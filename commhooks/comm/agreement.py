@@ -26,5 +26,5 @@ def check_agreement(group: dist.ProcessGroup, device: torch.device, what: str, v
             f"{values[0]}; on rank {other}: {values[other]}. Nothing was changed."
         )
 
-    comparison = f"the comparison of the ranks' {what}"
+    comparison = f"the comparison of the ranks' {what}, which all ranks have to set together,"
     return agreement.check_agreement(value, group, device, explain, comparison)

@@ -1,5 +1,6 @@
 """What ``register`` accepts, and what it refuses."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -67,15 +68,15 @@ def register_on_forms(rank: int, size: int) -> None:
         for form in forms:
             plain_handle = commhooks.register(plain, "int8")
             handle = commhooks.register(form, "int8")
-            assert [commhooks.handle_of(other) for other in forms] == [handle] * len(forms)
+            assert [commhooks.handle_of(other) for other in (*forms, net)] == [handle] * 5
+            assert commhooks.handle_of(wrapper(net)) is None  # another wrapper of the same module
             for other in forms:
                 with pytest.raises(commhooks.CommHookError, match="has a hook already"):
                     commhooks.register(other, "int8")
             assert torch.equal(gradients(form, rank), gradients(plain, rank))
             handle.remove()
             plain_handle.remove()
-            assert [commhooks.handle_of(other) for other in forms] == [None] * len(forms)
-        assert commhooks.handle_of(net) is None
+            assert [commhooks.handle_of(other) for other in (*forms, net)] == [None] * 5
 
 
 def test_forms_of_a_model_share_a_handle(run_ranks: Any) -> None:
@@ -141,6 +142,22 @@ def refuse(rank: int, size: int) -> None:
 
 def test_refusals_say_why_and_what_to_do(run_ranks: Any) -> None:
     run_ranks(refuse, 2)
+
+
+def register_on_one_rank(rank: int, size: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = commhooks.DistributedDataParallel(make_net(), process_group=group)
+    message = "hook and options, which all ranks have to set together, failed"
+    if rank == 0:
+        with pytest.raises(commhooks.CommHookPeerError, match=message):
+            commhooks.register(model, "int8")
+    else:
+        with pytest.raises(commhooks.CommHookPeerError, match="the average of bucket 0"):
+            gradients(model, rank)
+
+
+def test_registering_on_one_rank_raises_on_both(run_ranks: Any) -> None:
+    run_ranks(register_on_one_rank, 2)
 
 
 def test_without_a_process_group() -> None:
