@@ -34,8 +34,8 @@ _ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = 
 
 _REFUSED: dict[str, str] = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "FSDP1 flattens parameters before it averages them, so hooks cannot tell them apart. Wrap "
-        "the model in commhooks.DistributedDataParallel if it fits on each rank"
+        "FSDP1 flattens parameters before it averages them, so hooks cannot tell them apart. Shard "
+        "the model with torch.distributed.fsdp.fully_shard (FSDP2) over replicas and shards"
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": (
         "DeepSpeed averages gradients itself and calls no hooks. Train the module without it, "

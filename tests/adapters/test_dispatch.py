@@ -121,7 +121,7 @@ def refuse(rank: int, size: int) -> None:
     refused: list[tuple[Any, str]] = [
         (net, "found Sequential; wrap it first.*prepare.*setup.*trainer.strategy.model"),
         (Compiled(net), "found Sequential; wrap it first"),
-        (fsdp, "Subclass: FSDP1 flattens.*Wrap the model"),
+        (fsdp, "Subclass: FSDP1 flattens.*fully_shard"),
         (nn.Sequential(net, fsdp), "Sequential with Subclass at '1': FSDP1"),
         (named("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeed averages"),
         (nn.DataParallel(net), "DataParallel works in one process.*torchrun"),
