@@ -47,7 +47,9 @@ class Unit:
     def __init__(self, group: Any, names: list[str]) -> None:
         self._group = weakref.ref(group)
         self._names = names
-        self._torchs_info = group.mesh_info
+        info = group.mesh_info
+        replicas = getattr(info, "replicate_process_group", None)
+        self._torchs_info = replicas.torchs_info if isinstance(replicas, _Replicas) else info
         self._torchs_unused = getattr(group, "reduce_scatter_unused_params", None)
 
     @property
@@ -96,7 +98,7 @@ class Unit:
         info = copy.copy(self._torchs_info)
         if not isinstance(info, DDPMeshInfo):
             info.__class__ = HSDPMeshInfo
-        info.replicate_process_group = _Replicas(replicas, exchange)
+        info.replicate_process_group = _Replicas(replicas, exchange, self._torchs_info)
         info.replicate_mesh_size = replicas.size()
         info.replicate_mesh_rank = replicas.rank()
         group = self._alive()
@@ -115,11 +117,15 @@ class Unit:
         else:
             vars(group).pop("post_backward", None)
 
-    def set_reduce_scatter(self, comm: Any) -> Any:
-        """Use ``comm`` for the reduce-scatter. Return what was used before."""
-        group = self._alive()
-        before, group._reduce_scatter_comm = group._reduce_scatter_comm, comm  # noqa: SLF001
-        return before
+    @property
+    def reduce_scatter(self) -> Any:
+        """What reduce-scatters: an object as ``set_custom_reduce_scatter`` takes it."""
+        return self._alive()._reduce_scatter_comm  # noqa: SLF001
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: Any) -> None:
+        # That method refuses units with several meshes.
+        self._alive()._reduce_scatter_comm = comm  # noqa: SLF001
 
     def _alive(self) -> Any:
         group = self._group()
@@ -130,8 +136,9 @@ class Unit:
 class _Replicas(dist.ProcessGroup):
     """A group that only all-reduces, by calling ``exchange``."""
 
-    def __init__(self, replicas: dist.ProcessGroup, exchange: Exchange) -> None:
+    def __init__(self, replicas: dist.ProcessGroup, exchange: Exchange, torchs_info: Any) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
+        self.torchs_info = torchs_info
         self._exchange = exchange
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:  # type: ignore[override]

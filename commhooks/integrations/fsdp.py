@@ -1,4 +1,4 @@
-"""Hooks on models that ``fully_shard`` has sharded over meshes of one dimension."""
+"""Models that ``fully_shard`` has sharded: hooks between replicas, few bits between shards."""
 
 from typing import Any
 
@@ -7,10 +7,11 @@ from torch import nn
 
 from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp import FSDPAdapter
+from commhooks.adapters.fsdp_reduce_scatter import QuantizedReduceScatter, quantize_reduce_scatter
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, install
 from commhooks.adapters.handle import register as register_any
 
-__all__ = ["register"]
+__all__ = ["QuantizedReduceScatter", "quantize_reduce_scatter", "register"]
 
 
 def register(

@@ -1,0 +1,82 @@
+"""What rank processes run for test_fsdp.py: a reduce-scatter alone, steps of a sharded model."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bench.models import ThreeLayers
+from commhooks.adapters.fsdp_units import units_of
+from commhooks.integrations.fsdp import QuantizedReduceScatter, quantize_reduce_scatter
+
+__all__ = ["TORCH", "collective", "collective_error", "prepare", "sent", "step"]
+
+TORCH = "torch"
+"""The name of torch's reduce-scatter, in float32, beside those of numbers in few bits."""
+ELEMENTS = 16 * 2**20  # 64 MiB, about what a layer of a model with a billion parameters has
+
+_models: dict[str, Any] = {}
+_quantized: dict[str, QuantizedReduceScatter] = {}
+_flat: dict[str, torch.Tensor] = {}
+
+
+def prepare(_rank: int, numbers: list[str]) -> None:
+    """Make the models, all with the same parameters, and the input of the collective."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name in numbers:
+        torch.manual_seed(0)
+        model: Any = ThreeLayers()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        _models[name] = fully_shard(model, mesh=mesh)
+        if name != TORCH:
+            _quantized[name] = quantize_reduce_scatter(_models[name], name)
+    _flat["input"] = torch.randn(
+        ELEMENTS, generator=torch.Generator().manual_seed(dist.get_rank())
+    ).mul_(1e-3)
+    _flat["mean"] = torch.empty(ELEMENTS // dist.get_world_size())
+    _reduce(TORCH, _flat["mean"])
+
+
+def collective(_rank: int, name: str) -> float:
+    """Return the seconds of a reduce-scatter alone."""
+    output = torch.empty_like(_flat["mean"])
+    dist.barrier()
+    start = time.perf_counter()
+    _reduce(name, output)
+    return time.perf_counter() - start
+
+
+def collective_error(_rank: int, name: str) -> float:
+    """Return the root mean square of the error, relative to that of the exact means."""
+    output = torch.empty_like(_flat["mean"])
+    _reduce(name, output)
+    return float((output - _flat["mean"]).norm() / _flat["mean"].norm())
+
+
+def step(_rank: int, name: str) -> float:
+    """Return the seconds of a forward and a backward, which gather the parameters twice."""
+    model = _models[name]
+    inputs = ThreeLayers.example_input()
+    dist.barrier()
+    start = time.perf_counter()
+    model(inputs).sum().backward()
+    seconds = time.perf_counter() - start
+    nn.Module.zero_grad(model)
+    return seconds
+
+
+def sent(_rank: int, name: str) -> tuple[int, int]:
+    """Return the bytes that this rank has sent in reduce-scatters, and what torch would send."""
+    return _quantized[name].wire_bytes, _quantized[name].plain_bytes
+
+
+def _reduce(name: str, output: torch.Tensor) -> None:
+    comm = units_of(_models[name])[0].reduce_scatter
+    comm(output, _flat["input"].clone(), dist.group.WORLD, dist.ReduceOp.AVG)

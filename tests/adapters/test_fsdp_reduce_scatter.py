@@ -1,0 +1,91 @@
+"""The reduce-scatter of FSDP2 in few bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.sharded import FEATURES, build, mesh_of, train
+from torch import Tensor
+
+import commhooks
+from commhooks.integrations import fsdp
+
+WORST = {"int8": 0.02, "int4": 0.3, "fp8": 0.06, "bf16": 0.005}
+"""The largest relative error of the gradients of the first step."""
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    difference = sum((a - b).float().square().sum() for a, b in zip(found, expected, strict=True))
+    return float((difference / sum(b.float().square().sum() for b in expected)).sqrt())
+
+
+def near_native(rank: int, size: int, features: list[str]) -> None:
+    mesh = mesh_of(1, size)
+    for name in features:
+        feature = FEATURES[name]
+        for numbers, worst in WORST.items():
+            expected = train(build(mesh["shard"], feature), rank, 1, feature)
+            net = build(mesh["shard"], feature)
+            quantized = fsdp.quantize_reduce_scatter(net, numbers)
+            found = train(net, rank, 1, feature)
+            gradients = len(expected) - len(list(net.parameters()))
+            assert 0 < error(found[:gradients], expected[:gradients]) < worst, (name, numbers)
+            assert quantized.wire_bytes > 0
+            quantized.remove()
+            native = train(net, rank, 1, feature)
+            assert [a.shape for a in native] == [a.shape for a in expected]
+
+
+def test_gradients_are_near_those_of_torch(run_ranks: Any) -> None:
+    run_ranks(near_native, 3, ["units", "sums divided by a factor"])
+
+
+@pytest.mark.exhaustive
+def test_everything_that_people_set(run_ranks: Any) -> None:
+    run_ranks(near_native, 3, [name for name in FEATURES if name != "zeros for unused parameters"])
+
+
+def same_everywhere(rank: int, size: int) -> None:
+    """It composes with a hook; a factor alone, which Gloo refuses, works here."""
+    mesh = mesh_of(2, 2)
+    nets = [build(mesh, FEATURES["sums divided by a factor"]), build(mesh)]
+    for unit in (nets[1], *nets[1].blocks):
+        unit.set_gradient_divide_factor(5.0)
+    for net in nets:
+        fsdp.quantize_reduce_scatter(net, {"name": "int8", "block_size": 32})
+        commhooks.register(net, "int8")
+    for a, b in zip(train(nets[0], rank, 3), train(nets[1], rank, 3), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_it_composes_with_a_hook(run_ranks: Any) -> None:
+    run_ranks(same_everywhere, 4)
+
+
+def refuse(rank: int, size: int) -> None:
+    net = build(mesh_of(1, 2)["shard"])
+    with pytest.raises(commhooks.CommHookMismatchError, match="numbers of the reduce-scatter"):
+        fsdp.quantize_reduce_scatter(net, "int8" if rank else "int4")
+    with pytest.raises(commhooks.CommHookError, match="expected a hook that quantizes"):
+        fsdp.quantize_reduce_scatter(net, "topk", density=0.1)
+    with pytest.raises(commhooks.CommHookError, match="the root module"):
+        fsdp.quantize_reduce_scatter(torch.nn.Linear(1, 1))
+    fsdp.quantize_reduce_scatter(net)
+    with pytest.raises(commhooks.CommHookError, match="quantized already"):
+        fsdp.quantize_reduce_scatter(net)
+
+
+def test_what_cannot_work_is_refused(run_ranks: Any) -> None:
+    run_ranks(refuse, 2)
+
+
+def send_nan(rank: int, size: int) -> None:
+    net = build(mesh_of(1, 2)["shard"])
+    fsdp.quantize_reduce_scatter(net)
+    net(torch.full((1, 7), float("nan") if rank else 1.0)).sum().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    assert norm.full_tensor().isnan()
+
+
+def test_nan_stays_visible(run_ranks: Any) -> None:
+    run_ranks(send_nan, 2)
