@@ -26,10 +26,15 @@ def save_states(handles: Mapping[str, HookHandle], folder: str | os.PathLike[str
     unfinished.replace(path)
 
 
-def load_states(handles: Mapping[str, HookHandle], folder: str | os.PathLike[str]) -> None:
+def load_states(
+    handles: Mapping[str, HookHandle],
+    folder: str | os.PathLike[str],
+    problem: str | None = None,
+) -> None:
     """Load what :func:`save_states` wrote on the same rank. Collective.
 
-    If no rank has a file, training goes on without states, with a warning.
+    If no rank has a file, training goes on without states, with a warning. ``problem``: why this
+    rank cannot load, if the caller knows.
 
     Raises:
         CommHookStateError: A rank lacks its file, or its state is damaged or of another hook, rank
@@ -39,7 +44,8 @@ def load_states(handles: Mapping[str, HookHandle], folder: str | os.PathLike[str
     if not handles:
         return
     path = _path(folder)
-    states, problem = _read(path, set(handles))
+    states, found = _read(path, set(handles))
+    problem = problem or found
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if set(problems) == {_MISSING}:
