@@ -61,6 +61,15 @@ class Adapter(ABC):
         return self.group.size()
 
     @property
+    def row(self) -> dist.ProcessGroup | None:
+        """The ranks that share each parameter with this one; None if ranks have whole ones."""
+        return None
+
+    def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
+        """Return the shape of a shared parameter, and the dimension that it is cut in."""
+        return None
+
+    @property
     @abstractmethod
     def steps(self) -> int:
         """The number of synchronized backward passes so far. A resumed run sets it."""

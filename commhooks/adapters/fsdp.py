@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -82,6 +83,18 @@ class FSDPAdapter(Adapter):
     @property
     def world_size(self) -> int:
         return self.group.size() * self._row_size
+
+    @property
+    def row(self) -> dist.ProcessGroup | None:
+        if len(self._rows) > 1:
+            raise CommHookError(
+                f"expected the same shard group for all parameters, found {len(self._rows)}; hooks "
+                "on such models save their state per rank: torch.save(handle.state_dict(), ...)"
+            )
+        return self._rows[0] if self._rows else None
+
+    def whole(self, name: str) -> tuple[torch.Size, int] | None:
+        return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())
 
     @property
     def steps(self) -> int:

@@ -93,6 +93,13 @@ class Unit:
             if each.sharded_param.requires_grad
         }
 
+    def wholes(self) -> dict[str, tuple[torch.Size, int]]:
+        """Return the shape of each parameter, and the dimension that it is sharded in."""
+        return {
+            name: (each._orig_size, each.fsdp_placement.dim)  # noqa: SLF001
+            for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
+        }
+
     def attach(self, replicas: dist.ProcessGroup, exchange: Exchange) -> None:
         """Call ``exchange`` instead of the all-reduce over ``replicas``."""
         info = copy.copy(self._torchs_info)

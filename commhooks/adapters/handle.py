@@ -111,6 +111,11 @@ class HookHandle:
             raise CommHookError("this hook has been removed; commhooks.register() a new one")
         return self._hook
 
+    @property
+    def adapter(self) -> Adapter:
+        """What connects hook and model. For integrations; it may change with any release."""
+        return self._in_use()
+
     def replace(self, hook: AnyHook, /, **options: Any) -> None:
         """Use another hook from the next step on. Collective.
 

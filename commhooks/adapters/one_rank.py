@@ -17,9 +17,8 @@ class OfOneRank(set[int]):
     def __create_write_items__(self, *_: Any) -> NoReturn:
         raise CommHookStateError(
             "torch.distributed.checkpoint would keep the state of one rank, but each rank has its "
-            "own. Save it beside the checkpoint, on every rank: torch.save(handle.state_dict(), "
-            "f'hook_{rank}.pt'); to resume, pass what torch.load() returns to "
-            "handle.load_state_dict() on the same rank"
+            "own. Pass it commhooks.integrations.checkpoint.HookState(handle) instead; or save the "
+            "state on every rank with torch.save(handle.state_dict(), f'hook_{rank}.pt')"
         )
 
     def __reduce__(self) -> Any:

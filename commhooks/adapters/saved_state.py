@@ -49,7 +49,8 @@ def check_saved_state(saved: Mapping[str, Any], hook: CommHook, adapter: Adapter
         raise CommHookStateError(
             f"expected the state of rank {here['rank']} of {here['world_size']}, found that of "
             f"rank {there['rank']} of {there['world_size']}; what has not been sent yet differs by "
-            "rank, so every rank saves and loads its own state"
+            "rank, so every rank saves and loads its own state. For another number of ranks, save "
+            "commhooks.integrations.checkpoint.HookState(handle) with torch.distributed.checkpoint"
         )
     for part in states_of_hooks(saved["state"], hook, adapter.parameters):
         part.check()

@@ -14,11 +14,11 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
 
-__all__ = ["HookState", "states_of_hooks"]
+__all__ = ["HookPart", "states_of_hooks"]
 
 
 @dataclass(frozen=True)
-class HookState:
+class HookPart:
     """The part of a saved state that belongs to one hook, which may be nested in others."""
 
     path: str
@@ -48,6 +48,10 @@ class HookState:
             if field.across_ranks == "same"
         )
 
+    def field(self, key: Any, name: str) -> StateField | None:
+        """Return the declaration of a field, None if the hook has not declared it."""
+        return next((it for it in self._declared(key) or () if it.name == name), None)
+
     def _misfit(self, key: Any, entry: Mapping[str, Tensor]) -> str | None:
         fields = self._declared(key)
         if fields is not None:
@@ -73,7 +77,7 @@ class HookState:
 
 def states_of_hooks(
     state: Mapping[str, Any], hook: CommHook, parameters: Mapping[str, Tensor]
-) -> Iterator[HookState]:
+) -> Iterator[HookPart]:
     """Yield the parts of a saved state. ``parameters``: those that ``hook`` was prepared for."""
     gradients = {name: _gradient_of(parameter) for name, parameter in parameters.items()}
     return _walk(state, hook, gradients, "")
@@ -81,10 +85,10 @@ def states_of_hooks(
 
 def _walk(
     state: Mapping[str, Any], hook: CommHook, gradients: Mapping[str, Tensor], path: str
-) -> Iterator[HookState]:
+) -> Iterator[HookPart]:
     nested = {f".{path}": each for path, each in hook.nested().items()}
     inner = {key: state[key] for key in nested if isinstance(state.get(key), Mapping)}
-    yield HookState(path, hook, gradients, {k: v for k, v in state.items() if k not in inner})
+    yield HookPart(path, hook, gradients, {k: v for k, v in state.items() if k not in inner})
     of_nested = hook.nested_parameters(gradients)
     for key, each in nested.items():
         yield from _walk(inner.get(key, {}), each, of_nested.get(key[1:], {}), path + key)

@@ -226,6 +226,13 @@ class CommHook:
         """Return the fields of ``state[bucket.key]``, if the hook keeps any for whole buckets."""
         return ()
 
+    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Add to ``mean`` what one rank's "own" fields contribute to the mean over the ranks.
+
+        Called for each of the ranks that saved a state, when another number of ranks loads it.
+        ``mean`` has the averageable fields of a parameter. By default own fields are dropped.
+        """
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: copies of :attr:`state` and of nested hooks' states."""
         own = {

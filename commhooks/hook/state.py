@@ -32,6 +32,8 @@ class StateField:
     """None: any size, for one that depends on the buckets."""
     dtype: torch.dtype | None = None
     """None: float32, or float64 for gradients in float64."""
+    per_element: bool = False
+    """Whether it has one number per element of the gradient, in the order of the elements."""
     is_optional: bool = False
     """Whether an entry may lack the field."""
     is_finite: bool = True
@@ -42,7 +44,7 @@ class StateField:
     @classmethod
     def like(cls, gradient: Tensor, name: str, across_ranks: AcrossRanks) -> "StateField":
         """Return the field for one number per element of the gradient."""
-        return cls(name, across_ranks, tuple(gradient.shape))
+        return cls(name, across_ranks, tuple(gradient.shape), per_element=True)
 
     def problem(self, value: Tensor | None) -> str | None:
         """Describe what is wrong with a saved value, None if the entry has none."""

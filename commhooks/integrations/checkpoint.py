@@ -1,67 +1,111 @@
-"""The state of hooks, of which every rank has its own, in the checkpoints of other libraries."""
+"""Saves the state of a hook with torch.distributed.checkpoint, and loads it on any ranks.
 
+Note [Load targets]
+~~~~~~~~~~~~~~~~~~~
+``torch.distributed.checkpoint`` fills what ``state_dict()`` returns, and does not tell it what the
+checkpoint has. A hook's state begins empty, and its tensors have another size if the number of
+ranks was another. Therefore :meth:`HookState.state_dict` looks for ``load()`` among its callers,
+and asks its reader for the metadata of the checkpoint. Called by anything else, it returns the
+state as it is.
+"""
+
+import inspect
+import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from commhooks.adapters.handle import HookHandle
+from commhooks.adapters.spread_state import SpreadState
 from commhooks.errors import CommHookStateError
+from commhooks.hook.base import CommHook
+from commhooks.integrations.gathered_state import GatheredState
 
-__all__ = ["GatheredState"]
+__all__ = ["GatheredState", "HookState"]
+
+_ABOUT = "about_hook"
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
-class GatheredState:
-    """The state of a hook on all ranks, for checkpoints that one rank writes and all ranks read.
+class HookState:
+    """The state of a hook, for ``torch.distributed.checkpoint``. A ``Stateful``.
 
     ::
 
-        state = {"model": net.state_dict(), "hook": GatheredState(handle).state_dict()}
-        if rank == 0:
-            torch.save(state, path)
-        ...
-        GatheredState(handle).load_state_dict(torch.load(path)["hook"])
+        dcp.save({"model": net, "hook": HookState(handle)}, checkpoint_id=path)
+        dcp.load({"model": net, "hook": HookState(handle)}, checkpoint_id=path)
 
-    The memory of rank 0 must hold the states of all ranks.
+    On the same ranks, each gets its own state again, bit for bit. On another number of replicas or
+    shards, each replica gets the mean of what the replicas had, so nothing that was to be sent is
+    lost. ``dcp.async_save`` works as well. All methods are collectives.
     """
 
     def __init__(self, handle: HookHandle) -> None:
         self.handle = handle
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks on rank 0, and none on the other ranks. Collective."""
-        own = self.handle.state_dict()
-        states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        with _group_on_cpu() as group:
-            dist.gather_object(own, states, group_dst=0, group=group)
-        return {"ranks": states or []}
+        """Return the state, or what to load it into: see Note [Load targets]."""
+        state = self._spread()
+        source = _checkpoint_that_is_loaded()
+        if source is None:
+            saved = self.handle.state_dict()
+            about = {name: saved[name] for name in ("version", "hook", "world_size", "step")}
+            return {_ABOUT: json.dumps(about), **state.save(saved["state"])}
+        prefix, metadata = source
+        found = {
+            key.removeprefix(prefix): it
+            for key, it in metadata.state_dict_metadata.items()
+            if key.startswith(prefix) and isinstance(it, TensorStorageMetadata)
+        }
+        return {_ABOUT: "", **state.targets(found)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's state of those that rank 0 got from :meth:`state_dict`. Collective.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``dcp.load`` has read.
 
         Raises:
-            CommHookStateError: See :meth:`HookHandle.load_state_dict`.
+            CommHookStateError: See :meth:`HookHandle.load_state_dict`; or the state of the hook
+                cannot be used on another number of ranks.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
-        states = state.get("ranks", [])
-        if len(states) != size:
+        about = json.loads(state_dict[_ABOUT])
+        fields = {name: it for name, it in state_dict.items() if name != _ABOUT}
+        adapter = self.handle.adapter
+        state = self._spread().load(fields)
+        here = {"rank": adapter.rank, "world_size": adapter.world_size}
+        self.handle.load_state_dict(about | here | {"state": state})
+
+    def _spread(self) -> SpreadState:
+        if not isinstance(self.handle.hook, CommHook):
             raise CommHookStateError(
-                f"[rank {rank}] expected the states of {size} ranks, found {len(states)}"
+                f"{self.handle.hook!r} is a torch-style function, whose state is not known here; "
+                "save it yourself"
             )
-        self.handle.load_state_dict(states[rank])
+        return SpreadState(self.handle.hook, self.handle.adapter)
 
 
-@contextmanager
-def _group_on_cpu() -> Iterator[dist.ProcessGroup]:
-    """Yield a group of all ranks that need not copy objects to a GPU."""
-    world = dist.group.WORLD
-    assert world is not None
-    if "gloo" in str(dist.get_backend_config(world)):
-        yield world
-        return
-    group = dist.new_group(backend="gloo")
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
+def _checkpoint_that_is_loaded() -> tuple[str, Metadata] | None:
+    """Return the keys' prefix and the metadata if ``dcp.load`` is among the callers."""
+    for frame in _callers():
+        if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == _LOADER:
+            found = frame.f_locals
+            metadata = found["storage_reader"].read_metadata()
+            return _prefix(metadata, found["key"]), metadata
+    return None
+
+
+def _callers() -> Iterator[Any]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _prefix(metadata: Metadata, key: str) -> str:
+    keys = metadata.state_dict_metadata
+    ends = [name for name in keys if name.startswith(f"{key}.") and name.endswith(f".{_ABOUT}")]
+    if len(ends) != 1:
+        raise CommHookStateError(
+            f"expected the state of one hook below {key!r} in the checkpoint, found {len(ends)}; "
+            "give dcp.save and dcp.load a dict in which each HookState has a key of its own"
+        )
+    return ends[0].removesuffix(_ABOUT)

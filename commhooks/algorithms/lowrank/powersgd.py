@@ -204,7 +204,9 @@ class PowerSGD(CommHook):
         return *self.error_fields(*shape), *self.factor_fields(*shape, rank)
 
     def error_fields(self, *shape: int) -> Sequence[StateField]:
-        return (StateField("error", "averageable", shape),) if self.error_feedback else ()
+        if not self.error_feedback:
+            return ()
+        return (StateField("error", "averageable", shape, per_element=True),)
 
     def factor_fields(self, n: int | None, m: int | None, rank: int | None) -> list[StateField]:
         """Return the fields of the factors of a matrix (n, m), None if it is not known."""

@@ -83,6 +83,9 @@ class Quantized(CommHook):
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return self._errors.fields(gradient) if self.uses_error_feedback else ()
 
+    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        self._errors.keep_average(mean, own)
+
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         """Return the bytes that each of ``size`` ranks sends for ``bucket``."""
         return wire_bytes(bucket.buffer().numel(), size, self._codec, self._average_codec)

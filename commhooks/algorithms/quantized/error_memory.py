@@ -45,6 +45,17 @@ class ErrorMemory:
             StateField("average_start", "own", (), torch.int64, is_optional=True, check=misfit),
         )
 
+    def keep_average(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Add a rank's error of averages to the mean of all ranks' own errors.
+
+        Its element counts N times in an own error, of which there are N.
+        """
+        if "average_error" in own:
+            error, average = mean["error"], own["average_error"]
+            flat = error.as_strided((error.numel(),), (1,))  # as the parameter lies in memory
+            start = int(own["average_start"])
+            flat[start : start + average.numel()] += average
+
     def of(self, bucket: GradBucket, comm: Communicator, state: TensorState) -> Errors:
         """Return the errors of a bucket, which are zeros at first."""
         own = self._own.of(bucket, state)

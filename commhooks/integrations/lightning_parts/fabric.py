@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from commhooks.adapters.handle import AnyHook, HookHandle
-from commhooks.integrations.checkpoint import GatheredState
+from commhooks.integrations.gathered_state import GatheredState
 from commhooks.integrations.lightning_parts.strategy import WrapperStrategy
 from reducer import DistributedDataParallel
 

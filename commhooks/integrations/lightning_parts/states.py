@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from commhooks.adapters.handle import HookHandle
-from commhooks.integrations.checkpoint import GatheredState
+from commhooks.integrations.gathered_state import GatheredState
 
 __all__ = ["KEY", "add_states", "load_state"]
 

@@ -1,0 +1,178 @@
+"""The state of hooks in torch.distributed.checkpoint, read by the same and by other ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import commhooks
+from commhooks.integrations.checkpoint import HookState
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+POWERSGD = {"rank": 2, "start_step": 0, "min_compression_rate": 1.0}
+HOOKS: dict[str, dict[str, Any]] = {
+    "int4": {"name": "int4"},
+    "dgc": {"name": "dgc"},
+    "powersgd": {"name": "powersgd", **POWERSGD},
+    "one side": {"name": "powersgd", "two_sided": False, **POWERSGD},
+    "batched": {"name": "batched_powersgd", **POWERSGD},
+    "diloco": {"name": "local_sgd", "outer": "nesterov", "period": 1},
+    "push_sum": {"name": "push_sum"},
+    "no state": {"name": "bf16"},
+    "schedule": {
+        "name": "schedule",
+        "stages": [[0, {"name": "error_feedback", "inner": "bf16"}], [1, "int4"], [9, "topk"]],
+    },
+}
+
+
+def trained(config: Any, rank: int, steps: int, *, torch_ddp: bool = False) -> Trainer:
+    options: dict[str, Any] = {"find_unused_parameters": True} if torch_ddp else {}
+    options |= {} if torch_ddp else {"stable_buckets": True}
+    trainer = Trainer(commhooks.create(config), torch_ddp=torch_ddp, **options)
+    for step in range(steps):
+        trainer.step(draw_gradients(trainer.parameters, rank, step))
+    return trainer
+
+
+def round_trip(rank: int, size: int, folder: str) -> None:
+    for name, torch_ddp in [*((name, False) for name in HOOKS), ("int4", True), ("batched", True)]:
+        path = f"{folder}/{name} {torch_ddp}"
+        saved = trained(HOOKS[name], rank, 2, torch_ddp=torch_ddp)
+        if torch_ddp:
+            dcp.async_save({"hook": HookState(saved.handle)}, checkpoint_id=path).result()
+        else:
+            dcp.save({"hook": HookState(saved.handle)}, checkpoint_id=path)
+        loaded = trained(HOOKS[name], rank, 0, torch_ddp=torch_ddp)
+        dcp.load({"hook": HookState(loaded.handle)}, checkpoint_id=path)
+        assert same_bits(loaded.handle.state_dict(), saved.handle.state_dict()), name
+        steps = [each.step(draw_gradients(each.parameters, rank, 3)) for each in (saved, loaded)]
+        assert same_bits(*steps) or saved.handle.hook.changes_parameters, name
+
+
+def test_the_same_ranks_get_their_states(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(round_trip, 2, str(tmp_path))
+
+
+def save_all(rank: int, size: int, folder: str, names: list[str]) -> dict[str, Any]:
+    states = {}
+    for name in names:
+        handle = trained(HOOKS[name], rank, 2).handle
+        dcp.save({"hook": HookState(handle)}, checkpoint_id=f"{folder}/{name}")
+        states[name] = handle.state_dict()
+    return states
+
+
+def load_all(rank: int, size: int, folder: str, names: list[str]) -> dict[str, Any]:
+    states = {}
+    for name in names:
+        trainer = trained(HOOKS[name], rank, 0)
+        dcp.load({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
+        states[name] = trainer.handle.state_dict()
+        trainer.step(draw_gradients(trainer.parameters, rank, 3))
+    return states
+
+
+def unsent(entry: dict[str, Tensor], like: Tensor, ranks: int) -> Tensor:
+    """The error of a parameter, with what its rank has yet to send of averages."""
+    total = torch.empty_like(like, dtype=torch.float64).copy_(entry["error"])
+    if "average_error" in entry:
+        flat = total.as_strided((total.numel(),), (1,))
+        start, error = int(entry["average_start"]), entry["average_error"]
+        flat[start : start + error.numel()] += ranks * error
+    return total
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_ranks_get_the_mean(run_ranks: Any, ranks: int, tmp_path: Path) -> None:
+    names = ["int4", "dgc", "powersgd", "batched", "diloco", "push_sum"]
+    saved = run_ranks(save_all, 2, str(tmp_path), names)
+    for loaded in run_ranks(load_all, ranks, str(tmp_path), names):
+        for name in names:
+            found, expected = loaded[name], [each[name] for each in saved]
+            assert found["step"] == 2
+            assert found["state"].keys() == expected[0]["state"].keys()
+            for key, entry in found["state"].items():
+                old = [each["state"][key] for each in expected]
+                for field, value in entry.items():
+                    if field in ("left", "right", "anchor", "momentum"):
+                        assert same_bits(value, old[0][field])
+                    elif name == "int4":
+                        like = probe_parameters()[key]
+                        mean = sum(unsent(each, like, 2) for each in old) / 2
+                        torch.testing.assert_close(value.double(), mean)
+                        assert entry.keys() == {"error"}
+                    else:
+                        mean = (old[0][field] + old[1][field]) / 2
+                        torch.testing.assert_close(value, mean)
+
+
+class Undeclared(commhooks.CommHook):
+    async def reduce(self, bucket: Any, comm: Any) -> Tensor:
+        for name in bucket.names:
+            self.state.setdefault(name, {})["calls"] = torch.tensor(bucket.step)
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+class AppState:
+    """The pattern of torch's tutorial: one object with the states of all."""
+
+    def __init__(self, *handles: Any) -> None:
+        self.handles = handles
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"{i}": HookState(each).state_dict() for i, each in enumerate(self.handles)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for i, each in enumerate(self.handles):
+            HookState(each).load_state_dict(state[f"{i}"])
+
+
+def save_others(rank: int, size: int, folder: str) -> None:
+    one, two = (trained(HOOKS[name], rank, 2).handle for name in ("int4", "dgc"))
+    dcp.save({"1": HookState(one), "2": HookState(two)}, checkpoint_id=f"{folder}/two")
+    dcp.save({"app": AppState(one)}, checkpoint_id=f"{folder}/app")
+    dcp.save({"app": AppState(one, two)}, checkpoint_id=f"{folder}/apps")
+    handle = Trainer(Undeclared()).handle
+    trainer = Trainer(Undeclared())
+    trainer.step(draw_gradients(trainer.parameters, rank, 0))
+    dcp.save({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/undeclared")
+
+    new_one, new_two = (trained(HOOKS[name], rank, 0).handle for name in ("int4", "dgc"))
+    dcp.load({"1": HookState(new_one), "2": HookState(new_two)}, checkpoint_id=f"{folder}/two")
+    assert same_bits(new_one.state_dict(), one.state_dict())
+    assert same_bits(new_two.state_dict(), two.state_dict())
+    dcp.load({"app": AppState(new_one)}, checkpoint_id=f"{folder}/app")
+    assert same_bits(new_one.state_dict(), one.state_dict())
+    error = pytest.raises(commhooks.CommHookStateError, match=r"of one hook below 'app'.* found 2")
+    with error:
+        dcp.load({"app": AppState(new_one, new_two)}, checkpoint_id=f"{folder}/apps")
+    with pytest.raises(commhooks.CommHookStateError, match="of hook 'dgc', found that of 'int4'"):
+        dcp.load({"1": HookState(new_two)}, checkpoint_id=f"{folder}/two")
+    dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/undeclared")
+    assert same_bits(handle.state_dict(), trainer.handle.state_dict())
+    function = commhooks.register(
+        commhooks.DistributedDataParallel(nn.Linear(2, 2)), lambda state, bucket: None
+    )
+    with pytest.raises(commhooks.CommHookStateError, match="torch-style function"):
+        dcp.save({"hook": HookState(function)}, checkpoint_id=f"{folder}/function")
+    torch.save(one.state_dict(), f"{folder}/{rank}.pt")
+
+
+def load_others(rank: int, size: int, folder: str) -> None:
+    handle = Trainer(Undeclared()).handle
+    with pytest.raises(commhooks.CommHookStateError, match=r"2x1 .* on 1x1, .* not declare"):
+        dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/undeclared")
+    handle = trained(HOOKS["int4"], rank, 0).handle
+    state = torch.load(f"{folder}/0.pt")
+    with pytest.raises(commhooks.CommHookStateError, match=r"checkpoint\.HookState"):
+        handle.load_state_dict(state)
+
+
+def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(save_others, 2, str(tmp_path))
+    run_ranks(load_others, 1, str(tmp_path))

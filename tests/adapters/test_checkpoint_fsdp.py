@@ -1,0 +1,93 @@
+"""The state of hooks of sharded models in torch.distributed.checkpoint, read by other ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.sharded import FEATURES, build, mesh_of, train
+from torch import Tensor
+
+import commhooks
+from commhooks.integrations.checkpoint import HookState
+from commhooks.testing.compare import same_bits
+
+HOOKS: dict[str, dict[str, Any]] = {
+    "int4": {"name": "int4"},
+    "diloco": {"name": "local_sgd", "outer": "nesterov", "period": 1},
+}
+POWERSGD = {"name": "powersgd", "rank": 1, "start_step": 0, "min_compression_rate": 1.0}
+FEATURE = FEATURES["second dimension"]
+State = dict[str, dict[str, Tensor]]
+
+
+def sharded(shape: tuple[int, int], config: Any) -> tuple[Any, commhooks.HookHandle]:
+    net = build(mesh_of(*shape), FEATURE)
+    return net, commhooks.register(net, commhooks.create(config))
+
+
+def whole_state(handle: commhooks.HookHandle, shape: tuple[int, int]) -> State:
+    """Put together the shards of a replica. Unsent averages count as errors."""
+    net_shape, state = handle.adapter.whole, handle.state_dict()["state"]
+    row = handle.adapter.row
+    whole: State = {}
+    for name in sorted(state):
+        entry = dict(state[name])
+        if "average_error" in entry:
+            start, error = int(entry.pop("average_start")), entry.pop("average_error")
+            entry["error"] = entry["error"].clone()
+            entry["error"].view(-1)[start : start + error.numel()] += shape[0] * error
+        found = net_shape(name)
+        assert found is not None
+        size, dim = found
+        for field, value in entry.items():
+            shards = [torch.empty_like(value) for _ in range(shape[1])] if row else [value]
+            if row:
+                torch.distributed.all_gather(shards, value.contiguous(), group=row)
+            full = torch.cat(shards, dim).narrow(dim, 0, size[dim])
+            whole.setdefault(name, {})[field] = full
+    return whole
+
+
+def save(rank: int, size: int, shape: tuple[int, int], folder: str) -> dict[str, State]:
+    states = {}
+    for name, config in HOOKS.items():
+        net, handle = sharded(shape, config)
+        train(net, rank, 2, FEATURE)
+        dcp.save({"hook": HookState(handle)}, checkpoint_id=f"{folder}/{name}")
+        _, again = sharded(shape, config)
+        dcp.load({"hook": HookState(again)}, checkpoint_id=f"{folder}/{name}")
+        assert same_bits(again.state_dict(), handle.state_dict())
+        states[name] = whole_state(handle, shape)
+    net, handle = sharded(shape, POWERSGD)
+    train(net, rank, 1, FEATURE)
+    dcp.save({"hook": HookState(handle)}, checkpoint_id=f"{folder}/powersgd")
+    return states
+
+
+def load(rank: int, size: int, shape: tuple[int, int], folder: str) -> dict[str, State]:
+    states = {}
+    for name, config in HOOKS.items():
+        net, handle = sharded(shape, config)
+        dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/{name}")
+        states[name] = whole_state(handle, shape)
+        train(net, rank, 1, FEATURE)
+    _, handle = sharded(shape, POWERSGD)
+    with pytest.raises(commhooks.CommHookStateError, match="field 'right' belongs to a shard"):
+        dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/powersgd")
+    return states
+
+
+@pytest.mark.parametrize("new", [(1, 3), pytest.param((4, 1), marks=pytest.mark.exhaustive)])
+def test_other_replicas_and_shards_get_the_mean(
+    run_ranks: Any, new: tuple[int, int], tmp_path: Path
+) -> None:
+    saved = run_ranks(save, 4, (2, 2), str(tmp_path))
+    for loaded in run_ranks(load, new[0] * new[1], new, str(tmp_path)):
+        for hook in HOOKS:
+            assert loaded[hook].keys() == saved[0][hook].keys() != set()
+            for name, entry in loaded[hook].items():
+                for field, value in entry.items():
+                    mean = (saved[0][hook][name][field] + saved[2][hook][name][field]) / 2
+                    torch.testing.assert_close(value, mean)
