@@ -1,0 +1,23 @@
+"""Run the Python code of a page of the documentation."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def run_page(page: str, folder: Path, namespace: dict[str, Any]) -> int:
+    """Run the blocks of ``page`` in ``folder``, one after the other. Return their number.
+
+    They share ``namespace``. A line ``...`` stands for what the reader does in between.
+    """
+    text = (DOCS / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    folder.mkdir(exist_ok=True)
+    with contextlib.chdir(folder):
+        for block in blocks:
+            exec(compile(block, os.fspath(DOCS / page), "exec"), namespace)
+    return len(blocks)
