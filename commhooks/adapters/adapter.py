@@ -136,6 +136,11 @@ class Adapter(ABC):
                 dist.all_reduce(mean, group=self.group)
             parameter.copy_(mean.view(parameter.shape))
 
+    def flush(self) -> None:
+        """Wait until the exchanges that the hook has begun are over."""
+        if self._runner is not None:
+            self._runner.flush()
+
     def _use_runner(self, runner: Runner | None) -> None:
         """Close the present runner and use ``runner``; None if no runner is needed."""
         if self._runner is not None:

@@ -197,7 +197,9 @@ class HookHandle:
         keep one rank's state only, raises if it gets it or the handle.
         """
         adapter = self._in_use()
-        return saved_state(self._comm_hook(), adapter)
+        hook = self._comm_hook()
+        adapter.flush()
+        return saved_state(hook, adapter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned on the same rank. Collective.
@@ -208,6 +210,7 @@ class HookHandle:
         """
         adapter = self._in_use()
         hook = self._comm_hook()
+        adapter.flush()
         failure: Exception | None = None
         before: dict[str, Any] | None = None
         try:
@@ -233,7 +236,11 @@ class HookHandle:
         adapter.steps = state["step"]
 
     def _restore_consensus(self, adapter: Adapter) -> None:
-        """Average the models if they differ: averaging only gradients would keep them apart."""
+        """Average the models if they differ: averaging only gradients would keep them apart.
+
+        What exchanges would bring later is not waited for: each model contains its own part of it.
+        """
+        adapter.flush()  # so that nothing is on its way when its connections close
         if isinstance(self._hook, CommHook) and not has_consensus(self._hook):
             adapter.average_parameters()
 

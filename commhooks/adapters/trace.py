@@ -5,6 +5,7 @@ There is one file per rank. The rank is the process of its events, and the track
     backward    gradients as they arrive; packing and launching; then waiting and unpacking
     bucket 0    its hook from beginning to end, with each collective and the wait for its turn
     bucket 1    ...
+    exchanges   between steps, one track per bucket on which they began
 
 Times are microseconds of CLOCK_MONOTONIC, which all processes of a machine share.
 Format: "Trace Event Format", Google, 2016, https://chromium.googlesource.com/catapult.
@@ -28,6 +29,7 @@ __all__ = ["merge_traces", "trace"]
 Event = dict[str, Any]
 
 _BACKWARD = 0  # track; that of bucket b is b + 1
+_EXCHANGES = 1_000_000  # track of those that began on bucket 0
 
 
 @contextmanager
@@ -89,6 +91,9 @@ def _document(recording: Recording, rank: int, size: int, about: Event) -> Event
     events = [*_names(recording, rank)]
     for span in spans:
         events += _events(span, recording, rank)
+    for run in recording.runs:
+        if run.is_exchange:
+            events += _exchange_events(run, rank)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -109,6 +114,11 @@ def _names(recording: Recording, rank: int) -> Iterator[Event]:
     yield _named("process_sort_index", rank, _BACKWARD, sort_index=rank)
     tracks = {_BACKWARD: "backward"}
     tracks |= {s.index + 1: f"bucket {s.index}" for s in recording.spans if s.activity == "hook"}
+    tracks |= {
+        _EXCHANGES + run.index: f"exchanges, bucket {run.index}"
+        for run in recording.runs
+        if run.is_exchange
+    }
     for track, name in tracks.items():
         yield _named("thread_name", rank, track, name=name)
         yield _named("thread_sort_index", rank, track, sort_index=track)
@@ -141,15 +151,23 @@ def _hook_events(span: Span, run: HookRun | None, rank: int) -> Iterator[Event]:
     }
     yield _slice(span.hook or "hook", span, rank, track, args)
     for number, stage in enumerate(run.stages if run else ()):
-        yield from _stage_events(span, number, stage, rank)
+        yield from _stage_events(track, number, stage, rank)
 
 
-def _stage_events(hook: Span, number: int, stage: Stage, rank: int) -> Iterator[Event]:
-    track = hook.index + 1
+def _exchange_events(run: HookRun, rank: int) -> Iterator[Event]:
+    track = _EXCHANGES + run.index
+    span = Span("exchange", run.index, run.start_ns, run.end_ns)
+    args = {"bucket": run.index, "wire_bytes": run.wire_bytes}
+    yield _slice("exchange", span, rank, track, args)
+    for number, stage in enumerate(run.stages):
+        yield from _stage_events(track, number, stage, rank)
+
+
+def _stage_events(track: int, number: int, stage: Stage, rank: int) -> Iterator[Event]:
     if stage.issued_ns > stage.awaited_ns:
-        turn = Span("turn", hook.index, stage.awaited_ns, stage.issued_ns)
+        turn = Span("turn", track, stage.awaited_ns, stage.issued_ns)
         yield _slice("wait for turn", turn, rank, track, {"stage": number})
-    span = Span("stage", hook.index, stage.issued_ns, stage.completed_ns)
+    span = Span("stage", track, stage.issued_ns, stage.completed_ns)
     args = {"stage": number, "wire_bytes": stage.wire_bytes, "ranks": list(stage.ranks) or "all"}
     yield _slice(stage.operation, span, rank, track, args)
 

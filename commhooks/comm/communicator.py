@@ -1,10 +1,12 @@
 """The communicator of a hook: awaitable collectives whose bytes are counted."""
 
+import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch._C._distributed_c10d import (
 )
 
 from commhooks.comm import point_to_point, wire
+from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError
 from commhooks.precision import at_least_float32
 
@@ -106,6 +109,8 @@ class Communicator:
 
         The rest is this rank's error. A lossy hook sets it before it returns, if it is wanted.
         """
+        self.begun: list[Exchange] = []
+        """The exchanges that the hook has begun on this bucket, nested hooks included."""
         self._key = key
         self._seed = seed
         self._ranks = ranks
@@ -121,12 +126,8 @@ class Communicator:
             wants_contribution: Whether the nested hook is to set the ``contribution`` of the
                 returned communicator.
         """
-        nested = Communicator(
-            self.group,
-            step=self.step,
-            key=self._key if key is None else key,
-            seed=getattr(hook, "seed", 0),
-            ranks=self._ranks,
+        nested = self._derived(
+            key=self._key if key is None else key, seed=getattr(hook, "seed", 0), ranks=self._ranks
         )
         nested.wants_contribution = wants_contribution
         return nested
@@ -261,9 +262,29 @@ class Communicator:
             self._check_rank("among", "each of them", rank)
         own = self._ranks or range(self.size)
         chosen = () if len(ranks) == self.group.size() else tuple(own[rank] for rank in ranks)
-        return Communicator(
-            self.group, step=self.step, key=self._key, seed=self._seed, ranks=chosen
+        return self._derived(key=self._key, seed=self._seed, ranks=chosen)
+
+    def begin(self, exchange: Callable[["Communicator"], Coroutine[Any, Any, Tensor]]) -> Exchange:
+        """Begin an exchange when this step has succeeded; a later step awaits its result.
+
+        ``exchange(comm)`` is a coroutine like ``reduce``, which gets a communicator among the same
+        ranks. All ranks must begin the same exchanges in the same buckets, and await each of them
+        in the same step. Training goes on in the meantime, with other steps of the same hook, on
+        another thread: the exchange must not use what they change, and its collectives must be its
+        own. See Note [Exchanges between steps] in exchange.py.
+        """
+        comm = Communicator(
+            self.group, step=self.step, key=self._key, seed=self._seed, ranks=self._ranks
         )
+        begun = Exchange(functools.partial(exchange, comm))
+        self.begun.append(begun)
+        return begun
+
+    def _derived(self, *, key: str, seed: int, ranks: tuple[int, ...]) -> "Communicator":
+        """Return a communicator of the same run of the hook."""
+        derived = Communicator(self.group, step=self.step, key=key, seed=seed, ranks=ranks)
+        derived.begun = self.begun
+        return derived
 
     def _pending(
         self,

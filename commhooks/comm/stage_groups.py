@@ -60,13 +60,21 @@ class StageGroups:
         group: The model's process group.
         token: A number that is the same on all ranks and that no other ``StageGroups`` uses.
         device: Where the tensors are that the backend of ``group`` sends.
+        purpose: What else tells these groups from others with the same token.
     """
 
-    def __init__(self, group: dist.ProcessGroup, token: int, device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        token: int,
+        device: torch.device = _CPU,
+        *,
+        purpose: str = "steps",
+    ) -> None:
         self._backend: Any = group._get_backend(device)  # noqa: SLF001
         self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
         self._options = self._make_options()
-        self._store = PrefixStore(f"commhooks/{token:x}", group.get_group_store())
+        self._store = PrefixStore(f"commhooks/{token:x}/{purpose}", group.get_group_store())
         self._rank = group.rank()
         self._size = group.size()
         self._epoch = 0

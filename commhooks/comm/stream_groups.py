@@ -41,8 +41,10 @@ class StreamGroups(StageGroups):
     One stage suffices, because the backend keeps the order. See Note [Failures on NCCL].
     """
 
-    def __init__(self, group: dist.ProcessGroup, token: int, device: torch.device) -> None:
-        super().__init__(group, token, device)
+    def __init__(
+        self, group: dist.ProcessGroup, token: int, device: torch.device, *, purpose: str = "steps"
+    ) -> None:
+        super().__init__(group, token, device, purpose=purpose)
         self._lock = threading.RLock()
         self._failure: CommHookError | None = None
         self._watcher: threading.Thread | None = None

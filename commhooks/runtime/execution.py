@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from commhooks.comm.communicator import Communicator, PendingCollective
+from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Run, Stage
@@ -20,7 +22,7 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
 
-__all__ = ["EndOfStep", "HookExecution", "new_future"]
+__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution", "new_future"]
 
 _NO_RESULT = torch.empty(0)
 
@@ -34,6 +36,7 @@ class HookExecution:
         mark: Where backward's stream was when the bucket had been packed; set by the runner.
         future: The future of the average.
         pending: The collective that the hook awaits and that has not been issued.
+        exchange: The exchange that the hook awaits.
         work: The collective under way.
         issued: How many collectives have been issued, by the ranks that take part: Note [Subgroups]
             in comm/stage_groups.py.
@@ -49,10 +52,11 @@ class HookExecution:
         self.pending: PendingCollective | None = None
         self.issued: dict[tuple[int, ...], int] = {}
         self.work: Work | None = None
+        self.exchange: Exchange | None = None
         self._stages: list[Stage] = []
         self._start_ns = self._awaited_ns = time.monotonic_ns()
         self._hook = hook
-        self._coroutine: Coroutine[PendingCollective, None, Tensor] = self._run()
+        self._coroutine: Coroutine[PendingCollective | Exchange, None, Tensor] = self._run()
 
     @property
     def operation(self) -> str:
@@ -60,13 +64,15 @@ class HookExecution:
         return self._stages[-1].operation
 
     def step(self) -> Tensor | None:
-        """Run the hook to its next ``await`` and set ``pending``, or return its result.
+        """Run the hook to its next ``await``, or return its result.
 
-        Must not be called while a collective is pending or under way.
+        Sets ``pending`` or ``exchange``. Must not be called while a collective is pending or under
+        way, or an exchange is not over.
 
         Raises:
             CommHookError: The hook raised an exception: Note [Exceptions that are not errors].
         """
+        self.exchange = None
         try:
             awaited = self._coroutine.send(None)
         except StopIteration as stop:
@@ -76,12 +82,15 @@ class HookExecution:
             raise
         except BaseException as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
-        if not isinstance(awaited, PendingCollective):
+        if isinstance(awaited, Exchange):
+            self.exchange = awaited
+        elif isinstance(awaited, PendingCollective):
+            self.pending = awaited
+        else:
             raise self._result_error(
                 "can await only what methods of its communicator return, e.g. `await "
                 f"comm.all_reduce(tensor)`; it awaits {awaited!r}"
             )
-        self.pending = awaited
         self._awaited_ns = time.monotonic_ns()
         return None
 
@@ -105,10 +114,7 @@ class HookExecution:
 
     def record(self, collector: StatsCollector) -> None:
         """Tell ``collector`` what this execution, which has finished, has cost."""
-        end_ns = time.monotonic_ns()
-        collector.record(
-            Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
-        )
+        collector.record(self._as_run())
 
     def end_collective(self) -> Exception | None:
         """Drop the collective that has completed, and return its error, if any.
@@ -153,6 +159,10 @@ class HookExecution:
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
         """Return an error with ``text`` and the place where it happened."""
         return kind(self._locate(text))
+
+    def _as_run(self) -> Run:
+        end_ns = time.monotonic_ns()
+        return Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
 
     def _locate(self, text: str) -> str:
         names = self.bucket.names
@@ -218,6 +228,39 @@ class HookExecution:
 
     def _result_error(self, text: str) -> CommHookError:
         return self.error(text, CommHookResultError)
+
+
+class ExchangeExecution(HookExecution):
+    """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py.
+
+    ``failure``: why it must end, if it must.
+    """
+
+    def __init__(
+        self, hook: CommHook, exchange: Exchange, bucket: GradBucket, group: dist.ProcessGroup
+    ) -> None:
+        self._function = exchange.run
+        self.failure: CommHookError | None = None
+        super().__init__(hook, bucket, group)
+        exchange.future = self.future
+
+    def record(self, collector: StatsCollector) -> None:
+        """Add its bytes to those of the bucket on which it began."""
+        collector.record_exchange(replace(self._as_run(), is_exchange=True))
+
+    def _locate(self, text: str) -> str:
+        issued = sum(self.issued.values())
+        return (
+            f"[rank {self.comm.rank}] hook {self._hook!r} failed in the exchange that it began on "
+            f"bucket {self.bucket.index()} at step {self.bucket.step}, after {issued} collectives: "
+            f"{text}"
+        )
+
+    async def _run(self) -> Tensor:
+        result = await self._function()
+        if not isinstance(result, Tensor):
+            raise self._result_error(f"returned {type(result).__name__}; expected a tensor")
+        return result.detach()
 
 
 class EndOfStep(HookExecution):

@@ -26,13 +26,17 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run of a hook on one bucket. ``wire_bytes`` is None if it is not known."""
+    """A finished run of a hook on one bucket, or of an exchange that began on it.
+
+    ``wire_bytes`` is None if it is not known.
+    """
 
     bucket: GradBucket
     wire_bytes: float | None
     start_ns: int
     end_ns: int
     stages: Sequence[Stage] = ()
+    is_exchange: bool = False
 
     @property
     def seconds(self) -> float:
@@ -62,6 +66,9 @@ class HookRun:
     start_ns: int
     end_ns: int
     stages: Sequence[Stage]
+    is_exchange: bool = False
+    index: int = 0
+    """Of the bucket."""
 
 
 @dataclass
@@ -74,10 +81,11 @@ class Recording:
 
     def add_run(self, run: Run) -> None:
         """Add a run. Called on the thread on which the hook has ended."""
-        kept = HookRun(run.bucket.key, run.wire_bytes, run.start_ns, run.end_ns, run.stages)
-        self.runs.append(kept)
+        key, index = run.bucket.key, run.bucket.index()
+        times = run.start_ns, run.end_ns
+        self.runs.append(HookRun(key, run.wire_bytes, *times, run.stages, run.is_exchange, index))
 
     def run_of(self, hook: Span) -> HookRun | None:
         """Return the run that ``hook`` is the span of, or None if there is no record of it."""
-        runs = (run for run in self.runs if run.key == hook.key)
+        runs = (run for run in self.runs if run.key == hook.key and not run.is_exchange)
         return next((run for run in runs if hook.start_ns <= run.start_ns <= hook.end_ns), None)

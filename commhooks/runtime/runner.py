@@ -44,6 +44,13 @@ class Runner(Protocol):
     def abandon(self) -> None:
         """End the current step early: buckets on their way fail, on all ranks."""
 
+    def flush(self) -> None:
+        """Wait until the exchanges that have begun are over. Their errors show where they are used.
+
+        Called between two steps. All ranks have begun the same exchanges, so they end without
+        further calls.
+        """
+
     def close(self) -> None:
         """Release threads and connections. The runner is not used afterwards."""
 

@@ -1,4 +1,4 @@
-"""Runs the executions of one hook side by side, so that all ranks agree on order and outcome.
+"""Runs the executions of a step, so that all ranks agree on order and outcome.
 
 Note [All ranks or none]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -22,58 +22,67 @@ If a hook has sent nothing in a step, there is no vote.
 """
 
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
 
-from torch._C._distributed_c10d import Work
+import torch.distributed as dist
 
 from commhooks.comm.communicator import PendingCollective
-from commhooks.comm.issue_order import in_turn
+from commhooks.comm.exchange import NOT_BEGUN, Exchange
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.errors import CommHookError, CommHookPeerError
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import HookExecution
+from commhooks.runtime.execution import ExchangeExecution, HookExecution
+from commhooks.runtime.executor import Executor, Watch
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from commhooks.runtime.step_state import Phase, StepState
 
-__all__ = ["HookScheduler"]
+__all__ = ["Exchanges", "HookScheduler"]
 
 
-class HookScheduler:
-    """Advances each execution when its collective has completed, and issues collectives in turn.
+class Exchanges(Protocol):
+    """Where a scheduler hands over exchanges."""
 
-    It has no thread and blocks only where it connects a new stage group. All methods must be called
-    on one thread, with the stream of ``stream`` as the current one.
+    def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
+        """Begin the exchanges of a step that has succeeded."""
+
+    def drop(self, error: CommHookError) -> None:
+        """End all exchanges, because a step has failed."""
+
+
+class HookScheduler(Executor):
+    """Runs the executions of step after step.
 
     Args:
         hook: The hook that the executions run.
-        rank: This rank in the model's process group.
-        groups: The stage groups to send through.
-        stream: The stream on which the executions run.
+        group: The model's process group.
+        groups, watch: See :class:`Executor`.
+        stream: The stream on which the executions run; the current one in all calls.
         collector: Gets the record of each execution that succeeds.
-        watch: Called with a work, a token and a stage. Must arrange that :meth:`complete` is called
-            with the token when the work has completed, with or without an error.
+        exchanges: What runs the exchanges that the hook begins.
     """
 
     def __init__(
         self,
         hook: CommHook,
-        rank: int,
+        group: dist.ProcessGroup,
         groups: StageGroups,
         stream: SideStream,
         collector: StatsCollector,
-        watch: Callable[[Work, int, int], None],
+        watch: Watch,
+        exchanges: Exchanges,
     ) -> None:
+        super().__init__(group.rank(), groups, watch, itertools.count())
         self._hook = hook
-        self._rank = rank
-        self._groups = groups
+        self._group = group
         self._stream = stream
         self._collector = collector
-        self._watch = watch
-        self._tokens = itertools.count()
-        self._under_way: dict[int, HookExecution] = {}  # by the token of their collective
-        self._unfinished: list[HookExecution] = []  # in bucket order
+        self._exchanges = exchanges
         self._state = StepState()
+        self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
+        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
 
     def launch(self, execution: HookExecution) -> None:
         """Run an execution, after those of the earlier buckets of the step."""
@@ -84,21 +93,15 @@ class HookScheduler:
             execution.fail(self._state.failure)
             return
         self._stream.follow(execution.mark, execution.bucket.buffer())
-        self._unfinished.append(execution)
-        self._advance(execution)
-        self._issue_in_turn()
+        self._run(execution)
 
-    def complete(self, token: int) -> None:
-        """Continue the execution whose collective has completed."""
-        execution = self._under_way.pop(token)
-        error = execution.end_collective()
-        if self._state.failure is not None:
-            self._set_error(execution, self._state.failure)
-        elif error is not None:
-            self.fail(self._peer_error(execution, error))
-        else:
-            self._advance(execution)
-            self._issue_in_turn()
+    def continue_after(self, exchange: ExchangeExecution) -> None:
+        """Continue the executions that wait for an exchange, which has ended."""
+        exchange.record(self._collector)
+        for execution in list(self._unfinished):
+            if execution.exchange is not None and self._state.failure is None:
+                self._take(execution, execution.exchange)
+        self._issue_in_turn()
 
     def end_early(self) -> None:
         """End the step although buckets are missing: those on their way fail, on all ranks.
@@ -114,21 +117,15 @@ class HookScheduler:
         try:
             if self._state.phase is not Phase.FAILED:
                 self._state.fail(error)
+                self._begun.clear()
                 self._groups.publish(str(error))
                 self._groups.abandon()
+                self._exchanges.drop(error)
         finally:
-            for execution in list(self._unfinished):
-                execution.close()
-                if execution.work is None:
-                    self._set_error(execution, error)
-
-    def error(self, what: str, cause: BaseException) -> CommHookError:
-        """Return an error of this rank that says ``what`` happened because of ``cause``."""
-        error = CommHookError(f"[rank {self._rank}] {what}: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        return error
+            self._end_all(error)
 
     def _begin_step(self) -> None:
+        self._handed_over.clear()
         if not self._state.begin():
             return
         try:
@@ -136,55 +133,58 @@ class HookScheduler:
         except BaseException as error:
             self.fail(self.error(f"recover() of hook {self._hook!r} failed", error))
 
+    def _failure_of(self, execution: HookExecution) -> CommHookError | None:  # noqa: ARG002
+        return self._state.failure
+
     def _advance(self, execution: HookExecution) -> None:
-        """Run the hook to its next await or to its end."""
         try:
             result = execution.step()
         except CommHookError as error:
             self.fail(error)
             return
-        if result is None:
-            return
-        execution.record(self._collector)  # if it raises, the step fails
-        self._unfinished.remove(execution)
-        if execution.bucket.is_last():
-            self._state.finish()
-        execution.future.set_result(result)
+        if execution.comm.begun:
+            self._state.send()  # so that all ranks learn whether the step has succeeded
+        if execution.exchange is not None:
+            self._state.send()
+            self._take(execution, execution.exchange)
+        elif result is not None:
+            execution.record(self._collector)  # if it raises, the step fails
+            self._unfinished.remove(execution)
+            if execution.comm.begun:
+                self._handed_over.append(execution)
+            if execution.bucket.is_last():
+                self._state.finish()
+                self._begin_exchanges()
+            execution.future.set_result(result)
 
-    def _issue_in_turn(self) -> None:
-        """Issue what may be issued now: see Note [Order of collectives] in comm/issue_order.py."""
-        for execution in in_turn(list(self._unfinished)):
-            collective, execution.pending = execution.pending, None
-            assert collective is not None
-            if collective.is_vote and self._state.phase is Phase.OPEN:
-                self._advance(execution)
-            else:
-                self._issue(execution, collective)
-            if self._state.failure is not None:
-                return
+    def _take(self, execution: HookExecution, exchange: Exchange) -> None:
+        """Continue an execution that awaits ``exchange``, if that is over."""
+        if exchange not in self._begun and not exchange.is_saved:
+            self.fail(execution.error(NOT_BEGUN))
+            return
+        if not exchange.is_over:
+            return
+        try:
+            exchange.result()
+        except CommHookError as error:
+            self.fail(type(error)(*error.args))
+            return
+        self._advance(execution)
+
+    def _begin_exchanges(self) -> None:
+        if not self._handed_over:
+            return
+        begun = []
+        for execution in sorted(self._handed_over, key=lambda each: each.bucket.index()):
+            for exchange in execution.comm.begun:
+                self._begun.add(exchange)
+                begun.append(ExchangeExecution(self._hook, exchange, execution.bucket, self._group))
+        self._handed_over.clear()
+        self._exchanges.begin(begun)
 
     def _issue(self, execution: HookExecution, collective: PendingCollective) -> None:
+        if collective.is_vote and self._state.phase is Phase.OPEN:
+            self._advance(execution)
+            return
         self._state.send()
-        stage = execution.count(collective)
-        if collective.is_vote:
-            stage = 0
-        try:
-            # No local variable may hold the stage group: abandon() has to drop its last reference.
-            execution.work = collective.start(self._groups.open(stage, collective.members))
-        except CommHookPeerError as error:
-            self.fail(self._peer_error(execution, error.with_traceback(None)))
-            return
-        except Exception as error:
-            self.fail(execution.refuse(error.with_traceback(None)))
-            return
-        token = next(self._tokens)
-        self._under_way[token] = execution
-        self._watch(execution.work, token, stage)
-        execution.count_bytes(collective)
-
-    def _set_error(self, execution: HookExecution, error: CommHookError) -> None:
-        self._unfinished.remove(execution)
-        execution.fail(error)
-
-    def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookError:
-        return execution.peer_error(self._groups.published(), error)
+        super()._issue(execution, collective)

@@ -34,11 +34,16 @@ class SideStream:
             return None
         return torch.accelerator.current_stream(self._device).record_event()
 
-    def follow(self, mark: torch.Event | None, memory: Tensor) -> None:
+    def end(self) -> torch.Event | None:
+        """Record the position of the separate stream."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def follow(self, mark: torch.Event | None, memory: Tensor | None = None) -> None:
         """Make later work wait for ``mark``, and let it use ``memory``."""
         if self._stream is not None:
             self._stream.wait_event(mark)
-            memory.record_stream(self._stream)
+            if memory is not None:
+                memory.record_stream(self._stream)
 
     def __enter__(self) -> None:
         if self._stream is not None:

@@ -142,6 +142,14 @@ class StatsCollector:
         if self.listener is not None:
             self.listener(run)
 
+    def record_exchange(self, run: Run) -> None:
+        """Add the bytes of an exchange to those of the bucket on which it began."""
+        entry = self._entries.get(run.bucket.key)
+        if entry is not None and entry.wire_bytes is not None and run.wire_bytes is not None:
+            entry.wire_bytes += run.wire_bytes
+        if self.listener is not None:
+            self.listener(run)
+
     def wire_bytes(self, key: str) -> float | None:
         """Return the mean per step for the bucket with this key, or None if it is not known."""
         entry = self._entries.get(key)

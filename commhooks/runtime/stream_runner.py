@@ -1,14 +1,17 @@
 """Runs a hook to its end on the thread of backward; the backend keeps collectives in order."""
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from commhooks.comm.exchange import NOT_BEGUN, Exchange
 from commhooks.comm.stream_groups import StreamGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import HookExecution, new_future
+from commhooks.runtime.execution import ExchangeExecution, HookExecution, new_future
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
@@ -39,8 +42,12 @@ class StreamRunner:
         self._hook = hook
         self._group = group
         self._groups = _groups(group, device, token)
+        self._exchange_groups = _groups(group, device, token, purpose="exchanges")
         self._has_failed = False
         self._stream = SideStream(device)
+        self._exchange_stream = SideStream(device)
+        self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
+        self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
@@ -50,7 +57,7 @@ class StreamRunner:
         try:
             self._recover()
             with self._stream, torch.no_grad():
-                result = self._run(execution)
+                result = self._run(execution, self._groups)
         except CommHookError as error:
             execution.close()
             self._fail(error)
@@ -63,10 +70,15 @@ class StreamRunner:
         execution.record(self.collector)
         with self._stream:
             future.set_result(result)
+        if execution.comm.begun:
+            self._handed_over.append(execution)
+        if bucket.is_last():
+            self._run_exchanges()
         return future
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
-        """Do nothing, because a backend that keeps the order has no vote."""
+        """Begin the exchanges of the step. A backend that keeps the order has no vote."""
+        self._run_exchanges()
         future = new_future(torch.device("cpu"))
         future.set_result(torch.empty(0))
         return future
@@ -74,36 +86,69 @@ class StreamRunner:
     def abandon(self) -> None:
         """Do nothing, because no bucket is ever on its way."""
 
+    def flush(self) -> None:
+        """Do nothing, because results only have to be waited for by streams."""
+
     def close(self) -> None:
         """Drop the hook's process groups."""
-        if self._groups is not None:
-            self._groups.close()
+        for groups in (self._groups, self._exchange_groups):
+            if groups is not None:
+                groups.close()
 
     def _recover(self) -> None:
         """Begin anew after a step that failed, or raise its error."""
-        if self._groups is not None:
-            self._groups.check()
-        elif self._has_failed:
+        for groups in (self._groups, self._exchange_groups):
+            if groups is not None:
+                groups.check()
+        if self._has_failed:
             self._hook.recover()
             self._has_failed = False
 
     def _fail(self, error: CommHookError) -> None:
         self._has_failed = True
-        if self._groups is not None:
-            self._groups.fail(error)
+        self._handed_over.clear()
+        self._begun.clear()
+        for groups in (self._groups, self._exchange_groups):
+            if groups is not None:
+                groups.fail(error)
 
-    def _run(self, execution: HookExecution) -> Tensor:
+    def _run_exchanges(self) -> None:
+        """Enqueue the exchanges of this step, whose results streams of later steps wait for."""
+        handed_over, self._handed_over = self._handed_over, []
+        self._exchange_stream.follow(self._stream.end())
+        for execution in handed_over:
+            for exchange in execution.comm.begun:
+                self._begun.add(exchange)
+                self._run_exchange(
+                    ExchangeExecution(self._hook, exchange, execution.bucket, self._group)
+                )
+
+    def _run_exchange(self, execution: ExchangeExecution) -> None:
+        try:
+            with self._exchange_stream, torch.no_grad():
+                result = self._run(execution, self._exchange_groups)
+                execution.future.set_result(result)
+        except CommHookError as error:
+            execution.close()
+            execution.fail(error)
+            return
+        execution.record(self.collector)
+
+    def _run(self, execution: HookExecution, groups: StreamGroups | None) -> Tensor:
         while (result := execution.step()) is None:
+            if execution.exchange is not None:
+                self._check_begun(execution, execution.exchange)
+                continue
             collective, execution.pending = execution.pending, None
             assert collective is not None
             if execution.comm.size == 1 or len(collective.members) == 1 or collective.is_vote:
                 continue
             execution.count(collective)
             try:
-                collective.start(self._group_of(collective.members)).wait()
+                collective.start(self._group_of(collective.members, groups)).wait()
             except Exception as error:
                 if isinstance(error, CommHookPeerError) or is_peer_loss(error):
-                    reason = self._groups.published() if self._groups is not None else None
+                    reason = groups.published() if groups is not None else None
                     raise execution.peer_error(reason, error) from error
                 failure = execution.refuse(error)
                 raise failure from failure.__cause__
@@ -111,17 +156,25 @@ class StreamRunner:
             execution.count_bytes(collective)
         return result
 
-    def _group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _check_begun(self, execution: HookExecution, exchange: Exchange) -> None:
+        """Raise CommHookError unless ``exchange`` has a result."""
+        if exchange not in self._begun and not exchange.is_saved:
+            raise execution.error(NOT_BEGUN)
+        exchange.result()
+
+    def _group_of(self, ranks: tuple[int, ...], groups: StreamGroups | None) -> dist.ProcessGroup:
         """Return the process group of these ranks, by default all."""
-        if self._groups is not None:
-            return self._groups.open(0, ranks)
+        if groups is not None:
+            return groups.open(0, ranks)
         if ranks:
             raise CommHookError("collectives among some of the ranks need gloo or nccl")
         return self._group
 
 
-def _groups(group: dist.ProcessGroup, device: torch.device, token: int) -> StreamGroups | None:
+def _groups(
+    group: dist.ProcessGroup, device: torch.device, token: int, *, purpose: str = "steps"
+) -> StreamGroups | None:
     backend = group._get_backend(device).name()  # noqa: SLF001
     if group.size() == 1 or backend not in ("gloo", "nccl"):
         return None
-    return StreamGroups(group, token, device)
+    return StreamGroups(group, token, device, purpose=purpose)

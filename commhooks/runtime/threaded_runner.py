@@ -1,20 +1,21 @@
 """Runs the coroutines of a hook on a thread of their own, while backward computes."""
 
-import atexit
 import os
 import threading
 import weakref
-from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks._C import CompletionQueue
 from commhooks.comm.stage_groups import StageGroups
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import EndOfStep, HookExecution
+from commhooks.runtime.exchange_scheduler import ExchangeScheduler
+from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
+from commhooks.runtime.runner_thread import RunnerThread
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -22,15 +23,13 @@ from reducer import GradBucket
 
 __all__ = ["ThreadedRunner"]
 
-_ARRIVED = -1  # token: something was appended to `arrivals`
-
 
 class ThreadedRunner:
     """A :class:`~commhooks.runtime.runner.Runner` for Gloo.
 
     One thread runs all coroutines, so launching a bucket costs backward only a queue entry. The
     thread ends when the runner is dropped or closed. On CUDA tensors, which Gloo sends through host
-    memory, the thread also has a stream of its own.
+    memory, the thread also has a stream of its own. Exchanges have another thread.
 
     Args:
         hook: The hook to run.
@@ -50,9 +49,20 @@ class ThreadedRunner:
         self._device = device
         self._stream = SideStream(device)
         groups = StageGroups(group, token)
-        self._thread = _HookThread(hook, group.rank(), groups, self._stream, self.collector)
-        # Not a reference to self: the thread must not keep the runner alive.
-        self._finalizer = weakref.finalize(self, _stop, self._thread, os.getpid())
+        self._thread = thread = RunnerThread("commhooks", groups, self._stream)
+
+        # No function may refer to self, because the threads must not keep the runner alive.
+        def continue_after(exchange: ExchangeExecution) -> None:
+            thread.call(lambda: scheduler.continue_after(exchange))
+
+        self._exchanges = _Exchanges(group, token, self._stream, continue_after)
+        self._scheduler = scheduler = HookScheduler(
+            hook, group, groups, self._stream, self.collector, thread.queue.watch, self._exchanges
+        )
+        thread.executor = scheduler
+        self._finalizer = weakref.finalize(
+            self, _stop, (thread, self._exchanges.thread), os.getpid()
+        )
         self._finalizer.atexit = False
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
@@ -66,92 +76,62 @@ class ThreadedRunner:
 
     def abandon(self) -> None:
         """End the current step early: buckets on their way fail, on all ranks."""
-        self._thread.put(None)
+        self._thread.call(self._scheduler.end_early)
+
+    def flush(self) -> None:
+        """Wait until the exchanges that have begun are over, with or without an error."""
+        exchanges, over = self._exchanges, threading.Event()
+        if self._thread.is_alive():
+            self._thread.call(lambda: exchanges.when_idle(over.set))
+            over.wait()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._finalizer()
 
     def _launch(self, execution: HookExecution) -> Future[Tensor]:
         execution.mark = self._stream.mark()
-        future = execution.future
-        self._thread.put(execution)
+        scheduler, future = self._scheduler, execution.future
+        self._thread.call(lambda: scheduler.launch(execution))
         return future
 
 
-class _HookThread:
-    """Feeds a scheduler with new executions and completed collectives, in order of arrival."""
+class _Exchanges:
+    """The thread of exchanges, as the thread of steps sees it. It starts with the first one."""
 
     def __init__(
         self,
-        hook: CommHook,
-        rank: int,
-        groups: StageGroups,
+        group: dist.ProcessGroup,
+        token: int,
         stream: SideStream,
-        collector: StatsCollector,
+        on_end: Callable[[ExchangeExecution], None],
     ) -> None:
-        self._groups = groups
-        self._stream = stream
-        self._queue = CompletionQueue()
-        self._scheduler = HookScheduler(hook, rank, groups, stream, collector, self._queue.watch)
-        self._arrivals: deque[HookExecution | None] = deque()
-        self._thread: threading.Thread | None = None
-        self._is_stopped = False
+        self._groups = StageGroups(group, token, purpose="exchanges")
+        self.thread = RunnerThread("commhooks-exchange", self._groups, stream)
+        self._scheduler = ExchangeScheduler(
+            group.rank(), self._groups, self.thread.queue.watch, on_end
+        )
+        self.thread.executor = self._scheduler
 
-    def put(self, arrival: HookExecution | None) -> None:
-        """Hand over an execution, or None if the step ends early."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="commhooks", daemon=True)
-            self._thread.start()
-            _threads.add(self)
-        self._arrivals.append(arrival)
-        self._queue.put(_ARRIVED)
+    def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
+        self.thread.call(lambda: self._scheduler.begin(exchanges))
 
-    def stop(self) -> None:
-        self._is_stopped = True
-        self._groups.close()
-        self._queue.put(_ARRIVED)
+    def drop(self, error: CommHookError) -> None:
+        if self.thread.is_alive():
+            self._groups.publish(str(error))  # at once: the thread may wait for peers
+            self.thread.call(lambda: self._scheduler.drop(error))
+        else:
+            self._scheduler.drop(error)
 
-    def join(self, timeout: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout)
-
-    @torch.no_grad()
-    def _main(self) -> None:
-        with self._stream:
-            while not self._is_stopped:
-                token = self._queue.get()
-                try:
-                    self._handle(token)
-                except BaseException as error:
-                    # A bug of ours. If this thread ended, all ranks would wait forever.
-                    self._scheduler.fail(self._scheduler.error("the runner failed", error))
-        self._groups.abandon()
-
-    def _handle(self, token: int | None) -> None:
-        if token == _ARRIVED:
-            if self._arrivals:
-                arrival = self._arrivals.popleft()
-                if arrival is None:
-                    self._scheduler.end_early()
-                else:
-                    self._scheduler.launch(arrival)
-        elif token is not None:
-            self._scheduler.complete(token)
+    def when_idle(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once the exchanges that have begun are over."""
+        if self.thread.is_alive():
+            self.thread.call(lambda: self._scheduler.when_idle(function))
+        else:
+            function()
 
 
-def _stop(thread: _HookThread, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has the object, but not its thread
-        thread.stop()
-
-
-_threads: weakref.WeakSet[_HookThread] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    # A thread that wakes up while the interpreter shuts down would crash it.
-    for thread in list(_threads):
-        thread.stop()
-    for thread in list(_threads):
-        thread.join(2.0)
+def _stop(threads: Sequence[RunnerThread], pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the objects, but not their threads
+        for thread in threads:
+            thread.stop()

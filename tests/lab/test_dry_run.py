@@ -171,6 +171,17 @@ class Broken(commhooks.CommHook):
         raise RuntimeError("no GPU here")
 
 
+class Outliving(commhooks.CommHook):
+    name = "outliving"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> torch.Tensor:
+        async def average(comm: Communicator) -> torch.Tensor:
+            return await comm.all_reduce(bucket.buffer())
+
+        comm.begin(average)
+        return bucket.buffer()
+
+
 class Solitary(commhooks.CommHook):
     name = "solitary"
 
@@ -183,6 +194,13 @@ def test_collectives_of_a_single_rank_are_left_out(monkeypatch):
     buckets, parameters = make_buckets()
     kinds = dry_run({"name": "solitary"}, buckets, parameters, size=4, is_timed=False)
     assert all(not trace.collectives for _, traces in kinds for trace in traces)
+
+
+def test_a_hook_with_exchanges_is_refused(monkeypatch):
+    monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Outliving())
+    buckets, parameters = make_buckets()
+    with pytest.raises(CommHookError, match="exchanges that take several steps"):
+        dry_run({"name": "outliving"}, buckets, parameters, size=2, is_timed=False)
 
 
 def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.simulated_steps import ALL, Fault, Program, run_steps
+from support.simulated_steps import ALL, Fault, Plan, Program, run_steps
 
 from commhooks import CommHookError, CommHookPeerError
 from commhooks.comm.issue_order import in_turn
@@ -165,11 +165,13 @@ def test_the_vote_needs_no_connection_of_its_own() -> None:
 def test_a_second_error_is_not_another_failure() -> None:
     """Peers count the failed step once, so this rank must as well."""
     groups, hook = mock.create_autospec(StageGroups, instance=True), mock.Mock()
-    scheduler = HookScheduler(hook, 0, groups, mock.Mock(), mock.Mock(), mock.Mock())
+    exchanges = mock.Mock()
+    scheduler = HookScheduler(hook, mock.Mock(), groups, *(mock.Mock() for _ in "scw"), exchanges)
     scheduler.fail(CommHookError("first"))
     scheduler.fail(CommHookError("second"))
     groups.publish.assert_called_once_with("first")
     groups.abandon.assert_called_once_with()
+    exchanges.drop.assert_called_once()
 
 
 @in_any_order
@@ -187,6 +189,69 @@ def test_a_step_that_ends_before_its_first_bucket_fails_nowhere() -> None:
     assert outcome.errors == [[[]] * STEPS] * 2
     assert outcome.votes == 1
     assert outcome.recovered == [0, 0]
+
+
+# ------------------------------------------------------------------------ exchanges between steps
+
+
+@st.composite
+def plans(draw: Any, size: int) -> Plan:
+    some = [ranks for n in range(2, size) for ranks in combinations(range(size), n)]
+    stages = draw(st.lists(st.sampled_from([ALL, *some]), min_size=1, max_size=3))
+    return Plan(stages, delay=draw(st.integers(1, 2)))
+
+
+@in_any_order
+@given(st.data(), st.integers(2, 3), seeds, st.booleans())
+def test_exchanges_of_several_steps_do_not_mix(
+    data: Any, size: int, seed: int, knows_last: bool
+) -> None:
+    """Neither with each other nor with the steps; also where a step itself sends nothing."""
+    program = data.draw(st.sampled_from([[[], []], [[ALL], []], [[ALL] * 2, [ALL]]]))
+    plan = data.draw(plans(size))
+    outcome = run_steps(size, program, STEPS, seed, knows_last=knows_last, exchange=plan)
+    assert outcome.errors == [[[]] * STEPS] * size
+    assert outcome.taken == [2 * (STEPS - plan.delay)] * size
+    assert outcome.votes == STEPS
+
+
+@in_any_order
+@given(st.data(), st.integers(2, 3), seeds)
+def test_an_exchange_that_fails_fails_the_step_that_awaits_it(
+    data: Any, size: int, seed: int
+) -> None:
+    """On all ranks, although it may succeed on some; and later exchanges begin anew."""
+    stages, delay = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    plan = Plan([ALL] * stages, delay, once=data.draw(st.booleans()))
+    rank, bucket = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 1))
+    fault = Fault(rank, 0, bucket, data.draw(st.integers(0, len(plan.stages))), in_exchange=True)
+    program = data.draw(st.sampled_from([[[], []], [[ALL] * 2, [ALL]]]))
+    steps = 2 + 2 * plan.delay
+    outcome = run_steps(size, program, steps, seed, fault, exchange=plan)
+    assert outcome.recovered == [1] * size
+    for found, errors in enumerate(outcome.errors):
+        failed = [step for step, of_step in enumerate(errors) if of_step]
+        assert failed == [plan.delay]
+        assert all(f"ValueError: {fault.text}" in str(error) for error in errors[plan.delay])
+        own = [isinstance(error, CommHookPeerError) for error in errors[plan.delay]]
+        assert own == [found != rank] * len(own)
+    if not plan.once:  # those that began before the failure were dropped
+        assert outcome.taken[0] >= 2 * (steps - 1 - 2 * plan.delay)
+
+
+@in_any_order
+@given(st.data(), st.integers(2, 3), seeds)
+def test_a_step_that_fails_drops_the_exchanges_of_all_ranks(
+    data: Any, size: int, seed: int
+) -> None:
+    program = [[ALL], [ALL]]
+    fault = data.draw(faults(program, data.draw(st.integers(0, size - 1)), step=2))
+    plan = data.draw(plans(size))
+    outcome = run_steps(size, program, 6, seed, fault, exchange=plan)
+    assert outcome.recovered == [1] * size
+    for errors in outcome.errors:
+        assert [bool(of_step) for of_step in errors[:2] + errors[3:]] == [False] * 5
+    assert outcome.votes == 5
 
 
 # -------------------------------------------------------------------------------- the parts alone

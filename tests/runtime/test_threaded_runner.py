@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import commhooks
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.runtime import scheduler
+from commhooks.runtime import executor
 from commhooks.testing import RankError
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
@@ -118,7 +118,7 @@ def train_without_order(rank: int, size: int) -> bool:
         return open_group(groups, 0)
 
     open_group = StageGroups.open
-    scheduler.in_turn = lambda unfinished: [e for e in unfinished if e.pending is not None]
+    executor.in_turn = lambda unfinished: [e for e in unfinished if e.pending is not None]
     StageGroups.open = open_first
     return all(itertools.chain(*(train_delayed(rank, size, False) for _ in range(5))))
 

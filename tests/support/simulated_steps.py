@@ -1,9 +1,10 @@
 """Steps of several ranks in one process: the real scheduler on simulated connections.
 
-Each rank has a :class:`HookScheduler` with real executions, communicators and stage groups. Below
-them, the store and Gloo are simulated, and one rank runs at a time. Whenever a rank waits, and at
-every access to the store, a random generator decides which rank goes on, and with which event: the
-launch of its next bucket, or any collective that has completed.
+Each rank has a :class:`HookScheduler` and an :class:`ExchangeScheduler` with real executions,
+communicators and stage groups, each on a thread. Below them, the store and Gloo are simulated, and
+one thread runs at a time. Whenever it waits, and at every access to the store, a random generator
+decides which one goes on, and with which event: the launch of its next bucket, a call from the
+other thread of its rank, or any collective that has completed.
 
 The connections are strict. The n-th collectives that the ranks of a group post on it belong
 together, and must be of the same bucket, stage and step. A rank that is constructed as a member of
@@ -11,9 +12,11 @@ a group waits for the others. A rank that drops a group closes its connections w
 own is pending there, and what the other ranks have pending then fails.
 """
 
+import functools
 import random
 import threading
-from collections import defaultdict
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +29,10 @@ from torch import Tensor
 
 import commhooks
 from commhooks.comm import stage_groups
-from commhooks.runtime.execution import EndOfStep, HookExecution
+from commhooks.comm.exchange import Exchange
+from commhooks.runtime.exchange_scheduler import ExchangeScheduler
+from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
+from commhooks.runtime.executor import Executor
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -35,19 +41,32 @@ Program = Sequence[Sequence[tuple[int, ...]]]
 """For each bucket the collectives of its hook: the ranks that take part, all if empty."""
 ALL: tuple[int, ...] = ()
 _MOST_EVENTS = 20_000  # ten times what the largest programs need
+_OF_EXCHANGES = 1000  # added to the bucket in the tags of their collectives
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The collectives of an exchange that each bucket begins in each step, and its steps."""
+
+    stages: Sequence[tuple[int, ...]]
+    delay: int
+    once: bool = False
+    """Whether only the first step begins any."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """A hook that raises before ``stage`` of ``bucket``; or a backward that ends before ``bucket``.
 
-    The stage after the last one is the end of the hook.
+    The stage after the last one is the end of the hook. ``in_exchange``: the exchange raises that
+    begins in this step, on this bucket.
     """
 
     rank: int
     step: int
     bucket: int
     stage: int | None = None
+    in_exchange: bool = False
 
     @property
     def text(self) -> str:
@@ -59,31 +78,58 @@ class Programmed(commhooks.CommHook):
     """Awaits the collectives of a program, and checks their results."""
 
     program: Program = field(default=(), init=False, compare=False)
+    exchange: "Plan | None" = field(default=None, init=False, compare=False)
     faults: Sequence[Fault] = field(default=(), init=False, compare=False)
     recovered: int = field(default=0, init=False, compare=False)
+    taken: int = field(default=0, init=False, compare=False)
+    begun: dict[tuple[int, int], Exchange] = field(default_factory=dict, init=False, compare=False)
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
         index = bucket.index()
-        stages = self.program[index]
+        await self._send(comm, index, self.program[index])
+        if self.exchange is not None:
+            exchange = functools.partial(
+                self._send, index=index, stages=self.exchange.stages, in_exchange=True
+            )
+            if comm.step == 0 or not self.exchange.once:
+                self.begun[comm.step, index] = comm.begin(exchange)
+            due = self.begun.pop((comm.step - self.exchange.delay, index), None)
+            if due is not None:
+                total = await due
+                assert total.tolist() == [comm.step - self.exchange.delay, index]
+                self.taken += 1
+        return bucket.buffer()
+
+    async def _send(
+        self,
+        comm: commhooks.Communicator,
+        index: int,
+        stages: Sequence[tuple[int, ...]],
+        *,
+        in_exchange: bool = False,
+    ) -> Tensor:
         for stage, members in enumerate(stages):
-            self._break(comm, index, stage)
+            self._break(comm, index, stage, in_exchange)
             if members and comm.rank not in members:
                 continue
             group = comm.among(members) if members else comm
-            tag = [float(index), float(stage), float(comm.step)]
+            tag = [index + _OF_EXCHANGES * in_exchange, float(stage), float(comm.step)]
             total = await group.all_reduce(torch.tensor([*tag, comm.rank + 1.0]))
             expected = sum(rank + 1.0 for rank in members or range(comm.size))
             assert total.tolist() == [*tag, expected]
-        self._break(comm, index, len(stages))
-        return bucket.buffer()
+        self._break(comm, index, len(stages), in_exchange)
+        return torch.tensor([comm.step, index])
 
-    def _break(self, comm: commhooks.Communicator, bucket: int, stage: int) -> None:
+    def _break(
+        self, comm: commhooks.Communicator, bucket: int, stage: int, in_exchange: bool
+    ) -> None:
         for fault in self.faults:
-            if fault == Fault(comm.rank, comm.step, bucket, stage):
+            if fault == Fault(comm.rank, comm.step, bucket, stage, in_exchange):
                 raise ValueError(fault.text)
 
     def recover(self) -> None:
         self.recovered += 1
+        self.begun.clear()
 
 
 @dataclass
@@ -95,10 +141,18 @@ class Outcome:
     """How many process groups were connected, over all ranks."""
     recovered: list[int]
     votes: int
+    taken: list[int]
+    """How many exchanges each rank has awaited."""
 
 
 def run_steps(
-    size: int, program: Program, steps: int, seed: int, *faults: Fault, knows_last: bool = True
+    size: int,
+    program: Program,
+    steps: int,
+    seed: int,
+    *faults: Fault,
+    knows_last: bool = True,
+    exchange: Plan | None = None,
 ) -> Outcome:
     """Run some steps of ``size`` ranks in an order that follows from ``seed``.
 
@@ -106,7 +160,7 @@ def run_steps(
 
     Raises AssertionError if connections are misused, or if the ranks wait for each other.
     """
-    world = _World(size, program, steps, random.Random(seed), faults, knows_last)
+    world = _World(size, program, steps, random.Random(seed), faults, knows_last, exchange)
     with world.installed():
         world.run()
     return Outcome(
@@ -114,6 +168,7 @@ def run_steps(
         sum(len(connection.members) for connection in world.connections.values()),
         [rank.hook.recovered for rank in world.ranks],
         world.votes,
+        [rank.hook.taken for rank in world.ranks],
     )
 
 
@@ -130,7 +185,9 @@ class _World:
         draw: random.Random,
         faults: Sequence[Fault],
         knows_last: bool,
+        exchange: Plan | None,
     ) -> None:
+        self.exchange = exchange
         self.size, self.program, self.steps, self.faults = size, program, steps, faults
         self.knows_last = knows_last
         self.draw = draw
@@ -141,7 +198,7 @@ class _World:
         self.baton = threading.Semaphore(0)
         self.misuse = ""
         self.is_over = False
-        self.current: _Rank
+        self.current: _Actor
         self.ranks: list[_Rank] = []
 
     @contextmanager
@@ -163,18 +220,23 @@ class _World:
         self.ranks = [_Rank(self, rank) for rank in range(self.size)]
         try:
             for _ in range(_MOST_EVENTS):
-                events = [event for rank in self.ranks for event in rank.events()]
+                events = [event for actor in self._actors() for event in actor.events()]
                 if not events or self.misuse:
                     break
                 self.current, event = self.draw.choice(events)
                 self.current.resume(event)
         finally:
             self.is_over = True
-            is_finished = [rank.is_finished for rank in self.ranks]
-            for rank in self.ranks:
-                rank.end()
+            is_finished = [actor.is_finished for actor in self._actors()]
+            for actor in self._actors():
+                actor.end()
         assert not self.misuse, self.misuse
         assert all(is_finished), "the ranks wait for each other"
+
+    def _actors(self) -> Iterator["_Actor"]:
+        for rank in self.ranks:
+            yield rank
+            yield rank.exchanges
 
     def change(self) -> None:
         """Wake up ranks that wait for something."""
@@ -194,63 +256,47 @@ class _World:
         self.misuse = self.misuse or misuse
 
 
-class _Rank:
-    """A rank and its thread, which runs only while :meth:`resume` is called."""
+class _Actor(ABC):
+    """A thread of a rank, which runs only while :meth:`resume` is called."""
 
-    def __init__(self, world: _World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.hook = Programmed()
-        self.hook.program, self.hook.faults = world.program, world.faults
-        self.errors: list[list[BaseException]] = [[] for _ in range(world.steps)]
-        self.step = self.bucket = 0  # to be launched next
-        self.unfinished = 0
+    def __init__(self, world: _World) -> None:
+        self.world = world
         self.completed: list[int] = []  # tokens
         self.works: list[_Work] = []
+        self.calls: deque[Callable[[], None]] = deque()  # from the other thread of the rank
         self.is_paused = False  # within an event
         self.waits_for: int | None = None  # a later version of the world
         self.seen = -1  # the version when this rank last stopped waiting
         self.event: Callable[[], None] | None = None
         self.baton = threading.Semaphore(0)
-        self.group: Any = SimpleNamespace(
-            rank=lambda: rank,
-            size=lambda: world.size,
-            get_group_store=lambda: _Store("", world),
-            _get_backend=lambda _: SimpleNamespace(
-                options=SimpleNamespace(
-                    _timeout=SimpleNamespace(total_seconds=lambda: 1.0), _devices=[]
-                )
-            ),
-        )
-        self.scheduler = HookScheduler(
-            self.hook,
-            rank,
-            stage_groups.StageGroups(self.group, token=7),
-            SideStream(torch.device("cpu")),
-            StatsCollector(),
-            self._watch,
-        )
         self.thread = threading.Thread(target=self._main, daemon=True)
         self.thread.start()
 
     @property
+    @abstractmethod
     def is_finished(self) -> bool:
-        return self.step == self.world.steps and not self.unfinished and not self.is_paused
+        """Whether nothing is left to do."""
+
+    @property
+    @abstractmethod
+    def executor(self) -> Executor:
+        """What runs on this thread."""
 
     # ---------------------------------------------------------------------- from the world's thread
 
-    def events(self) -> Iterator[tuple["_Rank", Callable[[], None] | None]]:
-        """Yield what may happen on this rank now."""
+    def events(self) -> Iterator[tuple["_Actor", Callable[[], None] | None]]:
+        """Yield what may happen on this thread now."""
         if self.is_paused:
             if self.waits_for is None or self.waits_for < self.world.version:
                 yield self, None
             return
         for token in self.completed:
             yield self, lambda token=token: self._complete(token)  # type: ignore[misc]
-        if self.step < self.world.steps and (self.bucket > 0 or not self.unfinished):
-            yield self, self._launch
+        if self.calls:
+            yield self, lambda: self.calls.popleft()()
 
     def resume(self, event: Callable[[], None] | None) -> None:
-        """Run until the event is over, or the rank pauses in it. None: the present event."""
+        """Run until the event is over, or the thread pauses in it. None: the present event."""
         if event is not None:
             self.event = event
         self.baton.release()
@@ -288,6 +334,93 @@ class _Rank:
                 self.world.report(f"the scheduler raised {error!r}")
             self.world.baton.release()
 
+    def _complete(self, token: int) -> None:
+        self.completed.remove(token)
+        self.executor.complete(token)
+
+    def _watch(self, work: Any, token: int, stage: int) -> None:
+        work.token = token
+        self.works.append(work)
+        if work.is_over:
+            self.completed.append(token)
+
+
+class _Exchanges(_Actor):
+    """The thread of exchanges of a rank, as :class:`ThreadedRunner` has it."""
+
+    def __init__(self, rank: "_Rank") -> None:
+        super().__init__(rank.world)
+        self.groups = stage_groups.StageGroups(rank.group, token=7, purpose="exchanges")
+        self.scheduler = ExchangeScheduler(rank.rank, self.groups, self._watch, rank.continue_after)
+
+    @property
+    def executor(self) -> Executor:
+        return self.scheduler
+
+    @property
+    def is_finished(self) -> bool:
+        return not (self.calls or self.completed or self.is_paused or self.scheduler._unfinished)
+
+    def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
+        self.calls.append(lambda: self.scheduler.begin(exchanges))
+
+    def drop(self, error: commhooks.CommHookError) -> None:
+        self.groups.publish(str(error))
+        self.calls.append(lambda: self.scheduler.drop(error))
+
+
+class _Rank(_Actor):
+    """The thread of the steps of a rank."""
+
+    def __init__(self, world: _World, rank: int) -> None:
+        super().__init__(world)
+        self.rank = rank
+        self.hook = Programmed()
+        self.hook.program, self.hook.faults = world.program, world.faults
+        self.hook.exchange = world.exchange
+        self.errors: list[list[BaseException]] = [[] for _ in range(world.steps)]
+        self.step = self.bucket = 0  # to be launched next
+        self.unfinished = 0
+        self.group: Any = SimpleNamespace(
+            rank=lambda: rank,
+            size=lambda: world.size,
+            get_group_store=lambda: _Store("", world),
+            _get_backend=lambda _: SimpleNamespace(
+                options=SimpleNamespace(
+                    _timeout=SimpleNamespace(total_seconds=lambda: 1.0), _devices=[]
+                )
+            ),
+        )
+        self.exchanges = _Exchanges(self)
+        self.scheduler = HookScheduler(
+            self.hook,
+            self.group,
+            stage_groups.StageGroups(self.group, token=7),
+            SideStream(torch.device("cpu")),
+            StatsCollector(),
+            self._watch,
+            self.exchanges,
+        )
+
+    @property
+    def executor(self) -> Executor:
+        return self.scheduler
+
+    @property
+    def is_finished(self) -> bool:
+        return self.step == self.world.steps and not self.unfinished and not self.is_paused
+
+    def continue_after(self, exchange: ExchangeExecution) -> None:
+        """Called on the thread of exchanges."""
+        self.calls.append(lambda: self.scheduler.continue_after(exchange))
+
+    def events(self) -> Iterator[tuple[_Actor, Callable[[], None] | None]]:
+        yield from super().events()
+        if self.is_paused:
+            return
+        if self.step < self.world.steps and (self.bucket > 0 or not self.unfinished):
+            yield self, self._launch
+
     def _launch(self) -> None:
         step, index, count = self.step, self.bucket, len(self.world.program)
         if self._ends_early(step, index):
@@ -321,16 +454,6 @@ class _Rank:
 
     def _next_step(self) -> None:
         self.step, self.bucket = self.step + 1, 0
-
-    def _complete(self, token: int) -> None:
-        self.completed.remove(token)
-        self.scheduler.complete(token)
-
-    def _watch(self, work: Any, token: int, stage: int) -> None:
-        work.token = token
-        self.works.append(work)
-        if work.is_over:
-            self.completed.append(token)
 
     def _finish(self, future: torch.futures.Future[Tensor], step: int, bucket: int) -> None:
         self.unfinished -= 1
@@ -375,8 +498,8 @@ class _Store:
 class _Work:
     """A collective that a rank has posted. ``tensor`` is a tag and a value; None for a barrier."""
 
-    def __init__(self, rank: _Rank, tensor: Tensor | None) -> None:
-        self.rank, self.tensor = rank, tensor
+    def __init__(self, actor: _Actor, tensor: Tensor | None) -> None:
+        self.actor, self.tensor = actor, tensor
         self.tag: list[float] = [] if tensor is None else tensor[:-1].tolist()
         self.token: int | None = None
         self.is_over = self.has_failed = False
@@ -384,7 +507,7 @@ class _Work:
     def end(self, *, has_failed: bool) -> None:
         self.is_over, self.has_failed = True, has_failed
         if self.token is not None:
-            self.rank.completed.append(self.token)
+            self.actor.completed.append(self.token)
 
     def wait(self) -> None:
         assert self.is_over
@@ -446,7 +569,7 @@ class _Group:
 
     def __init__(self, world: _World, store: _Store, member: int, size: int, options: Any) -> None:
         self.world, self.member, self.size = world, member, size
-        self.rank = world.current
+        self.actor = world.current
         self.connection = world.connections[store.prefix]
         if member in self.connection.members:
             world.report(f"{store.prefix}: rank {member} connects twice")
@@ -466,6 +589,6 @@ class _Group:
         self.connection.leave(self.member)
 
     def _post(self, tensor: Tensor | None) -> _Work:
-        work = _Work(self.rank, tensor)
+        work = _Work(self.actor, tensor)
         self.connection.post(self.member, self.size, work)
         return work

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
+from commhooks.comm.exchange import Exchange
 from commhooks.costs.step_trace import Collective, Members
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
@@ -106,6 +107,8 @@ def _trace(
         try:
             pending = coroutine.send(None)
         except StopIteration:
+            if comm.begun:
+                raise _has_exchanges(hook) from None
             local.append(seconds + time.perf_counter() - start)
             return HookTrace(tuple(local), tuple(collectives))
         except CommHookError:
@@ -116,6 +119,8 @@ def _trace(
                 f"gradients it raised {type(error).__name__}: {error}"
             ) from error
         seconds += time.perf_counter() - start
+        if isinstance(pending, Exchange):
+            raise _has_exchanges(hook)
         members = len(pending.members) or size
         if members == 1:
             continue  # nothing is sent, so the hook's work continues
@@ -130,6 +135,12 @@ def _trace(
                 Members.of(pending.members, size, ranks_per_node),
             )
         )
+
+
+def _has_exchanges(hook: CommHook) -> CommHookError:
+    return CommHookError(
+        f"hook {hook!r} cannot be simulated: it has exchanges that take several steps"
+    )
 
 
 def _fastest(traces: Sequence[HookTrace]) -> HookTrace:

@@ -1,0 +1,93 @@
+"""Exchanges that begin in one step, and whose results are taken in a later one.
+
+Note [Exchanges between steps]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+An exchange is a coroutine that a hook hands over in ``reduce``, with :meth:`Communicator.begin`. It
+awaits collectives as ``reduce`` does, while training goes on, and a later step awaits it::
+
+    step t      reduce ── begin(f) ── return ── vote ┐
+    step t+1    reduce ──────────── return ── vote   │ f: await, await, ...   (own thread, own
+    step t+2    reduce ── await exchange ── ... ◄────┘                         connections)
+
+Exchanges keep the rules of steps in this way:
+
+    1. An exchange begins when the step that handed it over has succeeded on all ranks: after the
+       vote. So all ranks begin the same ones, by bucket, and a step that fails begins none. A step
+       in which a hook begins or awaits an exchange always has a vote.
+    2. Exchanges have a scheduler, a thread and stage groups of their own. Among themselves they
+       keep Note [Order of collectives], in the order in which they begin. A rank that waits for
+       peers here, for example to connect, does not keep them waiting in a step, and vice versa.
+    3. An exchange that fails publishes the reason, and all others on this rank fail with it: they
+       would overtake it. The error shows in the first step that awaits one of them. That step fails
+       on all ranks, also on those where the exchange has succeeded.
+    4. A step that fails drops all exchanges, on all ranks, because some may have got further than
+       others. The hook forgets them in ``recover()``. To await one that was dropped is an error on
+       every rank.
+
+The result is taken in the step that the hook chooses, never when it happens to arrive; so it does
+not depend on the speed of the network.
+"""
+
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+from commhooks.errors import CommHookError
+
+__all__ = ["NOT_BEGUN", "Exchange"]
+
+NOT_BEGUN = (
+    "expected an exchange that began in an earlier step, found one that was handed over in this "
+    "step, or dropped because a step failed; forget exchanges in recover()"
+)
+
+
+class Exchange:
+    """What :meth:`Communicator.begin` returns. ``await`` it in a later step, as often as needed.
+
+    See Note [Exchanges between steps].
+    """
+
+    def __init__(self, run: Callable[[], Coroutine[Any, Any, Tensor]]) -> None:
+        self.run = run
+        """Returns the coroutine of the exchange."""
+        self.future: Future[Tensor] | None = None
+        """Of the result. None until the step that handed the exchange over has succeeded."""
+        self.is_saved = False
+        """Whether the result comes from a saved state."""
+
+    @classmethod
+    def finished(cls, result: Tensor) -> "Exchange":
+        """Return an exchange that is over, for a result from a saved state."""
+
+        async def run() -> Tensor:
+            return result
+
+        exchange = cls(run)
+        exchange.is_saved = True
+        exchange.future = Future(devices=[] if result.device.type == "cpu" else [result.device])
+        exchange.future.set_result(result)
+        return exchange
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a result or an error."""
+        return self.future is not None and self.future.done()
+
+    def result(self) -> Tensor:
+        """Return the result of an exchange that is over. On CUDA the current stream waits for it.
+
+        Exchanges are over while ``handle.state_dict()`` saves the state of a hook.
+
+        Raises:
+            CommHookError: The exchange is not over, or it failed.
+        """
+        if self.future is None or not self.future.done():
+            raise CommHookError("the exchange is not over; await it")
+        return self.future.wait()
+
+    def __await__(self) -> Generator["Exchange", None, Tensor]:
+        yield self  # to the runner of the hook, which continues when the exchange has succeeded
+        return self.result()
