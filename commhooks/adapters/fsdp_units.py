@@ -87,9 +87,14 @@ class Unit:
         Each has the shape of the first rank's shard; rows that this rank does not have are zeros.
         They share memory with the parameters, until ``load_state_dict`` or ``to`` replaces these.
         """
+        group = self._alive()
+        in_order = list(zip(self._names, group.fsdp_params, strict=True))
+        # In torch 2.15, by dtype; known after the first forward.
+        if indices := getattr(group, "_reduce_scatter_param_indices", ()):
+            in_order = [in_order[index] for index in indices]
         return {
             name: each._sharded_param_data.view(each.padded_sharded_param_size)  # noqa: SLF001
-            for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
+            for name, each in in_order
             if each.sharded_param.requires_grad
         }
 

@@ -1,12 +1,14 @@
 """Hooks between the replicas of models that ``fully_shard`` has sharded."""
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.sharded import FEATURES, build, mesh_of, train
+from support.sharded import FEATURES, Net, build, mesh_of, train
 from torch import Tensor
 
 import commhooks
@@ -212,3 +214,21 @@ def refuse(rank: int, size: int) -> None:
 
 def test_what_cannot_work_is_refused(run_ranks: Any) -> None:
     run_ranks(refuse, 2)
+
+
+def follow_page(rank: int, size: int, blocks: list[str]) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks:
+        if "fully_shard" in block:
+            torch.manual_seed(0)
+            names["model"] = Net(FEATURES["units"])
+        exec(block, names)
+        train(names["model"], rank, 1)
+    assert names["handle"].stats().total.ratio > 1.5
+
+
+def test_the_page_works(run_ranks: Any) -> None:
+    page = Path(__file__).parents[2] / "docs/integrations/fsdp.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    run_ranks(follow_page, 4, blocks)

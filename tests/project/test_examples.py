@@ -381,3 +381,19 @@ def test_demo_shows_a_table_and_draws_the_plot(tmp_path):
 )
 def test_format_bytes(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.exhaustive
+def test_a_sharded_run_continues_to_the_last_digit(tmp_path):
+    def losses(*arguments):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [str(EXAMPLES / "train_fsdp.py"), "--steps", "4", "--checkpoint-every", "2"]
+        folder = ["--checkpoint-dir", str(tmp_path / "checkpoints")]
+        result = run([*launcher, "--nproc-per-node", "4", *script, *folder, *arguments])
+        assert result.returncode == 0, result.stderr
+        return [line for line in result.stdout.splitlines() if line.startswith("step ")]
+
+    unbroken = losses()
+    assert len(unbroken) == 4
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000004")
+    assert losses("--resume") == unbroken[2:]
