@@ -64,7 +64,8 @@ class Record:
     def add(self, run: Run) -> None:
         """Add a run, in place of an older one with the same key."""
         self._runs[run.key] = run
-        self.about = _about()
+        cpus = {*self.about.get("cpu", "").split(" and "), _about()["cpu"]} - {""}
+        self.about = _about() | {"cpu": " and ".join(sorted(cpus))}
 
     def save(self, path: Path) -> None:
         """Write the file, all of it or nothing."""

@@ -9,8 +9,8 @@ pytest.importorskip("sklearn")
 
 from bench.fidelity.published import PACKAGED, figures
 from bench.fidelity.record import Record, Run
-from bench.fidelity.rows import rows
-from bench.fidelity.tasks import TASKS
+from bench.fidelity.rows import row_of, rows
+from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
 
 STORED = max((Path(__file__).parents[2] / "bench" / "results").glob("*-fidelity.json"))
@@ -31,7 +31,7 @@ def record_of(*runs: Run) -> Record:
 
 def run_of(hook: str, task: str, seed: int, loss: float, **config: object) -> Run:
     made = TrainedHook(hook).create().to_config() | config
-    return Run(task, hook, made, TASKS[task].usual, seed, loss, accuracy=None, wire_bytes=10.0)
+    return Run(task, hook, made, ALL_TASKS[task].usual, seed, loss, accuracy=None, wire_bytes=10.0)
 
 
 def test_each_seed_is_compared_with_plain_averaging_on_it() -> None:
@@ -48,6 +48,18 @@ def test_runs_with_other_options_do_not_count() -> None:
     plain = [run_of(REFERENCE, task, 0, 1.0) for task in TASKS]
     other = [run_of("int8", task, 0, 1.0, block_size=64) for task in TASKS]
     assert figures(record_of(*plain, *other)) == {}
+
+
+def test_runs_with_other_options_are_kept_beside_each_other() -> None:
+    plain = run_of(REFERENCE, "clusters", 0, 1.0)
+    losses = {32: 1.1, 64: 1.2}
+    tried = [run_of("int8", "clusters", 0, losses[size], block_size=size) for size in losses]
+    record = record_of(plain, *tried)
+    for size, loss in losses.items():
+        row = row_of(record, "clusters", TrainedHook("int8", {"block_size": size}))
+        assert row is not None
+        assert row.change == pytest.approx(loss - 1)
+    assert row_of(record, "clusters", TrainedHook("int8")) is None
 
 
 def test_a_hook_that_was_run_on_one_task_only_has_no_figures() -> None:

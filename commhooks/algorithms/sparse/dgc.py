@@ -61,8 +61,8 @@ class DGC(SparseHook):
     through the optimizer's momentum. Without it, weight decay is weaker by a factor of 1 / (1 - m):
     multiply it by that factor, 10 for m = 0.9.
 
-    In a short training, of which the warm-up is a large part, velocities are reset so often that
-    they do not build up; ``masking=False`` then loses less, see docs/hooks/dgc.md.
+    In a warm-up much is sent, so velocities are reset too often to build up; docs/hooks/dgc.md says
+    what that costs.
 
     Wire, per bucket and step: as ``topk``, one all-gather of k values in the bucket's dtype and
     their indices of about 2 + log2(1/density) bits each. Memory: velocity and error, each as large
@@ -81,7 +81,7 @@ class DGC(SparseHook):
     The gradient of each rank, which is then √N times longer, is scaled down to ``clip`` · √N."""
     masking: bool = True
     """Reset the velocity of the elements that were sent, so that old gradients do not add to it."""
-    warmup_steps: Annotated[int, Ge(0)] = 200
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """Number of steps in which the density decreases exponentially from ``warmup_density``."""
     warmup_density: Annotated[float, Gt(0), Le(1)] = 0.25
     """Density of the first step, unless ``density`` is higher."""
