@@ -52,6 +52,11 @@ def check_module(module: nn.Module, named_parameters: NamedParameters) -> None:
                 f'DistributedDataParallel: "{name}" is one. Run a dummy forward pass before '
                 "wrapping the module, so that lazy modules know their shapes."
             )
+        if type(parameter).__module__.startswith("torch.distributed.tensor"):
+            raise ValueError(
+                f'"{name}" is a DTensor, of which each rank has a part. Pass no process group, but '
+                "device_mesh=mesh[...], the dimension of its mesh that gradients are averaged over"
+            )
     if not any(parameter.requires_grad for _, parameter in named_parameters):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "

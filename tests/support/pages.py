@@ -9,15 +9,17 @@ from typing import Any
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def run_page(page: str, folder: Path, namespace: dict[str, Any]) -> int:
+def run_page(page: str, folder: Path, *namespaces: dict[str, Any]) -> int:
     """Run the blocks of ``page`` in ``folder``, one after the other. Return their number.
 
-    They share ``namespace``. A line ``...`` stands for what the reader does in between.
+    The last namespace is for all blocks that have none of their own. A line ``...`` stands for what
+    the reader does in between.
     """
     text = (DOCS / page).read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     folder.mkdir(exist_ok=True)
     with contextlib.chdir(folder):
-        for block in blocks:
+        for number, block in enumerate(blocks):
+            namespace = namespaces[min(number, len(namespaces) - 1)]
             exec(compile(block, os.fspath(DOCS / page), "exec"), namespace)
     return len(blocks)
