@@ -51,6 +51,7 @@ class HookState:
         if source is None:
             saved = self.handle.state_dict()
             about = {name: saved[name] for name in ("version", "hook", "world_size", "step")}
+            about["has_state"] = bool(saved["state"])
             return {_ABOUT: json.dumps(about), **state.save(saved["state"])}
         prefix, metadata = source
         found = {
@@ -69,6 +70,11 @@ class HookState:
         """
         about = json.loads(state_dict[_ABOUT])
         fields = {name: it for name, it in state_dict.items() if name != _ABOUT}
+        if about.pop("has_state") and not fields:
+            raise CommHookStateError(
+                "nothing was read of the state of the hook: state_dict() has to be called by "
+                "torch.distributed.checkpoint.load(), which asks each Stateful in its dict"
+            )
         adapter = self.handle.adapter
         state = self._spread().load(fields)
         here = {"rank": adapter.rank, "world_size": adapter.world_size}

@@ -47,7 +47,9 @@ class GatheredState:
         states = state.get("ranks", [])
         if len(states) != size:
             raise CommHookStateError(
-                f"[rank {rank}] expected the states of {size} ranks, found {len(states)}"
+                f"[rank {rank}] expected the states of {size} ranks, found {len(states)}. For "
+                "another number of ranks, save commhooks.integrations.checkpoint.HookState(handle) "
+                "with torch.distributed.checkpoint"
             )
         self.handle.load_state_dict(states[rank])
 

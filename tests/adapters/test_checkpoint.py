@@ -1,5 +1,7 @@
 """The state of hooks in torch.distributed.checkpoint, read by the same and by other ranks."""
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,11 @@ def save_others(rank: int, size: int, folder: str) -> None:
         dcp.load({"app": AppState(new_one, new_two)}, checkpoint_id=f"{folder}/apps")
     with pytest.raises(commhooks.CommHookStateError, match="of hook 'dgc', found that of 'int4'"):
         dcp.load({"1": HookState(new_two)}, checkpoint_id=f"{folder}/two")
+    fresh = HookState(trained(HOOKS["dgc"], rank, 0).handle)
+    state = {"2": fresh.state_dict()}  # asked by this test, instead of by dcp.load()
+    dcp.load(state, checkpoint_id=f"{folder}/two")
+    with pytest.raises(commhooks.CommHookStateError, match="nothing was read"):
+        fresh.load_state_dict(state["2"])
     dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/undeclared")
     assert same_bits(handle.state_dict(), trainer.handle.state_dict())
     function = commhooks.register(
@@ -176,3 +183,15 @@ def load_others(rank: int, size: int, folder: str) -> None:
 def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(save_others, 2, str(tmp_path))
     run_ranks(load_others, 1, str(tmp_path))
+
+
+def run_page(rank: int, size: int, folder: str) -> None:
+    handle = trained(HOOKS["int4"], rank, 1).handle
+    page = Path(__file__).parents[2] / "docs/integrations/checkpoint.md"
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    with contextlib.chdir(folder):
+        exec(block, {"handle": handle, "net": nn.Linear(2, 2)})
+
+
+def test_page(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(run_page, 2, str(tmp_path))

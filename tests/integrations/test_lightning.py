@@ -222,6 +222,56 @@ def resumes(rank: int, size: int, folder: str) -> None:
         assert same_bits(found, unbroken), (source, by_callback)
 
 
+def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
+    """Replicas of a model that `configure_model` shards, with a callback."""
+    as_under_torchrun(rank, size)
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from commhooks.integrations.lightning import CommHookCallback
+
+    def shard(net: nn.Module) -> None:
+        names = ("replicate", "shard")
+        fully_shard(net, mesh=init_device_mesh("cpu", (size, 1), mesh_dim_names=names))
+
+    class Module(type(make_module())):  # type: ignore[misc]
+        def configure_model(self) -> None:
+            if not hasattr(self.net, "unshard"):
+                shard(self.net)
+
+    def run(epochs: int, path: str | None = None) -> Any:
+        module, callback = Module(), CommHookCallback("int4")
+        strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
+        trainer = make_trainer(strategy, folder, callbacks=[callback], max_epochs=epochs)
+        trainer.fit(module, loader(rank), ckpt_path=path)
+        trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
+        weights = {name: it.full_tensor() for name, it in module.net.state_dict().items()}
+        return weights, callback.handle.state_dict()["state"]
+
+    def bare() -> Any:
+        net = network()
+        shard(net)
+        handle = commhooks.register(net, "int4")
+        optimizer = sgd(net.parameters())
+        for _ in range(2):
+            for batch in loader(rank):
+                net(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = {name: it.full_tensor() for name, it in net.state_dict().items()}
+        return weights, handle.state_dict()["state"]
+
+    run(1)
+    resumed, unbroken, plain = run(2, f"{folder}/1.ckpt"), run(2), bare()
+    assert same_bits(resumed, unbroken)
+    assert same_bits(unbroken, plain)
+
+
+def test_model_parallel(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(sharded_model_resumes, 2, str(tmp_path))
+
+
 def test_resumed_runs_equal_an_unbroken_one(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(resumes, 2, str(tmp_path))
 
@@ -261,11 +311,15 @@ def test_fabric(run_ranks: Any, tmp_path: Path) -> None:
 
 def wrong_use(rank: int, size: int, folder: str) -> None:
     as_under_torchrun(rank, size)
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
     from commhooks.integrations.lightning import CommHookCallback, CommHooksStrategy
 
-    def fit(strategy: Any, *callbacks: Any, path: str | None = None) -> Any:
+    def fit(strategy: Any, *callbacks: Any, path: str | None = None, **options: Any) -> Any:
         epochs = 1 if path is None else 2
-        trainer = make_trainer(strategy, folder, callbacks=list(callbacks), max_epochs=epochs)
+        trainer = make_trainer(
+            strategy, folder, callbacks=list(callbacks), max_epochs=epochs, **options
+        )
         trainer.fit(make_module(), loader(rank), ckpt_path=path)
         return trainer
 
@@ -276,6 +330,8 @@ def wrong_use(rank: int, size: int, folder: str) -> None:
         CommHooksStrategy("int8", ddp_comm_hook=print)
     with pytest.raises(commhooks.CommHookOptionError, match="'int8' has no option 'rank'"):
         fit(CommHooksStrategy("int8", rank=4))
+    with pytest.raises(error, match="SingleDeviceStrategy does not wrap the model"):
+        fit(SingleDeviceStrategy("cpu"), CommHookCallback("int8"), devices=1)
     with pytest.raises(error, match="has a hook already"):
         fit(CommHooksStrategy("int8"), CommHookCallback("int4"))
     with pytest.raises(commhooks.CommHookMismatchError, match="same hook"):

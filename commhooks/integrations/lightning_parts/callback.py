@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
+from commhooks.adapters.fully_sharded import is_fully_sharded
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
 from commhooks.integrations.lightning_parts.states import KEY, add_states, load_state
@@ -24,9 +27,10 @@ class HookCallback:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Register the hook, when the strategy has wrapped the model."""
-        model = trainer.strategy.model
-        if self._hook is None:
-            self.handle = handle_of(model)
+        model = _sharded_part(trainer.strategy.model)
+        before = handle_of(model)
+        if self._hook is None or (before is not None and before is self.handle):
+            self.handle = before  # a sharded model keeps its hook from one `fit` to the next
             return
         try:
             self.handle = register(model, self._hook, **self._options)
@@ -59,6 +63,15 @@ class HookCallback:
     ) -> None:
         """Keep the states until there is a hook."""
         self._checkpoint = {key: it for key, it in checkpoint.items() if key == KEY}
+
+
+def _sharded_part(model: nn.Module) -> nn.Module:
+    """Return the only part of a module that is sharded by itself, or the module."""
+    if is_fully_sharded(model):
+        return model
+    parts = [_sharded_part(child) for child in model.children()]
+    sharded = [part for part in parts if is_fully_sharded(part)]
+    return sharded[0] if len(sharded) == 1 else model
 
 
 def metrics(handle: HookHandle) -> dict[str, float]:
