@@ -1,5 +1,6 @@
 """Hooks between the replicas of models that ``fully_shard`` has sharded."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,9 @@ from support.sharded import FEATURES, Net, build, mesh_of, train
 from torch import Tensor
 
 import commhooks
+from commhooks.adapters.fsdp_units import _groups
 from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.hook.base import has_consensus
 from commhooks.integrations import fsdp
 
 SAMPLE = ["reduce in float16", "no all-reduce", "tied parameters", "reentrant checkpoints"]
@@ -174,8 +177,8 @@ def differ(rank: int, size: int, is_old: bool) -> None:
     net = build(mesh)
     if is_old:  # as torch 2.12
         for module in (net, *net.blocks):
-            (group,) = module._get_fsdp_state()._fsdp_param_groups
-            del group.reduce_scatter_unused_params
+            for group in _groups(module._get_fsdp_state()):
+                vars(group).pop("reduce_scatter_unused_params", None)
     commhooks.register(net, "int8")
     for _ in range(2):
         net.uses_spare = rank == 0
@@ -214,6 +217,59 @@ def refuse(rank: int, size: int) -> None:
 
 def test_what_cannot_work_is_refused(run_ranks: Any) -> None:
     run_ranks(refuse, 2)
+
+
+def train_each(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
+    mesh = mesh_of(2, 2)
+    replicas = mesh.get_group("replicate")
+    for hook in hooks:
+        net = build(mesh)
+        handle = commhooks.register(net, hook)
+        train(net, rank, 3)
+        assert handle.stats().steps == 3, hook
+        for parameter in net.parameters():
+            assert parameter.to_local().isfinite().all(), hook
+            if has_consensus(handle.hook):
+                ours = parameter.to_local()
+                others = [torch.empty_like(ours) for _ in range(2)]
+                dist.all_gather(others, ours.detach().contiguous(), group=replicas)
+                assert torch.equal(*others), hook
+
+
+NEEDS: dict[str, Any] = {
+    "hierarchical": {"ranks_per_node": 2},
+    "route": {"rules": [["*.bias", "bf16"]], "default": "int8"},
+    "schedule": {"stages": [[0, "allreduce"], [1, "int4"]]},
+}
+
+
+@pytest.mark.exhaustive
+def test_every_hook_trains(run_ranks: Any) -> None:
+    names = set(commhooks.available()) - {"skip_nonfinite"}
+    own = [name for name in sorted(names) if not name.startswith("test_")]
+    run_ranks(train_each, 4, [{"name": name, **NEEDS.get(name, {})} for name in own])
+
+
+def trace_and_return(rank: int, size: int, folder: Path) -> None:
+    mesh = mesh_of(2, 2)
+    net = build(mesh["shard"])
+    handle = fsdp.register(net, "int8", replicate_group=mesh.get_group("replicate"))
+    with handle.trace(folder / "step.json") as written:
+        train(net, rank, 2)
+    events = json.loads(written.read_text())["traceEvents"]
+    names = [event["name"] for event in events]
+    assert names.count("int8") == 2 * 3
+    assert names.count("all_to_all") == 2 * 3
+    assert "backward, step 1" in names
+    handle.remove()
+    again = fsdp.register(net, Exact(), replicate_group=mesh.get_group("replicate"))
+    train(net, rank, 1)
+    assert again.stats().steps == 1
+
+
+def test_traces_and_a_second_registration(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(trace_and_return, 4, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def follow_page(rank: int, size: int, blocks: list[str]) -> None:

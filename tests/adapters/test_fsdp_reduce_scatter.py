@@ -29,7 +29,9 @@ def near_native(rank: int, size: int, features: list[str]) -> None:
             quantized = fsdp.quantize_reduce_scatter(net, numbers)
             found = train(net, rank, 1, feature)
             gradients = len(expected) - len(list(net.parameters()))
-            assert 0 < error(found[:gradients], expected[:gradients]) < worst, (name, numbers)
+            rounding = error(found[:gradients], expected[:gradients])
+            assert rounding < worst, (name, numbers)
+            assert rounding > 0 or numbers == "bf16"  # which gradients may be in
             assert quantized.wire_bytes > 0
             quantized.remove()
             native = train(net, rank, 1, feature)

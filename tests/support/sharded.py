@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -115,6 +115,10 @@ FEATURES = {
         options={"shard_placement_fn": lambda p: Shard(1) if p.shape == (7, 12) else None}
     ),
 }
+
+
+if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # before torch 2.13
+    del FEATURES["zeros for unused parameters"]
 
 
 def mesh_of(replicas: int, shards: int) -> DeviceMesh:
