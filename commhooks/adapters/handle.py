@@ -194,7 +194,8 @@ class HookHandle:
         """Return what a resumed run needs. Each rank has its own state and must save it.
 
         ``torch.save`` and ``torch.load`` preserve it. ``torch.distributed.checkpoint``, which would
-        keep one rank's state only, raises if it gets it or the handle.
+        keep one rank's state only, raises if it gets it or the handle: pass it
+        :class:`commhooks.integrations.checkpoint.HookState`, which other ranks can load as well.
         """
         adapter = self._in_use()
         hook = self._comm_hook()

@@ -1,19 +1,8 @@
-"""The state of a hook as tensors that all ranks have together, which other ranks can read.
-
-Each field of a parameter is one value of a flat dict, whose key tells which ranks saved it (2
-replicas of 1 shard), and what it is::
-
-    2x1/mean//net.weight/error             averageable: (replicas, *parameter)
-    2x1/same//net.weight/anchor            the same in all replicas: (*parameter)
-    2x1/own.1//net.weight/average_error    of rank 1 only
-
-A field that does not have one number per element, such as a factor, cannot be cut anew. If the
-model is sharded, each shard has its own: ``mean.0`` and ``same.0`` are those of the first.
-"""
+"""The state of a hook as tensors that all ranks have together, which other ranks can read."""
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.layout import Layout
 from commhooks.adapters.state_entries import HookPart, states_of_hooks
+from commhooks.adapters.state_key import Key
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 
@@ -32,39 +22,11 @@ _KINDS = {"averageable": "mean", "same": "same", "own": "own"}
 Entry = dict[str, Tensor]
 
 
-class Key(NamedTuple):
-    """The parts of a key."""
-
-    layout: str
-    kind: str
-    number: int
-    """Of the shard or rank; -1: of all."""
-    path: str
-    """Of the hook, which may be nested in others."""
-    name: str
-    """Of the parameter or bucket."""
-    field: str
-
-    def __str__(self) -> str:
-        kind = self.kind if self.number < 0 else f"{self.kind}.{self.number}"
-        return "/".join((self.layout, kind, self.path, self.name, self.field))
-
-    @classmethod
-    def of(cls, text: str) -> "Key":
-        """Return the parts of ``text``."""
-        layout, kind, path, rest = text.split("/", 3)
-        name, field = rest.rsplit("/", 1)
-        kind, _, number = kind.partition(".")
-        return cls(layout, kind, int(number or -1), path, name, field)
-
-    @property
-    def shards(self) -> int:
-        """The number of shards when it was saved."""
-        return int(self.layout.split("x")[1])
-
-
 class SpreadState:
-    """Converts the state of a hook to such a dict and back. All ranks construct it."""
+    """Converts the state of a hook to a flat dict of such tensors, by the text of their keys.
+
+    All ranks construct it.
+    """
 
     def __init__(self, hook: CommHook, adapter: Adapter) -> None:
         self._hook = hook
@@ -85,21 +47,18 @@ class SpreadState:
     def targets(self, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
         """Return empty tensors for what this rank has to read of a checkpoint."""
         targets = {}
-        for text, it in stored.items():
-            key = Key.of(text)
-            if key.path in self._parts:  # otherwise another hook was saved, as will be said
-                self._check(key)
-                target = self._target(key, it.size, it.properties.dtype)
-                if target is not None:
-                    targets[text] = target
+        for key in self._usable(stored):
+            it = stored[str(key)]
+            target = self._target(key, it.size, it.properties.dtype)
+            if target is not None:
+                targets[str(key)] = target
         return targets
 
     def load(self, read: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the state to load from what was read into :meth:`targets`. Collective."""
         fields: dict[tuple[str, str], list[tuple[Key, Tensor]]] = defaultdict(list)
-        for text in sorted(read):
-            key = Key.of(text)
-            fields[key.path, key.name].append((key, read[text]))
+        for key in self._usable(read):
+            fields[key.path, key.name].append((key, read[str(key)]))
         entries: dict[str, dict[str, Entry]] = defaultdict(dict)
         for (path, name), values in fields.items():
             entries[path][name] = self._entry(self._parts[path], name, values)
@@ -124,6 +83,13 @@ class SpreadState:
                 else self._layout.of_one(own, key.name)
             )
         return self._layout.of_column(value) if key.kind == "mean" else value
+
+    def _usable(self, texts: Iterable[str]) -> Iterator[Key]:
+        """Yield the keys in the same order on all ranks."""
+        for key in map(Key.of, sorted(texts)):
+            if key.path in self._parts:  # otherwise the handle will say that it is another hook
+                self._check(key)
+                yield key
 
     def _check(self, key: Key) -> None:
         """Raise CommHookStateError if a field cannot be used on these ranks."""
@@ -166,20 +132,19 @@ class SpreadState:
 
     def _entry(self, part: HookPart, name: str, values: list[tuple[Key, Tensor]]) -> Entry:
         """Return the fields of one parameter on this rank."""
-        own: dict[int, Entry] = defaultdict(dict)  # by the rank that saved them
+        own: dict[Key, Entry] = defaultdict(dict)  # by the rank that saved them
         means, entry = {}, {}
-        key = values[0][0]
         for key, value in values:
             if key.layout == self._layout.text:
                 entry[key.field] = self._own(key, value)
             elif key.kind == "own":
-                own[key.number][key.field] = value
+                own[key._replace(field="")][key.field] = value
             elif key.kind == "mean" and key.number < 0:
                 means[key.field] = self._layout.mean(value)
             else:
                 entry[key.field] = value.mean(0) if key.kind == "mean" else self._own(key, value)
-        for rank, fields in own.items():
-            self._keep_own(part, key, means, rank, fields)
+        for key, fields in own.items():
+            self._keep_own(part, key, fields, means)
         for field, mean in means.items():
             dim = self._layout.whole(name, part.gradients[name])[1]
             shard = self._layout.own_part(mean, part.gradients[name], dim)
@@ -196,13 +161,13 @@ class SpreadState:
         value = self._layout.pad(value, gradient, self._layout.whole(key.name, gradient)[1])
         return self._in_own_form(self._parts[key.path], key.name, key.field, value)
 
-    def _keep_own(
-        self, part: HookPart, key: Key, means: Entry, rank: int, own: Mapping[str, Tensor]
-    ) -> None:
-        """Add what the own fields of a rank contribute to the mean."""
+    def _keep_own(self, part: HookPart, key: Key, own: Entry, means: Entry) -> None:
+        """Add what the own fields of a rank contribute to the means."""
+        if not means:
+            return
         gradient = part.gradients[key.name]
         shape, dim = self._layout.whole(key.name, gradient)
-        if key.shards == self._layout.shards == 1:
+        if key.shards == self._layout.shards == 1:  # positions are those in the parameter's memory
             old = {
                 field: torch.zeros_like(gradient, dtype=m.dtype, device=m.device)
                 for field, m in means.items()
@@ -216,7 +181,7 @@ class SpreadState:
             if mean.dim() == 0:
                 mean += old[field]
                 continue
-            start = min(rank % key.shards * old[field].shape[dim], shape[dim])
+            start = min(key.number % key.shards * old[field].shape[dim], shape[dim])
             length = min(old[field].shape[dim], shape[dim] - start)
             mean.narrow(dim, start, length).add_(old[field].narrow(dim, 0, length))
 

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
+from commhooks.hook import registry
+from commhooks.hook.options.validation import option_names
+from commhooks.integrations.lightning_parts.strategy import _parameters
 from commhooks.testing.compare import same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
@@ -311,7 +314,8 @@ def test_fabric(run_ranks: Any, tmp_path: Path) -> None:
 
 def wrong_use(rank: int, size: int, folder: str) -> None:
     as_under_torchrun(rank, size)
-    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
     from commhooks.integrations.lightning import CommHookCallback, CommHooksStrategy
 
@@ -322,6 +326,11 @@ def wrong_use(rank: int, size: int, folder: str) -> None:
         )
         trainer.fit(make_module(), loader(rank), ckpt_path=path)
         return trainer
+
+    known = _parameters(DDPStrategy.__init__) | _parameters(FabricDDPStrategy.__init__)
+    known |= _parameters(commhooks.DistributedDataParallel.__init__)
+    for name in commhooks.available():
+        assert known.isdisjoint(option_names(registry._hooks[name])), name
 
     error = commhooks.CommHookError
     with pytest.raises(error, match=r"options \['rank'\] without a hook"):
