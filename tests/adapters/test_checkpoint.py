@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.integrations.checkpoint import HookState
+from commhooks.integrations.checkpoint import GatheredState, HookState
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -178,6 +178,8 @@ def load_others(rank: int, size: int, folder: str) -> None:
     state = torch.load(f"{folder}/0.pt")
     with pytest.raises(commhooks.CommHookStateError, match=r"checkpoint\.HookState"):
         handle.load_state_dict(state)
+    with pytest.raises(commhooks.CommHookStateError, match=r"of 1 ranks, found 2.*HookState"):
+        GatheredState(handle).load_state_dict({"ranks": [state, state]})
 
 
 def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:

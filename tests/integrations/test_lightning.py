@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric with hooks, held against the bare loop with the same hook."""
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 
 PAGES = Path(__file__).parents[2] / "docs/integrations"
 STEPS = 3  # of an epoch
+KEEPS_BUCKETS = {"find_unused_parameters": True}  # else torch rebuilds them after the first step
 POWERSGD = {"rank": 1, "start_step": 1, "min_compression_rate": 1.0}
 
 
@@ -282,15 +284,20 @@ def test_resumed_runs_equal_an_unbroken_one(run_ranks: Any, tmp_path: Path) -> N
 def fabric_trains(rank: int, size: int, folder: str) -> None:
     as_under_torchrun(rank, size)
     from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
 
+    from commhooks.integrations.checkpoint import GatheredState
     from commhooks.integrations.lightning import FabricCommHooksStrategy
 
-    def run(epochs: int, path: str | None = None) -> Any:
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricCommHooksStrategy("int4"))
+    def run(epochs: int, *, is_ours: bool, path: str | None = None) -> Any:
+        strategy = FabricCommHooksStrategy("int4") if is_ours else DDPStrategy(**KEEPS_BUCKETS)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
         net = Model()
         model, optimizer = fabric.setup(net, sgd(net.parameters()))
-        state = {"model": model, "optimizer": optimizer, "hook": fabric.strategy.handle, "epoch": 0}
+        handle = fabric.strategy.handle if is_ours else commhooks.register(model, "int4")
+        saved = handle if is_ours else GatheredState(handle)
+        state = {"model": model, "optimizer": optimizer, "hook": saved, "epoch": 0}
         if path is not None:
             fabric.load(path, state)
         while state["epoch"] < epochs:
@@ -302,10 +309,15 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
                     optimizer.zero_grad()
             state["epoch"] += 1
         fabric.save(f"{folder}/{epochs}", state)
-        return dict(net.state_dict()), state["hook"].state_dict()["state"]
+        assert state["hook"] is saved
+        return dict(net.state_dict()), handle.state_dict()["state"]
 
-    run(1)
-    assert same_bits(run(2, path=f"{folder}/1"), bare_loop(rank, "int4", epochs=2, accumulate=2))
+    wrap = functools.partial(TorchDistributedDataParallel, **KEEPS_BUCKETS)
+    for is_ours, wrapper in ((True, None), (False, wrap)):
+        run(1, is_ours=is_ours)
+        resumed = run(2, is_ours=is_ours, path=f"{folder}/1")
+        expected = bare_loop(rank, "int4", epochs=2, accumulate=2, wrapper=wrapper)
+        assert same_bits(resumed, expected)
 
 
 def test_fabric(run_ranks: Any, tmp_path: Path) -> None:
