@@ -140,8 +140,6 @@ class _PairAdapter(TorchAdapter):
     def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
         is_known = all(id(parameter) in self._name_of for parameter in bucket.parameters())
         if self._register is not None:
-            if self._error is not None:
-                raise self._error  # the registration failed with this step's first bucket
             what = "the comparison of the ranks' modules"
             known = values_of_ranks(is_known, self.group, self.device, what)
             if not all(known):

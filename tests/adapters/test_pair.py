@@ -202,6 +202,12 @@ def fail(rank: int, size: int) -> None:
             with pytest.raises(commhooks.CommHookError, match=message):
                 train(make_model(net, state), rank, range(1))
 
+    net = make_net()  # of which torch's first bucket has the last layer
+    part = nn.ModuleDict({"2": net[2]}) if rank == 1 else net
+    state = CommHookState("int8", module=part)
+    with pytest.raises(commhooks.CommHookError, match="rank 1"):
+        train(make_model(net, state), rank, range(1))
+
 
 def test_what_goes_wrong_raises_on_all_ranks_after_the_step(run_ranks: Any) -> None:
     run_ranks(fail, 2)
