@@ -1,0 +1,108 @@
+"""A replica dies and comes back, with a real lighthouse, while the other one trains on."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("RUST_LOG", "error")  # read when the lighthouse is loaded
+pytest.importorskip("torchft")
+from support import torchft_replica
+from support.torchft_replica import RATE, loss_of, make_net
+from torchft.coordination import LighthouseServer
+
+import commhooks
+from commhooks.integrations.torchft import _check
+
+
+@contextmanager
+def replica(number: int, *arguments: Any) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, torchft_replica.__file__, str(number), *map(str, arguments)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+    }
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def run(hook: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Let replica 1 die and start again; return what both have written."""
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000)
+    address = lighthouse.address()
+    paths = [folder / "0.pt", folder / "1.pt"]
+    text = json.dumps(hook)
+    try:
+        with replica(0, text, address, False, paths[0]) as first:
+            with replica(1, text, address, True, paths[1]) as second:
+                assert second.wait(120) == 7
+            with replica(1, text, address, False, paths[1]) as second:
+                assert (first.wait(120), second.wait(120)) == (0, 0)
+    finally:
+        lighthouse.shutdown()
+    return [torch.load(path) for path in paths]
+
+
+def gradient_at(net: nn.Module, parameters: Tensor, number: int, step: int) -> Tensor:
+    torch.nn.utils.vector_to_parameters(parameters, net.parameters())
+    gradients = torch.autograd.grad(loss_of(net, number, step), list(net.parameters()))
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+
+def check_steps(found: list[dict[str, Any]], rtol: float) -> None:
+    """Each step follows from the one before, by the mean gradient of those who took part."""
+    net, steps = make_net(), found[0]["steps"]
+    both = sorted(steps.keys() & found[1]["steps"].keys())
+    assert len(both) >= torchft_replica.STEPS_TOGETHER - 1
+    for step in both:
+        assert torch.equal(steps[step][1], found[1]["steps"][step][1])
+    assert {participants for participants, _ in steps.values()} == {1, 2}
+    for step in sorted(steps.keys() & {step - 1 for step in steps}):
+        participants, before = steps[step]
+        mean = sum(gradient_at(net, before, i, step) for i in range(participants)) / participants
+        change = (before - steps[step + 1][1]) / RATE
+        assert (change - mean).norm() <= rtol * mean.norm() + 1e-4, step
+
+
+@pytest.mark.parametrize(
+    ("hook", "rtol"),
+    [
+        ({"name": "allreduce"}, 0.0),
+        ({"name": "int8", "error_feedback": True}, 0.05),
+        ({"name": "powersgd", "rank": 6, "start_step": 0, "min_compression_rate": 1.0}, 0.7),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_a_replica_dies_and_comes_back(tmp_path: Path, hook: dict[str, Any], rtol: float) -> None:
+    found = run(hook, tmp_path)
+    check_steps(found, rtol)
+    if hook["name"] != "allreduce":
+        assert all(any(error.any() for error in replica["errors"]) for replica in found)
+    assert found[0]["wire_bytes"] > 0
+    assert found[0]["recoveries"] >= 2  # when the other one left, and when it came back
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"name": "gossip"}, "lets models differ"),
+        ({"name": "local_sgd"}, "lets models differ"),
+        ({"name": "hierarchical", "inner": "int8"}, "needs equal nodes"),
+        ({"name": "schedule", "stages": [[0, "int8"], [9, "gossip"]]}, "lets models differ"),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_hooks_that_need_a_fixed_group_are_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(commhooks.CommHookError, match=reason):
+        _check(commhooks.create(config))

@@ -1,0 +1,94 @@
+"""One replica that trains under a torchft manager, until it has met the other one.
+
+Replica 1 ends after a few steps together. Replica 0 goes on until the other one comes back, and
+ends after a few more. A replica writes ``{step: (participants, parameters before it)}``, the errors
+of its hook, the bytes that it has sent, and how often its hook has recovered.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch import Tensor, nn
+
+from commhooks.integrations.torchft import DistributedDataParallel
+
+RATE = 0.05
+STEPS_TOGETHER = 5
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 6))
+
+
+def draw_inputs(replica: int, step: int) -> Tensor:
+    return torch.randn(8, 12, generator=torch.Generator().manual_seed(10 * step + replica))
+
+
+def loss_of(model: nn.Module, replica: int, step: int) -> Tensor:
+    loss: Tensor = model(draw_inputs(replica, step)).square().mean()
+    return loss
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in net.parameters()])
+
+
+def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    replicas = torchft.ProcessGroupGloo(timeout=timedelta(seconds=20))
+    net = make_net()
+    inner = torch.optim.SGD(net.parameters(), lr=RATE)
+    manager = torchft.Manager(
+        pg=replicas,
+        min_replica_size=1,
+        timeout=timedelta(seconds=30),
+        load_state_dict=lambda state: net.load_state_dict(state["net"]),
+        state_dict=lambda: {"net": net.state_dict()},
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica{replica}",
+        hostname="localhost",
+    )
+    model = DistributedDataParallel(manager, replicas, net, json.loads(hook))
+    optimizer = torchft.Optimizer(manager, inner)
+    recoveries: list[int] = []
+    recover = model.hook.recover
+    model.hook.recover = lambda: (recoveries.append(1), recover())  # type: ignore[method-assign]
+    steps: dict[int, tuple[int, Tensor]] = {}
+    meetings = together = 0
+    while meetings < (2 if replica == 0 else 1) or together < STEPS_TOGETHER:
+        time.sleep(0.05)  # so that a replica does not train far ahead while it is alone
+        optimizer.zero_grad()  # begins the quorum
+        manager.wait_quorum()
+        step = manager.current_step()
+        before = flat(net)
+        loss_of(model, replica, step).backward()
+        optimizer.step()
+        participants = manager.num_participants()
+        if manager.is_participating() and manager.current_step() == step + 1:
+            steps[step] = participants, before
+            together = together + 1 if participants == 2 else 0
+            meetings += together == 1
+    if dies:
+        os._exit(7)
+    errors = [t for e in model.hook.state.values() for n, t in e.items() if n == "error"]
+    stats = model.hook_stats().total
+    found = {"steps": steps, "errors": errors, "wire_bytes": stats.wire_bytes}
+    torch.save(found | {"recoveries": len(recoveries)}, path)
+    os._exit(0)  # threads of the manager would wait for the other replica
+
+
+if __name__ == "__main__":
+    number, hook, lighthouse, dies, path = sys.argv[1:]
+    train(int(number), hook, lighthouse, dies == "True", Path(path))
