@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from support.sharded import FEATURES, Net, build, mesh_of, train
 from torch import Tensor
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
 
 import commhooks
 from commhooks.adapters.fsdp_units import _groups
@@ -297,3 +299,23 @@ def test_the_page_works(run_ranks: Any) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 3
     run_ranks(follow_page, 4, blocks)
+
+
+def replicate_twice(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    seen = []
+    for hook in (None, AllReduce(), Exact()):
+        torch.manual_seed(0)
+        net = Net(FEATURES["units"])
+        for block in net.blocks:
+            replicate(block, mesh=mesh)
+        replicate(net, mesh=mesh)
+        if hook is not None:
+            commhooks.register(net, hook)
+        seen.append(train(net, rank, 2))
+    for native, *others in zip(*seen, strict=True):
+        assert all(torch.equal(native, other) for other in others)
+
+
+def test_replicate_of_fsdp2(run_ranks: Any) -> None:
+    run_ranks(replicate_twice, 2)
