@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
-__all__ = ["Exchange", "Unit", "is_root", "on_end_of_backward", "units_of"]
+__all__ = ["Unit", "UnitReduction", "is_root", "on_end_of_backward", "units_of"]
 
-Exchange = Callable[[Tensor, Any], None]
+UnitReduction = Callable[[Tensor, Any], None]
 """Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
 
 
@@ -105,12 +105,12 @@ class Unit:
             for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
         }
 
-    def attach(self, replicas: dist.ProcessGroup, exchange: Exchange) -> None:
-        """Call ``exchange`` instead of the all-reduce over ``replicas``."""
+    def attach(self, replicas: dist.ProcessGroup, reduce: UnitReduction) -> None:
+        """Call ``reduce`` instead of the all-reduce over ``replicas``."""
         info = copy.copy(self._torchs_info)
         if not isinstance(info, DDPMeshInfo):
             info.__class__ = HSDPMeshInfo
-        info.replicate_process_group = _Replicas(replicas, exchange, self._torchs_info)
+        info.replicate_process_group = _Replicas(replicas, reduce, self._torchs_info)
         info.replicate_mesh_size = replicas.size()
         info.replicate_mesh_rank = replicas.rank()
         group = self._alive()
@@ -146,16 +146,18 @@ class Unit:
 
 
 class _Replicas(dist.ProcessGroup):
-    """A group that only all-reduces, by calling ``exchange``."""
+    """A group that only all-reduces, by calling ``reduce``."""
 
-    def __init__(self, replicas: dist.ProcessGroup, exchange: Exchange, torchs_info: Any) -> None:
+    def __init__(
+        self, replicas: dist.ProcessGroup, reduce: UnitReduction, torchs_info: Any
+    ) -> None:
         super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
         self.torchs_info = torchs_info
-        self._exchange = exchange
+        self._reduce = reduce
 
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:  # type: ignore[override]
         (flat,) = tensors
-        self._exchange(flat, options.reduceOp)
+        self._reduce(flat, options.reduceOp)
 
 
 def units_of(model: nn.Module) -> list[Unit]:

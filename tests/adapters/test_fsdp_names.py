@@ -22,6 +22,8 @@ NAMES = {  # of fsdp_units.py, by what has them
         "sharded_param",
         "_module_info",
         "_sharded_param_data",
+        "_orig_size",
+        "fsdp_placement",
     ],
     "mesh info": [
         "replicate_mesh_rank",
