@@ -124,6 +124,10 @@ class StageGroups:
     def abandon(self) -> None:
         """Drop all groups and start the next epoch. Does not block."""
         self._epoch += 1
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Drop all groups within the epoch, in which none may be opened any more."""
         while self._groups:
             _, groups = self._groups.popitem()
             while groups:

@@ -52,13 +52,16 @@ class ExchangeScheduler(Executor):
         if self._failure is None:
             self._failure = error
             self._groups.publish(str(error))
+            self._groups.disconnect()
         self._end_all(error)
 
     def drop(self, error: CommHookError) -> None:
         """End all exchanges because of the ``error`` of a step, which fails on all ranks."""
         self._end_all(error)
+        self._unfinished.clear()  # those that are still pending must not hold up later ones
         self._groups.abandon()
         self._failure = None
+        self._tell_idle()
 
     def _end_all(self, error: CommHookError) -> None:
         for execution in self._unfinished:

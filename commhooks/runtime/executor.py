@@ -111,7 +111,8 @@ class Executor(ABC):
                 self._set_error(execution, error)
 
     def _set_error(self, execution: HookExecution, error: CommHookError) -> None:
-        self._unfinished.remove(execution)
+        if execution in self._unfinished:
+            self._unfinished.remove(execution)
         execution.fail(error)
 
     def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookError:

@@ -233,8 +233,8 @@ def test_an_exchange_that_fails_fails_the_step_that_awaits_it(
         failed = [step for step, of_step in enumerate(errors) if of_step]
         assert failed == [plan.delay]
         assert all(f"ValueError: {fault.text}" in str(error) for error in errors[plan.delay])
-        own = [isinstance(error, CommHookPeerError) for error in errors[plan.delay]]
-        assert own == [found != rank] * len(own)
+        if found != rank:  # which may hear from another one before it awaits its own
+            assert all(isinstance(error, CommHookPeerError) for error in errors[plan.delay])
     if not plan.once:  # those that began before the failure were dropped
         assert outcome.taken[0] >= 2 * (steps - 1 - 2 * plan.delay)
 
@@ -252,6 +252,25 @@ def test_a_step_that_fails_drops_the_exchanges_of_all_ranks(
     for errors in outcome.errors:
         assert [bool(of_step) for of_step in errors[:2] + errors[3:]] == [False] * 5
     assert outcome.votes == 5
+
+
+@in_any_order
+@given(st.data(), st.integers(2, 3), seeds)
+def test_nobody_waits_for_an_exchange_that_fails_and_is_not_awaited(
+    data: Any, size: int, seed: int
+) -> None:
+    """As ``handle.state_dict()`` after the last step would."""
+    stages = data.draw(st.integers(1, 3))
+    fault = Fault(0, 1, data.draw(st.integers(0, 1)), data.draw(st.integers(0, stages)), True)
+    outcome = run_steps(size, [[ALL], []], 2, seed, fault, exchange=Plan([ALL] * stages, delay=2))
+    assert outcome.errors == [[[]] * 2] * size
+
+
+def test_a_dropped_exchange_does_not_hold_up_later_ones() -> None:
+    """In one of twenty orders, one is still pending when those that began after it get a turn."""
+    fault = Fault(rank=0, step=2, bucket=1, stage=0)
+    for seed in range(100):
+        run_steps(2, [[ALL], [ALL]], 6, seed, fault, exchange=Plan([ALL] * 3, delay=2))
 
 
 # -------------------------------------------------------------------------------- the parts alone
