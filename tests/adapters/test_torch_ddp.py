@@ -97,20 +97,25 @@ def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
         assert [is_last for *_, is_last, _ in last].count(True) >= 1
 
 
+def make_skipping(hook: commhooks.CommHook, parameters: dict[str, torch.Tensor]) -> Trainer:
+    """Torch's wrapper with a bucket per parameter, of which it leaves out unused ones."""
+    return Trainer(
+        hook,
+        parameters,
+        torch_ddp=True,
+        bucket_cap_mb=1e-6,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+    )
+
+
 def leave_out(rank: int, size: int) -> None:
     """Torch leaves out the bucket that it numbers 0."""
     names = ("first", "second", "third")
     ones = {name: torch.ones(3) for name in names}
     inner = Recording()
     hook = commhooks.create("skip_nonfinite", inner=inner)
-    trainer = Trainer(
-        hook,
-        ones,
-        torch_ddp=True,
-        bucket_cap_mb=1e-6,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-    )
+    trainer = make_skipping(hook, ones)
     for _ in range(2):
         trainer.step(ones)
     left_out = next(record[3][0] for record in inner.seen if record[:2] == (1, 0))
@@ -157,14 +162,7 @@ def leave_out_the_last(rank: int, size: int) -> None:
     names = ("first", "second", "third")
     ones = {name: torch.ones(3) for name in names}
     hook = FailsLate()
-    trainer = Trainer(
-        hook,
-        ones,
-        torch_ddp=True,
-        bucket_cap_mb=1e-6,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-    )
+    trainer = make_skipping(hook, ones)
     for _ in range(2):
         trainer.step(ones)
     order: list[list[bool]] = []
