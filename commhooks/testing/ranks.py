@@ -6,6 +6,7 @@ nothing is carried over from one call to the next.
 
 import atexit
 import gc
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -77,7 +78,12 @@ def _run_in_group(
     torch.manual_seed(_SEED)
     torch.set_num_threads(1)
     join_group(rank, world_size, "127.0.0.1", port, timeout, backend=backend)
-    return fn(rank, world_size, *args, **kwargs)
+    environment = dict(os.environ)
+    try:
+        return fn(rank, world_size, *args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def _leave_group() -> None:

@@ -36,6 +36,13 @@ def raise_on_one_rank(rank: int, _: int) -> None:
     dist.barrier()  # waits for rank 1 and fails when it leaves
 
 
+def change_environment(rank: int, world_size: int) -> dict[str, str]:
+    before = dict(os.environ)
+    os.environ["WORLD_SIZE"] = "7"
+    del os.environ["PATH"]
+    return before
+
+
 class UnpicklableError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} {two}")
@@ -152,6 +159,10 @@ def test_strings_have_different_hashes_on_neighboring_ranks(run_ranks: Any) -> N
     close_ranks()  # neighbors that replace others may be of the same template
     first, second, third = run_ranks(hash_of_text, 3)
     assert first != second != third
+
+
+def test_the_environment_is_that_of_the_caller(run_ranks: Any) -> None:
+    assert run_ranks(change_environment, 2) == run_ranks(change_environment, 2)
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from support.launched import launched
+from support import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,11 +32,11 @@ def with_accelerator(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(rank: int, size: int, *args: Any) -> None:
-        with launched(rank, size):
-            try:
-                test(rank, size, *args)
-            finally:
-                AcceleratorState._reset_state(True)
+        torchrun.set_environment(rank, size)
+        try:
+            test(rank, size, *args)
+        finally:
+            AcceleratorState._reset_state(True)
 
     return run
 

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from support.launched import launched
+from support import torchrun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,12 +39,12 @@ def claim_devices() -> None:
 
 @contextmanager
 def with_devices(rank: int, size: int) -> Iterator[None]:
-    with launched(rank, size):
-        claim_devices()
-        try:
-            yield
-        finally:
-            AcceleratorState._reset_state(True)
+    torchrun.set_environment(rank, size)
+    claim_devices()
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(True)
 
 
 def make_net() -> nn.Sequential:

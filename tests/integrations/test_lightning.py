@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -76,20 +76,6 @@ def bare_loop(
                 optimizer.step()
                 optimizer.zero_grad()
     return dict(net.state_dict()), handle.state_dict()["state"]
-
-
-def as_under_torchrun(rank: int, size: int) -> None:
-    """Let Lightning use the process group that exists."""
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "TORCHELASTIC_RUN_ID": "test",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
 
 
 def loop_of_two_optimizers(rank: int, hook: str) -> dict[str, Tensor]:
@@ -161,7 +147,7 @@ def make_trainer(strategy: Any, folder: str, package: Any = None, **options: Any
 
 
 def trains_as_the_bare_loop(rank: int, size: int, folder: str) -> None:
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     from commhooks.integrations.lightning import CommHookCallback, CommHooksStrategy
 
     plain, _ = bare_loop(rank, "int4")
@@ -201,7 +187,7 @@ def test_trainer(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def resumes(rank: int, size: int, folder: str) -> None:
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from commhooks.integrations.lightning import CommHookCallback, CommHooksStrategy
@@ -229,7 +215,7 @@ def resumes(rank: int, size: int, folder: str) -> None:
 
 def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
     """Replicas of a model that `configure_model` shards, with a callback."""
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -282,7 +268,7 @@ def test_resumed_runs_equal_an_unbroken_one(run_ranks: Any, tmp_path: Path) -> N
 
 
 def fabric_trains(rank: int, size: int, folder: str) -> None:
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
@@ -325,7 +311,7 @@ def test_fabric(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def wrong_use(rank: int, size: int, folder: str) -> None:
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
@@ -368,7 +354,7 @@ def test_wrong_use(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def other_name(rank: int, size: int, folder: str) -> None:
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     import pytorch_lightning
 
     from commhooks.integrations.pytorch_lightning import CommHookCallback
@@ -385,7 +371,7 @@ def test_pytorch_lightning(run_ranks: Any, tmp_path: Path) -> None:
 
 
 def run_page(rank: int, size: int, page: Path, folder: str) -> None:
-    as_under_torchrun(rank, size)
+    torchrun.set_environment(rank, size)
     text = page.read_text()
     with contextlib.chdir(folder):
         for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):

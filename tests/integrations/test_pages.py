@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from support.launched import launched
+from support import torchrun
 from support.pages import run_page
 from torch import Tensor, nn
 
@@ -32,7 +32,8 @@ def follow(rank: int, size: int, folder: Path) -> None:
         "transformers": (1, {"model": Model(), "data": [{"inputs": row} for row in rows]}),
         "torchrun": (1, {"net": nn.Linear(40, 40), "data": [row[None] for row in rows]}),
     }
-    with launched(rank, size), pytest.MonkeyPatch.context() as patch:
+    torchrun.set_environment(rank, size)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.setattr(dist, "init_process_group", lambda backend: None)  # there is one
         for page, (count, namespace) in pages.items():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support.launched import launched
+from support import torchrun
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -167,12 +167,12 @@ def misuse(rank: int, size: int, root: Path) -> None:
 
 def run_all(rank: int, size: int, root: Path) -> None:
     """One after another: starting the processes and importing the packages takes longer."""
-    with launched(rank, size):
-        for test in (compare_with_the_bare_loop, resume, resume_from_elsewhere, misuse):
-            try:
-                test(rank, size, root)
-            finally:
-                AcceleratorState._reset_state(True)
+    torchrun.set_environment(rank, size)
+    for test in (compare_with_the_bare_loop, resume, resume_from_elsewhere, misuse):
+        try:
+            test(rank, size, root)
+        finally:
+            AcceleratorState._reset_state(True)
 
 
 def test_trainer(run_ranks: Any, tmp_path: Path) -> None:
