@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 
 from commhooks.comm.agreement import check_agreement
 from commhooks.hook.base import CommHook
+from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording
 from commhooks.runtime.runner import Runner
@@ -29,16 +30,22 @@ class Adapter(ABC):
     It keeps what it needs of the model, but not the model, so that the model can be freed.
 
     Args:
+        model: The module inside the wrapper.
         device: Where the gradients are.
         parameters: The parameters that hooks average, by the names that :class:`CommHook` uses.
         names: The names that recorded gradients refer to by index.
     """
 
     def __init__(
-        self, device: torch.device, parameters: dict[str, Tensor], names: Sequence[str]
+        self,
+        model: nn.Module,
+        device: torch.device,
+        parameters: dict[str, Tensor],
+        names: Sequence[str],
     ) -> None:
         self.device = device
         self.parameters = parameters
+        self.roles = roles_of(model)
         self.recording: Recording | None = None
         """The recording under way, if any."""
         self._names = names

@@ -32,7 +32,8 @@ class DDPAdapter(Adapter):
         reduced = {name for row in rows if row["group"] == 0 for name in row["names"]}
         names = model.parameter_names.items()
         parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
-        super().__init__(model.device, parameters, list(model.parameter_names.values()))
+        all_names = list(model.parameter_names.values())
+        super().__init__(model.module, model.device, parameters, all_names)
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration

@@ -61,7 +61,7 @@ class FSDPAdapter(Adapter):
         self._group = found
         self._rows = _distinct([unit.shards for unit in self._units])
         parameters = self._present_parameters()
-        super().__init__(self._units[0].device, parameters, list(parameters))
+        super().__init__(model, self._units[0].device, parameters, list(parameters))
         self._steps = 0
         self._launched = 0  # buckets, in this step
         self._error: BaseException | None = None  # of the runner, in this step

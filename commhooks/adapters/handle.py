@@ -28,6 +28,7 @@ from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateEr
 from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
+from commhooks.hook.roles import prepare
 from commhooks.runtime.stats import HookStats
 
 __all__ = ["AnyHook", "HookHandle", "handle_of", "install", "register"]
@@ -347,7 +348,7 @@ def _check_backend(hook: CommHook, adapter: Adapter) -> None:
 
 def _prepare(hook: CommHook, adapter: Adapter) -> None:
     try:
-        hook.prepare(adapter.parameters, adapter.group)
+        prepare(hook, adapter.parameters, adapter.group, adapter.roles)
     except CommHookError:
         raise
     except Exception as error:

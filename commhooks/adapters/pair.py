@@ -91,7 +91,9 @@ class CommHookState:
             parameters: dict[str, Tensor] = {
                 name: p for name, p in self._module.named_parameters() if p.requires_grad
             }
-            self._adapter = _PairAdapter(group, bucket.buffer().device, parameters, self._register)
+            self._adapter = _PairAdapter(
+                self._module, group, bucket.buffer().device, parameters, self._register
+            )
         return self._adapter.run(bucket)
 
     def _register(self) -> None:
@@ -122,12 +124,13 @@ class _PairAdapter(TorchAdapter):
 
     def __init__(
         self,
+        model: nn.Module,
         group: dist.ProcessGroup,
         device: torch.device,
         parameters: dict[str, Tensor],
         register: Callable[[], None],
     ) -> None:
-        super().__init__(group, device, parameters)
+        super().__init__(model, group, device, parameters)
         self._register: Callable[[], None] | None = register  # None once it has succeeded
         self._last_index = -1  # of torch's buckets in this step
 

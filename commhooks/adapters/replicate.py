@@ -28,4 +28,4 @@ def replicate_adapter(model: nn.Module) -> TorchDDPAdapter:
         state.lazy_init()
     # In the list, parameters are named "0", "1", ...
     names = {str(index): name for index, name in enumerate(state._param_names)}  # noqa: SLF001
-    return TorchDDPAdapter(state._ddp, names)  # noqa: SLF001
+    return TorchDDPAdapter(state._ddp, model, names)  # noqa: SLF001

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import Future as AnyFuture  # the future of a collective is not a torch.futures.Future
 from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.autograd import Variable
@@ -47,15 +47,20 @@ class TorchAdapter(Adapter):
     does nothing until torch has finalized.
 
     Args:
+        model: The module inside the wrapper.
         group: The ranks to average over.
         device: Where the gradients are.
         parameters: The parameters of torch's buckets, by the names that hooks get.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, parameters: dict[str, Tensor]
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        parameters: dict[str, Tensor],
     ) -> None:
-        super().__init__(device, parameters, list(parameters))
+        super().__init__(model, device, parameters, list(parameters))
         self._group = group
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._steps = 0
@@ -216,18 +221,23 @@ class TorchAdapter(Adapter):
 class TorchDDPAdapter(TorchAdapter):
     """Registers itself as the one hook that torch allows per model; what it calls can be replaced.
 
-    ``names`` are those that hooks get in place of the wrapper's, if it has others.
+    ``replicated``: the module whose parameters the wrapper has, if it has a list of them; then
+    ``names`` are those that hooks get in place of the wrapper's.
     """
 
     def __init__(
-        self, model: TorchDistributedDataParallel, names: Mapping[str, str] | None = None
+        self,
+        model: TorchDistributedDataParallel,
+        replicated: nn.Module | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         parameters = {
             names[name] if names else name: parameter
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and name not in model.parameters_to_ignore
         }
-        super().__init__(model.process_group, next(iter(parameters.values())).device, parameters)
+        device = next(iter(parameters.values())).device
+        super().__init__(replicated or model.module, model.process_group, device, parameters)
         self._reducer = model.reducer
         try:
             model.register_comm_hook(weakref.proxy(self), _run)

@@ -43,7 +43,7 @@ no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -56,9 +56,12 @@ from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
 from reducer._C import NativeHook
 
-__all__ = ["CommHook", "TensorState", "has_consensus", "tree"]
+__all__ = ["CommHook", "Role", "TensorState", "has_consensus", "tree"]
 
 TensorState = dict[str, dict[str, Tensor]]
+
+Role: TypeAlias = Literal["embedding", "output"]
+"""What a parameter is for in its model, see :func:`commhooks.hook.roles.roles_of`."""
 
 
 @dataclass
@@ -118,6 +121,8 @@ class CommHook:
 
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
+    roles: Mapping[str, Role] | None = field(default=None, init=False, repr=False, compare=False)
+    """The roles of the parameters that have one. Set before :meth:`prepare`, if they are known."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -40,9 +40,10 @@ except ImportError as error:
     ) from error
 
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook, tree
+from commhooks.hook.base import CommHook, Role, tree
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
+from commhooks.hook.roles import prepare, roles_of
 from commhooks.runtime.execution import new_future
 from commhooks.runtime.stats import HookStats
 from commhooks.runtime.stream_runner import StreamRunner
@@ -93,7 +94,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.hook = made
         """The hook in use."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._averager = _Averager(manager, replicas, made, trained)
+        self._averager = _Averager(manager, replicas, made, trained, roles_of(module))
         self.register_comm_hook(self._averager, _run)
 
     def hook_stats(self) -> HookStats:
@@ -137,11 +138,13 @@ class _Averager:
         replicas: ProcessGroupWrapper,
         hook: CommHook,
         parameters: Mapping[str, Tensor],
+        roles: Mapping[str, Role],
     ) -> None:
         self._manager = manager
         self._replicas = _Replicas(replicas)
         self._hook = hook
         self._parameters = parameters
+        self._roles = roles
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self._runner: StreamRunner | None = None
         self._members: dist.ProcessGroup | None = None  # of the last step
@@ -179,7 +182,7 @@ class _Averager:
         """Recover if the members have changed: Note [Members that come and go]."""
         group = cast("dist.ProcessGroup", self._replicas)
         if self._runner is None:
-            self._hook.prepare(self._parameters, group)
+            prepare(self._hook, self._parameters, group, self._roles)
             self._runner = StreamRunner(self._hook, group, bucket.buffer().device, token=0)
         elif self._members is not self._replicas.parent:
             self._hook.recover()

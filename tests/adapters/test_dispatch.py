@@ -1,5 +1,6 @@
 """What ``register`` accepts, and what it refuses."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
@@ -106,6 +109,61 @@ def register_on_replicated(rank: int, size: int) -> None:
 def test_replicated_modules_have_their_own_names(run_ranks: Any) -> None:
     """Torch wraps a list of the parameters, in which their names are numbers."""
     run_ranks(register_on_replicated, 2)
+
+
+class Words(nn.Module):
+    """A model with an embedding, whose weight the output layer shares if wanted."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(6, 4)
+        self.hidden, self.head = nn.Linear(4, 4), nn.Linear(4, 6)
+        if is_tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.head(self.hidden(inputs @ self.tokens.weight))
+        return result
+
+
+BY_ROLE = [["@1d", "allreduce"], ["@embedding", "bf16"], ["@output", "fp16"]]
+
+
+def route_by_role(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    makers: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "ours": commhooks.DistributedDataParallel,
+        "torch's": TorchDistributedDataParallel,
+        "compiled": lambda net: Compiled(commhooks.DistributedDataParallel(net)),
+        "of a compiled one": lambda net: commhooks.DistributedDataParallel(Compiled(net)),
+        "replicated": replicate,
+        "sharded": lambda net: fully_shard(net, mesh=mesh),
+    }
+    for name, make in makers.items():
+        for is_tied in (False, True):
+            handle = commhooks.register(
+                make(Words(is_tied=is_tied)), "route", rules=BY_ROLE, default="int8"
+            )
+            check_routes(handle, name, is_tied=is_tied)
+    net = Words()
+    state = commhooks.CommHookState("route", module=net, rules=BY_ROLE, default="int8")
+    model = TorchDistributedDataParallel(net)
+    model.register_comm_hook(state, commhooks.comm_hook)
+    gradients(model, rank)
+    check_routes(state.handle, "pair", is_tied=False)
+
+
+def check_routes(handle: commhooks.HookHandle, form: str, *, is_tied: bool) -> None:
+    expected = {"tokens.weight": 1, "hidden.weight": 3, "hidden.bias": 0, "head.bias": 0}
+    if not is_tied:
+        expected["head.weight"] = 2
+    hook: Any = handle.hook
+    names = handle.adapter.parameters
+    assert {n.removeprefix("_orig_mod."): hook.bucket_key(n)[0] for n in names} == expected, form
+
+
+def test_hooks_know_roles_on_every_form_of_a_model(run_ranks: Any) -> None:
+    run_ranks(route_by_role, 2)
 
 
 def named(module: str, name: str) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms import ErrorFeedback, Route
 from commhooks.hook.derived_bucket import BucketPart
+from commhooks.hook.roles import prepare
 from commhooks.testing.compare import differences, mean_over_ranks, same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
@@ -60,6 +61,7 @@ def test_rules_survive_json() -> None:
         ([["no.such:module", "fp16"]], r"'rules\.0\.0'.*no 'module' in a module 'no.such'"),
         ([["*", "fp16"], ["json:nothing", "fp16"]], r"'rules\.1\.0'.*no 'nothing' in a module"),
         ([["json:__name__", "fp16"]], "expected json:__name__ to be a function"),
+        ([["@embed", "fp16"]], r"'rules\.0\.0'.*one of the roles @1d, @embedding, @output, found"),
     ],
 )
 def test_bad_rules(rules: Any, message: str) -> None:
@@ -87,6 +89,39 @@ def refuse(rank: int, size: int, stock: bool) -> None:
 @pytest.mark.parametrize("stock", [False, True])
 def test_rules_that_do_not_match_the_model(run_ranks: Any, stock: bool) -> None:
     run_ranks(refuse, 2, stock)
+
+
+ROLES = {"tokens": "embedding", "head": "output", "head_bias": "output"}
+BY_ROLE = [["@1d", "allreduce"], ["@embedding", "bf16"], ["@output", "fp16"]]
+
+
+@pytest.mark.parametrize(
+    ("rules", "positions"),
+    [
+        (BY_ROLE, (1, 2, 0, 3, 0)),
+        (BY_ROLE[::-1], (1, 0, 0, 3, 2)),
+        ([["head*", "fp16"], ["@output", "bf16"]], (2, 0, 0, 2, 2)),  # the second gets nothing
+    ],
+)
+def test_rules_for_roles(rules: Any, positions: tuple[int, ...]) -> None:
+    """Parameters of at most one dimension, embeddings, the output; the first rule decides."""
+    hook: Any = commhooks.create("route", rules=rules, default="int8")
+    shapes: dict[str, tuple[int, ...]] = {"tokens": (2, 3), "head": (3, 2), "head_bias": (3,)}
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    parameters |= {"matrix": torch.zeros(2, 2), "scale": torch.zeros(())}
+    group: Any = None
+    prepare(hook, parameters, group, ROLES)  # type: ignore[arg-type]
+    names = ("tokens", "head", "head_bias", "matrix", "scale")
+    assert tuple(hook.bucket_key(name)[0] for name in names) == positions
+
+
+def test_roles_that_the_model_has_not() -> None:
+    hook = commhooks.create("route", rules=BY_ROLE, default="int8")
+    group: Any = None
+    prepare(hook, {"matrix": torch.zeros(2, 2)}, group, {})
+    assert hook.bucket_key("matrix") == (3, ())
+    with pytest.raises(commhooks.CommHookError, match="'@embedding' needs the modules"):
+        prepare(hook, {"matrix": torch.zeros(2, 2)}, group, None)
 
 
 # ------------------------------------------------------------------------------- parts of buckets

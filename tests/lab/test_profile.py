@@ -74,6 +74,18 @@ def test_native_hooks_have_no_work_of_their_own() -> None:
     assert run_ranks(_dry_run, 2) == [[True, False]] * 2
 
 
+def _by_role(rank: int, world_size: int) -> list[float]:
+    job = Job("support.small_models:make", bucket_cap_mb=MB)
+    rules = [["@output", "noop"], ["@1d", "noop"]]
+    config = {"name": "route", "rules": rules, "default": "allreduce"}
+    (runs,) = dry_run_hooks(rank, job, [config], [2], busy=1)
+    return [trace.wire_bytes(2) for _, trace in runs.by_size[2]]
+
+
+def test_hooks_know_the_roles_of_parameters() -> None:
+    assert run_ranks(_by_role, 1) == [[4 * 2 * 64 * 64]]  # the first two of three layers
+
+
 def _among_nodes(rank: int, world_size: int) -> list[str]:
     job = Job("support.small_models:make", ranks_per_node=2, bucket_cap_mb=MB)
     config = {"name": "hierarchical", "inner": "int8"}

@@ -42,8 +42,11 @@ class Route(CommHook):
 
     A rule is a pattern for parameter names, as for file names (:mod:`fnmatch`, case-sensitive):
     ``*`` matches any text including dots, ``?`` one character, and ``[ab]`` one of the characters.
-    Alternatively it is a predicate: a function ``fn(name, parameter) -> bool`` defined in a module,
-    "module:function" in configs.
+    Or it is a role: "@1d" matches parameters of at most one dimension, as biases and norms are,
+    "@embedding" and "@output" those with this role in the model, see
+    :func:`commhooks.hook.roles.roles_of`. A role that no parameter has is no error. Or it is a
+    predicate: a function ``fn(name, parameter) -> bool`` defined in a module, "module:function" in
+    configs.
 
     Each hook gets buckets that contain only its own parameters. They are numbered from 0 in each
     step, and the last one is marked as the last. There are two exceptions to the mark. On torch DDP
@@ -55,13 +58,13 @@ class Route(CommHook):
     until its average has arrived.
 
     Raises:
-        CommHookOptionError: a predicate cannot be found.
+        CommHookOptionError: a predicate cannot be found, or there is no such role.
         CommHookError: at registration, if a rule matches no parameter, or only parameters that
             earlier rules match, or if no rule matches a parameter and there is no ``default``.
     """
 
     rules: Annotated[list[tuple[Rule, CommHook]], MinLen(1)]
-    """Patterns or predicates, each with the hook for the parameters that it matches."""
+    """Patterns, roles or predicates, each with the hook for the parameters that it matches."""
     default: CommHook | None = None
     """The hook for parameters that no rule matches."""
 
@@ -130,7 +133,10 @@ class Route(CommHook):
         return [hook for _, hook in self.rules] + ([] if self.default is None else [self.default])
 
     def _matchers(self) -> list[Matcher]:
-        return [Matcher.of(str(rule), f"rules.{i}.0") for i, (rule, _) in enumerate(self.rules)]
+        return [
+            Matcher.of(str(rule), f"rules.{i}.0", self.roles)
+            for i, (rule, _) in enumerate(self.rules)
+        ]
 
     def _begin_step(self) -> None:
         self._progress = [_Progress(set()) for _ in self._hooks]

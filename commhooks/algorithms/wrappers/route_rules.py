@@ -1,4 +1,4 @@
-"""Rules of ``route``: patterns for the names of parameters, or predicates."""
+"""Rules of ``route``: patterns for the names of parameters, roles, or predicates."""
 
 import importlib
 import re
@@ -11,12 +11,15 @@ from typing import Annotated, TypeAlias
 from torch import Tensor
 
 from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.base import Role
 from commhooks.hook.options import Made
 
 __all__ = ["Matcher", "Predicate", "Rule", "choose"]
 
 Predicate: TypeAlias = Callable[[str, Tensor], bool]
 """Whether a rule matches a parameter, given its name and the parameter."""
+
+_ROLES = ("@1d", "@embedding", "@output")
 
 _PREDICATE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)")  # module:function
 
@@ -44,10 +47,13 @@ class Matcher:
 
     rule: str
     matches: Predicate
+    may_be_unused: bool = False
 
     @classmethod
-    def of(cls, rule: str, path: str) -> "Matcher":
-        """Parse a rule. ``path`` names the option in the error for a missing predicate."""
+    def of(cls, rule: str, path: str, roles: Mapping[str, Role] | None) -> "Matcher":
+        """Parse a rule. ``path`` names the option in errors, ``roles`` are of parameters."""
+        if rule.startswith("@"):
+            return cls(rule, _of_role(rule, path, roles), may_be_unused=True)
         match = _PREDICATE.fullmatch(rule)
         if match is None:
             return cls(rule, lambda name, _: fnmatchcase(name, rule))
@@ -67,6 +73,26 @@ class Matcher:
         return cls(rule, found)
 
 
+def _of_role(rule: str, path: str, roles: Mapping[str, Role] | None) -> Predicate:
+    if rule not in _ROLES:
+        raise CommHookOptionError(
+            f"option {path!r} of hook 'route': expected one of the roles {', '.join(_ROLES)}, "
+            f"found {rule!r}"
+        )
+    if rule == "@1d":
+        return lambda _, parameter: parameter.dim() <= 1
+
+    def has_role(name: str, _: Tensor) -> bool:
+        if roles is None:
+            raise CommHookError(
+                f"hook 'route': rule {rule!r} needs the modules of the model, and only its "
+                "parameters are known here; use patterns for their names"
+            )
+        return roles.get(name) == rule[1:]
+
+    return has_role
+
+
 def choose(
     matchers: Sequence[Matcher], parameters: Mapping[str, Tensor], *, has_default: bool
 ) -> dict[str, int]:
@@ -75,8 +101,8 @@ def choose(
     The position of the default is the number of rules.
 
     Raises:
-        CommHookError: a rule is the first match of no parameter, or no rule matches a parameter
-            and there is no default.
+        CommHookError: a rule is the first match of no parameter and is not for a role, or no rule
+            matches a parameter and there is no default.
     """
     matching = {
         name: [i for i, matcher in enumerate(matchers) if matcher.matches(name, parameter)]
@@ -96,7 +122,7 @@ def choose(
 def _check_all_used(matchers: Sequence[Matcher], matching: Mapping[str, list[int]]) -> None:
     used = {positions[0] for positions in matching.values() if positions}
     for i, matcher in enumerate(matchers):
-        if i in used:
+        if i in used or matcher.may_be_unused:
             continue
         if names := [name for name, positions in matching.items() if i in positions]:
             raise CommHookError(

@@ -21,9 +21,10 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.costs.step_trace import Collective, Members
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, Role
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
+from commhooks.hook.roles import prepare
 from commhooks.lab.simulation.fake_group import FakeGroup, FakeStageGroup
 from commhooks.lab.simulation.typical_steps import typical_steps
 from reducer import GradBucket
@@ -49,6 +50,7 @@ def dry_run(
     config: Mapping[str, Any],
     buckets: Sequence[GradBucket],
     parameters: Mapping[str, Tensor],
+    roles: Mapping[str, Role] | None = None,
     *,
     size: int,
     ranks_per_node: int = 1,
@@ -58,15 +60,15 @@ def dry_run(
     """Trace the hook on all buckets, once for each kind of step, with the share of such steps.
 
     ``buckets`` are those of one step, in order; their gradients are not changed. The hook may write
-    to ``parameters``, which are given by name. Seconds are the shortest of a few runs, or zeros
-    unless ``is_timed``.
+    to ``parameters``, which are given by name, as are their ``roles``. Seconds are the shortest of
+    a few runs, or zeros unless ``is_timed``.
 
     Raises CommHookError if the hook does not work with this model or with ``size`` ranks, or if it
     fails in a fake group.
     """
     with as_launched(ranks_per_node), torch.no_grad():
         hook = create(config)
-        hook.prepare(parameters, cast("dist.ProcessGroup", FakeGroup(size)))
+        prepare(hook, parameters, cast("dist.ProcessGroup", FakeGroup(size)), roles)
         scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
         steps = typical_steps(hook, buckets, size, first_step)
 

@@ -12,6 +12,7 @@ from commhooks.costs.dry_runs import DryRuns
 from commhooks.costs.step_trace import BucketTrace, StepTrace
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
+from commhooks.hook.roles import prepare, roles_of
 from commhooks.lab.machine import cores
 from commhooks.lab.simulation.calibration import measure_gloo
 from commhooks.lab.simulation.dry_run import HookTrace, as_launched, dry_run
@@ -69,6 +70,7 @@ def dry_run_hooks(
     model = job.make_module()
     batch = job.make_input(model, rank)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    roles = roles_of(model)
     profiles: dict[tuple[Any, ...], StepProfile] = {}
 
     def profile_for(hook: CommHook) -> StepProfile:
@@ -90,7 +92,7 @@ def dry_run_hooks(
     for config in configs:
         hook = create(config)
         with as_launched(job.ranks_per_node):
-            hook.prepare(parameters, cast("dist.ProcessGroup", FakeGroup(max(sizes))))
+            prepare(hook, parameters, cast("dist.ProcessGroup", FakeGroup(max(sizes))), roles)
         step = profile_for(hook)
         is_native = create(config).native(alone) is not None
         dist.barrier(together)
@@ -101,6 +103,7 @@ def dry_run_hooks(
                     config,
                     step.buckets,
                     parameters,
+                    roles,
                     size=size,
                     ranks_per_node=job.ranks_per_node,
                     first_step=job.first_step,
