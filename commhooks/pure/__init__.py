@@ -22,7 +22,7 @@ from commhooks.pure.block_codec import (
 )
 from commhooks.pure.indices import draw_indices, pack_indices, scatter_add, unpack_indices
 from commhooks.pure.kernel_arguments import write_arguments
-from commhooks.pure.selection import select_above, select_largest
+from commhooks.pure.selection import select_above, select_largest, select_largest_of_chunks
 from commhooks.pure.works import CompletionQueue, join_works, ring_gather
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "scatter_add",
     "select_above",
     "select_largest",
+    "select_largest_of_chunks",
     "sign_codec",
     "unpack_indices",
     "use_instruction_set",

@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.pure.requirements import require
 from commhooks.pure.slowness import warn_once
 
-__all__ = ["select_above", "select_largest"]
+__all__ = ["select_above", "select_largest", "select_largest_of_chunks"]
 
 _MOST_ELEMENTS = 2**31 - 1
 
@@ -24,15 +24,21 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
     """
     numel = gradient.numel()
     require(0 <= count <= numel, f"Expected to select 0 to {numel} elements, found {count}.")
+    return _indices(_largest(_keys_of_sum(gradient, error), count))
+
+
+def select_largest_of_chunks(
+    gradient: Tensor, error: Tensor | None, chunk: int, count: int
+) -> Tensor:
+    """Add error to gradient; select ``count`` of each ``chunk`` elements as select_largest does."""
+    require(
+        1 <= count <= chunk,
+        f"Expected to select 1 to {chunk} elements of each chunk, found {count}.",
+    )
     keys = _keys_of_sum(gradient, error)
-    if count == 0:
-        return _indices(np.empty(0, np.int64))
-    smallest = np.partition(keys, numel - count)[numel - count]
-    found = np.flatnonzero(keys >= smallest)
-    if found.size > count:  # too many are equal to the smallest one: keep the first of them
-        equal = np.flatnonzero(keys[found] == smallest)
-        found = np.delete(found, equal[count - found.size :])
-    return _indices(found)
+    starts = range(0, gradient.numel(), chunk)
+    found = [start + _largest(keys[start : start + chunk], count) for start in starts]
+    return _indices(np.concatenate([np.empty(0, np.int64), *found]))
 
 
 def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Tensor:
@@ -41,6 +47,18 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
     keys = _keys_of_sum(gradient, error)
     bound = _keys(torch.tensor([threshold], dtype=gradient.dtype))[0]
     return _indices(np.flatnonzero(keys >= max(bound, 1)))
+
+
+def _largest(keys: Keys, count: int) -> npt.NDArray[np.int64]:
+    """Return the positions of ``count`` keys, or of all if there are fewer."""
+    if count == 0 or count >= keys.size:
+        return np.arange(min(count, keys.size))
+    smallest = np.partition(keys, keys.size - count)[keys.size - count]
+    found = np.flatnonzero(keys >= smallest)
+    if found.size > count:  # too many are equal to the smallest one: keep the first of them
+        equal = np.flatnonzero(keys[found] == smallest)
+        found = np.delete(found, equal[count - found.size :])
+    return found
 
 
 def _keys_of_sum(gradient: Tensor, error: Tensor | None) -> Keys:

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <vector>
 
 namespace commhooks {
@@ -76,6 +77,15 @@ at::Tensor empty_indices(int64_t count) {
   return at::empty({count}, at::kInt);
 }
 
+// Writes the positions of the bits that are set in words [first, last).
+void list_marks(const std::vector<uint64_t>& words, int64_t first, int64_t last, int32_t* out) {
+  for (int64_t word = first; word < last; ++word) {
+    for (uint64_t bits = words[word]; bits != 0; bits &= bits - 1) {
+      *out++ = static_cast<int32_t>(word * kWord + std::countr_zero(bits));
+    }
+  }
+}
+
 // The elements of a tensor with a magnitude of at least `bound`, one bit per element.
 class Marks {
  public:
@@ -104,22 +114,15 @@ class Marks {
     at::Tensor found = empty_indices(count());
     auto* const out = found.data_ptr<int32_t>();
     at::parallel_for(0, std::ssize(ends_), 1, [&](int64_t first, int64_t last) {
-      list(
-          first * kChunk / kWord, last * kChunk / kWord, out + (first == 0 ? 0 : ends_[first - 1]));
+      list_marks(
+          words_, first * kChunk / kWord,
+          std::min<int64_t>(last * kChunk / kWord, std::ssize(words_)),
+          out + (first == 0 ? 0 : ends_[first - 1]));
     });
     return found;
   }
 
  private:
-  void list(int64_t first, int64_t last, int32_t* out) const {
-    last = std::min<int64_t>(last, std::ssize(words_));
-    for (int64_t word = first; word < last; ++word) {
-      for (uint64_t bits = words_[word]; bits != 0; bits &= bits - 1) {
-        *out++ = static_cast<int32_t>(word * kWord + std::countr_zero(bits));
-      }
-    }
-  }
-
   std::vector<uint64_t> words_;
   std::vector<int64_t> ends_;  // marks up to the end of each chunk
 };
@@ -174,29 +177,36 @@ Key<T> sample_bound(const T* gradient, const T* error, int64_t numel, int64_t co
   return std::max<Key<T>>(bound, 1);
 }
 
-// Returns the `count` largest of the ascending `candidates`; among equal ones, the first.
+// Writes the `count` largest of the ascending `candidates`; among equal ones, the first. Returns
+// the smallest key that it wrote.
 template <typename T>
-at::Tensor keep_largest(const T* gradient, const at::Tensor& candidates, int64_t count) {
-  const int64_t numel = candidates.numel();
-  if (numel == count) {
-    return candidates;
+Key<T> write_largest(
+    const T* gradient, std::span<const int32_t> candidates, int64_t count, int32_t* to) {
+  std::vector<Key<T>> keys(candidates.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    keys[i] = magnitude_bits(gradient[candidates[i]]);
   }
-  const auto* const from = candidates.data_ptr<int32_t>();
-  std::vector<Key<T>> keys(static_cast<size_t>(numel));
-  for (int64_t i = 0; i < numel; ++i) {
-    keys[i] = magnitude_bits(gradient[from[i]]);
-  }
-  const auto smallest = kth_largest(numel, count, [&](int64_t i) { return keys[i]; });
+  const auto smallest = kth_largest(std::ssize(keys), count, [&](int64_t i) { return keys[i]; });
   const auto above =
       std::count_if(keys.begin(), keys.end(), [&](auto key) { return key > smallest; });
   int64_t equal = count - above;
-  at::Tensor kept = empty_indices(count);
-  auto* to = kept.data_ptr<int32_t>();
-  for (int64_t i = 0; i < numel; ++i) {
+  for (size_t i = 0; i < keys.size(); ++i) {
     if (keys[i] > smallest || (keys[i] == smallest && equal-- > 0)) {
-      *to++ = from[i];
+      *to++ = candidates[i];
     }
   }
+  return smallest;
+}
+
+// Returns the `count` largest of the ascending `candidates`; among equal ones, the first.
+template <typename T>
+at::Tensor keep_largest(const T* gradient, const at::Tensor& candidates, int64_t count) {
+  if (candidates.numel() == count) {
+    return candidates;
+  }
+  at::Tensor kept = empty_indices(count);
+  const std::span from(candidates.data_ptr<int32_t>(), candidates.numel());
+  write_largest<T>(gradient, from, count, kept.data_ptr<int32_t>());
   return kept;
 }
 
@@ -234,6 +244,63 @@ at::Tensor largest(T* gradient, const T* error, int64_t numel, int64_t count) {
   }
   const at::Tensor found = marks.indices();
   return marks.count() < count ? add_zeros(found, count) : keep_largest(gradient, found, count);
+}
+
+// Selects from chunks one after the other. Neighbors are alike, so a bound from the previous chunk
+// leaves few candidates; where it does not, the chunk's own is computed.
+template <typename T>
+class ChunkSelection {
+ public:
+  ChunkSelection(int64_t chunk, int64_t count)
+      : count_(count), words_(static_cast<size_t>((chunk + kWord - 1) / kWord)) {}
+
+  // Writes the largest of the elements [begin, begin + numel), after adding `error`.
+  void write(T* gradient, const T* error, int64_t begin, int64_t numel, int32_t* to) {
+    const int64_t count = std::min(count_, numel);
+    T* const sums = gradient + begin;
+    int64_t marked = mark_chunk(sums, error == nullptr ? nullptr : error + begin, numel);
+    if (marked < count || marked > 4 * count + kWord) {
+      bound_ = kth_largest(numel, count, [&](int64_t i) { return magnitude_bits(sums[i]); });
+      marked = mark_chunk(sums, nullptr, numel);
+    }
+    candidates_.resize(static_cast<size_t>(marked));
+    list_marks(words_, 0, (numel + kWord - 1) / kWord, candidates_.data());
+    const Key<T> smallest = write_largest<T>(sums, candidates_, count, to);
+    std::for_each(to, to + count, [&](int32_t& index) { index += static_cast<int32_t>(begin); });
+    constexpr Key<T> kMargin = Key<T>{1}
+        << (std::numeric_limits<T>::digits - 3);  // a quarter octave
+    bound_ = smallest > kMargin ? smallest - kMargin : 0;
+  }
+
+ private:
+  int64_t mark_chunk(T* sums, const T* error, int64_t numel) {
+    return on_widest([&](auto) COMMHOOKS_ALWAYS_INLINE {
+      return mark(sums, error, numel, bound_, words_.data());
+    });
+  }
+
+  int64_t count_;
+  Key<T> bound_ = std::numeric_limits<Key<T>>::max();
+  std::vector<uint64_t> words_;
+  std::vector<int32_t> candidates_;
+};
+
+template <typename T>
+at::Tensor largest_of_chunks(
+    T* gradient, const T* error, int64_t numel, int64_t chunk, int64_t count) {
+  const int64_t chunks = (numel + chunk - 1) / chunk;
+  const int64_t rest = numel % chunk;
+  at::Tensor found = empty_indices(numel / chunk * count + std::min(count, rest));
+  auto* const to = found.data_ptr<int32_t>();
+  const int64_t grain = std::max<int64_t>(1, kChunk / chunk);
+  at::parallel_for(0, chunks, grain, [&](int64_t first, int64_t last) {
+    ChunkSelection<T> selection(chunk, count);
+    for (int64_t i = first; i < last; ++i) {
+      selection.write(
+          gradient, error, i * chunk, std::min(chunk, numel - i * chunk), to + i * count);
+    }
+  });
+  return found;
 }
 
 void check(const at::Tensor& gradient, const std::optional<at::Tensor>& error) {
@@ -278,6 +345,16 @@ at::Tensor select_largest(
       ".");
   return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
     return largest(sums, errors, numel, count);
+  });
+}
+
+at::Tensor select_largest_of_chunks(
+    at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t chunk, int64_t count) {
+  TORCH_CHECK(
+      1 <= count && count <= chunk, "Expected to select 1 to ", chunk,
+      " elements of each chunk, found ", count, ".");
+  return dispatch(gradient, error, [&]<typename T>(T* sums, const T* errors) {
+    return largest_of_chunks(sums, errors, gradient.numel(), chunk, count);
   });
 }
 

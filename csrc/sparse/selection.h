@@ -7,13 +7,18 @@
 
 namespace commhooks {
 
-// Both functions first add `error` to `gradient`, if there is one. `gradient` and `error` are flat,
+// All functions first add `error` to `gradient`, if there is one. `gradient` and `error` are flat,
 // contiguous, float32 or float64, on the CPU. Returns ascending int32 indices. Infinities and NaN
 // count as larger than all numbers. Results do not depend on the number of threads.
 
 // Selects exactly `count` elements with the largest magnitudes; among equal ones, the first.
 at::Tensor select_largest(
     at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t count);
+
+// Selects `count` elements of each `chunk` consecutive ones in the same way, or all of the last
+// chunk if it has fewer.
+at::Tensor select_largest_of_chunks(
+    at::Tensor& gradient, const std::optional<at::Tensor>& error, int64_t chunk, int64_t count);
 
 // Selects all elements with a magnitude of at least `threshold`. If it is infinity, selects all
 // elements that are not finite.

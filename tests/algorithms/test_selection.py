@@ -15,6 +15,7 @@ from commhooks.algorithms.sparse.selection import (
     scatter_add,
     select_above,
     select_largest,
+    select_largest_of_chunks,
 )
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -69,6 +70,23 @@ def test_largest(pair, share):
     found = select_largest(gradient, error, count)
     np.testing.assert_array_equal(gradient.numpy(), total)  # NaN equals NaN here
     np.testing.assert_array_equal(found.numpy(), largest(total, count))
+    assert found.dtype == torch.int32
+
+
+def largest_of_chunks(numbers: np.ndarray, chunk: int, count: int) -> np.ndarray:
+    starts = range(0, len(numbers), chunk)
+    found = [start + largest(numbers[start : start + chunk], count) for start in starts]
+    return np.concatenate([np.empty(0, np.int64), *found])
+
+
+@given(gradients(), st.integers(1, 100), st.floats(0, 1))
+def test_largest_of_chunks(pair, chunk, share):
+    gradient, error = pair
+    count = max(1, round(share * chunk))
+    total = sum_of(*pair)
+    found = select_largest_of_chunks(gradient, error, chunk, count)
+    np.testing.assert_array_equal(gradient.numpy(), total)
+    np.testing.assert_array_equal(found.numpy(), largest_of_chunks(total, chunk, count))
     assert found.dtype == torch.int32
 
 
@@ -145,6 +163,18 @@ def test_largest_of_many(kind, count, dtype, threads):
     np.testing.assert_array_equal(found.numpy(), largest(total, count))
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("count", [1, 64, 4096])
+@pytest.mark.parametrize("kind", KINDS)
+def test_largest_of_many_chunks(kind, count):
+    """The bound from the previous chunk is too low, too high, or reached by too many elements."""
+    gradient = large(kind, torch.float32)
+    error = gradient.flip(0) / 2
+    total = sum_of(gradient, error)
+    found = select_largest_of_chunks(gradient, error, 4096, count)
+    np.testing.assert_array_equal(found.numpy(), largest_of_chunks(total, 4096, count))
+
+
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))))
 @example((600_000, set(range(0, 600_000, 7))))
 def test_scatter_add(case):
@@ -167,6 +197,7 @@ def test_scatter_add(case):
         (lambda g: select_largest(g.half(), None, 1), "float32 or float64.*(Half|float16)"),
         (lambda g: select_largest(torch.zeros(5, 2)[:, 0], None, 1), r"strides \[2\]"),
         (lambda g: select_largest(g, torch.zeros(4), 1), r"of the gradients, \[5\].*found \[4\]"),
+        (lambda g: select_largest_of_chunks(g, None, 3, 4), "1 to 3 elements of each .* found 4"),
         (lambda g: select_above(g, g.double(), 1.0), "errors with the shape and dtype"),
         (lambda g: select_above(g, None, math.nan), "threshold above 0, found nan"),
         (lambda g: scatter_add(g, torch.tensor([1]), g), "indices to be flat (Int|torch.int32)"),

@@ -36,6 +36,8 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk": functools.partial(TopK, density=0.1, warmup_steps=2),
     "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
+    "topk, chunks": functools.partial(TopK, density=0.1, warmup_steps=2, chunk=100),
+    "topk, quantized": functools.partial(TopK, density=0.1, warmup_steps=2, chunk=320, bits=8),
     "threshold": functools.partial(Threshold, value=1.5),
     "threshold, dense": functools.partial(Threshold, value=0.3),
     "randomk": functools.partial(RandomK, density=0.2, error_feedback=True),
@@ -43,6 +45,9 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
 }
 WITHOUT_ERROR: dict[str, Callable[[], CommHook]] = {
     "topk": functools.partial(TopK, density=0.1, warmup_steps=0, error_feedback=False),
+    "topk, chunks": functools.partial(
+        TopK, density=0.1, warmup_steps=0, chunk=2000, error_feedback=False
+    ),
     "threshold": functools.partial(Threshold, value=1.5, error_feedback=False),
 }
 
@@ -87,7 +92,7 @@ def assert_is_mean(results: list[Tensor], of: list[Tensor]) -> None:
 def test_sent_plus_error_is_gradient_plus_old_error(name, size, dtype):
     """The result is the mean of the sent vectors, whose elements are zero or those of the sum."""
     hooks = [HOOKS[name]() for _ in range(size)]
-    unit = torch.finfo(dtype).eps
+    unit = torch.finfo(dtype).eps if "quantized" not in name else 1.0
     for step in range(4):
         old = [memory(hook) for hook in hooks]
         results, comms = take_step(hooks, step, dtype)
@@ -243,6 +248,38 @@ def test_bytes_of_a_fixed_share(dtype, density):
         assert [tensor.nbytes for tensor in comm.sent] == [expected_bytes], hook
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("numel", [4096, 10 * 4096 + 1000, 10 * 4096 + 7])
+def test_bits_per_parameter_of_chunks(numel, bits):
+    """The formula in docs/hooks/topk.md: 8 bits per index, `bits` per value, 32 per chunk."""
+    chunks, rest = divmod(numel, 4096)
+    count = 64 * chunks + min(64, rest)
+    hook = TopK(density=1 / 64, warmup_steps=0, chunk=4096, bits=bits)
+    bucket = make_bucket({"p": torch.randn(numel)})
+    _, (comm,) = lockstep([hook], [bucket])
+    index_bytes = message_bytes(numel, count, 0)
+    value_bytes = 4 * math.ceil(count / 64) + 4 * math.ceil(count * bits / 32)
+    assert [tensor.nbytes for tensor in comm.sent] == [index_bytes + value_bytes]
+    assert hook.wire_bytes(bucket, 9) == 8 * (index_bytes + value_bytes)
+    if rest == 0:
+        assert 8 * (index_bytes + value_bytes) == 64 * (8 + bits) + 32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_contribution_and_error_are_those_of_the_quantized_values(dtype):
+    options = {"density": 0.1, "warmup_steps": 0, "chunk": 320, "bits": 4}
+    keeps, tells = TopK(**options), TopK(**options, error_feedback=False)
+    gradient = gradients_of(0, 0, dtype)
+    (result,), _ = lockstep([keeps], [make_bucket(gradient)])
+    _, (comm,) = lockstep([tells], [make_bucket(gradient)], wants_contribution=True)
+    assert comm.contribution is not None
+    assert torch.equal(comm.contribution.to(dtype), result)
+    exact = torch.promote_types(dtype, torch.float32)
+    assert torch.equal(flat(gradient, exact) - comm.contribution, memory(keeps).to(exact))
+    sent = comm.contribution[comm.contribution != 0]
+    assert len(sent.unique()) < len(sent)  # a few levels for each chunk
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threshold_pads_to_the_largest_count(dtype):
     hooks = [Threshold(value=1.0) for _ in range(3)]
@@ -298,6 +335,9 @@ def test_bytes_are_counted_on_the_engine(run_ranks, size):
         ("topk", {"density": 0.0}, "density.*> 0.*found 0.0"),
         ("topk", {"density": 1.5}, "density.*<= 1.*found 1.5"),
         ("topk", {"density": math.nan}, "density.*found nan"),
+        ("topk", {"bits": 4}, "'bits' of hook 'topk': expected 'chunk' beside it"),
+        ("topk", {"chunk": 0}, "chunk.*found 0.*>= 1"),
+        ("topk", {"chunk": 64, "bits": 3}, "bits.*found 3"),
         ("threshold", {"value": 0.0}, "value.*> 0.*found 0.0"),
         ("threshold", {"value": math.inf}, "value.*< inf.*found inf"),
         ("randomk", {"density": -0.1}, "density.*> 0.*found -0.1"),

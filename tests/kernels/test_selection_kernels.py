@@ -9,7 +9,12 @@ from support.awkward_gradients import KINDS, draw
 from torch import Tensor
 
 from commhooks import CommHookError
-from commhooks.algorithms.sparse.selection import add_and_check, select_above, select_largest
+from commhooks.algorithms.sparse.selection import (
+    add_and_check,
+    select_above,
+    select_largest,
+    select_largest_of_chunks,
+)
 from commhooks.testing.compare import same_bits
 
 CHUNK = 8192
@@ -25,6 +30,20 @@ def check_largest(gradient: Tensor, error: Tensor | None, count: int, **order: b
         found = select_largest(gradient, error, count)
     assert torch.equal(found, expected)
     assert same_bits(gradient, expected_sum)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_largest_of_chunks(kind, length):
+    for count in (1, 20, 64):
+        gradient, error = (draw(kind, length, torch.float32, seed=seed) for seed in range(2))
+        expected_sum = gradient.clone()
+        expected = select_largest_of_chunks(expected_sum, error, 64, count)
+        with emulated():
+            found = select_largest_of_chunks(gradient, error, 64, count)
+        assert torch.equal(found, expected)
+        assert same_bits(gradient, expected_sum)
 
 
 @pytest.mark.covering(2)

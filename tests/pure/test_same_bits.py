@@ -136,6 +136,12 @@ def test_selections(kind: str, dtype: torch.dtype) -> None:
                 expected = _C.select_largest(one, added, count)
                 assert torch.equal(expected, pure.select_largest(other, added, count)), count
                 assert same_bits(one, other)
+        for chunk, count in ((1, 1), (64, 3), (1000, 1000)):
+            one, other = given.clone(), given.clone()
+            expected = _C.select_largest_of_chunks(one, error, chunk, count)
+            found = pure.select_largest_of_chunks(other, error, chunk, count)
+            assert torch.equal(expected, found), chunk
+            assert same_bits(one, other)
         for threshold in (1e-320, 1e-40, 0.5, 2.0, 1e39, math.inf):
             one, other = given.clone(), given.clone()
             expected = _C.select_above(one, error, threshold)

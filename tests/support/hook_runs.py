@@ -19,6 +19,9 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk without errors": functools.partial(
         TopK, density=0.3, warmup_steps=0, error_feedback=False
     ),
+    "topk of chunks, in 4 bits": functools.partial(
+        TopK, density=0.1, chunk=512, bits=4, warmup_steps=1
+    ),
     "threshold": functools.partial(Threshold, value=1.2),
     "randomk": functools.partial(RandomK, density=0.2),
     "randomk with errors": functools.partial(RandomK, density=0.2, error_feedback=True),

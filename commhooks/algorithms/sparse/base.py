@@ -5,6 +5,8 @@ the number of elements sent:
 
     | indices, see Note [Index code] in codecs/index_code.py | values, in the bucket's dtype |
 
+With a codec, the values are its message instead: quantized_values.py.
+
 Note [Sparse commit]
 ~~~~~~~~~~~~~~~~~~~~
 With the gradients G, the error E of earlier steps and M = G + E:
@@ -20,7 +22,7 @@ bit for bit: see Note [All finite] in codecs/finite.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -28,7 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
+from commhooks.algorithms.sparse.quantized_values import compact_bytes, expand, quantize_values
 from commhooks.algorithms.sparse.selection import scatter_add
+from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.finite import is_known_false
 from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
@@ -109,6 +113,8 @@ class SparseVector:
 class GatheredVectors(Protocol):
     """The sparse vectors of all ranks."""
 
+    own: SparseVector
+    """This rank's vector, as all ranks have received it."""
     all_finite: Tensor
     """() bool: whether all values, and so all elements of all ranks' buckets, are finite.
 
@@ -121,31 +127,49 @@ class GatheredVectors(Protocol):
         If all values are finite, ``error`` becomes ``total`` minus this rank's vector, and
         ``buffer`` the mean over ranks, summed in the order of ranks. Otherwise ``error`` stays as
         it is and ``buffer`` becomes NaN. ``total`` may be ``buffer``; its contents are lost.
+        ``buffer`` has the dtype of the values that arrived.
 
         Returns ``buffer``. Does not wait for the device.
         """
 
 
-async def gather(own: SparseVector, counts: Sequence[int], comm: Communicator) -> GatheredVectors:
+async def gather(
+    own: SparseVector,
+    counts: Sequence[int],
+    comm: Communicator,
+    codec: BlockCodec | None = None,
+) -> GatheredVectors:
     """Exchange the sparse vectors of all ranks in one all-gather, padded to the longest.
 
-    ``counts`` holds the number of values on each rank. If all are zero, nothing is sent.
+    ``counts`` holds the number of values on each rank. If all are zero, nothing is sent. With a
+    codec, which rounds the values, those that arrive are float32, or float64 if they were.
     """
     code = IndexCode.shortest(own.numel, max(counts))
     if code.count == 0:
         return _OneByOne(own, [])
-    messages = await comm.all_gather(write_message(own, code))
+    if codec is not None:
+        own = replace(own, values=to_memory_dtype(own.values))
     dtype = own.values.dtype
+    message = write_message(own, code)
+    if codec is None:
+        messages = await comm.all_gather(message)
+    else:
+        compact = await comm.all_gather(quantize_values(message, code, codec, dtype))
+        messages = expand(compact, code, codec, dtype)
+        received = messages[comm.rank, code.nbytes :].view(dtype)[: own.count]
+        own = replace(own, values=received)
     if backend_of(messages) is not None:
-        return _AllAtOnce(messages, code, dtype, comm.rank)
+        return _AllAtOnce(own, messages, code, comm.rank)
     pairs = zip(messages, counts, strict=True)
     return _OneByOne(own, [_read_message(message, code, dtype, n) for message, n in pairs])
 
 
-def gather_bytes(bucket: GradBucket, count: int, size: int) -> int:
+def gather_bytes(bucket: GradBucket, count: int, size: int, codec: BlockCodec | None = None) -> int:
     """Return the bytes that each of ``size`` ranks sends to gather ``count`` elements of each."""
     buffer = bucket.buffer()
     code = IndexCode.shortest(buffer.numel(), count)
+    if codec is not None and count > 0:
+        return all_gather_bytes(compact_bytes(code, codec), size)
     return all_gather_bytes(_message_bytes(code, buffer.dtype), size)
 
 
@@ -183,7 +207,7 @@ class _OneByOne:
     """On the CPU: reads and adds each vector by itself."""
 
     def __init__(self, own: SparseVector, vectors: Sequence[SparseVector]) -> None:
-        self._own = own
+        self.own = own
         self._vectors = vectors
         self.all_finite = torch.ones((), dtype=torch.bool, device=own.values.device)
         for vector in vectors:
@@ -193,7 +217,7 @@ class _OneByOne:
         if is_known_false(self.all_finite):
             return buffer.fill_(torch.nan)
         if error is not None:
-            self._own.subtract_from(total)
+            self.own.subtract_from(total)
             error.copy_(total)
         mean = to_memory_dtype(buffer.zero_())
         for vector in self._vectors:
@@ -205,11 +229,12 @@ class _OneByOne:
 class _AllAtOnce:
     """On a GPU: reads and adds all vectors in four kernels, for any number of ranks."""
 
-    def __init__(self, messages: Tensor, code: IndexCode, dtype: torch.dtype, rank: int) -> None:
+    def __init__(self, own: SparseVector, messages: Tensor, code: IndexCode, rank: int) -> None:
+        self.own = own
         self._rank = rank
         self._received = kernels.receive(
             messages,
-            dtype,
+            own.values.dtype,
             numel=code.numel,
             capacity=code.count,
             high_bits=code.high_bits,

@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from commhooks import _C
 from commhooks.kernels import backend_of, selection
@@ -22,6 +23,7 @@ __all__ = [
     "scatter_add",
     "select_above",
     "select_largest",
+    "select_largest_of_chunks",
 ]
 
 
@@ -52,6 +54,24 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
     if backend_of(gradient) is None:
         return _C.select_largest(gradient, error, count)
     return selection.select_largest(gradient, error, count)
+
+
+def select_largest_of_chunks(
+    gradient: Tensor, error: Tensor | None, chunk: int, count: int
+) -> Tensor:
+    """Select as :func:`select_largest` does, but ``count`` of each ``chunk`` consecutive elements.
+
+    If the last chunk has fewer elements than ``count``, all of them are selected.
+    """
+    if backend_of(gradient) is None:
+        return _C.select_largest_of_chunks(gradient, error, chunk, count)
+    if error is not None:
+        gradient.add_(error)
+    padding = -gradient.numel() % chunk
+    chunks = pad(gradient.abs(), (0, padding), value=-1).view(-1, chunk)
+    found = chunks.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
+    found += torch.arange(0, chunks.numel(), chunk, device=found.device)[:, None]
+    return found.view(-1)[: found.numel() - max(0, count + padding - chunk)].int()
 
 
 def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Tensor:

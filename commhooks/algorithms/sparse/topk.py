@@ -16,7 +16,8 @@ https://arxiv.org/abs/1704.05021; Stich, Cordonnier, Jaggi: Sparsified SGD with 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from functools import lru_cache
+from typing import Annotated, Literal
 
 from torch import Tensor
 
@@ -27,8 +28,16 @@ from commhooks.algorithms.sparse.base import (
     gather_bytes,
     to_memory_dtype,
 )
-from commhooks.algorithms.sparse.selection import density_at, kept_elements, select_largest
+from commhooks.algorithms.sparse.selection import (
+    density_at,
+    kept_elements,
+    select_largest,
+    select_largest_of_chunks,
+)
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.levels import LevelCodec
 from commhooks.comm.communicator import Communicator
+from commhooks.errors import CommHookOptionError
 from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
@@ -63,9 +72,24 @@ class TopK(SparseHook):
     not sent in early steps is out of date when it is sent."""
     warmup_density: Annotated[float, Gt(0), Le(1)] = 1.0
     """Density of the first step, unless ``density`` is higher."""
+    chunk: Annotated[int, Ge(1), Le(1 << 20)] | None = None
+    """Select the same number of elements from each ``chunk`` consecutive ones, not from the whole
+    bucket, so that every part of a model changes in each step. SparseLoCo has 4096 and a density of
+    1/64."""
+    bits: Literal[4, 8] | None = None
+    """Send values as integers of 4 or 8 bits, with a scale per chunk. What they round off is kept
+    in the error. Needs ``chunk``."""
 
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1809.07599"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits is not None and self.chunk is None:
+            raise CommHookOptionError(
+                f"option 'bits' of hook {self.name!r}: expected 'chunk' beside it, because each "
+                "chunk has a scale, found None; for example chunk=4096, density=1/64"
+            )
 
     @property
     def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
@@ -79,22 +103,48 @@ class TopK(SparseHook):
         buffer = bucket.buffer()
         error = self._errors.of(bucket, self.state) if self.error_feedback else None
         total = to_memory_dtype(buffer)
-        k = self._k(bucket)
-        indices = select_largest(total, error, k)  # also adds the error to the total
-        own = SparseVector.of(total, indices, buffer.dtype)
+        own = SparseVector.of(total, self._select(bucket, total, error), buffer.dtype)
+        codec = self._codec(bucket)
+        gathered = await gather(own, [own.count] * comm.size, comm, codec)
         if comm.wants_contribution and self.tells_contribution:
-            comm.contribution = own.dense(total.dtype)
-        gathered = await gather(own, [k] * comm.size, comm)
-        return gathered.commit(total, error, buffer)
+            comm.contribution = gathered.own.dense(total.dtype)
+        mean = gathered.commit(total, error, buffer if codec is None else total)
+        return mean if mean is buffer else buffer.copy_(mean)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return gather_bytes(bucket, self._k(bucket), size)
+        return gather_bytes(bucket, self._count(bucket), size, self._codec(bucket))
 
-    def _k(self, bucket: GradBucket) -> int:
-        density = density_at(
+    def _select(self, bucket: GradBucket, total: Tensor, error: Tensor | None) -> Tensor:
+        """Add the error to the total, and return the indices of the largest elements."""
+        if self.chunk is None:
+            return select_largest(total, error, self._count(bucket))
+        return select_largest_of_chunks(total, error, self.chunk, self._per_chunk(bucket))
+
+    def _count(self, bucket: GradBucket) -> int:
+        """Return how many elements are sent of a bucket."""
+        numel = bucket.buffer().numel()
+        if self.chunk is None:
+            return kept_elements(self._density(bucket), numel)
+        whole, rest = divmod(numel, self.chunk)
+        return whole * self._per_chunk(bucket) + min(rest, self._per_chunk(bucket))
+
+    def _per_chunk(self, bucket: GradBucket) -> int:
+        assert self.chunk is not None
+        return kept_elements(self._density(bucket), self.chunk)
+
+    def _density(self, bucket: GradBucket) -> float:
+        return density_at(
             bucket.step,
             density=self.density,
             warmup_steps=self.warmup_steps,
             warmup_density=self.warmup_density,
         )
-        return kept_elements(density, bucket.buffer().numel())
+
+    def _codec(self, bucket: GradBucket) -> BlockCodec | None:
+        return None if self.bits is None else _codec(self.bits, self._per_chunk(bucket))
+
+
+@lru_cache
+def _codec(bits: int, per_chunk: int) -> BlockCodec:
+    """Return a codec with a block per chunk if codecs have such blocks, else with larger ones."""
+    return LevelCodec(bits, block_size=min(-(-per_chunk // 32) * 32, 4096))

@@ -16,6 +16,10 @@ void register_sparse(py::module_& module) {
 Add error to gradient, and return the indices of the largest elements. See
 csrc/sparse/selection.h.)");
   module.def(
+      "select_largest_of_chunks", &select_largest_of_chunks, no_gil, py::arg("gradient"),
+      py::arg("error"), py::arg("chunk"), py::arg("count"), R"(
+Add error to gradient, and return the indices of the largest elements of each chunk.)");
+  module.def(
       "select_above", &select_above, no_gil, py::arg("gradient"), py::arg("error"),
       py::arg("threshold"), R"(
 Add error to gradient, and return the indices of the elements that reach the threshold.)");
