@@ -55,7 +55,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
     numel = sum(parameter.numel() for parameter in parameters)
     errors = 4 * numel
     match hook:
-        case "int8" | "int4" | "fp8" | "onebit" | "signsgd" | "schedule":
+        case "int8" | "int4" | "int2" | "fp8" | "onebit" | "signsgd" | "schedule":
             return errors + errors / world_size
         case "hierarchical":  # int8 between the leaders of nodes with two ranks
             return errors + errors / (world_size // 2)

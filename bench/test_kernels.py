@@ -26,6 +26,7 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
     "int8": (LevelCodec(8, block_size=256), "0.5"),
     "int8, stochastic": (LevelCodec(8, stochastic=True, block_size=256), "any"),
     "int4": (LevelCodec(4, block_size=128), "0.5"),
+    "int2": (LevelCodec(2, norm="signed_max", block_size=64), "0.5"),
     "fp8 e4m3": (Fp8Codec("e4m3", block_size=256), "0.5"),
     "fp8 e5m2": (Fp8Codec("e5m2", block_size=256), "0.5"),
     "natural": (NaturalCodec(block_size=512), "0.5"),

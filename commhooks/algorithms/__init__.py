@@ -13,6 +13,7 @@ from commhooks.algorithms.exact.noop import Noop
 from commhooks.algorithms.lowrank.batched_powersgd import BatchedPowerSGD
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.algorithms.quantized.fp8 import Fp8
+from commhooks.algorithms.quantized.int2 import Int2
 from commhooks.algorithms.quantized.integer import Int4, Int8
 from commhooks.algorithms.quantized.natural import Natural
 from commhooks.algorithms.quantized.onebit import OneBit
@@ -41,6 +42,7 @@ __all__ = [
     "Fp8",
     "Gossip",
     "Hierarchical",
+    "Int2",
     "Int4",
     "Int8",
     "LocalSGD",

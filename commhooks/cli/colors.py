@@ -19,6 +19,7 @@ _COLORS = {
     "noop": "#7fa8d1",
     "int8": "#e8710a",
     "int4": "#f0932b",
+    "int2": "#d9a441",
     "fp8": "#c9822b",
     "natural": "#b5893a",
     "qsgd": "#e0567a",

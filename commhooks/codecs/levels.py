@@ -18,6 +18,10 @@ class LevelCodec(BlockCodec):
     squares of the block are clamped, which makes the scale smaller. Rounding is to the nearest
     level, ties to even, or ``stochastic``: to one of the two neighboring levels, so that the
     expected value is the (clamped) number.
+
+    With "signed_max" there is one more level, ``-levels - 1``. The scale has a sign, so that the
+    number of the largest magnitude (the positive one, if there are both) is exactly this level
+    times the scale. Numbers of the other sign are clamped.
     """
 
     def __init__(
@@ -25,17 +29,17 @@ class LevelCodec(BlockCodec):
         bits: int,
         levels: int | None = None,
         *,
-        norm: Literal["max", "l2"] = "max",
+        norm: Literal["max", "signed_max", "l2"] = "max",
         clip: float = math.inf,
         stochastic: bool = False,
         block_size: int,
     ) -> None:
         levels = 2 ** (bits - 1) - 1 if levels is None else levels
         loops = _C.level_codec(bits, levels, norm, clip, stochastic, block_size)
-        if norm == "l2":
-            kernel_norm = Norm.EUCLIDEAN
-        else:
+        if norm == "max":
             kernel_norm = Norm.ROOT_MEAN if math.isfinite(clip) else Norm.LARGEST
+        else:
+            kernel_norm = Norm.EUCLIDEAN if norm == "l2" else Norm.SIGNED
         gpu = BlockKernels(
             f"Levels<{bits}, {str(stochastic).lower()}>",
             f"Levels<{bits}, false>",

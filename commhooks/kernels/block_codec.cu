@@ -161,8 +161,9 @@ __device__ void store(
   }
 }
 
-// Returns the bits of the block's largest magnitude. All threads of the thread block must call it.
-template <typename T>
+// Returns the bits of the block's largest magnitude, or of its largest positive number or 0. All
+// threads of the thread block must call it.
+template <bool positive, typename T>
 __device__ u32
 largest_of(const T (&x)[kSlots][kQuad], const Share& share, const Partition& partition) {
   u32 largest = 0;
@@ -170,7 +171,8 @@ largest_of(const T (&x)[kSlots][kQuad], const Share& share, const Partition& par
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      largest = max(largest, magnitude_bits((float)x[slot][i]));
+      const float number = (float)x[slot][i];
+      largest = max(largest, positive && !(number > 0.0f) ? 0u : magnitude_bits(number));
     }
   }
   for (int step = share.lanes / 2; step > 0; step /= 2) {
@@ -237,6 +239,10 @@ __device__ float norm_of(
     float largest) {
   if (norm == Norm::kLargest) {
     return largest;
+  }
+  if (norm == Norm::kSigned) {
+    const u32 positive = largest_of<true>(x, share, partition);
+    return positive == bits_of(largest) ? largest : -largest;
   }
   const float sum = sums_squares(norm) ? sum_of_ratios<true>(x, share, partition, largest)
                                        : sum_of_ratios<false>(x, share, partition, largest);
@@ -338,7 +344,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     }
   }
 
-  const u32 largest = largest_of(x, share, partition);
+  const u32 largest = largest_of<false>(x, share, partition);
   // Unused if the block has no scale, but all lanes of a warp must take part in the sum.
   const float size = norm_of(codec.norm, x, share, partition, float_of(largest));
   const bool has_scale = commhooks::codecs::has_scale(largest);

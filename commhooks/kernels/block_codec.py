@@ -34,9 +34,10 @@ class Norm(IntEnum):
     """The norm of a block that a codec needs for the scale, as in codecs/block.h."""
 
     LARGEST = 0
-    MEAN = 1
-    ROOT_MEAN = 2
-    EUCLIDEAN = 3
+    SIGNED = 1
+    MEAN = 2
+    ROOT_MEAN = 3
+    EUCLIDEAN = 4
 
 
 @dataclass(frozen=True)

@@ -217,9 +217,12 @@ def level_codec(
     require(bits in (2, 4, 8), f"Expected codes of 2, 4 or 8 bits, found {bits}.")
     most = 2 ** (bits - 1) - 1
     require(1 <= levels <= most, f"Expected 1 to {most} levels in {bits} bits, found {levels}.")
-    require(norm in ("max", "l2"), f"Expected norm to be 'max' or 'l2', found '{norm}'.")
+    require(
+        norm in ("max", "signed_max", "l2"),
+        f"Expected norm to be 'max', 'signed_max' or 'l2', found '{norm}'.",
+    )
     require(clip > 0, f"Expected clip to be above 0, found {clip:g}.")
-    kind = Norm.EUCLIDEAN
+    kind = Norm.EUCLIDEAN if norm == "l2" else Norm.SIGNED
     if norm == "max":
         kind = Norm.ROOT_MEAN if math.isfinite(clip) else Norm.LARGEST
     return CpuBlockCodec(Levels(bits, levels, kind, clip, stochastic), block_size)

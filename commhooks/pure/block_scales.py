@@ -33,6 +33,8 @@ def find_scales(
 def _norms(norm: Norm, y: Floats, largest: Floats, counts: npt.NDArray[np.int64]) -> Floats:
     if norm is Norm.LARGEST:
         return largest
+    if norm is Norm.SIGNED:
+        return np.where(y.max(axis=1, keepdims=True) == largest, largest, -largest)
     ratios = y * (np.float32(1) / largest)
     terms = np.abs(ratios) if norm is Norm.MEAN else ratios * ratios
     size, total = largest.astype(np.float64), _sums(terms).astype(np.float64)

@@ -18,6 +18,7 @@ class Norm(Enum):
     """The norm of a block that its scale is made of."""
 
     LARGEST = auto()
+    SIGNED = auto()
     MEAN = auto()
     ROOT_MEAN = auto()
     EUCLIDEAN = auto()
@@ -44,7 +45,7 @@ class Codes(Protocol):
 
 @dataclass(frozen=True)
 class Levels:
-    """Evenly spaced levels: integers from -levels to levels."""
+    """Evenly spaced levels: integers from -levels to levels, and one less for a signed norm."""
 
     bits: int
     levels: int
@@ -56,6 +57,8 @@ class Levels:
         levels = np.float32(self.levels)
         if self.norm is Norm.EUCLIDEAN:
             return norm / levels
+        if self.norm is Norm.SIGNED:
+            return norm / self._lowest
         if self.norm is Norm.ROOT_MEAN:
             clipped: Floats = np.minimum(norm * np.float32(self.clip), largest)
             return clipped / levels
@@ -63,7 +66,7 @@ class Levels:
 
     def encode(self, ratios: Floats, random: BlockRandom) -> Words:
         limit = np.float32(self.levels)
-        wanted = np.clip(ratios, -limit, limit)
+        wanted = np.clip(ratios, self._lowest, limit)
         levels = np.rint(wanted)  # ties to even
         if self.stochastic:
             # Take the level below, or the next one with the probability that makes the mean exact.
@@ -74,6 +77,10 @@ class Levels:
     def decode(self, codes: Words) -> Floats:
         sign = 2 ** (self.bits - 1)
         return ((codes ^ np.uint32(sign)).astype(np.int32) - np.int32(sign)).astype(np.float32)
+
+    @property
+    def _lowest(self) -> np.float32:
+        return np.float32(-self.levels - (self.norm is Norm.SIGNED))
 
 
 class Fp8:

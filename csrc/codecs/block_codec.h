@@ -57,8 +57,8 @@ class BlockLoops {
   virtual void decode(const DecodeCall& call, int64_t begin, int64_t end) const = 0;
 };
 
-// norm: "max" or "l2". clip: with "max", larger numbers are clamped; in root mean squares of the
-// block.
+// norm: "max", "signed_max" or "l2". clip: with "max", larger numbers are clamped; in root mean
+// squares of the block.
 std::unique_ptr<BlockLoops> level_loops(
     int64_t bits, int64_t levels, const std::string& norm, double clip, bool stochastic);
 // format: "e4m3" or "e5m2".

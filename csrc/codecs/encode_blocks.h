@@ -17,7 +17,8 @@ namespace commhooks {
 // first-level cache, which is too small with errors; only scales from sums have chains of
 // operations that are long enough for many blocks to pay off nevertheless.
 constexpr int64_t group_numbers(codecs::Norm norm, bool has_error) {
-  return has_error && norm == codecs::Norm::kLargest ? kMaxBlockSize / 4 : kMaxBlockSize;
+  const bool is_sum = norm != codecs::Norm::kLargest && norm != codecs::Norm::kSigned;
+  return has_error && !is_sum ? kMaxBlockSize / 4 : kMaxBlockSize;
 }
 
 // The distance at which the next blocks are prefetched while codes are written, in elements.
@@ -79,12 +80,29 @@ COMMHOOKS_INLINE void load_group(const EncodeCall& call, int64_t begin, Group& g
   }
 }
 
+// Returns the bits of the number with the largest magnitude, whose bits are `largest`; the positive
+// one, if there are both. Without branches, as signs cannot be predicted.
+COMMHOOKS_INLINE uint32_t signed_largest(const float* y, int64_t count, uint32_t largest) {
+  uint32_t is_there = 0;
+  for (int64_t i = 0; i < count; i += kTile) {
+    for (int64_t k = 0; k < kTile; ++k) {
+      is_there |= codecs::bits_of(y[i + k]) == largest ? 1u : 0u;
+    }
+  }
+  return largest | ((is_there ^ 1u) << 31);
+}
+
 // The loops over kMostBlocks are vectorized; results for blocks that the group does not have are
 // not used.
 template <typename Set, codecs::Norm norm>
 COMMHOOKS_INLINE void find_norms(Group& group) {
   if constexpr (norm == codecs::Norm::kLargest) {
     std::memcpy(group.norms, group.largest, sizeof(group.norms));
+  } else if constexpr (norm == codecs::Norm::kSigned) {
+    for (int64_t i = 0; i < group.blocks; ++i) {
+      group.norms[i] = codecs::float_of(
+          signed_largest(group.y + i * group.spacing, group.spacing, group.largest[i]));
+    }
   } else {
     alignas(64) float inverses[kMostBlocks];
     alignas(64) float sums[kMostBlocks] = {};
@@ -105,6 +123,9 @@ COMMHOOKS_INLINE void find_scales(const Codec& codec, Group& group) {
   switch (codec.norm) {
     case codecs::Norm::kLargest:
       find_norms<Set, codecs::Norm::kLargest>(group);
+      break;
+    case codecs::Norm::kSigned:
+      find_norms<Set, codecs::Norm::kSigned>(group);
       break;
     case codecs::Norm::kMean:
       find_norms<Set, codecs::Norm::kMean>(group);

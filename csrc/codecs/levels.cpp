@@ -26,6 +26,16 @@ std::unique_ptr<BlockLoops> loops_of_width(
   }
 }
 
+codecs::Norm norm_of(const std::string& norm, double clip) {
+  TORCH_CHECK(
+      norm == "max" || norm == "signed_max" || norm == "l2",
+      "Expected norm to be 'max', 'signed_max' or 'l2', found '", norm, "'.");
+  if (norm == "max") {
+    return std::isfinite(clip) ? codecs::Norm::kRootMean : codecs::Norm::kLargest;
+  }
+  return norm == "l2" ? codecs::Norm::kEuclidean : codecs::Norm::kSigned;
+}
+
 }  // namespace
 
 std::unique_ptr<BlockLoops> level_loops(
@@ -36,15 +46,10 @@ std::unique_ptr<BlockLoops> level_loops(
   TORCH_CHECK(
       levels >= 1 && levels <= most, "Expected 1 to ", most, " levels in ", bits, " bits, found ",
       levels, ".");
-  TORCH_CHECK(
-      norm == "max" || norm == "l2", "Expected norm to be 'max' or 'l2', found '", norm, "'.");
   TORCH_CHECK(clip > 0, "Expected clip to be above 0, found ", clip, ".");
-  const codecs::Norm unclipped = norm == "max" ? codecs::Norm::kLargest : codecs::Norm::kEuclidean;
-  const bool is_clipped = norm == "max" && std::isfinite(clip);
-  return (
-      stochastic ? loops_of_width<true>
-                 : loops_of_width<false>)(bits, is_clipped ? codecs::Norm::kRootMean : unclipped,
-                                          static_cast<float>(levels), static_cast<float>(clip));
+  return (stochastic ? loops_of_width<true> : loops_of_width<false>)(bits, norm_of(norm, clip),
+                                                                     static_cast<float>(levels),
+                                                                     static_cast<float>(clip));
 }
 
 }  // namespace commhooks

@@ -116,6 +116,7 @@ FEEDABLE: list[dict[str, Any]] = [
     {"name": "qsgd", "levels": 9, "norm": "l2"},
     {"name": "int8", "error_feedback": False},
     {"name": "int4", "error_feedback": False, "stochastic": True},
+    {"name": "int2", "error_feedback": False},
     {"name": "fp8", "error_feedback": False, "format": "e5m2"},
     {"name": "topk", "error_feedback": False, "density": 0.1, "warmup_steps": 0},
     {"name": "threshold", "error_feedback": False, "value": 1.0},

@@ -30,6 +30,7 @@ NUMEL = 1 + 23 * 17 + 23 + 9 * 5 * 9
 WITH_ERRORS: dict[str, tuple[dict[str, Any], int]] = {
     "int8": ({"block_size": 32}, 8),
     "int4": ({"block_size": 32, "stochastic": True}, 4),
+    "int2": ({"block_size": 32}, 2),
     "fp8": ({"block_size": 64, "format": "e5m2"}, 8),
     "onebit": ({"block_size": 32}, 1),
     "signsgd": ({"block_size": 32}, 1),
@@ -37,6 +38,7 @@ WITH_ERRORS: dict[str, tuple[dict[str, Any], int]] = {
 STATELESS: dict[str, tuple[dict[str, Any], int]] = {
     "int8": ({"block_size": 32, "stochastic": True, "error_feedback": False}, 8),
     "int4": ({"block_size": 32, "error_feedback": False}, 4),
+    "int2": ({"block_size": 32, "error_feedback": False}, 2),
     "fp8": ({"block_size": 32, "error_feedback": False}, 8),
     "qsgd": ({"block_size": 32, "levels": 5, "norm": "l2"}, 4),
     "terngrad": ({"block_size": 32}, 2),
@@ -130,7 +132,13 @@ def documented_quantize(module: str, **constants: Any) -> Callable[[Tensor], Ten
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("int8", "integer"), ("fp8", "fp8"), ("onebit", "onebit"), ("signsgd", "signsgd")],
+    [
+        ("int8", "integer"),
+        ("int2", "int2"),
+        ("fp8", "fp8"),
+        ("onebit", "onebit"),
+        ("signsgd", "signsgd"),
+    ],
 )
 def test_the_documented_algorithm_gives_the_results_and_the_errors(name, module, size):
     quantize = documented_quantize(module)
@@ -189,7 +197,8 @@ def test_unbiased(name, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "relative"), [("int8", 2 / 254), ("int4", 2 / 14), ("fp8", 2 / 32 + 2 / 448)]
+    ("name", "relative"),
+    [("int8", 2 / 254), ("int4", 2 / 14), ("int2", 1.0), ("fp8", 2 / 32 + 2 / 448)],
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_step_has_the_error_of_two_roundings(name, relative, size):
@@ -296,7 +305,7 @@ def test_counted_bytes(run_ranks, name, bits, block, size):
 
 @pytest.mark.parametrize(
     ("name", "ratio"),
-    [("int8", 3.9), ("fp8", 3.9), ("natural", 3.9), ("int4", 7.5), ("qsgd", 7.5),
+    [("int8", 3.9), ("fp8", 3.9), ("natural", 3.9), ("int4", 7.5), ("int2", 12.8), ("qsgd", 7.5),
      ("terngrad", 10.4), ("onebit", 25), ("signsgd", 25)],
 )  # fmt: skip
 def test_default_compression(name, ratio):

@@ -77,13 +77,17 @@ def half_a_mantissa(mantissa: int, smallest: float) -> Callable[[Array], Array]:
 def level_case(
     bits: int, levels: int, *, norm: str = "max", clip: float = math.inf, stochastic: bool = False
 ) -> Case:
+    lowest = -levels - (norm == "signed_max")
+
     def scale(y: Array) -> float:
+        if norm == "signed_max":
+            return largest(y) / (lowest if y.max() == largest(y) else -lowest)
         if norm == "l2":
             return float(np.sqrt(np.sum(y**2))) / levels
         return min(largest(y), clip * root_mean(y)) / levels
 
     def step(ratio: Array) -> Array:
-        clipped = np.maximum(np.abs(ratio) - levels, 0)
+        clipped = np.maximum(np.maximum(ratio - levels, lowest - ratio), 0)
         return clipped + (1.0 if stochastic else 0.5)
 
     codec = LevelCodec(bits, levels, norm=norm, clip=clip, stochastic=stochastic, block_size=BLOCK)
@@ -95,6 +99,8 @@ CASES = {
     "int8 stochastic": level_case(8, 127, stochastic=True),
     "int4": level_case(4, 7),
     "4 levels, l2": level_case(4, 4, norm="l2", stochastic=True),
+    "int2": level_case(2, 1, norm="signed_max"),
+    "8 levels, signed": level_case(4, 3, norm="signed_max"),
     "ternary": level_case(2, 1, stochastic=True),
     "ternary, clipped": level_case(2, 1, clip=1.5, stochastic=True),
     "e4m3": Case(Fp8Codec("e4m3", block_size=BLOCK), 8, fp8_values(torch.float8_e4m3fn),
@@ -230,6 +236,20 @@ def test_decoded_plus_residual_is_value_plus_error(name, dtype, numel):
     same = torch.empty_like(message)
     case.codec.encode(given_values, same[None], numel, error=error, seed=5)
     assert torch.equal(message, same)  # keeping the residual does not change the message
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_two_bits_change_no_number_by_more_than_itself(sign):
+    """The number of the largest magnitude is exact; of two with both signs, the positive one."""
+    values = sign * torch.randn(200 * BLOCK, generator=torch.Generator().manual_seed(0)) ** 3
+    values[1], values[40] = 90.0 * sign, -90.0 * sign
+    decoded = decode(CASES["int2"], encode(CASES["int2"], values), values.numel())
+    assert ((decoded - values).abs() <= values.abs()).all()
+    rows, decoded_rows = values.view(-1, BLOCK), decoded.view(-1, BLOCK)
+    at = rows.abs().argmax(1, keepdim=True)
+    assert torch.equal(decoded_rows.gather(1, at)[1:], rows.gather(1, at)[1:])
+    assert decoded[values == 90.0].item() == 90.0
+    assert decoded[values == -90.0].item() == -45.0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -455,7 +475,7 @@ def test_one_part_that_is_not_finite_gives_nan_and_does_not_change_kept(name):
     [
         (LevelCodec(8, block_size=256), 4 * 4 + 1000),
         (LevelCodec(4, block_size=128), 8 * 4 + 500),
-        (LevelCodec(2, block_size=512), 2 * 4 + 252),
+        (LevelCodec(2, norm="signed_max", block_size=512), 2 * 4 + 252),
         (SignCodec("mean", block_size=1024), 4 + 128),
         (NaturalCodec(block_size=512), 2 * 4 + 1000),
         (Fp8Codec("e5m2", block_size=4096), 4 + 1000),

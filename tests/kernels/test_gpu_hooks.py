@@ -24,6 +24,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 HOOKS: dict[str, dict[str, Any]] = {
     "int8": {"block_size": 32},
     "int4": {"stochastic": True, "error_feedback": False},
+    "int2": {},
     "fp8": {"format": "e5m2"},
     "qsgd": {"norm": "l2"},
     "terngrad": {"block_size": 32},

@@ -22,7 +22,12 @@ CODECS: dict[str, tuple[str, tuple[Any, ...]]] = {
             (bits, levels, norm, clip, stochastic),
         )
         for bits, levels in [(2, 1), (4, 7), (4, 2), (8, 127)]
-        for norm, clip in [("max", math.inf), ("max", 2.5), ("l2", math.inf)]
+        for norm, clip in [
+            ("max", math.inf),
+            ("max", 2.5),
+            ("signed_max", math.inf),
+            ("l2", math.inf),
+        ]
         for stochastic in (False, True)
     },
     "e4m3": ("fp8_codec", ("e4m3",)),

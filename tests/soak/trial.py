@@ -21,6 +21,7 @@ _PLAIN: tuple[Config, ...] = (
     {"name": "int8"},
     {"name": "int8", "stochastic": True, "error_feedback": False},
     {"name": "int4"},
+    {"name": "int2"},
     {"name": "fp8"},
     {"name": "qsgd"},
     {"name": "terngrad"},

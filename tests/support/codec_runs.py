@@ -17,6 +17,7 @@ CODECS = {
     "int8 stochastic": lambda block: LevelCodec(8, stochastic=True, block_size=block),
     "int4": lambda block: LevelCodec(4, block_size=block),
     "4 levels, l2": lambda block: LevelCodec(4, 4, norm="l2", stochastic=True, block_size=block),
+    "int2": lambda block: LevelCodec(2, norm="signed_max", block_size=block),
     "2 bits": lambda block: LevelCodec(2, block_size=block),
     "ternary, clipped": lambda block: LevelCodec(2, 1, clip=2.5, stochastic=True, block_size=block),
     "e4m3": lambda block: Fp8Codec("e4m3", block_size=block),

@@ -15,6 +15,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "int8": {"stochastic": True},
     "int4": {},
+    "int2": {},
     "fp8": {"format": "e5m2"},
     "qsgd": {},
     "terngrad": {},

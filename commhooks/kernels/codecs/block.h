@@ -19,6 +19,7 @@ namespace commhooks::codecs {
 
 enum class Norm {
   kLargest,    // max |x|
+  kSigned,     // the x of the largest |x|; positive if there are both
   kMean,       // mean |x|
   kRootMean,   // sqrt(mean x^2)
   kEuclidean,  // sqrt(sum x^2)

@@ -55,9 +55,13 @@ COMMHOOKS_HD u32 select(bool condition, u32 yes, u32 no) {
   return no ^ ((yes ^ no) & (0u - (u32)condition));
 }
 
+COMMHOOKS_HD float clamp(float value, float lowest, float highest) {
+  const float above = value < lowest ? lowest : value;
+  return above > highest ? highest : above;
+}
+
 COMMHOOKS_HD float clamp(float value, float limit) {
-  const float above = value < -limit ? -limit : value;
-  return above > limit ? limit : above;
+  return clamp(value, -limit, limit);
 }
 
 }  // namespace commhooks::codecs
