@@ -38,6 +38,8 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
     "topk, chunks": functools.partial(TopK, density=0.1, warmup_steps=2, chunk=100),
     "topk, quantized": functools.partial(TopK, density=0.1, warmup_steps=2, chunk=320, bits=8),
+    "topk, shared": functools.partial(TopK, density=0.1, warmup_steps=2, indices="shared"),
+    "topk, shared, dense": functools.partial(TopK, density=0.6, warmup_steps=0, indices="shared"),
     "threshold": functools.partial(Threshold, value=1.5),
     "threshold, dense": functools.partial(Threshold, value=0.3),
     "randomk": functools.partial(RandomK, density=0.2, error_feedback=True),
@@ -242,7 +244,7 @@ def test_bytes_of_a_fixed_share(dtype, density):
     for hook, expected_bytes in [
         (TopK(density=density, warmup_steps=0), message_bytes(NUMEL, count, dtype.itemsize)),
         (DGC(density=density, warmup_steps=0), message_bytes(NUMEL, count, dtype.itemsize)),
-        (RandomK(density=density), (count + 1) * dtype.itemsize),
+        (RandomK(density=density), count * dtype.itemsize),
     ]:
         _, (comm,) = lockstep([hook], [bucket])
         assert [tensor.nbytes for tensor in comm.sent] == [expected_bytes], hook
@@ -316,7 +318,7 @@ def test_bytes_are_counted_on_the_engine(run_ranks, size):
     numel = sum(tensor.numel() for tensor in probe_parameters().values())
     count = round(0.05 * numel)
     gathered = (size - 1) * message_bytes(numel, count, 4)
-    reduced = 2 * (size - 1) * math.ceil(4 * (count + 1) / size)
+    reduced = 2 * (size - 1) * math.ceil(4 * count / size)
     for hook, expected in [
         (TopK(density=0.05, warmup_steps=0), gathered),
         (DGC(density=0.05, warmup_steps=0), gathered),

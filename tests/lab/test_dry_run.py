@@ -31,6 +31,7 @@ NAMES = sorted(
     if isinstance(kind, type) and issubclass(kind, commhooks.CommHook)
 )
 CONFIGS = [{"name": name, **WRAPPERS.get(name, {})} for name in NAMES]
+SHARED = {"name": "topk", "indices": "shared"}
 STEP = 1000
 
 
@@ -65,7 +66,7 @@ def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [2, 3, 32])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["name"])
+@pytest.mark.parametrize("config", [*CONFIGS, SHARED], ids=lambda config: config["name"])
 def test_it_sends_the_bytes_of_the_formula(config, size):
     buckets, parameters = make_buckets()
     kinds = dry_run(config, buckets, parameters, size=size, first_step=STEP, is_timed=False)

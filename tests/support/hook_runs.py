@@ -22,6 +22,7 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk of chunks, in 4 bits": functools.partial(
         TopK, density=0.1, chunk=512, bits=4, warmup_steps=1
     ),
+    "topk, shared": functools.partial(TopK, density=0.1, indices="shared", warmup_steps=1),
     "threshold": functools.partial(Threshold, value=1.2),
     "randomk": functools.partial(RandomK, density=0.2),
     "randomk with errors": functools.partial(RandomK, density=0.2, error_feedback=True),

@@ -64,6 +64,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"density": 0.1, "warmup_steps": 2},
         {"density": 0.5, "warmup_steps": 0, "error_feedback": False},
         {"density": 0.1, "warmup_steps": 1, "chunk": 320, "bits": 4},
+        {"density": 0.1, "warmup_steps": 1, "indices": "shared"},
         {},
     ],
 }

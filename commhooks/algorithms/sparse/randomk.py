@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
 from commhooks.algorithms.sparse.base import SparseHook, to_memory_dtype
@@ -30,9 +29,8 @@ from commhooks.algorithms.sparse.selection import (
     add_and_check,
     draw_indices,
     kept_elements,
-    scatter_add,
 )
-from commhooks.codecs.finite import copy_if, is_known_false, nan_unless
+from commhooks.algorithms.sparse.shared_indices import average_at
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Gt, Le
@@ -57,9 +55,8 @@ class RandomK(SparseHook):
     SGD with momentum diverges or learns less with either form at the learning rate of plain
     averaging; AdamW works with the unbiased form. See docs/hooks/randomk.md.
 
-    Wire, per bucket and step: one all-reduce of k + 1 numbers in the bucket's dtype. The additional
-    number tells whether all gradients are finite. Memory: with error feedback, the error, as large
-    as the gradients, in float32 (float64 for float64 gradients).
+    Wire, per bucket and step: one all-reduce of k numbers in the bucket's dtype. Memory: with error
+    feedback, the error, as large as the gradients, in float32 (float64 for float64 gradients).
 
     If an element of a bucket is not finite on any rank, sent or not, the bucket averages to NaN on
     all ranks and the error does not change.
@@ -74,7 +71,7 @@ class RandomK(SparseHook):
     seed: int = 0
     """Seed of the choice, which also depends on the step and the bucket. The same on all ranks."""
 
-    wire = "one all-reduce of k + 1 elements"
+    wire = "one all-reduce of k elements"
     paper = "https://arxiv.org/abs/1809.07599"
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
@@ -93,18 +90,11 @@ class RandomK(SparseHook):
         else:
             # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
             own = saturating_cast(own, buffer.dtype, headroom=2 * comm.size)
-        mean = await comm.all_reduce(torch.cat([own, flag.to(own.dtype)]))
-        all_finite = mean.isfinite().all()
-        if is_known_false(all_finite):
-            return buffer.fill_(torch.nan)
-        if error is not None:
-            scatter_add(own.to(error.dtype) * -comm.size, indices, total)
-            copy_if(all_finite, total, error)
-        buffer.fill_(nan_unless(all_finite, buffer.new_zeros(())))
-        return buffer.index_copy_(0, indices.long(), nan_unless(all_finite, mean[:-1]))
+        own[:1] += flag.to(own.dtype)
+        return await average_at(indices, own, total=total, error=error, buffer=buffer, comm=comm)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return all_reduce_bytes((self._k(bucket) + 1) * bucket.buffer().dtype.itemsize, size)
+        return all_reduce_bytes(self._k(bucket) * bucket.buffer().dtype.itemsize, size)
 
     def _k(self, bucket: GradBucket) -> int:
         return kept_elements(self.density, bucket.buffer().numel())

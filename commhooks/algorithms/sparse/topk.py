@@ -29,18 +29,22 @@ from commhooks.algorithms.sparse.base import (
     to_memory_dtype,
 )
 from commhooks.algorithms.sparse.selection import (
+    add_and_check,
     density_at,
     kept_elements,
     select_largest,
     select_largest_of_chunks,
 )
+from commhooks.algorithms.sparse.shared_indices import average_at, choose_in_turn, shared_bytes
 from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.finite import nan_unless
 from commhooks.codecs.levels import LevelCodec
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
+from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
 __all__ = ["TopK"]
@@ -56,7 +60,8 @@ class TopK(SparseHook):
     has grown. At least one element of each bucket is sent.
 
     Wire, per bucket and step: one all-gather of k values in the bucket's dtype and their indices of
-    about 2 + log2(1/density) bits each. Memory: the error, as large as the gradients, in float32
+    about 2 + log2(1/density) bits each; with shared indices, an all-gather of k/N of the indices
+    and an all-reduce of the k values. Memory: the error, as large as the gradients, in float32
     (float64 for float64 gradients).
 
     If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
@@ -79,12 +84,33 @@ class TopK(SparseHook):
     bits: Literal[4, 8] | None = None
     """Send values as integers of 4 or 8 bits, with a scale per chunk. What they round off is kept
     in the error. Needs ``chunk``."""
+    indices: Literal["own", "shared"] = "own"
+    """ "own": each rank sends its own largest elements, in an all-gather. "shared": the ranks take
+    turns in choosing the elements, which all ranks send, in an all-reduce; the bytes per rank stay
+    below twice those of one message at any number of ranks. See Note [Indices in turn] in
+    algorithms/sparse/shared_indices.py. Excludes ``chunk``."""
+    beta: Annotated[float, Gt(0), Le(1)] = 1.0
+    """With shared indices: how far a step moves the error towards what was not sent, the low-pass
+    filter of ScaleCom. 1 keeps all; the paper has 0.1 for large batches."""
 
-    wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
+    wire = (
+        "one all-gather of k values and their indices of about 2 + log2(1/density) bits; with "
+        "indices='shared' an all-gather of k/N indices and an all-reduce of k values"
+    )
     paper = "https://arxiv.org/abs/1809.07599"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.indices == "shared" and self.chunk is not None:
+            raise CommHookOptionError(
+                f"option 'chunk' of hook {self.name!r}: expected None, because each rank chooses "
+                f"from a part of the bucket if indices are shared, found {self.chunk}"
+            )
+        if self.indices == "own" and self.beta != 1:
+            raise CommHookOptionError(
+                f"option 'beta' of hook {self.name!r}: expected 1 unless indices='shared', found "
+                f"{self.beta}"
+            )
         if self.bits is not None and self.chunk is None:
             raise CommHookOptionError(
                 f"option 'bits' of hook {self.name!r}: expected 'chunk' beside it, because each "
@@ -103,6 +129,8 @@ class TopK(SparseHook):
         buffer = bucket.buffer()
         error = self._errors.of(bucket, self.state) if self.error_feedback else None
         total = to_memory_dtype(buffer)
+        if self.indices == "shared":
+            return await self._reduce_shared(bucket, comm, total, error)
         own = SparseVector.of(total, self._select(bucket, total, error), buffer.dtype)
         codec = self._codec(bucket)
         gathered = await gather(own, [own.count] * comm.size, comm, codec)
@@ -111,7 +139,40 @@ class TopK(SparseHook):
         mean = gathered.commit(total, error, buffer if codec is None else total)
         return mean if mean is buffer else buffer.copy_(mean)
 
+    async def _reduce_shared(
+        self, bucket: GradBucket, comm: Communicator, total: Tensor, error: Tensor | None
+    ) -> Tensor:
+        buffer = bucket.buffer()
+        flag = add_and_check(total, error)
+        indices, intact = await choose_in_turn(
+            total,
+            lambda numel: kept_elements(self._density(bucket), numel),
+            lambda part, count: select_largest(part, None, count),
+            comm,
+        )
+        # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
+        share = total.index_select(0, indices) / comm.size
+        share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
+        share[:1] += nan_unless(intact, flag).to(share.dtype)
+        if comm.wants_contribution and self.tells_contribution:
+            sent = share.to(total.dtype) * comm.size
+            comm.contribution = SparseVector(indices, sent, total.numel()).dense(total.dtype)
+        return await average_at(
+            indices,
+            share,
+            total=total,
+            error=error,
+            beta=self.beta,
+            buffer=buffer,
+            comm=comm,
+        )
+
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        if self.indices == "shared":
+            buffer, density = bucket.buffer(), self._density(bucket)
+            return shared_bytes(
+                buffer.numel(), buffer.itemsize, size, lambda n: kept_elements(density, n)
+            )
         return gather_bytes(bucket, self._count(bucket), size, self._codec(bucket))
 
     def _select(self, bucket: GradBucket, total: Tensor, error: Tensor | None) -> Tensor:
