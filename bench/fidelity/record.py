@@ -13,6 +13,7 @@ from typing import Any
 import cpuinfo
 import torch
 
+import commhooks
 from bench.fidelity.training import RANKS
 
 __all__ = ["Record", "Run"]
@@ -46,7 +47,8 @@ class Record:
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.about: dict[str, Any] = document["about"]
-        self._runs = {run.key: run for run in (Run(**entry) for entry in document["runs"])}
+        entries = (entry | {"config": _completed(entry["config"])} for entry in document["runs"])
+        self._runs = {run.key: run for run in (Run(**entry) for entry in entries)}
 
     @classmethod
     def load(cls, path: Path) -> Record:
@@ -73,6 +75,14 @@ class Record:
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"about": self.about, "runs": runs}, indent=1) + "\n")
         new.replace(path)
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the options that the hook did not have when it was run, at their defaults."""
+    try:
+        return commhooks.create(config).to_config()
+    except commhooks.CommHookError:
+        return config  # with options or a hook that no longer exist
 
 
 @functools.cache

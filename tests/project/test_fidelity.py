@@ -50,6 +50,15 @@ def test_runs_with_other_options_do_not_count() -> None:
     assert figures(record_of(*plain, *other)) == {}
 
 
+def test_runs_from_before_an_option_existed_count(tmp_path: Path) -> None:
+    runs = [run_of(hook, task, 0, 1.0) for task in TASKS for hook in (REFERENCE, "int8")]
+    for run in runs:
+        run.config.pop("block_size", None)
+    path = tmp_path / "runs.json"
+    record_of(*runs).save(path)
+    assert figures(Record.load(path)).keys() == {"int8"}
+
+
 def test_runs_with_other_options_are_kept_beside_each_other() -> None:
     plain = run_of(REFERENCE, "clusters", 0, 1.0)
     losses = {32: 1.1, 64: 1.2}
