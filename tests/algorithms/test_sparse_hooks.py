@@ -250,7 +250,7 @@ def test_bytes_of_a_fixed_share(dtype, density):
         assert [tensor.nbytes for tensor in comm.sent] == [expected_bytes], hook
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("numel", [4096, 10 * 4096 + 1000, 10 * 4096 + 7])
 def test_bits_per_parameter_of_chunks(numel, bits):
     """The formula in docs/hooks/topk.md: 8 bits per index, `bits` per value, 32 per chunk."""
@@ -269,7 +269,7 @@ def test_bits_per_parameter_of_chunks(numel, bits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contribution_and_error_are_those_of_the_quantized_values(dtype):
-    options = {"density": 0.1, "warmup_steps": 0, "chunk": 320, "bits": 4}
+    options = {"density": 0.1, "warmup_steps": 0, "chunk": 320, "bits": 2}
     keeps, tells = TopK(**options), TopK(**options, error_feedback=False)
     gradient = gradients_of(0, 0, dtype)
     (result,), _ = lockstep([keeps], [make_bucket(gradient)])

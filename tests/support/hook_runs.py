@@ -19,8 +19,8 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk without errors": functools.partial(
         TopK, density=0.3, warmup_steps=0, error_feedback=False
     ),
-    "topk of chunks, in 4 bits": functools.partial(
-        TopK, density=0.1, chunk=512, bits=4, warmup_steps=1
+    "topk of chunks, in 2 bits": functools.partial(
+        TopK, density=0.1, chunk=512, bits=2, warmup_steps=1
     ),
     "topk, shared": functools.partial(TopK, density=0.1, indices="shared", warmup_steps=1),
     "threshold": functools.partial(Threshold, value=1.2),

@@ -81,9 +81,9 @@ class TopK(SparseHook):
     """Select the same number of elements from each ``chunk`` consecutive ones, not from the whole
     bucket, so that every part of a model changes in each step. SparseLoCo has 4096 and a density of
     1/64."""
-    bits: Literal[4, 8] | None = None
-    """Send values as integers of 4 or 8 bits, with a scale per chunk. What they round off is kept
-    in the error. Needs ``chunk``."""
+    bits: Literal[2, 4, 8] | None = None
+    """Send values as integers of 2, 4 or 8 bits, with a scale per chunk. What they round off is
+    kept in the error. Needs ``chunk``."""
     indices: Literal["own", "shared"] = "own"
     """ "own": each rank sends its own largest elements, in an all-gather. "shared": the ranks take
     turns in choosing the elements, which all ranks send, in an all-reduce; the bytes per rank stay
@@ -208,4 +208,5 @@ class TopK(SparseHook):
 @lru_cache
 def _codec(bits: int, per_chunk: int) -> BlockCodec:
     """Return a codec with a block per chunk if codecs have such blocks, else with larger ones."""
-    return LevelCodec(bits, block_size=min(-(-per_chunk // 32) * 32, 4096))
+    block_size = min(-(-per_chunk // 32) * 32, 4096)
+    return LevelCodec(bits, norm="signed_max" if bits == 2 else "max", block_size=block_size)
