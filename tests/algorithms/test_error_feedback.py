@@ -56,6 +56,34 @@ def test_rounding_errors_of_half_precision_are_kept(run_ranks: Any, inner: Any) 
     run_ranks(conserve, 3, torch.bfloat16, inner, 4 * 2 * 2**-7)
 
 
+def decay(rank: int, size: int, dtype: torch.dtype) -> None:
+    """Compare errors of several steps with the formula; in the middle, training is resumed."""
+    parameters = probe_parameters(dtype)
+    hook = commhooks.create("error_feedback", inner=TOPMOST, decay=0.75)
+    trainer = Trainer(hook, parameters)
+    expected = {name: torch.zeros_like(tensor).float() for name, tensor in parameters.items()}
+    for step in range(4):
+        gradients = draw_gradients(parameters, rank, step)
+        for name, gradient in gradients.items():
+            p = gradient.float() + 0.75 * expected[name]
+            sent = p.to(dtype).float()
+            expected[name] = p - torch.where(sent.abs() >= 1.0, sent, 0.0)
+        trainer.step(gradients)
+        if step == 1:
+            saved = trainer.handle.state_dict()
+            hook = commhooks.create("error_feedback", inner=TOPMOST, decay=0.75)
+            trainer.handle.replace(hook)
+            trainer.handle.load_state_dict(saved)
+        for name in parameters:
+            error = hook.state[name]["error"]
+            torch.testing.assert_close(error, expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_decays(run_ranks: Any, dtype: torch.dtype) -> None:
+    run_ranks(decay, 1, dtype)
+
+
 def test_half_precision_on_the_wire_is_kept(run_ranks: Any) -> None:
     run_ranks(conserve, 1, torch.float32, "bf16", 1e-5)  # one rank: no rounding in the sum
     run_ranks(conserve, 1, torch.float64, "fp16", 1e-6)

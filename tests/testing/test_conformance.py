@@ -43,7 +43,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "terngrad": [{}, {"clip": 0.0}],
     "batched_powersgd": [{"rank": 2, "min_compression_rate": 1.0, "start_step": 0}],
     "cast": [{"inner": "allreduce"}, {"inner": POWERSGD, "dtype": "float64"}],
-    "error_feedback": [{"inner": "bf16"}, {"inner": {"name": "cast", "inner": "allreduce"}}],
+    "error_feedback": [
+        {"inner": "bf16"},
+        {"inner": {"name": "cast", "inner": "allreduce"}, "decay": 0.5},
+    ],
     "route": [
         {"rules": [["*r", "allreduce"], ["m*", POWERSGD]], "default": "bf16"},
         {"rules": [["*", "allreduce"]]},

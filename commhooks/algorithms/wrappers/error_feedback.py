@@ -7,9 +7,13 @@ https://arxiv.org/abs/1901.09847 (Algorithm 2).
 A step with the gradient g and the error e of each rank, where s is the part of p that is in the
 average::
 
-    p = g + e
+    p = g + decay * e
     average, s = inner(p)    # average = mean of s over all ranks
-    e = p - s                # s + e == g + old e: nothing is lost
+    e = p - s                # s + e == g + old e, with decay 1: nothing is lost
+
+A decay below 1 forgets what could not be sent for many steps, as SparseLoCo does with 0.95
+(https://arxiv.org/abs/2508.15706). If the inner hook leaves out at most a share q of its input, the
+errors are at most q / (1 - decay * q) times the gradients.
 
 The paper has p = γ·g + e with the learning rate γ, which a hook does not know. Here the error is in
 the unit of the gradients, and does not change when the learning rate or a loss scale changes.
@@ -20,6 +24,7 @@ to the gradients' dtype: rounding errors, and numbers beyond the range.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -29,6 +34,7 @@ from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, TensorState, tree
+from commhooks.hook.options import Ge, Le
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
@@ -60,6 +66,9 @@ class ErrorFeedback(CommHook):
 
     inner: CommHook = "bf16"  # type: ignore[assignment]  # becomes a hook
     """The hook that runs on the sum of gradient and error."""
+    decay: Annotated[float, Ge(0), Le(1)] = 1.0
+    """The factor of the error when it is added to the gradient. Below 1, what could not be sent for
+    many steps is forgotten, and averages are biased."""
 
     _memory: BucketMemory = field(
         default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
@@ -91,7 +100,8 @@ class ErrorFeedback(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         error = self._memory.of(bucket, self.state)
-        p = torch.add(error, bucket.buffer(), out=self._sums.of(bucket, self._unsaved))
+        sums = self._sums.of(bucket, self._unsaved)
+        p = torch.add(bucket.buffer(), error, alpha=self.decay, out=sums)
         # The factor 2 leaves room for rounding up.
         bucket.buffer().copy_(saturating_cast(p, bucket.buffer().dtype, headroom=2))
         nested = comm.within(self.inner, wants_contribution=True)
