@@ -74,6 +74,7 @@ MEASURED_HOOKS = [
     _ours("onebit", SPARSE),
     _ours("signsgd", SPARSE),
     _ours("topk:warmup_steps=0", SPARSE),
+    _ours("demo", SPARSE),
     _ours("dgc:warmup_steps=0", SPARSE),
     _ours("threshold:value=1e-7", SPARSE),
     _ours("randomk", UNBIASED),

@@ -59,7 +59,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
             return errors + errors / world_size
         case "hierarchical":  # int8 between the leaders of nodes with two ranks
             return errors + errors / (world_size // 2)
-        case "topk" | "threshold" | "push_sum" | "error_feedback":
+        case "topk" | "threshold" | "demo" | "push_sum" | "error_feedback":
             return errors
         case "dgc":
             return 2 * errors

@@ -9,7 +9,7 @@ PLAIN = "allreduce"
 
 _AT_DEFAULTS = (
     "bf16 fp16 fp8 int8 int4 int2 natural qsgd terngrad onebit signsgd "
-    "topk dgc threshold randomk powersgd batched_powersgd gossip push_sum local_sgd noop"
+    "topk dgc demo threshold randomk powersgd batched_powersgd gossip push_sum local_sgd noop"
 )
 _VARIANTS = (
     # Without the first steps, in which these send everything.

@@ -20,6 +20,7 @@ from commhooks.algorithms.quantized.onebit import OneBit
 from commhooks.algorithms.quantized.qsgd import QSGD
 from commhooks.algorithms.quantized.signsgd import SignSGD
 from commhooks.algorithms.quantized.terngrad import TernGrad
+from commhooks.algorithms.sparse.demo import DeMo
 from commhooks.algorithms.sparse.dgc import DGC
 from commhooks.algorithms.sparse.randomk import RandomK
 from commhooks.algorithms.sparse.threshold import Threshold
@@ -37,6 +38,7 @@ __all__ = [
     "BatchedPowerSGD",
     "Bfloat16",
     "Cast",
+    "DeMo",
     "ErrorFeedback",
     "Float16",
     "Fp8",

@@ -30,6 +30,7 @@ _COLORS = {
     "threshold": "#66a80f",
     "randomk": "#8aa63a",
     "dgc": "#12a17a",
+    "demo": "#0b7a5c",
     "powersgd": "#845ef7",
     "batched_powersgd": "#a58bf0",
     "gossip": "#1098ad",

@@ -20,6 +20,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "topk": {"name": "topk", "density": 0.1},
     "threshold": {"name": "threshold", "value": 0.5},
     "randomk": {"name": "randomk", "density": 0.1},
+    "demo": {"name": "demo", "density": 0.1},
     "dgc": {"name": "dgc", "density": 0.1},
     "powersgd": {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0},
     "one-sided": {"name": "powersgd", "rank": 2, "start_step": 0, "two_sided": False},

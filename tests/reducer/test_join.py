@@ -128,6 +128,7 @@ def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
         ("topk", {"density": 0.2, "warmup_steps": 1, "indices": "shared"}),
         ("threshold", {"value": 0.01}),
         ("randomk", {"density": 0.5}),
+        ("demo", {"density": 0.5, "tile": 4}),
         ("dgc", {"density": 0.5}),
         ("hierarchical", {"inner": "int8", "ranks_per_node": 1}),
         ("error_feedback", {"inner": "bf16"}),

@@ -31,6 +31,7 @@ _PLAIN: tuple[Config, ...] = (
     {"name": "topk", "density": 0.1, "warmup_steps": 0},
     {"name": "threshold", "value": 0.05},
     {"name": "randomk", "density": 0.2},
+    {"name": "demo", "density": 0.1, "tile": 8},
     {"name": "dgc", "density": 0.1, "warmup_steps": 2},
     {"name": "powersgd", **_POWERSGD},
     {"name": "powersgd", **_POWERSGD, "two_sided": False},

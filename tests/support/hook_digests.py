@@ -25,6 +25,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "topk": {"density": 0.1, "warmup_steps": 0},
     "threshold": {"value": 0.5},
     "randomk": {"density": 0.2},
+    "demo": {"density": 0.1, "tile": 8},
     "dgc": {"density": 0.1, "warmup_steps": 0},
     "gossip": {},
     "local_sgd": {"period": 2},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks import CommHook
-from commhooks.algorithms import DGC, PowerSGD, RandomK, Threshold, TopK
+from commhooks.algorithms import DGC, DeMo, PowerSGD, RandomK, Threshold, TopK
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import draw_gradients
 from support.lockstep import lockstep, make_bucket
@@ -26,6 +26,7 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "threshold": functools.partial(Threshold, value=1.2),
     "randomk": functools.partial(RandomK, density=0.2),
     "randomk with errors": functools.partial(RandomK, density=0.2, error_feedback=True),
+    "demo": functools.partial(DeMo, density=0.1, tile=16),
     "dgc": functools.partial(DGC, density=0.1, warmup_steps=2, clip=8.0),
     "powersgd": functools.partial(PowerSGD, rank=2, min_compression_rate=1.0, start_step=1),
     "powersgd, one side": functools.partial(
@@ -36,7 +37,7 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
         num_iters_per_step=2,
     ),
 }  # fmt: skip
-ROUNDED = ("dgc", "powersgd")
+ROUNDED = ("demo", "dgc", "powersgd")
 """Hooks whose results differ in rounding: products are summed in another order."""
 SYNC_FREE = [name for name in HOOKS if name != "threshold"]
 """Hooks during which the host reads nothing from the device."""

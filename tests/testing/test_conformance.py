@@ -60,6 +60,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"inner": POWERSGD, "whole_steps": True},
         {"inner": {"name": "route", "rules": [["m*", POWERSGD]], "default": "bf16"}},
     ],
+    "demo": [{"density": 0.1, "tile": 8}, {"sign": True}],
     "dgc": [{"density": 0.1, "warmup_steps": 2, "clip": 1.0}, {}],
     "randomk": [{"density": 0.2}, {"density": 0.2, "error_feedback": True}],
     "threshold": [{"value": 0.5}, {"value": 1e9}, {"value": 0.5, "error_feedback": False}],
