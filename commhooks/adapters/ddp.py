@@ -1,5 +1,6 @@
 """The adapter of ``commhooks.DistributedDataParallel``."""
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -58,7 +59,7 @@ class DDPAdapter(Adapter):
         self._set(native if runner is None else runner, runner, is_native=native is not None)
         self._registration.name = hook.name
         self._registration.averages_gradients = not hook.changes_parameters
-        self._registration.on_overwrite = hook.recover
+        self._registration.on_overwrite = functools.partial(_recover, hook, runner)
 
     def install_function(self, hook: TorchHook) -> None:
         self.regroup(_no_key)
@@ -139,6 +140,12 @@ class DDPAdapter(Adapter):
         if self._is_native:  # one all-reduce of what was packed, or nothing was packed
             return all_reduce_bytes(packed, row["ranks"])
         return None
+
+
+def _recover(hook: CommHook, runner: Runner | None) -> None:
+    if runner is not None:
+        runner.flush()  # exchanges use the hook's state
+    hook.recover()
 
 
 def _no_key(name: str) -> None:

@@ -90,5 +90,6 @@ class Exchange:
         return self.future.wait()
 
     def __await__(self) -> Generator["Exchange", None, Tensor]:
-        yield self  # to the runner of the hook, which continues when the exchange has succeeded
+        if not self.is_saved:
+            yield self  # to the runner of the hook, which continues when the exchange has succeeded
         return self.result()

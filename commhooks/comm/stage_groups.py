@@ -74,7 +74,10 @@ class StageGroups:
         self._backend: Any = group._get_backend(device)  # noqa: SLF001
         self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
         self._options = self._make_options()
-        self._store = PrefixStore(f"commhooks/{token:x}/{purpose}", group.get_group_store())
+        # A client of its own: one that waits for a key, as Gloo does to connect, locks out other
+        # threads, and these could connect what peers wait for on their thread.
+        store = group.get_group_store().clone()
+        self._store = PrefixStore(f"commhooks/{token:x}/{purpose}", store)
         self._rank = group.rank()
         self._size = group.size()
         self._epoch = 0

@@ -51,6 +51,9 @@ class Exchanges(Protocol):
     def drop(self, error: CommHookError) -> None:
         """End all exchanges, because a step has failed."""
 
+    def settle(self) -> None:
+        """Wait until those that were dropped have ended, and no longer change the hook's state."""
+
 
 class HookScheduler(Executor):
     """Runs the executions of step after step.
@@ -128,6 +131,7 @@ class HookScheduler(Executor):
         self._handed_over.clear()
         if not self._state.begin():
             return
+        self._exchanges.settle()
         try:
             self._hook.recover()
         except BaseException as error:

@@ -80,9 +80,10 @@ class ThreadedRunner:
 
     def flush(self) -> None:
         """Wait until the exchanges that have begun are over, with or without an error."""
-        exchanges, over = self._exchanges, threading.Event()
-        if self._thread.is_alive():
-            self._thread.call(lambda: exchanges.when_idle(over.set))
+        exchanges, thread, over = self._exchanges, self._thread, threading.Event()
+        if thread.is_alive():
+            # There and back, so that this thread has recorded them as well.
+            thread.call(lambda: exchanges.when_idle(lambda: thread.call(over.set)))
             over.wait()
 
     def close(self) -> None:
@@ -112,6 +113,8 @@ class _Exchanges:
             group.rank(), self._groups, self.thread.queue.watch, on_end
         )
         self.thread.executor = self._scheduler
+        self._are_dropped = threading.Event()
+        self._are_dropped.set()
 
     def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
         self.thread.call(lambda: self._scheduler.begin(exchanges))
@@ -119,9 +122,20 @@ class _Exchanges:
     def drop(self, error: CommHookError) -> None:
         if self.thread.is_alive():
             self._groups.publish(str(error))  # at once: the thread may wait for peers
-            self.thread.call(lambda: self._scheduler.drop(error))
+            self._are_dropped.clear()
+            self.thread.call(lambda: self._drop(error))
         else:
             self._scheduler.drop(error)
+
+    def settle(self) -> None:
+        while self.thread.is_alive() and not self._are_dropped.wait(1.0):
+            pass
+
+    def _drop(self, error: CommHookError) -> None:
+        try:
+            self._scheduler.drop(error)
+        finally:
+            self._are_dropped.set()
 
     def when_idle(self, function: Callable[[], None]) -> None:
         """Call ``function`` once the exchanges that have begun are over."""

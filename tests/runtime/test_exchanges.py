@@ -1,6 +1,8 @@
 """Exchanges between steps: Note [Exchanges between steps] in comm/exchange.py."""
 
 import json
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,3 +167,48 @@ def await_at_once(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_exchange_cannot_be_awaited_in_its_own_step(run_ranks: Any, size: int) -> None:
     run_ranks(await_at_once, size)
+
+
+@dataclass
+class Busy(commhooks.CommHook):
+    """Have an exchange that works for a while, and note whether it does when the hook recovers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.goes_on = threading.Event()
+        self.works = False
+        self.worked_in_recover: bool | None = None
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        async def work(comm: commhooks.Communicator) -> Tensor:
+            self.works = True
+            self.goes_on.wait(60)
+            self.works = False
+            return await comm.all_reduce(torch.zeros(1))
+
+        if bucket.step == 0 and bucket.index() == 0:
+            comm.begin(work)
+        if bucket.step == 1 and comm.rank == 0 and self.worked_in_recover is None:
+            raise ValueError("broken")
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+    def recover(self) -> None:
+        self.worked_in_recover = self.works
+
+
+def recover_while_busy(rank: int, size: int) -> bool | None:
+    hook = Busy()
+    trainer = Trainer(hook, stable_buckets=True)
+    take_steps(trainer, rank, range(1))
+    with pytest.raises(commhooks.CommHookError, match="broken"):
+        take_steps(trainer, rank, range(1, 2))
+    while not hook.works:
+        time.sleep(0.01)
+    threading.Timer(0.3, hook.goes_on.set).start()  # later than recover() would come
+    take_steps(trainer, rank, range(1, 2))
+    return hook.worked_in_recover
+
+
+def test_a_hook_recovers_when_dropped_exchanges_no_longer_run(run_ranks: Any) -> None:
+    """They use the state of the hook."""
+    assert run_ranks(recover_while_busy, 2) == [False] * 2

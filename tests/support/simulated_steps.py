@@ -368,6 +368,9 @@ class _Exchanges(_Actor):
         self.groups.publish(str(error))
         self.calls.append(lambda: self.scheduler.drop(error))
 
+    def settle(self) -> None:
+        """Do nothing: exchanges here have no state that recover() changes."""
+
 
 class _Rank(_Actor):
     """The thread of the steps of a rank."""

@@ -1,0 +1,46 @@
+"""Stage groups connect on two threads of each rank: those of steps, and of exchanges."""
+
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from commhooks.comm.stage_groups import StageGroups
+
+
+class _InTurn(StageGroups):
+    """Connects at once, or a while after another one has begun to connect on this rank."""
+
+    begins: threading.Event
+    is_first: bool
+
+    def _make_group(self, *arguments: Any) -> Any:
+        if self.is_first:
+            self.begins.set()
+        else:
+            self.begins.wait()
+            time.sleep(0.3)  # until the other one waits for its peer
+        return super()._make_group(*arguments)
+
+
+def connect_both(rank: int, size: int) -> list[int]:
+    group, begins = dist.distributed_c10d._get_default_group(), threading.Event()
+    found: list[int] = []
+
+    def connect(number: int) -> None:
+        groups = _InTurn(group, 77, purpose=f"{number}")
+        groups.begins, groups.is_first = begins, number == rank
+        found.append(groups.open(0).size())
+
+    threads = [threading.Thread(target=connect, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_thread_that_connects_does_not_lock_out_the_other_one(run_ranks: Any) -> None:
+    """Each rank first connects what the other one connects last."""
+    assert run_ranks(connect_both, 2, timeout=20) == [[2, 2]] * 2
