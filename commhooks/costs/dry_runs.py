@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from commhooks.costs.growth import bytes_at, seconds_at
-from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
+from commhooks.costs.step_trace import BucketTrace, Collective, ExchangeTrace, StepTrace
 from commhooks.errors import CommHookError
 
 __all__ = ["DryRuns", "dry_run_sizes"]
+
+_Part = TypeVar("_Part", BucketTrace, ExchangeTrace)
 
 _LARGEST = 32
 """Ranks of the largest dry run: what an all-gather receives has to fit in memory."""
@@ -82,6 +84,13 @@ def _bucket(size: int, sizes: Sequence[int], known: Sequence[BucketTrace]) -> Bu
             f"cannot predict the hook among {size} ranks: its collectives depend on the world "
             f"size, {found}; simulate at most {_LARGEST} ranks"
         )
+    exchanges = zip(*(trace.exchanges for trace in known), strict=True)
+    return replace(
+        _part(size, sizes, known), exchanges=tuple(_part(size, sizes, each) for each in exchanges)
+    )
+
+
+def _part(size: int, sizes: Sequence[int], known: Sequence[_Part]) -> _Part:
     local = zip(*(trace.local_seconds for trace in known), strict=True)
     collectives = zip(*(trace.collectives for trace in known), strict=True)
     return replace(

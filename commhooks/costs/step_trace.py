@@ -15,7 +15,7 @@ from typing import Any
 
 from commhooks.comm import wire
 
-__all__ = ["BucketTrace", "Collective", "Members", "StepTrace"]
+__all__ = ["BucketTrace", "Collective", "ExchangeTrace", "Members", "StepTrace"]
 
 _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_reduce": wire.all_reduce_bytes,
@@ -70,6 +70,19 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class ExchangeTrace:
+    """An exchange that begins at the end of the step: Note [Exchanges between steps].
+
+    ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`.
+    """
+
+    steps: int
+    """How many steps later its result is awaited."""
+    local_seconds: tuple[float, ...]
+    collectives: tuple[Collective, ...]
+
+
+@dataclass(frozen=True)
 class BucketTrace:
     """What happens to one bucket.
 
@@ -83,11 +96,15 @@ class BucketTrace:
     unpack_seconds: float
     local_seconds: tuple[float, ...]
     collectives: tuple[Collective, ...]
+    exchanges: tuple[ExchangeTrace, ...] = ()
 
     @property
-    def structure(self) -> tuple[tuple[str, bool], ...]:
+    def structure(self) -> tuple[tuple[tuple[str, bool], ...], ...]:
         """What two traces must have in common for one to be extrapolated from the other."""
-        return tuple((c.operation, c.members.spans_nodes) for c in self.collectives)
+        return tuple(
+            tuple((c.operation, c.members.spans_nodes) for c in collectives)
+            for collectives in (self.collectives, *(e.collectives for e in self.exchanges))
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,22 @@ class StepTrace:
 
     def wire_bytes(self, nodes: int) -> float:
         """Return the bytes that rank 0 sends."""
-        return sum(c.wire_bytes(nodes) for bucket in self.buckets for c in bucket.collectives)
+        in_step = sum(c.wire_bytes(nodes) for bucket in self.buckets for c in bucket.collectives)
+        return in_step + sum(
+            collective.wire_bytes(nodes)
+            for bucket in self.buckets
+            for exchange in bucket.exchanges
+            for collective in exchange.collectives
+        )
+
+    def of_exchanges(self) -> "StepTrace":
+        """Return the exchanges that begin in this step, as a step of nothing else."""
+        buckets = tuple(
+            BucketTrace(0, 0.0, 0.0, exchange.local_seconds, exchange.collectives)
+            for bucket in self.buckets
+            for exchange in bucket.exchanges
+        )
+        return StepTrace(buckets, 0.0, is_native=False)
 
     def faster(self, factor: float) -> "StepTrace":
         """Return the trace of a machine that computes ``factor`` times as fast."""
@@ -118,7 +150,11 @@ class StepTrace:
                 bucket,
                 backward_seconds=bucket.backward_seconds / factor,
                 unpack_seconds=bucket.unpack_seconds / factor,
-                local_seconds=tuple(seconds / factor for seconds in bucket.local_seconds),
+                local_seconds=_divided(bucket.local_seconds, factor),
+                exchanges=tuple(
+                    replace(exchange, local_seconds=_divided(exchange.local_seconds, factor))
+                    for exchange in bucket.exchanges
+                ),
             )
             for bucket in self.buckets
         )
@@ -135,10 +171,18 @@ class StepTrace:
         return cls(buckets, data["forward_seconds"], data["is_native"])
 
 
+def _divided(numbers: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    return tuple(number / factor for number in numbers)
+
+
 def _bucket(data: dict[str, Any]) -> BucketTrace:
+    exchanges = tuple(ExchangeTrace(**_part(entry)) for entry in data.get("exchanges", ()))
+    return BucketTrace(**_part(data) | {"exchanges": exchanges})
+
+
+def _part(data: dict[str, Any]) -> dict[str, Any]:
     collectives = tuple(
         Collective(**entry | {"members": Members(**entry["members"])})
         for entry in data["collectives"]
     )
-    local = tuple(data["local_seconds"])
-    return BucketTrace(**data | {"local_seconds": local, "collectives": collectives})
+    return data | {"local_seconds": tuple(data["local_seconds"]), "collectives": collectives}

@@ -6,7 +6,7 @@
                        seconds,                        milliseconds,
                        on this machine                 for any number of ranks
 
-Imports: adapters, cluster, comm, costs, errors, hook, lab, lab.models, reducer.
+Imports: adapters, cluster, comm, costs, errors, hook, lab, lab.models, reducer, runtime.
 """
 
 from commhooks.costs.dry_runs import DryRuns, dry_run_sizes

@@ -8,10 +8,10 @@ docs/design/2026-11-21-simulation.md compares this with meta tensors and with a 
 import gc
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
-from commhooks.costs.step_trace import Collective, Members
+from commhooks.costs.step_trace import Collective, ExchangeTrace, Members
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, Role
 from commhooks.hook.derived_bucket import bucket_with
@@ -27,13 +27,16 @@ from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.lab.simulation.fake_group import FakeGroup, FakeStageGroup
 from commhooks.lab.simulation.typical_steps import typical_steps
+from commhooks.runtime.execution import new_future
 from reducer import GradBucket
 
 __all__ = ["HookTrace", "as_launched", "dry_run"]
 
 _FEWEST, _MOST, _SECONDS = 3, 4, 2.0
-"""Timed runs; no more than the fewest after the seconds. The first one warms up: it allocates
-memory and makes the hook's state."""
+"""Timed runs; no more than the fewest after the seconds. The first one, which is not timed either
+way, warms up: it allocates memory and makes the hook's state."""
+_LONGEST_EXCHANGE = 1000
+"""Steps after which a dry run no longer waits for a hook to take the result of an exchange."""
 _EVICTING_ELEMENTS = 1 << 24  # 64 MiB
 """In training, other buckets and backward use the caches before a hook sees its bucket again."""
 
@@ -44,6 +47,7 @@ class HookTrace:
 
     local_seconds: tuple[float, ...]
     collectives: tuple[Collective, ...]
+    exchanges: tuple[ExchangeTrace, ...] = ()
 
 
 def dry_run(
@@ -70,90 +74,154 @@ def dry_run(
         hook = create(config)
         prepare(hook, parameters, cast("dist.ProcessGroup", FakeGroup(size)), roles)
         scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
+        tracer = _Tracer(hook, size, ranks_per_node, scratch)
         steps = typical_steps(hook, buckets, size, first_step)
 
         runs: list[list[list[HookTrace]]] = []
         end = time.monotonic() + _SECONDS
-        fewest, most = (_FEWEST, _MOST) if is_timed else (1, 1)
+        fewest, most = (_FEWEST, _MOST) if is_timed else (2, 2)
         while len(runs) < fewest or (len(runs) < most and time.monotonic() < end):
-            run = []
-            for step in steps:
-                copies = (bucket_with(b, b.buffer().clone(), step=step) for b in buckets)
-                run.append([_trace(hook, b, size, ranks_per_node, scratch) for b in copies])
-            runs.append(run)
-    del hook
+            runs.append([tracer.step(buckets, step) for step in steps])
+        choose = _fastest if is_timed else _untimed
+        kinds = [
+            [choose(traces) for traces in zip(*of_step, strict=True)]
+            for of_step in zip(*runs[1:], strict=True)
+        ]
+        found = [
+            tracer.with_delays(kind, buckets, step) for step, kind in zip(steps, kinds, strict=True)
+        ]
+    del hook, tracer
     gc.collect()  # its state may be as large as the model, and other sizes follow
-    choose = _fastest if is_timed else _untimed
-    return [
-        (share, [choose(traces) for traces in zip(*of_step, strict=True)])
-        for share, *of_step in zip(steps.values(), *(runs[1:] or runs), strict=True)
-    ]
+    return list(zip(steps.values(), found, strict=True))
 
 
-def _trace(
-    hook: CommHook, bucket: GradBucket, size: int, ranks_per_node: int, scratch: Tensor
-) -> HookTrace:
-    comm = Communicator(
-        cast("dist.ProcessGroup", FakeGroup(size)),
-        step=bucket.step,
-        key=bucket.key,
-        seed=getattr(hook, "seed", 0),
-    )
-    coroutine = hook.reduce(bucket, comm)
-    local: list[float] = []
-    collectives: list[Collective] = []
-    seconds = 0.0
-    while True:
-        scratch.add_(1)
-        start = time.perf_counter()
-        try:
-            pending = coroutine.send(None)
-        except StopIteration:
-            if comm.begun:
-                raise _has_exchanges(hook) from None
-            local.append(seconds + time.perf_counter() - start)
-            return HookTrace(tuple(local), tuple(collectives))
-        except CommHookError:
-            raise
-        except Exception as error:
-            raise CommHookError(
-                f"hook {hook!r} cannot be simulated: among {size} ranks that all hold the same "
-                f"gradients it raised {type(error).__name__}: {error}"
-            ) from error
-        seconds += time.perf_counter() - start
-        if isinstance(pending, Exchange):
-            raise _has_exchanges(hook)
-        members = len(pending.members) or size
-        if members == 1:
-            continue  # nothing is sent, so the hook's work continues
-        local.append(seconds)
-        seconds = 0.0
-        group = FakeStageGroup(members)
-        pending.start(cast("dist.ProcessGroup", group))
-        collectives.append(
-            Collective(
-                pending.operation,
-                group.tensor_bytes,
-                Members.of(pending.members, size, ranks_per_node),
-            )
+_Part = TypeVar("_Part", HookTrace, ExchangeTrace)
+
+
+class _Tracer:
+    """Runs a hook in a fake group, and its exchanges as soon as it has handed them over."""
+
+    def __init__(self, hook: CommHook, size: int, ranks_per_node: int, scratch: Tensor) -> None:
+        self._awaited: set[Exchange] = set()
+        self._begun: list[Exchange] = []
+        self._hook = hook
+        self._size = size
+        self._ranks_per_node = ranks_per_node
+        self._scratch = scratch
+
+    def step(self, buckets: Sequence[GradBucket], step: int) -> list[HookTrace]:
+        """Trace the hook on copies of the buckets."""
+        copies = (bucket_with(b, b.buffer().clone(), step=step) for b in buckets)
+        return [self._trace(bucket) for bucket in copies]
+
+    def with_delays(
+        self, traces: Sequence[HookTrace], buckets: Sequence[GradBucket], step: int
+    ) -> list[HookTrace]:
+        """Note how many steps after ``step`` its exchanges are awaited, if it has any."""
+        if not any(trace.exchanges for trace in traces):
+            return list(traces)
+        self._begun.clear()
+        self.step(buckets, step)
+        steps = self._steps_until_awaited(buckets, step, set(self._begun))
+        return [
+            replace(trace, exchanges=tuple(replace(e, steps=steps) for e in trace.exchanges))
+            for trace in traces
+        ]
+
+    def _steps_until_awaited(
+        self, buckets: Sequence[GradBucket], step: int, begun: set[Exchange]
+    ) -> int:
+        """Go on after ``step``, until an exchange of those that it has begun is awaited."""
+        self._awaited.clear()
+        for later in range(1, _LONGEST_EXCHANGE):
+            self.step(buckets, step + later)
+            if begun & self._awaited:
+                return later
+        return _LONGEST_EXCHANGE
+
+    def _trace(self, bucket: GradBucket) -> HookTrace:
+        comm = Communicator(
+            cast("dist.ProcessGroup", FakeGroup(self._size)),
+            step=bucket.step,
+            key=bucket.key,
+            seed=getattr(self._hook, "seed", 0),
         )
+        local, collectives, _ = self._run(self._hook.reduce(bucket, comm))
+        exchanges = tuple(self._exchange(exchange) for exchange in comm.begun)
+        return HookTrace(local, collectives, exchanges)
 
+    def _exchange(self, exchange: Exchange) -> ExchangeTrace:
+        local, collectives, result = self._run(exchange.run())
+        exchange.future = new_future(result.device)
+        exchange.future.set_result(result)
+        self._begun.append(exchange)
+        return ExchangeTrace(0, local, collectives)
 
-def _has_exchanges(hook: CommHook) -> CommHookError:
-    return CommHookError(
-        f"hook {hook!r} cannot be simulated: it has exchanges that take several steps"
-    )
+    def _run(
+        self, coroutine: Coroutine[Any, Any, Tensor]
+    ) -> tuple[tuple[float, ...], tuple[Collective, ...], Tensor]:
+        """Run a coroutine to its end; return its local seconds, collectives and result."""
+        local: list[float] = []
+        collectives: list[Collective] = []
+        seconds = 0.0
+        while True:
+            self._scratch.add_(1)
+            start = time.perf_counter()
+            try:
+                pending = coroutine.send(None)
+            except StopIteration as stop:
+                local.append(seconds + time.perf_counter() - start)
+                return tuple(local), tuple(collectives), stop.value
+            except CommHookError:
+                raise
+            except Exception as error:
+                raise CommHookError(
+                    f"hook {self._hook!r} cannot be simulated: among {self._size} ranks that all "
+                    f"hold the same gradients it raised {type(error).__name__}: {error}"
+                ) from error
+            seconds += time.perf_counter() - start
+            if isinstance(pending, Exchange):
+                self._awaited.add(pending)
+                continue
+            members = len(pending.members) or self._size
+            if members == 1:
+                continue  # nothing is sent, so the hook's work continues
+            local.append(seconds)
+            seconds = 0.0
+            group = FakeStageGroup(members)
+            pending.start(cast("dist.ProcessGroup", group))
+            collectives.append(
+                Collective(
+                    pending.operation,
+                    group.tensor_bytes,
+                    Members.of(pending.members, self._size, self._ranks_per_node),
+                )
+            )
 
 
 def _fastest(traces: Sequence[HookTrace]) -> HookTrace:
-    if len({len(trace.collectives) for trace in traces}) > 1:
+    if len({_collectives(trace) for trace in traces}) > 1:
         return traces[-1]  # what the hook sends depends on its state, which the last run has
-    local = zip(*(trace.local_seconds for trace in traces), strict=True)
-    return HookTrace(tuple(min(seconds) for seconds in local), traces[-1].collectives)
+    exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
+    return replace(_fastest_part(traces), exchanges=tuple(map(_fastest_part, exchanges)))
+
+
+def _collectives(trace: HookTrace) -> tuple[int, ...]:
+    return len(trace.collectives), *(len(each.collectives) for each in trace.exchanges)
+
+
+def _fastest_part(parts: Sequence[_Part]) -> _Part:
+    local = zip(*(part.local_seconds for part in parts), strict=True)
+    return replace(parts[-1], local_seconds=tuple(map(min, local)))
 
 
 def _untimed(traces: Sequence[HookTrace]) -> HookTrace:
-    return HookTrace(tuple(0.0 for _ in traces[-1].local_seconds), traces[-1].collectives)
+    exchanges = tuple(_untimed_part(exchange) for exchange in traces[-1].exchanges)
+    return replace(_untimed_part(traces[-1]), exchanges=exchanges)
+
+
+def _untimed_part(part: _Part) -> _Part:
+    return replace(part, local_seconds=(0.0,) * len(part.local_seconds))
 
 
 @contextmanager

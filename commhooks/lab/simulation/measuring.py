@@ -128,6 +128,7 @@ def _join(step: StepProfile, traces: Sequence[HookTrace], *, is_native: bool) ->
             unpack_seconds=unpacking * bucket.buffer().nbytes / max(total, 1),
             local_seconds=trace.local_seconds,
             collectives=trace.collectives,
+            exchanges=trace.exchanges,
         )
         for bucket, start, launch, trace in zip(
             step.buckets, starts, step.launches, traces, strict=True

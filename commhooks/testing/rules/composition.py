@@ -36,7 +36,8 @@ def nested(context: RuleContext) -> None:
         gradients = draw_gradients(parameters, context.rank, step)
         if not same_bits(*(trainer.step(gradients) for trainer in trainers)):
             problems.append(f"expected the same numbers, found others in step {step}")
-    if not same_bits(wrapper.state_dict().get(f".{path}", {}), alone.state_dict()):
+    own, of_wrapper = (trainer.handle.state_dict()["state"] for trainer in trainers)
+    if not same_bits(of_wrapper.get(f".{path}", {}), own):
         problems.append("expected the same state, found another one")
     require(not problems, "; ".join(problems))
 

@@ -27,16 +27,16 @@ def non_finite(context: RuleContext) -> None:
         trainer.step(draw_gradients(parameters, context.rank, step))
     problems = []
     for culprit in range(context.size):
-        before = through_file(hook.state_dict())
+        before = through_file(trainer.handle.state_dict()["state"])
         gradients = draw_gradients(parameters, context.rank, 2, culprit)
         number = (torch.inf, -torch.inf, torch.nan)[culprit % 3]
         if context.rank == culprit:
             gradients["matrix"][3, 4] = number
         bad = trainer.step(gradients)
         if not has_consensus(hook):
-            if not _is_finite(hook.state_dict()):
+            if not _is_finite(trainer.handle.state_dict()["state"]):
                 problems.append(f"expected a finite state_dict() after a gradient of {number}")
-        elif not same_bits(hook.state_dict(), before):
+        elif not same_bits(trainer.handle.state_dict()["state"], before):
             problems.append(
                 f"expected state_dict() as it was before a gradient of {number} on rank {culprit}, "
                 "found it changed"
