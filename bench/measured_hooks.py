@@ -83,6 +83,7 @@ MEASURED_HOOKS = [
     _ours("gossip", 0.0, averages=False),
     _ours("push_sum", 0.0, averages=False),
     _ours("local_sgd", 0.0, averages=False),
+    _ours("diloco", 0.0, averages=False),
     _ours("hierarchical:inner=int8,ranks_per_node=2", EIGHT_BITS),
     _ours("cast:inner=allreduce", HALF),
     _ours("error_feedback:inner=bf16", HALF),

@@ -61,7 +61,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
             return errors + errors / (world_size // 2)
         case "topk" | "threshold" | "demo" | "push_sum" | "error_feedback":
             return errors
-        case "dgc":
+        case "dgc" | "diloco":
             return 2 * errors
         case "powersgd":
             return 4 * sum(_powersgd_elements(parameter) for parameter in parameters)

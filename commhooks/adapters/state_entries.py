@@ -45,7 +45,7 @@ class HookPart:
             (key, field.name, tuple(entry[field.name].shape))
             for key, entry in self.entries.items()
             for field in self._declared(key) or ()
-            if field.across_ranks == "same"
+            if field.across_ranks == "same" and field.name in entry
         )
 
     def field(self, key: Any, name: str) -> StateField | None:

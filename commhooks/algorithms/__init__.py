@@ -3,6 +3,7 @@
 Imports: errors, hook, precision, reducer.
 """
 
+from commhooks.algorithms.averaging.diloco import DiLoCo
 from commhooks.algorithms.averaging.gossip import Gossip
 from commhooks.algorithms.averaging.hierarchical import Hierarchical
 from commhooks.algorithms.averaging.local_sgd import LocalSGD
@@ -39,6 +40,7 @@ __all__ = [
     "Bfloat16",
     "Cast",
     "DeMo",
+    "DiLoCo",
     "ErrorFeedback",
     "Float16",
     "Fp8",

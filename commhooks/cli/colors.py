@@ -36,6 +36,7 @@ _COLORS = {
     "gossip": "#1098ad",
     "push_sum": "#3aa6b5",
     "local_sgd": "#0f8fb0",
+    "diloco": "#3b7dd8",
     "hierarchical": "#22a7c4",
 }
 _OTHER = "#a9745b"  # wrappers and hooks of other packages

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["BucketPart", "bucket_with", "bucket_without"]
+__all__ = ["BucketPart", "Progress", "bucket_with", "bucket_without"]
 
 
 def bucket_with(bucket: GradBucket, buffer: Tensor, *, step: int | None = None) -> GradBucket:
@@ -90,6 +90,23 @@ class BucketPart:
     def _views(self, flat: Tensor) -> list[Tensor]:
         offsets, lengths = self.whole.offsets, self.whole.lengths
         return [flat[offsets[i] : offsets[i] + lengths[i]] for i in self.members]
+
+
+@dataclass
+class Progress:
+    """The progress of a hook that gets some of the parameters of a step."""
+
+    missing: set[str]
+    """Those whose bucket is still to come."""
+    buckets: int = 0
+    """The number of buckets so far."""
+
+    def advance(self, names: Sequence[str], left_out: Sequence[str]) -> tuple[int, bool]:
+        """Return the index of the bucket with the parameters ``names``, and whether it is last."""
+        index = self.buckets
+        self.buckets += 1
+        self.missing.difference_update(names, left_out)
+        return index, not self.missing
 
 
 def _count(index: int, *, is_last: bool) -> int:

@@ -22,7 +22,9 @@ HOOKS: dict[str, dict[str, Any]] = {
     "powersgd": {"name": "powersgd", **POWERSGD},
     "one side": {"name": "powersgd", "two_sided": False, **POWERSGD},
     "batched": {"name": "batched_powersgd", **POWERSGD},
-    "diloco": {"name": "local_sgd", "outer": "nesterov", "period": 1},
+    "diloco": {"name": "diloco", "period": 1},
+    "delayed": {"name": "diloco", "period": 1, "delay": 1},
+    "eager": {"name": "diloco", "period": 1, "eager": True},
     "push_sum": {"name": "push_sum"},
     "no state": {"name": "bf16"},
     "schedule": {

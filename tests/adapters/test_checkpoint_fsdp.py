@@ -15,7 +15,7 @@ from commhooks.testing.compare import same_bits
 
 HOOKS: dict[str, dict[str, Any]] = {
     "int4": {"name": "int4"},
-    "diloco": {"name": "local_sgd", "outer": "nesterov", "period": 1},
+    "diloco": {"name": "diloco", "period": 1},
 }
 POWERSGD = {"name": "powersgd", "rank": 1, "start_step": 0, "min_compression_rate": 1.0}
 FEATURE = FEATURES["second dimension"]

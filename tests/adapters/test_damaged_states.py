@@ -27,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "batched": {"name": "batched_powersgd", "rank": 2, "start_step": 0},
     "gossip": {"name": "gossip"},
     "push_sum": {"name": "push_sum"},
-    "diloco": {"name": "local_sgd", "period": 2, "outer": "nesterov", "fragments": 2},
+    "diloco": {"name": "diloco", "period": 2, "delay": 2, "fragments": 2},
     "error_feedback": {"name": "error_feedback", "inner": "bf16"},
     "cast": {"name": "cast", "inner": "int8", "dtype": "float64"},
     "schedule": {"name": "schedule", "stages": [[0, "int8"], [4, {"name": "dgc"}]]},

@@ -14,7 +14,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown format": ("fp8", {"format": "e3m4"}, "'format'.*e4m3.*e3m4"),
     "density that keeps nothing": ("topk", {"density": 0.0}, "'density'.*> 0.*found 0"),
     "density of randomk": ("randomk", {"density": 0.0}, "'density'.*> 0.*found 0"),
-    "infinite outer learning rate": ("local_sgd", {"outer_lr": float("inf")}, "'outer_lr'.*< inf"),
+    "infinite outer learning rate": ("diloco", {"outer_lr": float("inf")}, "'outer_lr'.*< inf"),
     "infinite rate": ("powersgd", {"min_compression_rate": float("inf")}, "_rate'.*< inf"),
     "threshold that keeps nothing": ("threshold", {"value": float("inf")}, "'value'.*< inf"),
     "topology that cannot be built": (
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         "found 3 ranks, 2 per node",
     ),
     "unequal nodes in local SGD": ("local_sgd", {"ranks_per_node": 2}, "found 3 ranks, 2 per node"),
-    "more fragments than parameters": ("local_sgd", {"fragments": 9}, "fragments=9"),
+    "more fragments than parameters": ("diloco", {"fragments": 9}, "fragments=9"),
     "route rule that matches nothing": (
         "route",
         {"rules": [["head.*", "bf16"]], "default": "allreduce"},

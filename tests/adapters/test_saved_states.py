@@ -40,7 +40,7 @@ def later_stage(saved: dict[str, Any]) -> None:
 
 SCHEDULE = {"name": "schedule", "stages": [[0, "int8"], [5, "topk"]]}
 ROUTE = {"name": "route", "rules": [["matrix", "topk"]], "default": "dgc"}
-DILOCO = {"name": "local_sgd", "outer": "nesterov", "period": 1}
+DILOCO = {"name": "diloco", "period": 1}
 POWERSGD = {"name": "powersgd", "rank": 2, "start_step": 0, "min_compression_rate": 1.0}
 REFUSED: list[tuple[Any, Change, str]] = [
     ("topk", without("error"), r"'topk', 'matrix': field 'error': .* shape \(12, 10\), found none"),

@@ -12,7 +12,10 @@ HOOKS: list[dict[str, Any]] = [
     {"name": "gossip", "what": "parameters"},
     {"name": "gossip", "what": "gradients", "average_every": 1},
     {"name": "push_sum"},
-    {"name": "local_sgd", "period": 2, "outer": "nesterov"},
+    {"name": "local_sgd", "period": 2},
+    {"name": "diloco", "period": 2},
+    {"name": "diloco", "period": 2, "delay": 2, "merge": 0.5},
+    {"name": "diloco", "period": 2, "eager": True},
 ]
 names = pytest.mark.parametrize("config", HOOKS, ids=lambda config: str(list(config.values())))
 

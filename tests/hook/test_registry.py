@@ -21,6 +21,7 @@ NAMES = [
     "allreduce",
     "batched_powersgd",
     "bf16",
+    "diloco",
     "fp16",
     "gossip",
     "local_sgd",

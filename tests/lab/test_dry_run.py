@@ -1,5 +1,6 @@
 """A dry run sends the same bytes as real ranks, and as the hook's formula."""
 
+import operator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from commhooks import CommHookError, algorithms
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members
+from commhooks.hook.derived_bucket import bucket_with
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.fake_group import FakeGroup
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -60,7 +62,8 @@ def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
         share * collective.wire_bytes(nodes)
         for share, traces in kinds
         for trace in traces
-        for collective in trace.collectives
+        for part in (trace, *trace.exchanges)
+        for collective in part.collectives
     )
 
 
@@ -78,8 +81,9 @@ def test_it_sends_the_bytes_of_the_formula(config, size):
         assert sent(kinds, size) == sum(stated)
 
 
-# Steps of the other hooks differ, or depend on the gradients of other ranks.
-STEADY = [config for config in CONFIGS if config["name"] not in ("local_sgd", "threshold")]
+PERIODIC = ("diloco", "local_sgd", "threshold")
+# Steps of these hooks differ, or depend on the gradients of other ranks.
+STEADY = [config for config in CONFIGS if config["name"] not in PERIODIC]
 
 
 def bytes_among_ranks(rank: int, world_size: int) -> list[float | None]:
@@ -172,17 +176,6 @@ class Broken(commhooks.CommHook):
         raise RuntimeError("no GPU here")
 
 
-class Outliving(commhooks.CommHook):
-    name = "outliving"
-
-    async def reduce(self, bucket: GradBucket, comm: Communicator) -> torch.Tensor:
-        async def average(comm: Communicator) -> torch.Tensor:
-            return await comm.all_reduce(bucket.buffer())
-
-        comm.begin(average)
-        return bucket.buffer()
-
-
 class Solitary(commhooks.CommHook):
     name = "solitary"
 
@@ -197,11 +190,30 @@ def test_collectives_of_a_single_rank_are_left_out(monkeypatch):
     assert all(not trace.collectives for _, traces in kinds for trace in traces)
 
 
-def test_a_hook_with_exchanges_is_refused(monkeypatch):
-    monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Outliving())
+EXCHANGES = [
+    ({"name": "diloco", "period": 8, "delay": 3, "inner": "int8"}, 3),
+    ({"name": "diloco", "period": 8, "delay": 8}, 8),
+    ({"name": "diloco", "period": 5, "eager": True}, 5),
+]
+
+
+@pytest.mark.parametrize(("config", "delay"), EXCHANGES)
+def test_exchanges_send_the_bytes_of_the_formula_and_tell_their_delay(config, delay):
     buckets, parameters = make_buckets()
-    with pytest.raises(CommHookError, match="exchanges that take several steps"):
-        dry_run({"name": "outliving"}, buckets, parameters, size=2, is_timed=False)
+    kinds = dry_run(config, buckets, parameters, size=4, first_step=STEP, is_timed=False)
+    share, traces = min(kinds, key=operator.itemgetter(0))
+    assert share == pytest.approx(1 / config["period"])
+    exchanges = [exchange for trace in traces for exchange in trace.exchanges]
+    assert [exchange.steps for exchange in exchanges] == [delay] * len(buckets)
+    hook = commhooks.create(config)
+    hook.prepare(parameters, FakeGroup(4))
+    of_steps = range(STEP, STEP + config["period"])
+    stated = [
+        hook.wire_bytes(bucket_with(bucket, bucket.buffer(), step=step), 4)
+        for step in of_steps
+        for bucket in buckets
+    ]
+    assert sent(kinds, 4) * config["period"] == pytest.approx(sum(stated))
 
 
 def test_a_hook_that_cannot_run_alone_is_an_error(monkeypatch):

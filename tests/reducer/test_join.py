@@ -262,7 +262,7 @@ def divide_by_active(rank: int, world_size: int, hook: str) -> torch.Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("hook", ["local_sgd", "gossip", "push_sum"])
+@pytest.mark.parametrize("hook", ["local_sgd", "diloco", "gossip", "push_sum"])
 def test_hooks_that_average_parameters_keep_gradients(hook: str) -> None:
     _, alone = run_ranks(divide_by_active, 2, hook)
     assert torch.equal(alone, run_ranks(divide_by_active, 1, hook)[0])

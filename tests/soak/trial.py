@@ -39,7 +39,9 @@ _PLAIN: tuple[Config, ...] = (
     {"name": "gossip", "average_every": 3},
     {"name": "push_sum", "topology": "uniform"},
     {"name": "local_sgd", "period": 2},
-    {"name": "local_sgd", "period": 3, "outer": "nesterov", "start_step": 2},
+    {"name": "diloco", "period": 3, "start_step": 2},
+    {"name": "diloco", "period": 4, "fragments": 2, "delay": 3, "merge": 0.5, "inner": "int4"},
+    {"name": "diloco", "period": 2, "eager": True},
 )
 
 IN_HOOK = ("before", "in", "after")

@@ -29,6 +29,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "dgc": {"density": 0.1, "warmup_steps": 0},
     "gossip": {},
     "local_sgd": {"period": 2},
+    "diloco": {"period": 1, "inner": "int8"},
     "hierarchical": {"inner": "int8", "ranks_per_node": 1},
 }
 

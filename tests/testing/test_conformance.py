@@ -31,8 +31,13 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"inner": POWERSGD, "ranks_per_node": 1},
     ],
     "local_sgd": [
-        {"period": 2, "outer": "nesterov", "fragments": 2},
+        {"period": 1},
         {"period": 3, "start_step": 1},
+    ],
+    "diloco": [
+        {"period": 2, "delay": 1, "fragments": 2, "inner": "int8"},
+        {"period": 1, "eager": True},
+        {"period": 1, "inner": POWERSGD},
     ],
     "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
     "int2": [{}, {"error_feedback": False}],

@@ -10,7 +10,7 @@ unless the model has its own ``group_key``.
 """
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, cast
@@ -22,7 +22,7 @@ from torch import Tensor
 from commhooks.algorithms.wrappers.route_rules import Matcher, Rule, choose
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
-from commhooks.hook.derived_bucket import BucketPart
+from commhooks.hook.derived_bucket import BucketPart, Progress
 from commhooks.hook.options import MinLen
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -70,9 +70,7 @@ class Route(CommHook):
 
     _routes: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The position of each parameter's hook in ``_hooks``, by name."""
-    _progress: list["_Progress"] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
+    _progress: list[Progress] = field(default_factory=list, init=False, repr=False, compare=False)
 
     lossless = True
     tells_contribution = True
@@ -139,7 +137,7 @@ class Route(CommHook):
         ]
 
     def _begin_step(self) -> None:
-        self._progress = [_Progress(set()) for _ in self._hooks]
+        self._progress = [Progress(set()) for _ in self._hooks]
         for name, i in self._routes.items():
             self._progress[i].missing.add(name)
 
@@ -149,23 +147,6 @@ class Route(CommHook):
         for position, name in enumerate(bucket.names):
             members.setdefault(self._routes[name], []).append(position)
         return sorted(members.items(), key=operator.itemgetter(0))
-
-
-@dataclass
-class _Progress:
-    """The progress of one route in a step."""
-
-    missing: set[str]
-    """Parameters whose bucket is still to come."""
-    buckets: int = 0
-    """The number of buckets so far."""
-
-    def advance(self, names: Sequence[str], left_out: Sequence[str]) -> tuple[int, bool]:
-        """Return the index of the bucket with the parameters ``names``, and whether it is last."""
-        index = self.buckets
-        self.buckets += 1
-        self.missing.difference_update(names, left_out)
-        return index, not self.missing
 
 
 def _empty_contribution(buffer: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from commhooks.errors import CommHookError, CommHookOptionError
@@ -48,11 +48,10 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
     names = option_names(kind)
     given = set(given)
     if unknown := sorted(given.difference(names)):
-        near = difflib.get_close_matches(unknown[0], names, n=1)
         raise _option_error(
             unknown[0],
             f"hook {hook!r} has no option {unknown[0]!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + _instead(kind, unknown[0], names)
             + (f" Its options are {', '.join(names)}." if names else " It has none."),
         )
     required = [field.name for field in _fields(kind) if _is_required(field)]
@@ -74,6 +73,14 @@ def validate(hook: object) -> None:
         except ValueError as error:
             raise _type_error(hook, name, found, str(error)) from None
         object.__setattr__(hook, name, value)  # the subclass may be frozen
+
+
+def _instead(kind: type, unknown: str, names: list[str]) -> str:
+    former: Mapping[str, str] = getattr(kind, "former_options", {})
+    if unknown in former:
+        return f" any more: {former[unknown]}."
+    near = difflib.get_close_matches(unknown, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
 
 
 def _fields(kind: type) -> list[dataclasses.Field[Any]]:

@@ -1,0 +1,362 @@
+"""DiLoCo: ranks train by themselves, and an outer optimizer moves their common model.
+
+Douillard et al., 2023, https://arxiv.org/abs/2311.08105; in fragments, with delays: Streaming
+DiLoCo, 2025, https://arxiv.org/abs/2501.18512; eager: Kale et al., 2025,
+https://arxiv.org/abs/2502.12996. A fragment with the parameters x of a rank, the anchor a and the
+momentum v of the outer optimizer, the period H and the delay τ. In step t, between the gradients
+and the optimizer's step::
+
+    if t == start_step:
+        a, v = x, 0                             # x is the same on all ranks
+    elif (t - start_step) % H == offset:        # of the fragment
+        send(a - x)                             # the outer gradient, through the inner hook
+    if t - τ is such a step:
+        d = receive()                           # the mean of a - x over the ranks
+        v = μ * v + d
+        a = a - η * (d + μ * v)                 # SGD with Nesterov momentum
+        x = merge * x + (1 - merge) * a
+    x = x - u(g)                                # the inner optimizer's step
+
+Eager updates, where i is this rank out of N, and the results of a period before are used::
+
+    d = (a - x_i) / N + mean of the old (a - x_j) over all j, without the old (a - x_i) / N
+"""
+
+import functools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.algorithms.averaging.fragments import Turns
+from commhooks.algorithms.averaging.local_steps import LocalSteps
+from commhooks.algorithms.averaging.pending import Pending, pending_of
+from commhooks.algorithms.bucket_parameters import parameters_of
+from commhooks.comm.communicator import Communicator
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.errors import CommHookOptionError
+from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.derived_bucket import Progress, bucket_with
+from commhooks.hook.options import Ge, Gt, Le, Lt
+from commhooks.hook.registry import register_hook
+from commhooks.hook.state import AcrossRanks, StateField
+from commhooks.precision import at_least_float32
+from reducer import GradBucket
+
+__all__ = ["DiLoCo"]
+
+_DIGEST_BYTES = 16  # of the numbers by which ranks compare their parameters
+
+
+@register_hook("diloco")
+@dataclass
+class DiLoCo(LocalSteps):
+    """Train locally, and move the common model by an outer optimizer every ``period`` steps.
+
+    Every ``period`` steps the difference between the common model (the anchor) and the rank's own
+    parameters is averaged by ``inner`` as if it was a gradient: the outer gradient. SGD with
+    Nesterov momentum then moves the anchor, and the parameters follow it. Between two averages
+    every rank has another model, so save and load each rank's own.
+
+    The inner hook gets buckets in float32 (float64 for float64 parameters), and counts rounds as
+    steps: its ``start_step`` or ``warmup_steps`` are rounds.
+
+    With a ``delay`` training goes on while an average is under way: Note [Exchanges between steps]
+    in comm/exchange.py. A resumed run takes the same averages in the same steps.
+
+    Wire: before ``start_step`` one all-reduce of the gradients per step. Then nothing, except what
+    the inner hook sends for each fragment once per period; with ``ranks_per_node`` also one
+    all-reduce of the gradients among a node's ranks per step. In step ``start_step`` an all-reduce
+    of 16 bytes per bucket shows whether all ranks have the same parameters; otherwise these are
+    averaged, also after a failed step and at the end of ``join``, and the outer optimizer starts
+    from the beginning. Memory: two numbers per parameter element, one more while an average is
+    under way, and two more with ``eager``; and the inner hook's.
+
+    If an average is not finite, no rank changes its parameters or state, and the gradients of the
+    bucket become NaN on all ranks.
+
+    Raises:
+        CommHookOptionError: the delay is longer than the period, or given with ``eager``; or the
+            inner hook changes parameters, does not return the same on all ranks, or skips steps.
+    """
+
+    period: Annotated[int, Ge(1)] = 30
+    """H, steps from one average of a fragment to the next."""
+    outer_lr: Annotated[float, Gt(0), Lt(math.inf)] = 0.7
+    """η. At 1, without momentum, the anchor becomes the average of the models."""
+    outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
+    """μ"""
+    fragments: Annotated[int, Ge(1)] = 1
+    """F, parts of the model that are averaged in different steps."""
+    delay: Annotated[int, Ge(0)] = 0
+    """τ, steps that an average may take while training goes on."""
+    merge: Annotated[float, Ge(0.0), Le(1.0)] = 0.0
+    """The share of the own parameters in what becomes of them when an average arrives; the rest is
+    the anchor. With a delay, 0 discards the steps that were taken in the meantime."""
+    eager: bool = False
+    """Use the own outer gradient at once, and those of the other ranks one period later, which is
+    how long they may take. Anchors then differ between ranks, a little."""
+    inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    """The hook that averages outer gradients."""
+    start_step: Annotated[int, Ge(0)] = 0
+    """Average gradients in the steps before this one."""
+    ranks_per_node: Annotated[int, Ge(0)] = 1
+    """Average gradients among this many ranks in each local step. 0: the number of ranks per node
+    that the launcher gives, which the option has once the hook is registered."""
+
+    _turns: Turns = field(init=False, repr=False, compare=False)
+    _pending: dict[str, Pending] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _progress: Progress = field(
+        default_factory=lambda: Progress(set()), init=False, repr=False, compare=False
+    )
+    _progress_step: int = field(default=-1, init=False, repr=False, compare=False)
+
+    wire = "nothing, except what the inner hook sends for the parameters once per period"
+    paper = "https://arxiv.org/abs/2311.08105"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._turns = Turns(self.start_step, self.period, self.fragments)
+        if self.delay > self.period:
+            raise CommHookOptionError(
+                f"option 'delay' of hook {self.name!r}: expected at most the period, "
+                f"{self.period}, found {self.delay}"
+            )
+        if self.eager and self.delay:
+            raise CommHookOptionError(
+                f"option 'delay' of hook {self.name!r}: expected 0 with eager=True, by which an "
+                f"average may take a whole period, found {self.delay}"
+            )
+        self._check_inner()
+
+    def _check_inner(self) -> None:
+        if self.inner.changes_parameters or not has_consensus(self.inner):
+            problem = "changes parameters, or does not return the same on all ranks"
+        elif any(hook.skips_steps for hook in tree(self.inner)):
+            problem = "skips steps of the training loop"
+        else:
+            return
+        raise CommHookOptionError(
+            f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients, such "
+            f"as int8; {self.inner!r} {problem}"
+        )
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raise CommHookError for unequal nodes, and for more fragments than parameters."""
+        super().prepare(parameters, group)
+        self._turns.divide(parameters)
+
+    def bucket_key(self, parameter: str) -> Hashable:  # noqa: ARG002
+        """Return the same key for all: the inner hook gets buckets of its own."""
+        return None
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
+        kind: AcrossRanks = "averageable" if self.eager else "same"
+        names = ["anchor", "momentum", "sent"] if self.eager else ["anchor", "momentum"]
+        fields = [StateField.like(gradient, name, kind) for name in names]
+        if self.delay or self.eager:
+            result = StateField.like(gradient, "outer_gradient", "same")
+            fields.append(replace(result, is_optional=not self.eager, is_finite=False))
+        return fields
+
+    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> bool:
+        parameters = dict(zip(bucket.names, parameters_of(bucket), strict=True))
+        new = {n: p for n, p in parameters.items() if n not in self.state}
+        due = {n: p for n, p in parameters.items() if self._sends(n, bucket.step)}
+        part = self._part(bucket, due) if due else None  # numbered before the first await
+        if new and not await self._anchor(new, bucket.step, comm):
+            return False
+        if part is not None:
+            self._subtract(due, part)
+        is_finite = await self._receive(parameters, bucket.step)
+        if part is not None:
+            is_finite &= await self._send(part, due, comm)
+        return is_finite
+
+    async def _anchor(
+        self, parameters: Mapping[str, Tensor], step: int, comm: Communicator
+    ) -> bool:
+        """Begin with parameters that are the same on all ranks, or make them the same."""
+        tensors = list(parameters.values())
+        digest = _digest(tensors)
+        largest = await comm.all_reduce(torch.stack([digest, -digest]), "max")
+        if bool(largest[0] != -largest[1]) and not await self.average(tensors, step, comm):
+            return False
+        for name, parameter in parameters.items():
+            anchor = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
+            self.state[name] = {"anchor": anchor, "momentum": torch.zeros_like(anchor)}
+            if self.eager:
+                self.state[name]["sent"] = torch.zeros_like(anchor)
+                self._pending[name] = Pending.finished(torch.zeros_like(anchor))
+        return True
+
+    def _sends(self, name: str, step: int) -> bool:
+        """Return whether an outer gradient is due, of a parameter that has an anchor."""
+        return name in self.state and self._turns.is_due(name, step)
+
+    def _subtract(self, due: Mapping[str, Tensor], part: GradBucket) -> None:
+        """Write the outer gradients of this rank into their bucket."""
+        for (name, parameter), view in zip(due.items(), part.gradients(), strict=True):
+            torch.sub(self._entry(name, parameter)["anchor"], parameter, out=view)
+
+    async def _receive(self, parameters: Mapping[str, Tensor], step: int) -> bool:
+        """Take the averages that have had their time, and let the outer optimizer step."""
+        due = {
+            name: parameter
+            for name, parameter in parameters.items()
+            if name in self._pending and not self.eager and self._has_arrived(name, step)
+        }
+        return self._outer_step(due, await self._take(due))
+
+    def _has_arrived(self, name: str, step: int) -> bool:
+        # In a step in which it was to arrive, the bucket may have been left out.
+        return self._turns.is_due(name, step) or self._turns.since(name, step) >= self.delay
+
+    async def _take(self, parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the averages of these parameters, which are no longer pending."""
+        pending = [self._pending.pop(name) for name in parameters]
+        for exchange in dict.fromkeys(each.exchange for each in pending):
+            await exchange
+        return [
+            each.result().to(parameter.device)
+            for each, parameter in zip(pending, parameters.values(), strict=True)
+        ]
+
+    async def _send(self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator) -> bool:
+        """Send the outer gradients of the parameters that are due; without delay, also step."""
+        if self.eager:
+            return await self._send_eagerly(part, due, comm)
+        if self.delay:
+            self._begin(part, comm)
+            return True
+        average = await self._average(part, comm)
+        return self._outer_step(due, bucket_with(part, average).gradients())
+
+    async def _send_eagerly(
+        self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
+    ) -> bool:
+        """Step with this rank's outer gradients and with what the others sent a period ago."""
+        late = await self._take(due)
+        if not _all_finite(late):
+            for name in due:  # anchors would no longer come from the same outer gradients
+                del self.state[name]
+            return False
+        own = [gradient.clone() for gradient in part.gradients()]
+        self._begin(part, comm)
+        entries = [self._entry(name, parameter) for name, parameter in due.items()]
+        gradients = [
+            average.add(new - entry["sent"], alpha=1 / comm.size)
+            for average, new, entry in zip(late, own, entries, strict=True)
+        ]
+        if not self._outer_step(due, gradients):
+            return False
+        for entry, new in zip(entries, own, strict=True):
+            entry["sent"] = new
+        return True
+
+    def _begin(self, part: GradBucket, comm: Communicator) -> None:
+        async def average(comm: Communicator) -> Tensor:
+            return await self._average(part, comm)
+
+        self._pending |= pending_of(comm.begin(average), part)
+
+    async def _average(self, part: GradBucket, comm: Communicator) -> Tensor:
+        own = part.buffer().clone()
+        average = await self.inner.reduce(part, comm.within(self.inner, key=part.key))
+        average = average.view(-1)
+        self.measure(comm.step, own.sub_(average))
+        return average
+
+    def _outer_step(self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> bool:
+        """Step with outer gradients, unless one is not finite; return whether all are."""
+        if not _all_finite(gradients):
+            return False
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            entry = self._entry(name, parameter)
+            anchor, momentum = entry["anchor"], entry["momentum"]
+            momentum.mul_(self.outer_momentum).add_(gradient)
+            anchor.sub_(gradient.add(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+            parameter.copy_(torch.lerp(anchor, parameter.to(anchor.dtype), self.merge))
+        return True
+
+    def _entry(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter on its device; a loaded one may be on another."""
+        entry = self.state[name]
+        if entry["anchor"].device != parameter.device:
+            entry = {key: tensor.to(parameter.device) for key, tensor in entry.items()}
+            self.state[name] = entry
+        return entry
+
+    def _part(self, bucket: GradBucket, due: Mapping[str, Tensor]) -> GradBucket:
+        """Return a bucket for the outer gradients of the parameters that are due."""
+        if bucket.step != self._progress_step:
+            self._progress_step = bucket.step
+            names = self._turns.names
+            self._progress = Progress({name for name in names if self._sends(name, bucket.step)})
+        index, is_last = self._progress.advance(list(due), bucket.left_out)
+        return self._outer_bucket(bucket, due, index, is_last=is_last)
+
+    def _outer_bucket(
+        self, bucket: GradBucket, due: Mapping[str, Tensor], index: int, *, is_last: bool
+    ) -> GradBucket:
+        elements = sum(parameter.numel() for parameter in due.values())
+        dtype = functools.reduce(torch.promote_types, (p.dtype for p in due.values()))
+        return GradBucket(
+            bucket.buffer().new_empty(elements, dtype=at_least_float32(dtype)),
+            list(due.values()),
+            list(due),
+            index=index,
+            count=index + (1 if is_last else 2),
+            step=self._turns.round(bucket.step),
+            left_out=bucket.left_out,
+        )
+
+    def synchronization_bytes(self, bucket: GradBucket, size: int) -> int | None:
+        digest_bytes = 0
+        if bucket.step == self.start_step:
+            digest_bytes = all_reduce_bytes(_DIGEST_BYTES, size)
+        parameters = zip(bucket.names, parameters_of(bucket), strict=True)
+        due = {n: p for n, p in parameters if self._turns.is_due(n, bucket.step)}
+        if not due:
+            return digest_bytes
+        part = self._outer_bucket(bucket, due, 0, is_last=True)
+        return self.inner.wire_bytes(part, size)
+
+    def recover(self) -> None:
+        """Forget the anchors, which may have moved on some ranks only, and what is under way."""
+        super().recover()
+        self.state = {}
+        self._pending.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for name, pending in self._pending.items():
+            state[name]["outer_gradient"] = pending.result().detach().clone()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._pending = {
+            name: Pending.finished(entry.pop("outer_gradient"))
+            for name, entry in self.state.items()
+            if "outer_gradient" in entry
+        }
+
+
+def _digest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a number that is very likely another one if any bit of the tensors is."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [t.view(integers[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> bool:
+    if not tensors:
+        return True
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())

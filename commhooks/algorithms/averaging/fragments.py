@@ -1,0 +1,69 @@
+"""Parts of a model that are synchronized in different steps, as Streaming DiLoCo has them."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from commhooks.errors import CommHookError
+
+__all__ = ["Turns", "runs_of"]
+
+
+@dataclass
+class Turns:
+    """The steps in which each of ``fragments`` parts of a model is due.
+
+    Fragment f is due in steps t > ``start`` with t - start = ⌊f·period/fragments⌋ modulo period.
+    """
+
+    start: int
+    period: int
+    fragments: int
+    _fragment_of: dict[str, int] = field(default_factory=dict)
+
+    def divide(self, parameters: Mapping[str, Tensor]) -> None:
+        """Divide the parameters, in the model's order, into fragments of about equal size.
+
+        Raises:
+            CommHookError: There are more fragments than parameters.
+        """
+        if self.fragments > len(parameters):
+            raise CommHookError(
+                f"expected at most as many fragments as parameters, {len(parameters)}, found "
+                f"fragments={self.fragments}"
+            )
+        runs = runs_of([parameter.numel() for parameter in parameters.values()], self.fragments)
+        self._fragment_of = dict(zip(parameters, runs, strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters."""
+        return list(self._fragment_of)
+
+    def is_due(self, name: str, step: int) -> bool:
+        """Return whether the fragment of a parameter is due in a step."""
+        return step > self.start and self.since(name, step) == 0
+
+    def since(self, name: str, step: int) -> int:
+        """Return how many steps ago the fragment of a parameter was due, or could have been."""
+        offset = self._fragment_of.get(name, 0) * self.period // self.fragments
+        return (step - self.start - offset) % self.period
+
+    def round(self, step: int) -> int:
+        """Return how often each fragment was due before a step in which it is due."""
+        return (step - self.start - 1) // self.period
+
+
+def runs_of(sizes: Sequence[int], count: int) -> list[int]:
+    """Divide items into runs of about equal size; return the run, 0 to count - 1, of each item.
+
+    An item is in the run that contains its middle.
+    """
+    total = max(sum(sizes), 1)
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        min(count * (2 * start + size) // (2 * total), count - 1)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
