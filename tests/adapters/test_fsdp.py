@@ -146,7 +146,33 @@ def resume(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
 
 
 def test_a_resumed_run_is_the_same_to_the_bit(run_ranks: Any) -> None:
-    run_ranks(resume, 4, [{"name": "int8"}, {"name": "powersgd", "rank": 1, "start_step": 1}])
+    diloco = {"name": "diloco", "period": 1, "delay": 1, "fragments": 2, "inner": "int8"}
+    powersgd = {"name": "powersgd", "rank": 1, "start_step": 1}
+    run_ranks(resume, 4, [{"name": "int8"}, powersgd, diloco])
+
+
+def train_as_nodes(rank: int, size: int) -> None:
+    options = {"period": 2, "delay": 1, "merge": 0.5}
+    net = build(mesh_of(2, 2))
+    commhooks.register(net, "diloco", **options)
+    train(net, rank, 6)
+    torch.manual_seed(0)
+    plain = commhooks.DistributedDataParallel(Net(FEATURES["units"]))
+    commhooks.register(plain, "diloco", ranks_per_node=2, **options)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(6):
+        draw = torch.Generator().manual_seed(100 * step + 10 * rank + True)
+        optimizer.zero_grad()
+        plain(torch.randn(4, 7, generator=draw)).square().mean().backward()
+        optimizer.step()
+    expected = dict(plain.module.named_parameters())
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), expected[name])
+
+
+def test_diloco_trains_replicas_as_it_trains_nodes(run_ranks: Any) -> None:
+    """The shards of a replica average their gradients in each step, as the ranks of a node do."""
+    run_ranks(train_as_nodes, 4)
 
 
 def fail(rank: int, size: int, shards: int) -> None:
