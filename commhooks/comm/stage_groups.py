@@ -76,7 +76,7 @@ class StageGroups:
         self._options = self._make_options()
         # A client of its own: one that waits for a key, as Gloo does to connect, locks out other
         # threads, and these could connect what peers wait for on their thread.
-        store = group.get_group_store().clone()
+        store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"commhooks/{token:x}/{purpose}", store)
         self._rank = group.rank()
         self._size = group.size()
