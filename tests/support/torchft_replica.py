@@ -1,7 +1,7 @@
-"""One replica that trains under a torchft manager, until it has met the other one.
+"""One replica that trains under a torchft manager.
 
-Replica 1 ends after a few steps together. Replica 0 goes on until the other one comes back, and
-ends after a few more. A replica writes ``{step: (participants, parameters before it)}``, the errors
+Replica 1 ends after a few steps together. Replica 0 goes on until it is told that the other one has
+left for the last time, and it has noticed so. A replica writes ``{step: (participants, parameters before it)}``, the errors
 of its hook, the bytes that it has sent, and how often its hook has recovered.
 """
 
@@ -42,6 +42,7 @@ def flat(net: nn.Module) -> Tensor:
 
 
 def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> None:
+    last_departure = path.with_name("last departure")
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     replicas = torchft.ProcessGroupGloo(timeout=timedelta(seconds=20))
     net = make_net()
@@ -66,8 +67,10 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
     recover = model.hook.recover
     model.hook.recover = lambda: (recoveries.append(1), recover())  # type: ignore[method-assign]
     steps: dict[int, tuple[int, Tensor]] = {}
-    meetings = together = 0
-    while meetings < (2 if replica == 0 else 1) or together < STEPS_TOGETHER:
+    participants = together = 0
+    while (
+        together < STEPS_TOGETHER if replica else participants != 1 or not last_departure.exists()
+    ):
         time.sleep(0.05)  # so that a replica does not train far ahead while it is alone
         optimizer.zero_grad()  # begins the quorum
         manager.wait_quorum()
@@ -79,7 +82,6 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
         if manager.is_participating() and manager.current_step() == step + 1:
             steps[step] = participants, before
             together = together + 1 if participants == 2 else 0
-            meetings += together == 1
     if dies:
         os._exit(7)
     errors = [t for e in model.hook.state.values() for n, t in e.items() if n == "error"]
