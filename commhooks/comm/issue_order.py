@@ -7,7 +7,7 @@ come in a different order on every rank. If a collective were issued at that mom
 collective of bucket 3 on one rank could meet that of bucket 4 on another: Gloo aborts ("Received
 data size doesn't match") or mixes up numbers, and NCCL hangs. Therefore:
 
-    Stage s of bucket b is issued after bucket b-1 has issued its stage s, or has finished with
+    Stage s of bucket b is issued after bucket b-1 has completed its stage s, or has finished with
     fewer stages. Each stage has a process group of its own, its stage group.
 
             stage group 0   b0 b1 b2 b3 ...
@@ -20,6 +20,12 @@ Between stage groups no order is needed, because they share no connection. Ranks
 each other in a circle, either. Take the earliest bucket that has not finished on all ranks, and its
 earliest stage that some rank has not issued. All stages before it have been issued by all ranks, so
 they complete; and no earlier bucket is unfinished, so the stage is issued.
+
+The order alone would allow b to issue its stage as soon as b-1 has issued its own. But a stage
+group of Gloo must not have a second collective in its queue when one fails. If the one that fails
+was receiving from a peer, its connection to that peer is never read again (torch 2.13), so the
+second one, which waits for the same peer, does not see that the peer has left, and ends only with
+the timeout. Gloo runs the collectives of a stage group one after the other in any case.
 
 Collectives among some of the ranks are counted separately: Note [Subgroups] in stage_groups.py.
 """
@@ -53,6 +59,10 @@ class Execution(Protocol):
     def issued(self) -> Mapping[Any, int]:
         """How many collectives have been issued so far, by the ranks that take part."""
 
+    @property
+    def completed(self) -> Mapping[Any, int]:
+        """How many of them have completed."""
+
 
 ExecutionT = TypeVar("ExecutionT", bound=Execution)
 
@@ -62,7 +72,7 @@ def in_turn(unfinished: Iterable[ExecutionT]) -> Iterator[ExecutionT]:
 
     The caller issues it, and updates ``pending`` and ``issued``, before it asks for the next one.
     Comparing with the nearest unfinished bucket suffices: no bucket has issued more than the one
-    before it.
+    before it has completed.
 
     Args:
         unfinished: The executions of one hook, in bucket order.
@@ -72,15 +82,16 @@ def in_turn(unfinished: Iterable[ExecutionT]) -> Iterator[ExecutionT]:
         pending = execution.pending
         if pending is not None and _has_turn(pending, execution.issued, previous):
             yield execution
-        previous = execution.issued
+        previous = execution.completed
         if not previous:
             return  # so no later bucket may issue anything
 
 
 def _has_turn(
-    pending: Pending, issued: Mapping[Any, int], previous: Mapping[Any, int] | None
+    pending: Pending, issued: Mapping[Any, int], completed: Mapping[Any, int] | None
 ) -> bool:
-    if previous is None:
+    """Compare with what the bucket before has ``completed``; None if all before have finished."""
+    if completed is None:
         return True
     members = pending.members
-    return not pending.is_vote and issued.get(members, 0) < previous.get(members, 0)
+    return not pending.is_vote and issued.get(members, 0) < completed.get(members, 0)

@@ -68,6 +68,10 @@ class _Execution:
     issued: dict[Members, int] = field(default_factory=dict)
     is_finished: bool = False
 
+    @property
+    def completed(self) -> dict[Members, int]:
+        return self.issued  # what is issued early queues in its _Group
+
 
 class _Group:
     """A process group that executes ``width`` collectives at once; the others queue."""

@@ -40,6 +40,7 @@ class HookExecution:
         work: The collective under way.
         issued: How many collectives have been issued, by the ranks that take part: Note [Subgroups]
             in comm/stage_groups.py.
+        completed: How many of them have completed.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -51,6 +52,7 @@ class HookExecution:
         self.future = new_future(bucket.buffer().device)
         self.pending: PendingCollective | None = None
         self.issued: dict[tuple[int, ...], int] = {}
+        self.completed: dict[tuple[int, ...], int] = {}
         self.work: Work | None = None
         self.exchange: Exchange | None = None
         self._stages: list[Stage] = []
@@ -111,6 +113,7 @@ class HookExecution:
     def end_stage(self) -> None:
         """Note that the collective has completed."""
         self._stages[-1].completed_ns = time.monotonic_ns()
+        self.completed = dict(self.issued)  # no more than one is under way
 
     def record(self, collector: StatsCollector) -> None:
         """Tell ``collector`` what this execution, which has finished, has cost."""

@@ -49,8 +49,10 @@ class Executor(ABC):
         elif error is not None:
             self.fail(self._peer_error(execution, error))
         else:
-            self._advance(execution)
-            self._issue_in_turn()
+            self._issue_in_turn()  # so that the stage group is in use while the hook computes
+            if self._failure_of(execution) is None:
+                self._advance(execution)
+                self._issue_in_turn()
 
     @abstractmethod
     def fail(self, error: CommHookError) -> None:

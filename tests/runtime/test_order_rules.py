@@ -277,10 +277,13 @@ def test_a_dropped_exchange_does_not_hold_up_later_ones() -> None:
 
 
 class Waiting:
-    """An execution: how much it has issued, and whether something is pending."""
+    """An execution: how much it has issued, and whether something is pending or under way."""
 
-    def __init__(self, issued: int, *, is_pending: bool = True, is_vote: bool = False) -> None:
+    def __init__(
+        self, issued: int, *, is_pending: bool = True, is_sent: bool = False, is_vote: bool = False
+    ) -> None:
         self.issued = {ALL: issued} if issued else {}
+        self.completed = {ALL: issued - is_sent} if issued - is_sent else {}
         self.pending = self if is_pending else None
         self.members = ALL
         self.is_vote = is_vote
@@ -296,6 +299,8 @@ class Waiting:
         ([Waiting(1), Waiting(1)], [0]),
         ([Waiting(2, is_pending=False), Waiting(1), Waiting(1)], [1]),
         ([Waiting(0, is_pending=False), Waiting(0)], []),
+        ([Waiting(1, is_pending=False, is_sent=True), Waiting(0)], []),
+        ([Waiting(2, is_pending=False, is_sent=True), Waiting(0), Waiting(0)], [1]),
         ([Waiting(3), Waiting(1, is_vote=True)], [0]),
         ([Waiting(1, is_vote=True)], [0]),
         ([Waiting(0, is_vote=True)], [0]),
@@ -305,11 +310,12 @@ def test_who_has_the_turn(executions: list[Waiting], expected: list[int]) -> Non
     assert [executions.index(e) for e in in_turn(executions)] == expected
 
 
-def test_a_turn_follows_from_what_was_issued_a_moment_ago() -> None:
+def test_a_turn_follows_from_what_has_completed_a_moment_ago() -> None:
     executions = [Waiting(0), Waiting(0), Waiting(0)]
     order = []
     for execution in in_turn(executions):
         execution.issued, execution.pending = {ALL: 1}, None
+        execution.completed = execution.issued
         order.append(executions.index(execution))
     assert order == [0, 1, 2]
 

@@ -530,6 +530,8 @@ class _Connection:
         self.closed: set[int] = set()
 
     def post(self, member: int, size: int, work: _Work) -> None:
+        if self._pending(member):
+            self.world.report(f"rank {member} has two collectives in one group: {work.tag}")
         self.posted[member].append(work)
         if self.closed:
             work.end(has_failed=True)
