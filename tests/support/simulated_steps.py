@@ -313,9 +313,10 @@ class _Actor(ABC):
     # ----------------------------------------------------------------------------- on the thread
 
     def pause(self, version: int | None) -> None:
-        self.is_paused, self.waits_for = True, version
-        self.world.baton.release()
-        self.baton.acquire()
+        if not self.world.is_over:
+            self.is_paused, self.waits_for = True, version
+            self.world.baton.release()
+            self.baton.acquire()
         if self.world.is_over:
             raise _Over
         self.is_paused = False
