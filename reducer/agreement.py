@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from reducer.peers import collective
 
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+_PATIENCE_SECONDS = 30.0
 
 
 def check_agreement(
@@ -54,7 +60,7 @@ def _exchange(
         [int.from_bytes(digest, "little", signed=True), secrets.randbits(62)], device=device
     )
     gathered = [torch.empty_like(own) for _ in range(group.size())]
-    with collective(group, what):
+    with collective(group, what), _late_ranks_named(group, what):
         dist.all_gather(gathered, own, group=group)
         digests, numbers = torch.stack(gathered).T.tolist()
     values = [value] * group.size()
@@ -62,3 +68,33 @@ def _exchange(
         with collective(group, what):
             dist.all_gather_object(values, value, group=group)
     return values, int(numbers[0])
+
+
+@contextmanager
+def _late_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """Warn which ranks are missing in the block, if others wait for them for a long time.
+
+    A rank whose program leaves ``what`` out never comes, which is an error only after the time-out
+    of the group, 30 minutes by default.
+    """
+    store = PrefixStore("commhooks/agreements", group.get_group_store())
+    calls = store.add(f"rank {group.rank()}", 1)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        if is_over.wait(_PATIENCE_SECONDS):
+            return
+        late = [rank for rank in range(group.size()) if store.add(f"rank {rank}", 0) < calls]
+        if late and not is_over.is_set():
+            warnings.warn(
+                f"[rank {group.rank()}] {what} has waited {_PATIENCE_SECONDS:g} s for ranks "
+                f"{late}. If their program leaves it out, call it on all ranks, in the same order; "
+                "if they are late, nothing is wrong",
+                stacklevel=1,
+            )
+
+    threading.Thread(target=watch, name="commhooks-late-ranks", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import commhooks
+import reducer.agreement
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "option out of range": ("powersgd", {"rank": 0}, "'rank'.*>= 1; found 0"),
@@ -129,3 +131,29 @@ def train_tiny(rank: int, size: int) -> None:
 def test_a_model_without_compressible_matrices_is_averaged_exactly(run_ranks: Any) -> None:
     """The rank is valid: no matrix of these small models could be compressed by any rank."""
     run_ranks(train_tiny, 2)
+
+
+def register_late(rank: int, size: int) -> list[str]:
+    told: list[str] = []
+    store = dist.distributed_c10d._get_default_store()
+
+    def tell(text: str, **_: Any) -> None:
+        told.append(text)
+        store.set("told", "")
+
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducer.agreement, "_PATIENCE_SECONDS", 60.0 if rank else 0.01)
+        patch.setattr(reducer.agreement.warnings, "warn", tell)
+        if rank == 1:
+            store.wait(["told"])
+        commhooks.register(model, "int8")
+    return told
+
+
+def test_a_rank_that_waits_for_others_says_for_which(run_ranks: Any) -> None:
+    """A rank that never registers would be noticed only at the time-out of the group."""
+    (text,), *others = run_ranks(register_late, 2)
+    assert text.startswith("[rank 0] the comparison of the ranks' hook and options, which all")
+    assert "has waited 0.01 s for ranks [1]. If their program leaves it out, call it on all" in text
+    assert others == [[]]

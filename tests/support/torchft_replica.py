@@ -1,8 +1,9 @@
 """One replica that trains under a torchft manager.
 
 Replica 1 ends after a few steps together. Replica 0 goes on until it is told that the other one has
-left for the last time, and it has noticed so. A replica writes ``{step: (participants, parameters before it)}``, the errors
-of its hook, the bytes that it has sent, and how often its hook has recovered.
+left for the last time, and it has noticed so. A replica writes
+``{step: (participants, parameters before it)}``, the errors of its hook, the bytes that it has
+sent, and how often its hook has recovered.
 """
 
 import json
