@@ -6,6 +6,7 @@ Both shard models on devices only. The tests tell Accelerate that the ranks have
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from support import torchrun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import commhooks
@@ -106,20 +107,26 @@ def test_accelerate(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(accelerate, 4, tmp_path, timeout=240)
 
 
-def make_trainer(folder: Path, config: dict[str, Any]) -> Trainer:
+def make_gpt() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
+    return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=32,
             n_positions=8,
             n_embd=8,
             n_layer=1,
             n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
             bos_token_id=0,
             eos_token_id=0,
             tie_word_embeddings=False,
         )
     )
+
+
+def make_trainer(folder: Path, config: dict[str, Any]) -> Trainer:
     rows = [torch.arange(8) + number % 8 for number in range(24)]
     args = TrainingArguments(
         output_dir=str(folder),
@@ -132,6 +139,7 @@ def make_trainer(folder: Path, config: dict[str, Any]) -> Trainer:
         learning_rate=0.01,
         optim="adamw_torch",  # which has a state: torch cannot load one without tensors
         lr_scheduler_type="constant",
+        average_tokens_across_devices=False,  # which scales losses by a number of other ranks
         save_steps=3,
         logging_steps=1,
         disable_tqdm=True,
@@ -140,20 +148,50 @@ def make_trainer(folder: Path, config: dict[str, Any]) -> Trainer:
     )
     claim_devices()  # again: the arguments begin by resetting what Accelerate knows
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, args, train_dataset=data)  # type: ignore[arg-type]
+    trainer = Trainer(make_gpt(), args, train_dataset=data)  # type: ignore[arg-type]
     trainer.add_callback(CommHookCallback(trainer, config))
     return trainer
+
+
+def copy_arguments(
+    calls: list[dict[str, Any]], _: nn.Module, args: tuple[()], arguments: dict[str, Any]
+) -> None:
+    calls.append(arguments)
+
+
+def train_again(calls: list[dict[str, Any]], trained: nn.Module, config: dict[str, Any]) -> Tensor:
+    """The bare loop on the same batches, with the units that Accelerate has made."""
+    units: dict[Any, list[str]] = {}
+    for name, module in trained.named_modules():
+        if isinstance(module, FSDPModule):
+            units.setdefault(module._get_fsdp_state(), []).append(name)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    bare = make_gpt().train()
+    for names in reversed(units.values()):
+        fully_shard([bare.get_submodule(name) for name in names], mesh=mesh)
+    commhooks.register(bare, config)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.01, weight_decay=0.0)
+    for arguments in calls:
+        bare(**arguments).loss.backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return shards_of(bare)
 
 
 def use_trainer(rank: int, size: int, root: Path) -> None:
     for config in HOOKS[1:]:
         with with_devices(rank, size):
             trainer = make_trainer(root / config["name"], config)
+            calls: list[dict[str, Any]] = []
+            record = partial(copy_arguments, calls)
+            trainer.model.register_forward_pre_hook(record, with_kwargs=True)
             trainer.train()
             expected = shards_of(trainer.model)
             handle = commhooks.handle_of(trainer.model)
             assert handle is not None
-            assert handle.state_dict()["step"] == 6
+            assert handle.state_dict()["step"] == len(calls) == 6
+        assert torch.equal(train_again(calls, trainer.model, config), expected)
         with with_devices(rank, size):
             trainer = make_trainer(root / config["name"], config)
             trainer.train(resume_from_checkpoint=str(root / config["name"] / "checkpoint-3"))
