@@ -279,12 +279,35 @@ def lose(rank: int, size: int, options: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("options", [{"delay": 4}, {"eager": True}], ids=str)
+@pytest.mark.parametrize("options", [{"delay": 1}, {"delay": 4}, {"eager": True}], ids=str)
 def test_models_are_averaged_after_a_failed_step(run_ranks: Any, options: Any) -> None:
     first, second = run_ranks(lose, 2, options)
-    before, after = list(zip(first, second, strict=True))[8:10]
+    before, after, later = list(zip(first, second, strict=True))[8:]
     mean = sum(before) / 2  # one of them may have taken the last average
     assert after == pytest.approx((mean - 1, mean - 3))
+    assert later == pytest.approx((mean - 2, mean - 6))
+
+
+def leave_out(rank: int, size: int) -> float:
+    """Use b in all steps but that in which an average of b is to arrive."""
+    probe = GradientProbe({name: torch.zeros(()) for name in "ab"})
+    options: dict[str, Any] = {"bucket_cap_mb": 1e-6, "stable_buckets": True}
+    options |= {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    model = commhooks.DistributedDataParallel(probe, **options)
+    outer = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    commhooks.register(model, "diloco", period=4, delay=1, **outer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(7):
+        optimizer.zero_grad()
+        gradient = torch.tensor(1.0 + 2 * rank)
+        model(dict.fromkeys("a" if step == 5 else "ab", gradient)).backward()
+        optimizer.step()
+    return probe.b.item()
+
+
+def test_an_average_of_a_bucket_that_is_left_out_arrives_in_the_next_step(run_ranks: Any) -> None:
+    """In step 4, 4 and 12 are sent; in step 6 the mean, 8, arrives, and 1 and 3 follow."""
+    assert run_ranks(leave_out, 2) == [-9.0, -11.0]
 
 
 def not_finite(rank: int, size: int, options: dict[str, Any]) -> list[bool]:

@@ -212,3 +212,18 @@ def recover_while_busy(rank: int, size: int) -> bool | None:
 def test_a_hook_recovers_when_dropped_exchanges_no_longer_run(run_ranks: Any) -> None:
     """They use the state of the hook."""
     assert run_ranks(recover_while_busy, 2) == [False] * 2
+
+
+def join_while_busy(rank: int, size: int) -> bool | None:
+    hook = Busy()
+    trainer = Trainer(hook, stable_buckets=True)
+    with trainer.model.join():
+        take_steps(trainer, rank, range(1))
+        while not hook.works:
+            time.sleep(0.01)
+        threading.Timer(0.3, hook.goes_on.set).start()  # later than recover() would come
+    return hook.worked_in_recover
+
+
+def test_join_ends_when_exchanges_are_over(run_ranks: Any) -> None:
+    assert run_ranks(join_while_busy, 2) == [False] * 2
