@@ -86,6 +86,7 @@ class Digits(Task):
         "SGD with momentum": _sgd(lr=0.1, momentum=0.9, weight_decay=1e-3),
         # Without momentum, weight decay is ten times weaker; see docs/hooks/dgc.md.
         "SGD without momentum": _sgd(lr=0.1, weight_decay=1e-2),
+        "SGD without momentum, 10 times the rate": _sgd(lr=1.0, weight_decay=1e-3),
     }
     _BATCH = 16  # per rank
     _NOISE = 0.5
@@ -146,6 +147,7 @@ class Bytes(Task):
         ),
         "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
         "SGD without momentum": _sgd(lr=0.1),
+        "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
     }
     _BATCH = 8  # sequences per rank
     _LENGTH = 64  # bytes of a sequence
@@ -195,6 +197,7 @@ class Clusters(Task):
         "AdamW": Recipe(torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 1e-2}),
         "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
         "SGD without momentum": _sgd(lr=0.1),
+        "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
     }
     _BATCH = 32  # per rank
     _CLASSES = 10

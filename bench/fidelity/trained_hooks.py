@@ -76,13 +76,20 @@ _SPECIAL = [
         remark="with 100 plain steps, then `int4`",
     ),
     TrainedHook("skip_nonfinite", {"inner": "bf16"}, remark="around `bf16`"),
-    # Replaces the optimizer's momentum.
+    # These replace the optimizer's momentum.
     TrainedHook(
         "dgc",
         recipe="SGD without momentum",
         reference_recipe="SGD with momentum",
         tolerance=_ONE_BIT_OR_ONE_PERCENT,
         remark="without the optimizer's momentum, against SGD with it",
+    ),
+    TrainedHook(
+        "demo",
+        recipe="SGD without momentum, 10 times the rate",
+        reference_recipe="SGD with momentum",
+        tolerance=_ONE_BIT_OR_ONE_PERCENT,
+        remark="without the optimizer's momentum at 10 times the rate, against SGD with it",
     ),
     # With a warm-up, as in the paper of 1-bit Adam.
     TrainedHook("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),

@@ -4,8 +4,10 @@ import copy
 import functools
 import importlib
 import math
+import re
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from commhooks.algorithms.sparse.randomk import RandomK
 from commhooks.algorithms.sparse.selection import draw_indices
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
+from commhooks.hook.spec import parse_hook_spec
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -267,6 +270,18 @@ def test_bits_per_parameter_of_chunks(numel, bits):
         assert 8 * (index_bytes + value_bytes) == 64 * (8 + bits) + 32
 
 
+def test_recipe_of_sparseloco():
+    """As docs/hooks/topk.md has it: 64 of 4096 in 2 bits, 0.164 bits per parameter."""
+    page = (Path(__file__).parents[2] / "docs/hooks/topk.md").read_text()
+    (recipe,) = re.findall(r"^ +(error_feedback:.*)$", page, re.M)
+    hook = commhooks.create(parse_hook_spec(recipe).config)
+    gradient = torch.randn(100 * 4096)
+    (result,), _ = lockstep([hook.inner], [make_bucket({"p": gradient.clone()})])
+    assert [int(chunk.count_nonzero()) for chunk in result.split(4096)] == [64] * 100
+    bits = 8 * hook.wire_bytes(make_bucket({"p": gradient}), 2) / gradient.numel()
+    assert bits == pytest.approx((64 * (8 + 2) + 32) / 4096, rel=1e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contribution_and_error_are_those_of_the_quantized_values(dtype):
     options = {"density": 0.1, "warmup_steps": 0, "chunk": 320, "bits": 2}
@@ -280,6 +295,9 @@ def test_contribution_and_error_are_those_of_the_quantized_values(dtype):
     assert torch.equal(flat(gradient, exact) - comm.contribution, memory(keeps).to(exact))
     sent = comm.contribution[comm.contribution != 0]
     assert len(sent.unique()) < len(sent)  # a few levels for each chunk
+    for chunk, found in zip(flat(gradient).split(320), comm.contribution.split(320), strict=True):
+        largest = chunk.abs().argmax()  # it arrives unchanged, as in int2
+        assert found[largest].item() == pytest.approx(chunk[largest].item())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

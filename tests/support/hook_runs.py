@@ -27,6 +27,7 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "randomk": functools.partial(RandomK, density=0.2),
     "randomk with errors": functools.partial(RandomK, density=0.2, error_feedback=True),
     "demo": functools.partial(DeMo, density=0.1, tile=16),
+    "demo, signs": functools.partial(DeMo, density=0.1, tile=16, sign=True),
     "dgc": functools.partial(DGC, density=0.1, warmup_steps=2, clip=8.0),
     "powersgd": functools.partial(PowerSGD, rank=2, min_compression_rate=1.0, start_step=1),
     "powersgd, one side": functools.partial(

@@ -97,7 +97,7 @@ class DeMo(SparseHook):
         copy_if(gathered.all_finite, total.sub_(sent), momentum)
         mean = gathered.commit(coefficients, None, torch.empty_like(buffer))
         result = self._inverse(bucket, mean.to(total.dtype))
-        if self.sign:
+        if self.sign:  # torch.sign(NaN) is 0
             result = torch.where(result.isnan(), result, result.sign())
         return buffer.copy_(result)
 

@@ -68,7 +68,7 @@ def select_largest_of_chunks(
     if error is not None:
         gradient.add_(error)
     padding = -gradient.numel() % chunk
-    chunks = pad(gradient.abs(), (0, padding), value=-1).view(-1, chunk)
+    chunks = pad(gradient.abs(), (0, padding)).view(-1, chunk)
     found = chunks.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(dim=1).values
     found += torch.arange(0, chunks.numel(), chunk, device=found.device)[:, None]
     return found.view(-1)[: found.numel() - max(0, count + padding - chunk)].int()
