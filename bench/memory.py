@@ -57,8 +57,8 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
     match hook:
         case "int8" | "int4" | "int2" | "fp8" | "onebit" | "signsgd" | "schedule":
             return errors + errors / world_size
-        case "hierarchical":  # int8 between the leaders of nodes with two ranks
-            return errors + errors / (world_size // 2)
+        case "hierarchical":  # int8 between nodes with two ranks, each with half of the gradients
+            return (errors + errors / (world_size // 2)) / 2
         case "topk" | "threshold" | "demo" | "push_sum" | "error_feedback":
             return errors
         case "dgc" | "diloco":

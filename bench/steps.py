@@ -94,6 +94,11 @@ def prepare(rank: int, model: str, wrappers: list[str], options: dict[str, Any])
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 
+def use_batch(rank: int, size: int) -> None:
+    """Use only the first ``size`` inputs."""
+    _inputs["x"] = _inputs["x"][:size]
+
+
 def backward(rank: int, wrapper: str, set_to_none: bool) -> float:
     """Time one backward, which all ranks start together."""
     model = _models[wrapper]

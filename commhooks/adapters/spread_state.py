@@ -66,7 +66,8 @@ class SpreadState:
 
     def _key(self, part: HookPart, name: str, field: str) -> Key:
         declared = part.field(name, field)
-        kind = "own" if declared is None else _KINDS[declared.across_ranks]
+        is_own = declared is None or part.is_spread
+        kind = "own" if is_own else _KINDS[declared.across_ranks]  # type: ignore[union-attr]
         number = self._layout.shard
         if kind == "own":
             number = self._adapter.rank
@@ -102,6 +103,11 @@ class SpreadState:
         if key.layout == self._layout.text:
             return
         ranks = f"{key.layout} replicas x shards, and cannot be used on {self._layout.text}"
+        if part.is_spread:
+            raise CommHookStateError(
+                f"the state of hook {part.hook.name!r} was saved on {ranks}, because each rank has "
+                "that of other parameters, or of parts of them. Begin without the state of the hook"
+            )
         if key.kind == "own" and part.field(key.name, key.field) is None:
             raise CommHookStateError(
                 f"the state of hook {part.hook.name!r} was saved on {ranks}, because the hook does "

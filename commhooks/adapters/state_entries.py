@@ -5,14 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_parameters import real_view
+from commhooks.algorithms.bucket_parameters import gradient_of
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.hook.state import StateField, entry_problem
-from reducer import GradBucket
 
 __all__ = ["HookPart", "states_of_hooks"]
 
@@ -27,6 +25,8 @@ class HookPart:
     gradients: Mapping[str, Tensor]
     """The gradients that the hook gets on this rank, by parameter, without numbers."""
     entries: Mapping[Any, Any]
+    is_spread: bool = False
+    """Whether the hook gets other parameters, or parts of them, on other ranks."""
 
     def check(self) -> None:
         """Raise CommHookStateError unless the entries have the declared fields."""
@@ -79,23 +79,24 @@ def states_of_hooks(
     state: Mapping[str, Any], hook: CommHook, parameters: Mapping[str, Tensor]
 ) -> Iterator[HookPart]:
     """Yield the parts of a saved state. ``parameters``: those that ``hook`` was prepared for."""
-    gradients = {name: _gradient_of(parameter) for name, parameter in parameters.items()}
-    return _walk(state, hook, gradients, "")
+    gradients = {name: gradient_of(parameter) for name, parameter in parameters.items()}
+    return _walk(state, hook, gradients, "", is_spread=False)
 
 
 def _walk(
-    state: Mapping[str, Any], hook: CommHook, gradients: Mapping[str, Tensor], path: str
+    state: Mapping[str, Any],
+    hook: CommHook,
+    gradients: Mapping[str, Tensor],
+    path: str,
+    *,
+    is_spread: bool,
 ) -> Iterator[HookPart]:
     nested = {f".{path}": each for path, each in hook.nested().items()}
     inner = {key: state[key] for key in nested if isinstance(state.get(key), Mapping)}
-    yield HookPart(path, hook, gradients, {k: v for k, v in state.items() if k not in inner})
+    own = {key: entry for key, entry in state.items() if key not in inner}
+    yield HookPart(path, hook, gradients, own, is_spread)
     of_nested = hook.nested_parameters(gradients)
+    is_spread = is_spread or hook.spreads_parameters
     for key, each in nested.items():
-        yield from _walk(inner.get(key, {}), each, of_nested.get(key[1:], {}), path + key)
-
-
-def _gradient_of(parameter: Tensor) -> Tensor:
-    """Return a tensor without numbers that is laid out as the gradient in a bucket."""
-    real = real_view(parameter)
-    flat = torch.empty(real.numel(), dtype=real.dtype, device="meta")
-    return GradBucket(flat, [real], [""]).gradients()[0]
+        parameters = of_nested.get(key[1:], {})
+        yield from _walk(inner.get(key, {}), each, parameters, path + key, is_spread=is_spread)

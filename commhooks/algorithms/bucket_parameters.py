@@ -28,7 +28,7 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["pack", "parameters_of", "real_view", "store"]
+__all__ = ["gradient_of", "pack", "parameters_of", "real_view", "store"]
 
 
 def parameters_of(bucket: GradBucket) -> list[Tensor]:
@@ -39,6 +39,13 @@ def parameters_of(bucket: GradBucket) -> list[Tensor]:
 def real_view(parameter: Tensor) -> Tensor:
     """Return a parameter in the form that its gradient has in the bucket."""
     return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return a tensor without numbers that is laid out as the gradient in a bucket."""
+    real = real_view(parameter)
+    flat = torch.empty(real.numel(), dtype=real.dtype, device="meta")
+    return GradBucket(flat, [real], [""]).gradients()[0]
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:

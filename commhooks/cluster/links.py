@@ -7,7 +7,8 @@
         └──────────────── bridge ────────────────┘
 
 Needs root and iproute2. The rate limits what a host sends; what it receives is limited by what the
-others send. The bridge has no address and no uplink, so packets stay between these hosts.
+others send. The bridge has no address and no uplink, so packets stay between these hosts. Hosts may
+be grouped into nodes, inside which nothing is limited: ``tc u32`` finds packets that stay inside.
 
 Note [Links that clean up]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -32,6 +33,7 @@ __all__ = ["LinkError", "ShapedLink", "burst_bytes", "shaped_link", "unavailable
 _INTERFACE = "link0"
 _NETWORK = "10.213.0"
 _MAX_HOSTS = 250
+_UNLIMITED = "100gbit"
 _BURST_BYTES = 256_000
 _BURST_SECONDS = 1e-3  # latency of the timers of slow kernels
 
@@ -72,10 +74,13 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def shaped_link(world_size: int, bits_per_second: float) -> Iterator[ShapedLink]:
+def shaped_link(
+    world_size: int, bits_per_second: float, *, hosts_per_node: int = 1
+) -> Iterator[ShapedLink]:
     """Make ``world_size`` hosts that send ``bits_per_second`` each, and remove them at the end.
 
-    They are removed even if this process is killed. End the processes on them first.
+    Node i has the i-th ``hosts_per_node`` hosts, which send to each other at any rate. All are
+    removed even if this process is killed. End the processes on them first.
 
     Raises:
         LinkError: the hosts cannot be made.
@@ -90,7 +95,10 @@ def shaped_link(world_size: int, bits_per_second: float) -> Iterator[ShapedLink]
         _run("ip", "link", "add", f"{base}b", "type", "bridge")
         _run("ip", "link", "set", f"{base}b", "up")
         for index, host in enumerate(hosts):
-            _add_host(base, index, host, bits_per_second)
+            _add_host(base, index, host)
+            first = index - index % hosts_per_node
+            near = [other for other in range(first, first + hosts_per_node) if other != index]
+            _shape(host, bits_per_second, near)
         prefixes = tuple(("ip", "netns", "exec", host) for host in hosts)
         yield ShapedLink(bits_per_second, prefixes)
 
@@ -100,7 +108,7 @@ def burst_bytes(bits_per_second: float) -> float:
     return max(_BURST_BYTES, bits_per_second / 8 * _BURST_SECONDS)
 
 
-def _add_host(base: str, index: int, host: str, bits_per_second: float) -> None:
+def _add_host(base: str, index: int, host: str) -> None:
     outside = f"{base}v{index}"
     inside = ("peer", "name", _INTERFACE, "netns", host)
     address = f"{_NETWORK}.{index + 1}/24"
@@ -110,9 +118,27 @@ def _add_host(base: str, index: int, host: str, bits_per_second: float) -> None:
     _run("ip", "-n", host, "addr", "add", address, "dev", _INTERFACE)
     _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
     _run("ip", "-n", host, "link", "set", "lo", "up")
+
+
+def _shape(host: str, bits_per_second: float, near: Sequence[int]) -> None:
+    """Limit what the host sends, except to the hosts with the indices ``near``."""
+
+    def tc(kind: str, *arguments: str) -> None:
+        _run("tc", "-n", host, kind, "add", "dev", _INTERFACE, *arguments)
+
+    parent = ["root"]
+    if near:
+        tc("qdisc", "root", "handle", "1:", "htb", "default", "2")
+        for unlimited in ("1:1", "1:2"):
+            shares = ("rate", _UNLIMITED, "quantum", "60000")
+            tc("class", "parent", "1:", "classid", unlimited, "htb", *shares)
+        for other in near:
+            match = ("match", "ip", "dst", f"{_NETWORK}.{other + 1}/32")
+            tc("filter", "parent", "1:", "protocol", "ip", "u32", *match, "flowid", "1:1")
+        parent = ["parent", "1:2"]
     burst = burst_bytes(bits_per_second)
-    shape = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
-    _run("tc", "-n", host, "qdisc", "add", "dev", _INTERFACE, "root", "tbf", *shape)
+    rate = ("rate", f"{bits_per_second:.0f}bit", "burst", f"{burst:.0f}", "latency", "50ms")
+    tc("qdisc", *parent, "tbf", *rate)
 
 
 @contextlib.contextmanager

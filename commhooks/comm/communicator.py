@@ -48,8 +48,9 @@ class PendingCollective:
     ``start`` issues it on a process group; once the work has completed, ``result`` is valid.
     ``count`` returns the bytes on the wire; called when nothing waits for it. ``members``: the
     ranks of the model's group that take part, all if empty: Note [Subgroups] in stage_groups.py.
-    ``is_vote``: issued after all buckets have finished, see Note [All ranks or none]. A collective
-    that is dropped before it ``is_awaited`` warns.
+    ``parallel``: see :meth:`Communicator.among`. ``is_vote``: issued after all buckets have
+    finished, see Note [All ranks or none]. A collective that is dropped before it ``is_awaited``
+    warns.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class PendingCollective:
     result: Tensor | None
     count: Callable[[], int]
     members: tuple[int, ...] = ()
+    parallel: int = 1
     is_vote: bool = False
     is_awaited: bool = False
 
@@ -93,6 +95,7 @@ class Communicator:
         key: str,
         seed: int = 0,
         ranks: tuple[int, ...] = (),
+        parallel: int = 1,
     ) -> None:
         self.group = group
         """The model's process group."""
@@ -114,6 +117,7 @@ class Communicator:
         self._key = key
         self._seed = seed
         self._ranks = ranks
+        self._parallel = parallel
 
     def within(
         self, hook: object, *, key: str | None = None, wants_contribution: bool = False
@@ -127,7 +131,10 @@ class Communicator:
                 returned communicator.
         """
         nested = self._derived(
-            key=self._key if key is None else key, seed=getattr(hook, "seed", 0), ranks=self._ranks
+            key=self._key if key is None else key,
+            seed=getattr(hook, "seed", 0),
+            ranks=self._ranks,
+            parallel=self._parallel,
         )
         nested.wants_contribution = wants_contribution
         return nested
@@ -179,14 +186,18 @@ class Communicator:
             lambda: wire.all_gather_bytes(tensor.nbytes, self.size),
         )
 
-    def all_to_all(self, tensor: Tensor) -> PendingCollective:
-        """Send part i along dimension 0 to rank i. Return the received parts, by rank."""
+    def all_to_all(self, tensor: Tensor, *, with_own: bool = True) -> PendingCollective:
+        """Send part i along dimension 0 to rank i. Return the received parts, by rank.
+
+        ``with_own``: without it, this rank's part of the result may be anything, which saves a
+        copy.
+        """
         self._check_parts("all_to_all", tensor)
         received = tensor.clone() if self.size == 1 else torch.empty_like(tensor)
 
         def start(group: dist.ProcessGroup) -> Work:
             if point_to_point.is_possible(group, tensor):
-                return point_to_point.all_to_all(group, tensor, received)
+                return point_to_point.all_to_all(group, tensor, received, with_own=with_own)
             return group.alltoall_base(received, tensor, [], [])
 
         return self._pending(
@@ -242,13 +253,14 @@ class Communicator:
         """
         return self._push("push", tensor, send_to, receive_from)
 
-    def among(self, ranks: Sequence[int]) -> "Communicator":
+    def among(self, ranks: Sequence[int], *, parallel: int = 1) -> "Communicator":
         """Return a communicator among some of these ranks. Sends nothing.
 
         Its rank i is ``ranks[i]``. Only the ranks in ``ranks`` may call this, all with the same
         ``ranks``. Other ranks may await more or fewer collectives, but in each step in which these
         ranks communicate, the others must await at least one collective. The bytes count for the
-        present bucket as well.
+        present bucket as well. ``parallel``: how many such groups of the same nodes communicate at
+        the same time, which predictions need to know.
 
         Raises:
             CommHookError: ``ranks`` are not ascending, or this rank is not among them.
@@ -262,7 +274,7 @@ class Communicator:
             self._check_rank("among", "each of them", rank)
         own = self._ranks or range(self.size)
         chosen = () if len(ranks) == self.group.size() else tuple(own[rank] for rank in ranks)
-        return self._derived(key=self._key, seed=self._seed, ranks=chosen)
+        return self._derived(key=self._key, seed=self._seed, ranks=chosen, parallel=parallel)
 
     def begin(self, exchange: Callable[["Communicator"], Coroutine[Any, Any, Tensor]]) -> Exchange:
         """Begin an exchange when this step has succeeded; a later step awaits its result.
@@ -280,9 +292,13 @@ class Communicator:
         self.begun.append(begun)
         return begun
 
-    def _derived(self, *, key: str, seed: int, ranks: tuple[int, ...]) -> "Communicator":
+    def _derived(
+        self, *, key: str, seed: int, ranks: tuple[int, ...], parallel: int
+    ) -> "Communicator":
         """Return a communicator of the same run of the hook."""
-        derived = Communicator(self.group, step=self.step, key=key, seed=seed, ranks=ranks)
+        derived = Communicator(
+            self.group, step=self.step, key=key, seed=seed, ranks=ranks, parallel=parallel
+        )
         derived.begun = self.begun
         return derived
 
@@ -293,7 +309,7 @@ class Communicator:
         result: Tensor,
         count: Callable[[], int],
     ) -> PendingCollective:
-        return PendingCollective(operation, start, result, count, self._ranks)
+        return PendingCollective(operation, start, result, count, self._ranks, self._parallel)
 
     def _push(
         self, operation: str, tensor: Tensor, send_to: int, receive_from: Sequence[int]

@@ -50,11 +50,16 @@ def is_possible(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     return isinstance(group, ProcessGroupGloo) and tensor.device.type == "cpu"
 
 
-def all_to_all(group: dist.ProcessGroup, sent: Tensor, received: Tensor) -> Work:
-    """Send part i of ``sent`` to rank i, and receive parts from all ranks, by rank."""
+def all_to_all(
+    group: dist.ProcessGroup, sent: Tensor, received: Tensor, *, with_own: bool = True
+) -> Work:
+    """Send part i of ``sent`` to rank i, and receive parts from all ranks, by rank.
+
+    ``with_own``: whether this rank's part is copied.
+    """
     rank, size = group.rank(), group.size()
     # Starting with the next rank, so that not all ranks send to the same one first.
-    peers = [(rank + distance) % size for distance in range(size)]
+    peers = [(rank + distance) % size for distance in range(0 if with_own else 1, size)]
     outgoing, incoming = sent.chunk(size), received.chunk(size)
     return send_and_receive(
         group,

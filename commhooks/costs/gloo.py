@@ -55,7 +55,7 @@ class Gloo:
             latency_seconds=(traffic.inner_rounds + traffic.outer_rounds) * waiting
             + traffic.inner_rounds * network.node_link.latency_seconds
             + traffic.outer_rounds * network.link.latency_seconds,
-            link_bytes=traffic.link_bytes,
+            link_bytes=traffic.link_bytes * members.parallel,
             node_bytes=traffic.node_bytes,
             cpu_seconds=traffic.messages * self.message_cpu_seconds
             + traffic.sent_bytes * self.byte_cpu_seconds,
@@ -64,7 +64,7 @@ class Gloo:
 
 @dataclass(frozen=True)
 class _Traffic:
-    """``link_bytes`` are those of the whole node; everything else is of one rank."""
+    """``link_bytes`` are those of all members on a node; everything else is of one rank."""
 
     sent_bytes: float
     messages: float

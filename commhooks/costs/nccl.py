@@ -44,7 +44,7 @@ class NCCL:
     def cost(self, collective: Collective, network: Network) -> Cost:
         """Return the cost by the table above. Raises ValueError for an unknown operation."""
         members = collective.members
-        shape = _Shape(members.per_node, members.nodes(network.nodes), network)
+        shape = _Shape(members.per_node, members.nodes(network.nodes), members.parallel, network)
         nbytes, size = collective.tensor_bytes, shape.size
         match collective.operation:
             case "all_reduce":
@@ -69,6 +69,7 @@ class _Shape:
 
     per_node: int
     nodes: int
+    parallel: int
     network: Network
 
     @property
@@ -101,7 +102,7 @@ class _Shape:
         hop = _RING_OUTER + self.network.link.latency_seconds if outside else _RING_INNER
         return Cost(
             latency_seconds=_RING_SECONDS + hops * hop,
-            link_bytes=sent * outside * self.per_node,
+            link_bytes=sent * outside * self.per_node * self.parallel,
             node_bytes=sent * (1 - outside),
         )
 
@@ -119,6 +120,6 @@ class _Shape:
         )
         return Cost(
             latency_seconds=seconds + wires,
-            link_bytes=sent if self.nodes > 1 else 0.0,
+            link_bytes=sent * self.parallel if self.nodes > 1 else 0.0,
             node_bytes=sent if self.per_node > 1 else 0.0,
         )

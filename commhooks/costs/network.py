@@ -74,7 +74,7 @@ class Cost:
 
     latency_seconds: float
     link_bytes: float
-    """Bytes that cross the link of the rank's node."""
+    """Bytes that cross the link of the rank's node, those of parallel groups included."""
     node_bytes: float
     """Bytes that cross the rank's link inside the node."""
     cpu_seconds: float = 0.0

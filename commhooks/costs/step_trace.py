@@ -30,20 +30,26 @@ _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that take part in a collective: ``per_node`` ranks on one node or on every node."""
+    """The ranks that take part in a collective: ``per_node`` ranks on one node or on every node.
+
+    ``parallel`` such groups, of other ranks of the same nodes, do the same at the same time.
+    """
 
     per_node: int
     spans_nodes: bool
+    parallel: int = 1
 
     @classmethod
-    def of(cls, ranks: tuple[int, ...], size: int, ranks_per_node: int) -> "Members":
+    def of(
+        cls, ranks: tuple[int, ...], size: int, ranks_per_node: int, parallel: int = 1
+    ) -> "Members":
         """Describe ``ranks`` out of ``size`` ranks; an empty tuple stands for all of them.
 
         Ranks are numbered node by node, ``ranks_per_node`` on each.
         """
         chosen = ranks or tuple(range(size))
         nodes = len({rank // ranks_per_node for rank in chosen})
-        return cls(len(chosen) // nodes, spans_nodes=nodes > 1)
+        return cls(len(chosen) // nodes, spans_nodes=nodes > 1, parallel=parallel)
 
     def nodes(self, nodes: int) -> int:
         """Return how many of ``nodes`` nodes the members are on."""

@@ -56,7 +56,7 @@ from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
 from reducer._C import NativeHook
 
-__all__ = ["CommHook", "Role", "TensorState", "has_consensus", "tree"]
+__all__ = ["CommHook", "Role", "TensorState", "has_consensus", "is_lossless", "tree"]
 
 TensorState = dict[str, dict[str, Tensor]]
 
@@ -116,6 +116,11 @@ class CommHook:
     """What is sent, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""
     """The address of the paper."""
+    spreads_parameters: ClassVar[bool] = False
+    """Whether nested hooks get other parameters, or parts of them, on other ranks.
+
+    Then only the same ranks can load their states.
+    """
     needs: ClassVar[tuple[str, ...]] = ()
     """What registering the hook by its name alone needs, besides options without a default."""
     former_options: ClassVar[Mapping[str, str]] = {}
@@ -284,3 +289,8 @@ def tree(hook: CommHook) -> Iterator[CommHook]:
 def has_consensus(hook: CommHook) -> bool:
     """Return whether results, and so the models, are the same on all ranks."""
     return all(each.consensus for each in tree(hook))
+
+
+def is_lossless(hook: CommHook) -> bool:
+    """Return whether results are the exact average, up to rounding."""
+    return all(each.lossless for each in tree(hook))

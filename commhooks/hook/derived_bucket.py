@@ -11,14 +11,20 @@ from reducer import GradBucket
 __all__ = ["BucketPart", "Progress", "bucket_with", "bucket_without"]
 
 
-def bucket_with(bucket: GradBucket, buffer: Tensor, *, step: int | None = None) -> GradBucket:
+def bucket_with(
+    bucket: GradBucket,
+    buffer: Tensor,
+    *,
+    parameters: Sequence[Tensor] | None = None,
+    step: int | None = None,
+) -> GradBucket:
     """Return the same bucket with another buffer, which may have another dtype.
 
-    ``step`` replaces the step of the bucket, if it is given.
+    ``parameters`` and ``step`` replace those of the bucket, if they are given.
     """
     return GradBucket(
         buffer,
-        bucket.parameters(),
+        bucket.parameters() if parameters is None else list(parameters),
         bucket.names,
         index=bucket.index(),
         count=_count(bucket.index(), is_last=bucket.is_last()),

@@ -43,6 +43,7 @@ class HookState:
 
     def __init__(self, handle: HookHandle) -> None:
         self.handle = handle
+        self._knows_checkpoint = False  # the one that is loaded, of which a rank may need nothing
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, or what to load it into: see Note [Load targets]."""
@@ -54,6 +55,7 @@ class HookState:
             about["has_state"] = bool(saved["state"])
             return {_ABOUT: json.dumps(about), **state.save(saved["state"])}
         prefix, metadata = source
+        self._knows_checkpoint = True
         found = {
             key.removeprefix(prefix): it
             for key, it in metadata.state_dict_metadata.items()
@@ -70,7 +72,7 @@ class HookState:
         """
         about = json.loads(state_dict[_ABOUT])
         fields = {name: it for name, it in state_dict.items() if name != _ABOUT}
-        if about.pop("has_state") and not fields:
+        if about.pop("has_state") and not fields and not self._knows_checkpoint:
             raise CommHookStateError(
                 "nothing was read of the state of the hook: state_dict() has to be called by "
                 "torch.distributed.checkpoint.load(), which asks each Stateful in its dict"

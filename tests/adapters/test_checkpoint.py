@@ -43,15 +43,24 @@ def trained(config: Any, rank: int, steps: int, *, torch_ddp: bool = False) -> T
     return trainer
 
 
-def round_trip(rank: int, size: int, folder: str) -> None:
-    for name, torch_ddp in [*((name, False) for name in HOOKS), ("int4", True), ("batched", True)]:
+NODES = {
+    name: {"name": "hierarchical", "inner": "int4", "ranks_per_node": 2, "sharded": sharded}
+    for name, sharded in (("shards", True), ("leaders", False))
+}
+
+ALL = HOOKS | NODES
+
+
+def round_trip(rank: int, size: int, folder: str, names: list[str]) -> None:
+    stock = [(name, True) for name in ("int4", "batched") if name in names]
+    for name, torch_ddp in [*((name, False) for name in names), *stock]:
         path = f"{folder}/{name} {torch_ddp}"
-        saved = trained(HOOKS[name], rank, 2, torch_ddp=torch_ddp)
+        saved = trained(ALL[name], rank, 2, torch_ddp=torch_ddp)
         if torch_ddp:
             dcp.async_save({"hook": HookState(saved.handle)}, checkpoint_id=path).result()
         else:
             dcp.save({"hook": HookState(saved.handle)}, checkpoint_id=path)
-        loaded = trained(HOOKS[name], rank, 0, torch_ddp=torch_ddp)
+        loaded = trained(ALL[name], rank, 0, torch_ddp=torch_ddp)
         dcp.load({"hook": HookState(loaded.handle)}, checkpoint_id=path)
         assert same_bits(loaded.handle.state_dict(), saved.handle.state_dict()), name
         steps = [each.step(draw_gradients(each.parameters, rank, 3)) for each in (saved, loaded)]
@@ -59,7 +68,20 @@ def round_trip(rank: int, size: int, folder: str) -> None:
 
 
 def test_the_same_ranks_get_their_states(run_ranks: Any, tmp_path: Path) -> None:
-    run_ranks(round_trip, 2, str(tmp_path))
+    run_ranks(round_trip, 2, str(tmp_path), list(HOOKS))
+
+
+def refuse_nodes(rank: int, size: int, folder: str) -> None:
+    for name, config in NODES.items():
+        trainer = trained({**config, "ranks_per_node": 1}, rank, 0)
+        with pytest.raises(commhooks.CommHookError, match=r"4x1 replicas x shards.*parts of them"):
+            dcp.load({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name} False")
+
+
+def test_each_rank_of_a_node_gets_its_own_state(run_ranks: Any, tmp_path: Path) -> None:
+    """Ranks of a node have states for other parts of parameters, or none."""
+    run_ranks(round_trip, 4, str(tmp_path), list(NODES))
+    run_ranks(refuse_nodes, 2, str(tmp_path))
 
 
 def save_all(rank: int, size: int, folder: str, names: list[str]) -> dict[str, Any]:

@@ -14,8 +14,10 @@ from commhooks.algorithms.averaging.hierarchical import Hierarchical
 from commhooks.comm.wire import all_reduce_bytes
 
 
-def reduce(inner: Any, ranks_per_node: int, size: int, step: int = 0) -> tuple[Tensor, list[int]]:
-    options = {} if inner is None else {"inner": inner}
+def reduce(
+    inner: Any, ranks_per_node: int, size: int, *, sharded: bool = True, step: int = 0
+) -> tuple[Tensor, list[int]]:
+    options = {"sharded": sharded} if inner is None else {"sharded": sharded, "inner": inner}
     hook = commhooks.create("hierarchical", ranks_per_node=ranks_per_node, **options)
     hooks = [hook] * size
     buckets = [make_bucket(draw(rank, step), draw(0, 99), step) for rank in range(size)]
@@ -26,16 +28,28 @@ def reduce(inner: Any, ranks_per_node: int, size: int, step: int = 0) -> tuple[T
 CASES = [(size, n) for size in (1, 2, 3, 4, 6, 8, 16) for n in (1, 2, 3, 4, 8) if size % n == 0]
 
 
+def largest_shard(ranks_per_node: int) -> int:
+    """Return the bytes of a shard of the parameters that :func:`draw` returns, in float64."""
+    rows = [(1, 1), (5, 3), (4, 12)]
+    return 8 * sum(-(-count // ranks_per_node) * length for count, length in rows)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("size", "ranks_per_node"), CASES)
-def test_the_average_and_its_cost(size: int, ranks_per_node: int) -> None:
+def test_the_average_and_its_cost(size: int, ranks_per_node: int, sharded: bool) -> None:
     """Without ``inner`` the average is exact."""
-    found, sent = reduce(None, ranks_per_node, size)
+    found, sent = reduce(None, ranks_per_node, size, sharded=sharded)
     expected = torch.stack(
         [make_bucket(draw(rank, 0), draw(0, 99), 0).buffer() for rank in range(size)]
     ).mean(0)
     torch.testing.assert_close(found, expected.expand(size, -1))
     assert (found == found[0]).all()
     n = expected.nbytes
+    if sharded and ranks_per_node > 1:
+        part = largest_shard(ranks_per_node)
+        inside = 2 * (ranks_per_node - 1) * part
+        assert sent == [inside + all_reduce_bytes(part, size // ranks_per_node)] * size
+        return
     inside = all_reduce_bytes(n, ranks_per_node)
     leader = all_reduce_bytes(n, size // ranks_per_node) + (n if ranks_per_node > 1 else 0)
     for rank, nbytes in enumerate(sent):
@@ -55,16 +69,17 @@ class _Group:
         return self._size
 
 
+@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize(("size", "ranks_per_node"), CASES)
-def test_cost_formula(size: int, ranks_per_node: int) -> None:
-    """A node's all-reduce on all of its ranks; on the first, the inner hook's bytes and its own."""
-    _, sent = reduce("bf16", ranks_per_node, size)
+def test_cost_formula(size: int, ranks_per_node: int, sharded: bool) -> None:
+    """The bytes of each rank; of the first rank of a node if the hook is not registered."""
+    _, sent = reduce("bf16", ranks_per_node, size, sharded=sharded)
     bucket = make_bucket(draw(0, 0), draw(0, 99), 0)
     for rank, nbytes in enumerate(sent):
-        hook = Hierarchical("bf16", ranks_per_node=ranks_per_node)
+        hook = Hierarchical("bf16", ranks_per_node=ranks_per_node, sharded=sharded)
         hook.prepare({}, _Group(rank, size))
         assert hook.wire_bytes(bucket, size) == nbytes
-    unregistered = Hierarchical("bf16", ranks_per_node=ranks_per_node)
+    unregistered = Hierarchical("bf16", ranks_per_node=ranks_per_node, sharded=sharded)
     assert unregistered.wire_bytes(bucket, size) == sent[0]
 
 
@@ -74,9 +89,11 @@ def test_no_cost_where_it_is_not_known() -> None:
     assert Hierarchical("threshold", ranks_per_node=2).wire_bytes(bucket, 4) is None
 
 
-def test_a_lossy_hook_sees_one_gradient_per_node() -> None:
-    """Gossip in a ring of three nodes: each leader has its node's mean and the one before."""
-    found, _ = reduce({"name": "gossip", "what": "gradients", "topology": "ring"}, 2, 6)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_lossy_hook_sees_one_gradient_per_node(sharded: bool) -> None:
+    """Gossip in a ring of three nodes: each node has its mean and that of the one before."""
+    gossip = {"name": "gossip", "what": "gradients", "topology": "ring"}
+    found, _ = reduce(gossip, 2, 6, sharded=sharded)
     gradients = torch.stack(
         [make_bucket(draw(rank, 0), draw(0, 99), 0).buffer() for rank in range(6)]
     )
@@ -85,10 +102,13 @@ def test_a_lossy_hook_sees_one_gradient_per_node() -> None:
     torch.testing.assert_close(found, expected.repeat_interleave(2, 0))
 
 
-def test_overlaps_with_any_number_of_collectives_between_nodes(run_ranks: Any) -> None:
-    """Two dependent collectives of PowerSGD between nodes, none on other ranks."""
+@pytest.mark.parametrize("sharded", [True, False])
+def test_overlaps_with_any_number_of_collectives_between_nodes(
+    run_ranks: Any, sharded: bool
+) -> None:
+    """Two dependent collectives of PowerSGD between nodes, and none on ranks that do not lead."""
     inner = {"name": "powersgd", "rank": 8, "min_compression_rate": 0.0, "start_step": 2}
-    hook = Hierarchical(inner, ranks_per_node=2)  # rank 8: without loss
+    hook = Hierarchical(inner, ranks_per_node=2, sharded=sharded)  # rank 8: without loss
     plain = run_ranks(train, 4, "allreduce", range(6), False)
     for stock in (False, True):
         results = run_ranks(train, 4, hook, range(6), stock)
@@ -96,12 +116,13 @@ def test_overlaps_with_any_number_of_collectives_between_nodes(run_ranks: Any) -
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
             assert torch.equal(found, results[0][0])
         states = [bool(saved[2]["state"]) for _, saved, *_ in results]
-        assert states == [True, False, True, False], "leaders only"
+        assert states == [True, sharded, True, sharded]
 
 
-def test_resumes_bitwise(run_ranks: Any) -> None:
+@pytest.mark.parametrize("sharded", [True, False])
+def test_resumes_bitwise(run_ranks: Any, sharded: bool) -> None:
     inner = {"name": "powersgd", "rank": 1, "min_compression_rate": 0.0, "start_step": 0}
-    hook = Hierarchical(inner, ranks_per_node=2)
+    hook = Hierarchical(inner, ranks_per_node=2, sharded=sharded)
     whole = run_ranks(train, 4, hook, range(6), False)
     half = run_ranks(train, 4, hook, range(3), False)
     resumed = run_ranks(train, 4, hook, range(3, 6), False, [saved for _, saved, *_ in half])
@@ -186,24 +207,24 @@ def test_what_cannot_work_is_refused_at_registration(run_ranks: Any) -> None:
 
 @dataclass
 class Sensitive(commhooks.CommHook):
-    """Raises on one leader in one step."""
+    """Raises on one rank in one step."""
 
     broken: bool = field(default=False, init=False, compare=False)
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
         total = await comm.all_reduce(bucket.buffer().div_(comm.size))
-        if self.broken and comm.rank == 1:
+        if self.broken:
             raise ValueError("broken")
         return total
 
 
-def fail_once(rank: int, size: int) -> tuple[list[str], Tensor]:
+def fail_once(rank: int, size: int, sharded: bool) -> tuple[list[str], Tensor]:
     model = commhooks.DistributedDataParallel(nn.Linear(64, 64), bucket_cap_mb=0.001)
     inner = Sensitive()
-    commhooks.register(model, Hierarchical(inner, ranks_per_node=2))
+    commhooks.register(model, Hierarchical(inner, ranks_per_node=2, sharded=sharded))
     errors = []
     for step in range(4):
-        inner.broken = step in (0, 2)
+        inner.broken = step in (0, 2) and rank == 2
         model.zero_grad()
         try:
             model(torch.full((1, 64), float(rank))).sum().backward()
@@ -212,8 +233,10 @@ def fail_once(rank: int, size: int) -> tuple[list[str], Tensor]:
     return errors, rows([[p.grad for p in model.parameters()]])
 
 
-def test_a_leader_that_fails_ends_the_step_on_all_ranks(run_ranks: Any) -> None:
-    results = run_ranks(fail_once, 4)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_rank_that_fails_ends_the_step_on_all_ranks(run_ranks: Any, sharded: bool) -> None:
+    """Rank 1 shares no subgroup with the failing rank 2."""
+    results = run_ranks(fail_once, 4, sharded)
     for errors, gradients in results:
         assert [text[:2] for text in errors] == ["0 ", "2 "]
         assert all("ValueError: broken" in text for text in errors)

@@ -1,6 +1,7 @@
 """Shaped links: hosts that reach each other at the rate, and nothing left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,19 @@ def test_the_rate_is_that_of_the_link() -> None:
         )
     assert "rate 100Mbit" in shape
     assert link.bytes_per_second == 12.5e6
+
+
+@needs_links
+def test_hosts_of_a_node_are_near() -> None:
+    with shaped_link(4, 100e6, hosts_per_node=2) as link:
+        show = ["dev", link.interface]
+        shape, filters = (
+            subprocess.check_output([*link.prefixes[3], "tc", kind, "show", *show], text=True)
+            for kind in ("qdisc", "filter")
+        )
+    assert re.search(r"tbf.* parent 1:2 .*rate 100Mbit", shape)
+    assert re.search(r"flowid 1:1 .*\n *match 0ad50003/ffffffff at 16", filters)  # 10.213.0.3
+    assert filters.count("match") == 1
 
 
 @needs_links

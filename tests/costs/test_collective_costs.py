@@ -13,6 +13,9 @@ WIRED = Link(8000.0, latency_seconds=10.0, payload_share=1.0)
 INNER = Link(8000.0, latency_seconds=100.0, payload_share=1.0)
 
 
+NODES = Network(8, WIRED, INNER, ranks_per_node=2)
+
+
 def network(size: int, ranks_per_node: int = 1) -> Network:
     return Network(size, WIRED, INNER, ranks_per_node)
 
@@ -56,6 +59,17 @@ def test_in_an_all_to_all_the_ranks_of_a_node_share_its_link():
     cost = GLOO.cost(collective("all_to_all", 800, 8, 4), network(8, 4))
     assert cost.link_bytes == pytest.approx(4 * 4 * 100)
     assert cost.node_bytes == pytest.approx(3 * 100)
+
+
+@pytest.mark.parametrize("backend", [GLOO, NCCL()], ids=["gloo", "nccl"])
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "all_to_all", "exchange"])
+def test_parallel_groups_share_the_links_of_their_nodes(backend, operation):
+    one, two = (
+        backend.cost(Collective(operation, 1e6, Members(1, spans_nodes=True, parallel=n)), NODES)
+        for n in (1, 2)
+    )
+    assert two.link_bytes == 2 * one.link_bytes > 0
+    assert (two.node_bytes, two.latency_seconds) == (one.node_bytes, one.latency_seconds)
 
 
 def test_collectives_inside_a_node_do_not_use_the_network():

@@ -136,19 +136,22 @@ def test_it_sends_the_bytes_of_real_ranks(size):
     )
 
 
-def test_collectives_name_their_members_among_nodes():
+@pytest.mark.parametrize("sharded", [True, False])
+def test_collectives_name_their_members_among_nodes(sharded):
     buckets, parameters = make_buckets()
-    config = {"name": "hierarchical", "inner": "int8"}
+    config = {"name": "hierarchical", "inner": "int8", "sharded": sharded}
     (_, traces), *_ = dry_run(
         config, buckets, parameters, size=12, ranks_per_node=4, is_timed=False
     )
     found = [(c.operation, c.members) for c in traces[0].collectives]
-    inside, between = Members(4, spans_nodes=False), Members(1, spans_nodes=True)
+    inside = Members(4, spans_nodes=False)
+    between = Members(1, spans_nodes=True, parallel=4 if sharded else 1)
+    before, after = ("all_to_all", "all_gather") if sharded else ("all_reduce", "broadcast")
     assert found == [
-        ("all_reduce", inside),
+        (before, inside),
         ("all_to_all", between),
         ("all_gather", between),
-        ("broadcast", inside),
+        (after, inside),
     ]
 
 

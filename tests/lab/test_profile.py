@@ -95,4 +95,4 @@ def _among_nodes(rank: int, world_size: int) -> list[str]:
 
 
 def test_hooks_find_the_ranks_of_a_node_as_a_launcher_tells_them() -> None:
-    assert run_ranks(_among_nodes, 1) == [["all_reduce", "all_to_all", "all_gather", "broadcast"]]
+    assert run_ranks(_among_nodes, 1) == [["all_to_all", "all_to_all", "all_gather", "all_gather"]]

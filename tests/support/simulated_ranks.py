@@ -113,8 +113,15 @@ def _all_to_all(calls: list[Any]) -> None:
         received.copy_(torch.cat(parts))
 
 
+def _all_gather(calls: list[Any]) -> None:
+    own = [own for _, own in calls]
+    for gathered, _ in calls:
+        gathered.copy_(torch.cat(own))
+
+
 _COLLECTIVES: dict[str, Callable[[list[Any]], None]] = {
     "allreduce": _all_reduce,
+    "_allgather_base": _all_gather,
     "broadcast": _broadcast,
     "alltoall_base": _all_to_all,
 }

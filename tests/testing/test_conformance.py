@@ -118,16 +118,25 @@ def test_on_three_ranks(name):
 
 @pytest.mark.usefixtures("run_ranks")
 @pytest.mark.parametrize(
-    "inner", [pytest.param("allreduce", marks=pytest.mark.exhaustive), POWERSGD]
+    ("inner", "sharded"),
+    [
+        pytest.param("allreduce", True, marks=pytest.mark.exhaustive),
+        pytest.param("allreduce", False, marks=pytest.mark.exhaustive),
+        pytest.param("int8", True, marks=pytest.mark.exhaustive),
+        (POWERSGD, True),
+        pytest.param(POWERSGD, False, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_nodes_of_two_ranks(inner):
-    check_hook(functools.partial(make_nodes_of_two, inner), world_size=4)
+def test_nodes_of_two_ranks(inner, sharded):
+    check_hook(functools.partial(make_nodes_of_two, inner, sharded), world_size=4)
 
 
-def make_nodes_of_two(inner):
+def make_nodes_of_two(inner, sharded):
     """Make a hook for nodes of two ranks, or of one rank if the kit runs it on one rank."""
     ranks_per_node = 2 if dist.is_initialized() and dist.get_world_size() > 1 else 1
-    return commhooks.create("hierarchical", inner=inner, ranks_per_node=ranks_per_node)
+    return commhooks.create(
+        "hierarchical", inner=inner, ranks_per_node=ranks_per_node, sharded=sharded
+    )
 
 
 # -------------------------------------------------------------------- broken hooks

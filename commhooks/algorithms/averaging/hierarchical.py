@@ -1,37 +1,55 @@
 """Plain averaging inside nodes, any hook between them.
 
-    node 0: ranks 0 1 2 3        1. all-reduce inside each node
-    node 1: ranks 4 5 6 7        2. the inner hook among the leaders, ranks 0 and 4
-                                 3. broadcast by each leader to its node
+    node 0: ranks 0 1 2 3        1. each rank averages its shard of the gradients inside its node
+    node 1: ranks 4 5 6 7        2. the inner hook on each shard, among ranks 0 4, 1 5, 2 6 and 3 7
+                                 3. all-gather of the shards inside each node
 
 In code, on a rank whose node has L ranks::
+
+    def average(g):
+        shard = mean(all_to_all(split(g, L), ranks=node))
+        shard = inner(shard, ranks=those with my number in their nodes)
+        return join(all_gather(shard, ranks=node))
+
+Memory and links inside a node are fast. Between nodes, all ranks of a node send at the same time,
+1/L of what a hook without nodes sends, and all of them encode. The inner hook compresses averages,
+whose errors are smaller than those of the gradients themselves.
+
+With ``sharded=False`` the first rank of each node, its leader, sends everything::
 
     def average(g):
         g = all_reduce(g, ranks=node) / L
         if is_leader:
             g = inner(g, ranks=leaders)
         return broadcast(g, root=leader, ranks=node)
-
-Memory and links inside a node are fast, so the network between nodes has one rank per node to
-serve: it carries 1/L of the bytes, and the inner hook compresses averages, whose errors are smaller
-than those of the gradients themselves.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.algorithms.bucket_parameters import gradient_of, real_view
+from commhooks.algorithms.bucket_shards import BucketShards, shard_of
+from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
-from commhooks.comm.wire import all_reduce_bytes, broadcast_bytes
+from commhooks.comm.wire import (
+    all_gather_bytes,
+    all_reduce_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+)
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, tree
+from commhooks.hook.base import CommHook, is_lossless, tree
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
+from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["Hierarchical"]
@@ -42,16 +60,23 @@ __all__ = ["Hierarchical"]
 class Hierarchical(CommHook):
     """Average exactly inside each node, and by the inner hook between nodes.
 
-    The inner hook runs on the first rank of each node, and averages over these ranks. Its state,
-    errors for example, is on them only. To correct its errors, put ``error_feedback`` inside.
+    Each rank of a node averages a shard of the gradients, and the inner hook averages it over the
+    ranks with the same number in other nodes. Each parameter is cut into blocks of rows, as FSDP2
+    cuts it, which the inner hook gets instead of the parameter: :class:`BucketShards`. Its state is
+    that of the shard. To correct its errors, put ``error_feedback`` inside.
 
-    Wire, per bucket and step: one all-reduce of the gradients inside the node, and from the node's
-    first rank what the inner hook sends between nodes and one broadcast of the gradients inside.
+    A bucket with a number that is not finite becomes NaN in all shards, unless the inner hook is
+    lossless. So no shard's state changes in such a step.
+
+    Wire, per bucket and step: inside the node an all-to-all and an all-gather of shards, and
+    between nodes what the inner hook sends for a shard. With ``sharded=False``: inside the node an
+    all-reduce of the gradients, and a broadcast from its first rank, which sends between nodes what
+    the inner hook sends for all gradients.
 
     Raises:
-        CommHookOptionError: the inner hook changes parameters, which it would do on the first ranks
-            only (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
-            ``skip_nonfinite`` does, which only the first ranks would know.
+        CommHookOptionError: the inner hook changes parameters, of which each rank has a shard only
+            (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
+            ``skip_nonfinite`` does, and ranks would skip different ones.
     """
 
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
@@ -59,13 +84,20 @@ class Hierarchical(CommHook):
     ranks_per_node: Annotated[int, Ge(0)] = 0
     """L; node i has the i-th L ranks. 0: the number that the launcher gives in LOCAL_WORLD_SIZE,
     which the option has once the hook is registered."""
+    sharded: bool = True
+    """Whether all ranks of a node send to other nodes, each a shard, or the first rank sends
+    everything."""
 
-    _is_first: bool = field(default=True, init=False, repr=False, compare=False)
-    """Whether this rank is the first of its node, which sends the most."""
+    _local_rank: int = field(default=0, init=False, repr=False, compare=False)
+    """The number of this rank in its node. The first one sends the most."""
+    _shards: PerBucketCache[BucketShards] = field(
+        default_factory=PerBucketCache, init=False, repr=False, compare=False
+    )
 
     lossless = True
+    spreads_parameters = True
     state_fields = no_state
-    wire = "one all-reduce and one broadcast inside nodes, and what the inner hook sends between"
+    wire = "an all-to-all and an all-gather inside nodes, and what the inner hook sends for a shard"
     needs = ("a launcher such as torchrun or `ranks_per_node`",)
 
     def __post_init__(self) -> None:
@@ -73,54 +105,116 @@ class Hierarchical(CommHook):
         if self.inner.changes_parameters:
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
-                f"{self.inner!r} also changes parameters, which it would do on one rank of each "
-                "node only. For local_sgd, give its option ranks_per_node instead"
+                f"{self.inner!r} also changes parameters, of which no rank has all. For local_sgd, "
+                "give its option ranks_per_node instead"
             )
         if any(hook.skips_steps for hook in tree(self.inner)):
             raise CommHookOptionError(
-                f"option 'inner' of hook {self.name!r}: only one rank of each node would know "
-                f"which steps {self.inner!r} skips, and models would differ. Put skip_nonfinite "
-                "around hierarchical instead"
+                f"option 'inner' of hook {self.name!r}: {self.inner!r} skips steps, and would skip "
+                "different ones on different ranks, because each sees other gradients. Put "
+                "skip_nonfinite around hierarchical instead"
             )
+
+    @cached_property
+    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+        """Whether shards have to tell each other that numbers are not finite."""
+        return self.sharded and not is_lossless(self.inner)
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
-        self._is_first = group.rank() % self.ranks_per_node == 0
-        nodes = _Nodes(group, self.ranks_per_node)
-        self.inner.prepare(parameters, cast("dist.ProcessGroup", nodes))
+        self._local_rank = group.rank() % self.ranks_per_node
+        own = self.nested_parameters(parameters).get("inner", parameters)
+        self.inner.prepare(own, cast("dist.ProcessGroup", _Nodes(group, self.ranks_per_node)))
 
     def nested_parameters(
         self, parameters: Mapping[str, Tensor]
     ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return all parameters on the first rank of a node, where the inner hook runs."""
-        return super().nested_parameters(parameters) if self._is_first else {}
+        """Return the shards of this rank; without shards, all on the first rank of a node."""
+        if self._is_sharded:
+            size = self.ranks_per_node
+            return {
+                "inner": {
+                    name: shard_of(real_view(p).detach(), gradient_of(p), self._local_rank, size)
+                    for name, p in parameters.items()
+                }
+            }
+        return super().nested_parameters(parameters) if self._local_rank == 0 else {}
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        buffer = bucket.buffer()
         node = comm.among(ranks_of_node(comm.rank, self.ranks_per_node))
-        if node.size > 1:
-            await node.all_reduce(buffer.div_(node.size))
+        if node.size == 1:
+            return await self.inner.reduce(bucket, comm.within(self.inner))
+        if self.sharded:
+            return await self._average_shards(bucket, comm, node)
+        return await self._average_on_leaders(bucket, comm, node)
+
+    async def _average_shards(
+        self, bucket: GradBucket, comm: Communicator, node: Communicator
+    ) -> Tensor:
+        buffer, shards = bucket.buffer(), self._shards_of(bucket)
+        parts = buffer.new_empty((node.size, shards.numel))
+        shards.split(buffer, parts, self._divisor(bucket, node.size))
+        received = await node.all_to_all(parts, with_own=False)
+        mean = parts[node.rank].to(at_least_float32(buffer.dtype))
+        for distance in range(1, node.size):
+            mean.add_(received[(node.rank + distance) % node.size])
+        mean = mean.to(buffer.dtype)
+        del received
+
+        peers = comm.among(range(node.rank, comm.size, node.size), parallel=node.size)
+        own = shards.bucket(bucket, mean, node.rank)
+        average = await self.inner.reduce(own, peers.within(self.inner))
+        shards.join(await node.all_gather(average.view(-1)), buffer)
+        return buffer
+
+    def _divisor(self, bucket: GradBucket, size: int) -> Tensor | float:
+        """Return ``size``, or NaN if a number of the bucket is not finite and matters elsewhere."""
+        if not self.checks_finite:
+            return size
+        return torch.where(bucket.all_finite(), float(size), torch.nan)
+
+    async def _average_on_leaders(
+        self, bucket: GradBucket, comm: Communicator, node: Communicator
+    ) -> Tensor:
+        buffer = bucket.buffer()
+        await node.all_reduce(buffer.div_(node.size))
         if node.rank == 0:
             leaders = comm.among(range(0, comm.size, node.size))
             average = await self.inner.reduce(bucket, leaders.within(self.inner))
             buffer.copy_(average.view(-1))
-        if node.size > 1:
-            await node.broadcast(buffer)
-        return buffer
+        return await node.broadcast(buffer)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         """Return the bytes of this rank; of the first rank of a node if it is not registered."""
-        if self.ranks_per_node == 0:
+        per_node = self.ranks_per_node
+        if per_node == 0:
             return None  # the launcher has not been asked yet
+        nodes = size // per_node
+        if self._is_sharded:
+            shards = self._shards_of(bucket)
+            own = shards.bucket(bucket, bucket.buffer().new_empty(shards.numel), self._local_rank)
+            between = self.inner.wire_bytes(own, nodes)
+            element = bucket.buffer().element_size()
+            inside = all_to_all_bytes(per_node * shards.numel * element, per_node)
+            inside += all_gather_bytes(shards.numel * element, per_node)
+            return None if between is None else inside + between
         nbytes = bucket.buffer().nbytes
-        inside = all_reduce_bytes(nbytes, self.ranks_per_node)
-        if not self._is_first:
+        inside = all_reduce_bytes(nbytes, per_node)
+        if self._local_rank > 0:
             return inside
-        between = self.inner.wire_bytes(bucket, size // self.ranks_per_node)
+        between = self.inner.wire_bytes(bucket, nodes)
         if between is None:
             return None
-        return inside + between + broadcast_bytes(nbytes, self.ranks_per_node, is_root=True)
+        return inside + between + broadcast_bytes(nbytes, per_node, is_root=True)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.sharded and self.ranks_per_node > 1
+
+    def _shards_of(self, bucket: GradBucket) -> BucketShards:
+        shards = self._shards.get(bucket, self.state)
+        return shards or self._shards.put(bucket, BucketShards(bucket, self.ranks_per_node))
 
 
 class _Nodes:

@@ -194,7 +194,7 @@ class _Tracer:
                 Collective(
                     pending.operation,
                     group.tensor_bytes,
-                    Members.of(pending.members, self._size, self._ranks_per_node),
+                    Members.of(pending.members, self._size, self._ranks_per_node, pending.parallel),
                 )
             )
 

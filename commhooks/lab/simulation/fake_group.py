@@ -5,7 +5,7 @@ hook can run to its end among N ranks, and its decoders receive messages that th
 Nothing is sent.
 
 Rank 0 does at least as much as any other rank: in every topology of :mod:`commhooks.algorithms` the
-first rank of a node leads the node.
+first rank of a node leads the node, or all of its ranks do the same.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.base import CommHook, has_consensus, is_lossless
 from commhooks.testing.compare import differences, disagreement, mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -72,11 +72,6 @@ class RuleContext:
 
 Rule = Callable[[RuleContext], None]
 """A rule runs on every rank. Its docstring says what it requires."""
-
-
-def is_lossless(hook: CommHook) -> bool:
-    """Return whether the hook and all hooks nested in it are lossless."""
-    return all(each.lossless for each in tree(hook))
 
 
 def as_coroutine(hook: CommHook) -> Any:

@@ -1,0 +1,95 @@
+"""Compare the two forms of ``hierarchical``: ``python -m bench.node_shards RESULT.json``
+
+2 nodes of 2 ranks. Each rank has a link of its own to the other node, of the given rate, and sends
+to its neighbor at the speed of memory. Backwards of both forms alternate, so that other load on the
+machine affects both. Batches are small, because four ranks on a small machine would otherwise
+measure its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import steps
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import shaped_link
+from commhooks.lab.units import format_rate, parse_rate
+
+RANKS, PER_NODE = 4, 2
+MODEL, BUCKET_MB = "transformer-38MB", 8.0
+INNER = ("allreduce", "int8", "int4", '{"name":"powersgd","rank":4,"start_step":0}')
+BATCH = 8
+WARM_UP = 3
+
+
+def main() -> None:
+    """Measure at each rate, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path, metavar="RESULT.json")
+    parser.add_argument("--rate", action="append", help="default: 100mbit and 1gbit")
+    parser.add_argument("--rounds", type=int, default=12)
+    arguments = parser.parse_args()
+    about = {"ranks": RANKS, "ranks_per_node": PER_NODE, "model": MODEL, "bucket_mb": BUCKET_MB}
+    about["batch"] = BATCH
+    about |= {"torch": torch.__version__, "cores": os.cpu_count()}
+    rows = []
+    for rate in map(parse_rate, arguments.rate or ["100mbit", "1gbit"]):
+        link = shaped_link(RANKS, rate, hosts_per_node=PER_NODE)
+        with link as hosts, Ranks(RANKS, hosts) as ranks:
+            for inner in INNER:
+                rows.append(_compare(ranks, rate, inner, arguments.rounds))
+                document = {"about": about, "rows": rows}
+                arguments.result.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, Any]:
+    """Return the seconds of a backward on the slowest rank in both forms, pair by pair."""
+    wrappers = [_wrapper(inner, sharded=False), _wrapper(inner, sharded=True)]
+    ranks(steps.prepare, MODEL, ["bare", *wrappers], {"bucket_cap_mb": BUCKET_MB})
+    ranks(steps.use_batch, BATCH)
+    load = [os.getloadavg()[0]]
+    seconds: list[list[float]] = [[], []]
+    for round_ in range(WARM_UP + rounds):
+        for form in (0, 1) if round_ % 2 else (1, 0):
+            seconds[form].append(max(ranks(steps.backward, wrappers[form], True)))
+    if inner == "allreduce":
+        assert max(ranks(steps.largest_difference, *wrappers)) < 1e-5
+    bare = [max(ranks(steps.backward, "bare", True)) for _ in range(WARM_UP)]
+    load.append(os.getloadavg()[0])
+    leader, sharded = (times[WARM_UP:] for times in seconds)
+    ratios = [a / b for a, b in zip(sharded, leader, strict=True)]
+    sent = [[of_rank[0] for of_rank in ranks(steps.sent, name)] for name in wrappers]
+    row = {
+        "rate": format_rate(rate),
+        "inner": inner,
+        "leader_seconds": leader,
+        "sharded_seconds": sharded,
+        "ratio": statistics.median(ratios),
+        "bare_seconds": statistics.median(bare),
+        "leader_bytes": sent[0],
+        "sharded_bytes": sent[1],
+        "load": load,
+    }
+    print(
+        f"{row['rate']} {inner}: {statistics.median(leader):.3f} s by leaders, "
+        f"{statistics.median(sharded):.3f} s sharded, pairs {min(ratios):.2f} to "
+        f"{max(ratios):.2f}, median {row['ratio']:.2f}; load {load}",
+        flush=True,
+    )
+    return row
+
+
+def _wrapper(inner: str, *, sharded: bool) -> str:
+    options = f"inner={inner},ranks_per_node={PER_NODE},sharded={str(sharded).lower()}"
+    return f"ours hierarchical:{options}"
+
+
+if __name__ == "__main__":
+    main()
