@@ -5,11 +5,6 @@ communicators and stage groups, each on a thread. Below them, the store and Gloo
 one thread runs at a time. Whenever it waits, and at every access to the store, a random generator
 decides which one goes on, and with which event: the launch of its next bucket, a call from the
 other thread of its rank, or any collective that has completed.
-
-The connections are strict. The n-th collectives that the ranks of a group post on it belong
-together, and must be of the same bucket, stage and step. A rank that is constructed as a member of
-a group waits for the others. A rank that drops a group closes its connections when nothing of its
-own is pending there, and what the other ranks have pending then fails.
 """
 
 import functools
@@ -36,6 +31,7 @@ from commhooks.runtime.executor import Executor
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
+from support.simulated_connections import Connection, Group, Store, Work
 
 Program = Sequence[Sequence[tuple[int, ...]]]
 """For each bucket the collectives of its hook: the ranks that take part, all if empty."""
@@ -192,7 +188,7 @@ class _World:
         self.knows_last = knows_last
         self.draw = draw
         self.values: dict[str, bytes] = {}  # of the store
-        self.connections: dict[str, _Connection] = defaultdict(lambda: _Connection(self))
+        self.connections: dict[str, Connection] = defaultdict(lambda: Connection(self))
         self.votes = 0
         self.version = 0  # of what ranks may wait for
         self.baton = threading.Semaphore(0)
@@ -203,14 +199,14 @@ class _World:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        def connect(*arguments: Any) -> _Group:
-            return _Group(self, *arguments)
+        def connect(*arguments: Any) -> Group:
+            return Group(self, *arguments)
 
         connect._Options = SimpleNamespace  # type: ignore[attr-defined]
         with patch.multiple(
             stage_groups,
             ProcessGroupGloo=connect,
-            PrefixStore=_Store,
+            PrefixStore=Store,
             time=SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: self.wait()),
             _drop=lambda references: references[0].drop(),
         ):
@@ -262,7 +258,7 @@ class _Actor(ABC):
     def __init__(self, world: _World) -> None:
         self.world = world
         self.completed: list[int] = []  # tokens
-        self.works: list[_Work] = []
+        self.works: list[Work] = []
         self.calls: deque[Callable[[], None]] = deque()  # from the other thread of the rank
         self.is_paused = False  # within an event
         self.waits_for: int | None = None  # a later version of the world
@@ -388,7 +384,7 @@ class _Rank(_Actor):
         self.group: Any = SimpleNamespace(
             rank=lambda: rank,
             size=lambda: world.size,
-            get_group_store=lambda: _Store("", world),
+            get_group_store=lambda: Store("", world),
             _get_backend=lambda _: SimpleNamespace(
                 options=SimpleNamespace(
                     _timeout=SimpleNamespace(total_seconds=lambda: 1.0), _devices=[]
@@ -467,134 +463,3 @@ class _Rank(_Actor):
             self.errors[step].append(error)
         if any(not work.is_over and work.tag[:1] == [bucket] for work in self.works):
             self.world.report(f"the future of bucket {bucket} was set while its buffer was in use")
-
-
-class _Store:
-    """A store, or a part of it, whose keys begin with a prefix."""
-
-    def __init__(self, prefix: str, store: Any) -> None:
-        self.prefix = prefix if isinstance(store, _World) else f"{store.prefix}/{prefix}"
-        self.world: _World = store if isinstance(store, _World) else store.world
-
-    def set(self, key: str, value: str) -> None:
-        self.world.yield_()
-        self.world.values[self._key(key)] = value.encode()
-        self.world.change()
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        self.world.yield_()
-        if self.world.values.get(self._key(key), b"") == expected.encode():
-            self.world.values[self._key(key)] = desired.encode()
-            self.world.change()
-        return self.world.values[self._key(key)]
-
-    def check(self, keys: list[str]) -> bool:
-        self.world.yield_()
-        return all(self._key(key) in self.world.values for key in keys)
-
-    def get(self, key: str) -> bytes:
-        return self.world.values[self._key(key)]
-
-    def _key(self, key: str) -> str:
-        return f"{self.prefix}/{key}"
-
-
-class _Work:
-    """A collective that a rank has posted. ``tensor`` is a tag and a value; None for a barrier."""
-
-    def __init__(self, actor: _Actor, tensor: Tensor | None) -> None:
-        self.actor, self.tensor = actor, tensor
-        self.tag: list[float] = [] if tensor is None else tensor[:-1].tolist()
-        self.token: int | None = None
-        self.is_over = self.has_failed = False
-
-    def end(self, *, has_failed: bool) -> None:
-        self.is_over, self.has_failed = True, has_failed
-        if self.token is not None:
-            self.actor.completed.append(self.token)
-
-    def wait(self) -> None:
-        assert self.is_over
-        if self.has_failed:
-            raise RuntimeError("connection closed")
-
-
-class _Connection:
-    """What the members of one process group have posted, and who has left."""
-
-    def __init__(self, world: _World) -> None:
-        self.world = world
-        self.members: set[int] = set()
-        self.posted: dict[int, list[_Work]] = defaultdict(list)
-        self.completed = 0
-        self.leaving: set[int] = set()
-        self.closed: set[int] = set()
-
-    def post(self, member: int, size: int, work: _Work) -> None:
-        if self._pending(member):
-            self.world.report(f"rank {member} has two collectives in one group: {work.tag}")
-        self.posted[member].append(work)
-        if self.closed:
-            work.end(has_failed=True)
-            return
-        while all(len(self.posted[i]) > self.completed for i in range(size)):
-            works = [self.posted[i][self.completed] for i in range(size)]
-            self.completed += 1
-            self._combine(works)
-        self._close()
-
-    def _combine(self, works: list[_Work]) -> None:
-        if any(work.tag != works[0].tag for work in works):
-            self.world.report(f"mixed up: {[work.tag for work in works]}")
-        tensors = [work.tensor for work in works if work.tensor is not None]
-        self.world.votes += not tensors
-        total = sum(float(tensor[-1]) for tensor in tensors)
-        for tensor in tensors:
-            tensor[-1] = total
-        for work in works:
-            work.end(has_failed=False)
-
-    def leave(self, member: int) -> None:
-        self.leaving.add(member)
-        self._close()
-
-    def _close(self) -> None:
-        """Close the connections of those that leave and have nothing pending."""
-        while ready := [m for m in self.leaving - self.closed if not self._pending(m)]:
-            self.closed.update(ready)
-            for other in list(self.posted):
-                for work in self._pending(other):
-                    work.end(has_failed=True)
-
-    def _pending(self, member: int) -> list[_Work]:
-        return [work for work in self.posted[member] if not work.is_over]
-
-
-class _Group:
-    """A simulated ProcessGroupGloo. To construct one blocks until all of its members do."""
-
-    def __init__(self, world: _World, store: _Store, member: int, size: int, options: Any) -> None:
-        self.world, self.member, self.size = world, member, size
-        self.actor = world.current
-        self.connection = world.connections[store.prefix]
-        if member in self.connection.members:
-            world.report(f"{store.prefix}: rank {member} connects twice")
-        self.connection.members.add(member)
-        world.change()
-        while len(self.connection.members) < size:
-            world.wait()
-        del options
-
-    def allreduce(self, tensors: list[Tensor], options: Any) -> _Work:
-        return self._post(tensors[0])
-
-    def barrier(self) -> _Work:
-        return self._post(None)
-
-    def drop(self) -> None:
-        self.connection.leave(self.member)
-
-    def _post(self, tensor: Tensor | None) -> _Work:
-        work = _Work(self.actor, tensor)
-        self.connection.post(self.member, self.size, work)
-        return work
