@@ -67,6 +67,7 @@ MEASURED_HOOKS = [
     _ours("fp8", EIGHT_BITS),
     _ours("int8", EIGHT_BITS),
     _ours("int4", SPARSE),
+    _ours("fp4", SPARSE),
     _ours("int2", SPARSE),
     _ours("natural", SPARSE),
     _ours("qsgd", UNBIASED),

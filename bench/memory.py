@@ -55,7 +55,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
     numel = sum(parameter.numel() for parameter in parameters)
     errors = 4 * numel
     match hook:
-        case "int8" | "int4" | "int2" | "fp8" | "onebit" | "signsgd" | "schedule":
+        case "int8" | "int4" | "int2" | "fp8" | "fp4" | "onebit" | "signsgd" | "schedule":
             return errors + errors / world_size
         case "hierarchical":  # int8 between nodes with two ranks, each with half of the gradients
             return (errors + errors / (world_size // 2)) / 2

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.fp4 import Fp4Codec
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.levels import LevelCodec
 from commhooks.codecs.natural import NaturalCodec
@@ -29,6 +30,8 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
     "int2": (LevelCodec(2, norm="signed_max", block_size=64), "0.5"),
     "fp8 e4m3": (Fp8Codec("e4m3", block_size=256), "0.5"),
     "fp8 e5m2": (Fp8Codec("e5m2", block_size=256), "0.5"),
+    "fp4 mxfp4": (Fp4Codec("mxfp4"), "0.5"),
+    "fp4 nvfp4": (Fp4Codec("nvfp4"), "0.5"),
     "natural": (NaturalCodec(block_size=512), "0.5"),
     "qsgd": (LevelCodec(4, stochastic=True, block_size=128), "any"),
     "terngrad": (LevelCodec(2, clip=2.5, stochastic=True, block_size=512), "any"),

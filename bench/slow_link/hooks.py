@@ -8,7 +8,7 @@ PLAIN = "allreduce"
 """The hook that all others are compared with."""
 
 _AT_DEFAULTS = (
-    "bf16 fp16 fp8 int8 int4 int2 natural qsgd terngrad onebit signsgd "
+    "bf16 fp16 fp8 fp4 int8 int4 int2 natural qsgd terngrad onebit signsgd "
     "topk dgc demo threshold randomk powersgd batched_powersgd gossip push_sum local_sgd noop"
 )
 _VARIANTS = (

@@ -13,6 +13,7 @@ from commhooks.algorithms.exact.half import Bfloat16, Float16
 from commhooks.algorithms.exact.noop import Noop
 from commhooks.algorithms.lowrank.batched_powersgd import BatchedPowerSGD
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
+from commhooks.algorithms.quantized.fp4 import Fp4
 from commhooks.algorithms.quantized.fp8 import Fp8
 from commhooks.algorithms.quantized.int2 import Int2
 from commhooks.algorithms.quantized.integer import Int4, Int8
@@ -43,6 +44,7 @@ __all__ = [
     "DiLoCo",
     "ErrorFeedback",
     "Float16",
+    "Fp4",
     "Fp8",
     "Gossip",
     "Hierarchical",

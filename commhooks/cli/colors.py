@@ -21,6 +21,7 @@ _COLORS = {
     "int4": "#f0932b",
     "int2": "#d9a441",
     "fp8": "#c9822b",
+    "fp4": "#d98f3d",
     "natural": "#b5893a",
     "qsgd": "#e0567a",
     "terngrad": "#c95d9e",

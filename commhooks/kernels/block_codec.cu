@@ -12,6 +12,7 @@
 //     544 .. 4096    2 .. 8 warps          one; a warp holds a chunk of 512 numbers
 //
 // The y axis of the grid counts the parts of the numbers, the x axis the blocks of a part.
+#include "codecs/fp4.h"
 #include "codecs/fp8.h"
 #include "codecs/levels.h"
 #include "codecs/natural.h"
@@ -286,6 +287,47 @@ __device__ u32 code_of(u32 four, int i) {
   return four >> (bits * i) & ((1u << bits) - 1);
 }
 
+// Where the codes of a message begin. The scales of groups are before them.
+template <typename Codec>
+__device__ i64 codes_offset(const Partition& partition) {
+  i64 offset = 4 * partition.blocks;
+  if constexpr (Codec::kGroup > 0) {
+    offset += (partition.part_length + 4 * Codec::kGroup - 1) / (4 * Codec::kGroup) * 4;
+  }
+  return offset;
+}
+
+// Returns the code of the scale of this thread's group in one slot, or 0 if it has no numbers, and
+// stores it. Neighboring lanes have the quads of a group. All lanes of a warp must call it.
+template <typename Codec, typename T>
+__device__ u32 encode_group(
+    const Codec& codec,
+    const T (&quad)[kQuad],
+    int at,
+    bool has_scale,
+    float inverse,
+    u8* groups,
+    i64 room,
+    const Share& share) {
+  constexpr int lanes = Codec::kGroup / kQuad;
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    largest = max(largest, magnitude_bits((float)quad[i]));
+  }
+#pragma unroll
+  for (int step = 1; step < lanes; step *= 2) {
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, step));
+  }
+  const int group = at / Codec::kGroup;
+  const bool has_numbers = group * Codec::kGroup < share.count;
+  const u32 code = has_scale && has_numbers ? codec.group_code(float_of(largest) * inverse) : 0;
+  if (at % Codec::kGroup == 0 && group < room) {
+    groups[group] = (u8)code;
+  }
+  return code;
+}
+
 struct Options {
   Norm norm;
   float levels;
@@ -352,19 +394,35 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
   const float inverse = 1.0f / scale;
 
   u8* const message = messages + share.part * message_bytes;
-  u8* const codes = message + 4 * blocks + share.block * (partition.block_size * bits / 8);
+  const i64 begin = codes_offset<Codec>(partition);
+  u8* const codes = message + begin + share.block * (partition.block_size * bits / 8);
   // A part with fewer numbers has room for as many codes as the others.
-  const i64 room = (message_bytes - 4 * blocks) * 8 / bits - share.offset;
+  const i64 room = (message_bytes - begin) * 8 / bits - share.offset;
   const Random random = random_for((u64)seed, (u64)share.first);
   u32 fours[kSlots];
+  float scales[kSlots];
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
     const int at = kQuad * share.quad(slot);
+    float of_number = inverse;
+    scales[slot] = scale;
+    if constexpr (Codec::kGroup > 0) {
+      const i64 first_group = share.offset / Codec::kGroup;
+      const i64 groups_room = share.has_block(partition) && at < partition.block_size
+          ? begin - 4 * blocks - first_group
+          : 0;
+      const u32 code = encode_group(
+          codec, x[slot], at, has_scale, inverse, message + 4 * blocks + first_group, groups_room,
+          share);
+      const float group_scale = codec.group_scale(code);
+      of_number = group_inverse(inverse, group_scale);
+      scales[slot] = group_scale * scale;
+    }
     u32 four = 0;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       if (has_scale && at + i < share.count) {
-        const float ratio = (float)x[slot][i] * inverse;
+        const float ratio = (float)x[slot][i] * of_number;
         four |= codec.code(ratio, random, (u32)share.first + (u32)(at + i)) << (bits * i);
       }
     }
@@ -382,7 +440,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      const float value = codec.value(code_of<bits>(fours[slot], i)) * scale;
+      const float value = codec.value(code_of<bits>(fours[slot], i)) * scales[slot];
       x[slot][i] -= has_scale ? (T)value : (T)0;
     }
   }
@@ -433,7 +491,8 @@ __global__ void __launch_bounds__(kThreads) decode(
   float mean_scale = 0.0f;
   for (i64 k = 0; k < count; ++k) {
     const u8* const message = messages + (share.part * count + k) * message_bytes;
-    const u8* const codes = message + 4 * blocks + share.block * (partition.block_size * bits / 8);
+    const u8* const codes =
+        message + codes_offset<Codec>(partition) + share.block * (partition.block_size * bits / 8);
     const float scale = *reinterpret_cast<const float*>(message + 4 * share.block);
     const float share_of_scale = scale * of_each;
     const float vote = scale == 0.0f ? 0.0f : 1.0f;
@@ -442,10 +501,16 @@ __global__ void __launch_bounds__(kThreads) decode(
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       const int quad = share.quad(slot);
-      const u32 four = kQuad * quad < share.count ? load_codes<bits>(codes, quad) : 0;
+      const bool is_there = kQuad * quad < share.count;
+      const u32 four = is_there ? load_codes<bits>(codes, quad) : 0;
+      float of_number = weight;
+      if constexpr (Codec::kGroup > 0) {
+        const i64 group = (share.offset + kQuad * quad) / Codec::kGroup;
+        of_number = codec.group_scale(is_there ? message[4 * blocks + group] : 0) * weight;
+      }
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) {
-        sums[slot][i] += codec.value(code_of<bits>(four, i)) * weight;
+        sums[slot][i] += codec.value(code_of<bits>(four, i)) * of_number;
       }
     }
   }

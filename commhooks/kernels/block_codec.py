@@ -16,7 +16,7 @@ __all__ = ["SOURCE", "BlockKernels", "Norm"]
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 _ENCODERS = (
     *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
-    *("E4M3", "E5M2", "Natural", "Sign"),
+    *("E4M3", "E5M2", "Mxfp4", "Nvfp4", "Natural", "Sign"),
 )
 _DECODERS = tuple(codec for codec in _ENCODERS if "true" not in codec)
 
@@ -46,6 +46,7 @@ class BlockKernels:
 
     ``encoder`` and ``decoder`` are the names of C++ types in codecs/; ``levels`` and ``clip`` are
     options of ``Levels``. With ``is_vote``, several messages vote instead of being averaged.
+    ``group``: how many numbers share a scale of one byte, or 0; then blocks are multiples of 128.
 
     Everything is queued on torch's current stream without synchronizing.
     """
@@ -58,6 +59,7 @@ class BlockKernels:
     levels: float = 0.0
     clip: float = 0.0
     is_vote: bool = False
+    group: int = 0
 
     def encode(
         self,
@@ -158,7 +160,10 @@ class BlockKernels:
                 f"expected the shape and dtype of the values, {tuple(values.shape)} of "
                 f"{values.dtype}, found {tuple(companion.shape)} of {companion.dtype}"
             )
-        message_bytes = 4 * (-(-part_length // self.block_size) + -(-part_length * self.bits // 32))
+        words = -(-part_length // self.block_size) + -(-part_length * self.bits // 32)
+        if self.group:
+            words += -(-part_length // (4 * self.group))
+        message_bytes = 4 * words
         shape = messages.shape
         if (
             messages.dtype != torch.uint8

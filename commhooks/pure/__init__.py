@@ -15,6 +15,7 @@ from torch import Tensor
 
 from commhooks.pure.block_codec import (
     CpuBlockCodec,
+    fp4_codec,
     fp8_codec,
     level_codec,
     natural_codec,
@@ -30,6 +31,7 @@ __all__ = [
     "CpuBlockCodec",
     "all_finite",
     "draw_indices",
+    "fp4_codec",
     "fp8_codec",
     "instruction_sets",
     "join_works",

@@ -9,15 +9,26 @@ import torch
 from torch import Tensor
 
 from commhooks.pure.block_scales import find_scales
-from commhooks.pure.codes import Codes, Fp8, Levels, Natural, Norm, Sign
+from commhooks.pure.codes import (
+    Codes,
+    Fp8,
+    GroupCodes,
+    Levels,
+    Mxfp4,
+    Natural,
+    Norm,
+    Nvfp4,
+    Sign,
+)
 from commhooks.pure.random import BlockRandom, Floats
 from commhooks.pure.requirements import require
 from commhooks.pure.slowness import warn_once
 
-__all__ = ["CpuBlockCodec", "fp8_codec", "level_codec", "natural_codec", "sign_codec"]
+__all__ = ["CpuBlockCodec", "fp4_codec", "fp8_codec", "level_codec", "natural_codec", "sign_codec"]
 
 _MOST_NUMBERS = 1 << 14  # at a time: what is computed from them stays in caches and in the heap
 _BLOCK_MULTIPLE = 32
+_GROUPED_MULTIPLE = 128
 _MAX_BLOCK_SIZE = 4096
 
 Array = npt.NDArray[np.floating]
@@ -28,9 +39,10 @@ class CpuBlockCodec:
     """Encodes numbers as blocks of codes with one float32 scale each."""
 
     def __init__(self, codes: Codes, block_size: int, *, is_vote: bool = False) -> None:
+        multiple = _GROUPED_MULTIPLE if isinstance(codes, GroupCodes) else _BLOCK_MULTIPLE
         require(
-            0 < block_size <= _MAX_BLOCK_SIZE and block_size % _BLOCK_MULTIPLE == 0,
-            f"Expected block_size to be a multiple of {_BLOCK_MULTIPLE} up to {_MAX_BLOCK_SIZE}, "
+            0 < block_size <= _MAX_BLOCK_SIZE and block_size % multiple == 0,
+            f"Expected block_size to be a multiple of {multiple} up to {_MAX_BLOCK_SIZE}, "
             f"found {block_size}.",
         )
         self._codes = codes
@@ -45,7 +57,7 @@ class CpuBlockCodec:
     def encoded_bytes(self, part_length: int) -> int:
         """Return the length of the message of a part."""
         require(part_length >= 0, f"Expected part_length to be at least 0, found {part_length}.")
-        return 4 * (self._blocks(part_length) - (-part_length * self._codes.bits // 32))
+        return self._codes_offset(part_length, 0) - 4 * (-part_length * self._codes.bits // 32)
 
     def encode(
         self,
@@ -116,14 +128,42 @@ class CpuBlockCodec:
         counts = np.clip(numbers.size - size * np.arange(blocks), 0, size)
         scales, has_scale = find_scales(self._codes, y, counts)
         random = BlockRandom(seed, first, blocks, size)
-        codes = self._codes.encode(y * (np.float32(1) / scales), random).astype(np.uint8)
+        ratios = y * (np.float32(1) / scales)
+        factors = np.where(has_scale, scales, np.float32(0))
+        if isinstance(self._codes, GroupCodes):
+            room = self._groups_of(self._codes, message, part_length, block)
+            ratios, factors = self._encode_groups(
+                self._codes, y, scales, factors, numbers.size, room
+            )
+        codes = self._codes.encode(ratios, random).astype(np.uint8)
         if not has_scale.all():
             codes *= has_scale
         codes.ravel()[numbers.size :] = 0
         message[4 * block : 4 * (block + blocks)] = scales.view(np.uint8).ravel()
         room = message[self._codes_offset(part_length, block) :][: blocks * size * bits // 8]
         room[:] = _packed(codes, bits)[: room.size]
-        return codes, np.where(has_scale, scales, np.float32(0))
+        return codes, factors
+
+    def _encode_groups(
+        self, codes: GroupCodes, y: Floats, scales: Floats, factors: Floats, count: int, room: Bytes
+    ) -> tuple[Floats, Floats]:
+        """Write the codes of the groups of blocks to ``room``, with zeros after the last number.
+
+        Return the numbers over the scales of their groups, and these scales, (blocks, block_size).
+        """
+        inverses = np.float32(1) / scales
+        largest = np.abs(y).reshape(len(y), -1, codes.group).max(axis=2)
+        of_groups = codes.group_codes(largest * inverses)
+        of_groups[np.broadcast_to(factors == 0, of_groups.shape)] = 0
+        of_groups.ravel()[-(-count // codes.group) :] = 0
+        room = room[: of_groups.size]
+        room[:] = of_groups.ravel()[: room.size]
+        group_scales = codes.group_scales(of_groups)
+        divisors = group_scales.copy()
+        divisors[divisors == 0] = 1
+        group_inverses = inverses / divisors
+        ratios: Floats = y * group_inverses.repeat(codes.group, axis=1)
+        return ratios, (group_scales * factors).repeat(codes.group, axis=1)
 
     def _decode(self, messages: Sequence[Bytes], values: Array, part_length: int) -> None:
         """Write the mean, or the vote, of messages of one part to values."""
@@ -153,12 +193,25 @@ class CpuBlockCodec:
             found = message[begin : begin + packed.size]
             packed[: found.size] = found
             terms = self._values_of_byte.take(packed, axis=0, mode="wrap").reshape(blocks, size)
+            if isinstance(self._codes, GroupCodes):
+                weights = self._weights_of_numbers(
+                    self._codes, message, weights, part_length, block
+                )
             terms *= weights
             sums = terms if sums is None else np.add(sums, terms, out=sums)
         assert sums is not None
         if self._is_vote:
             sums = np.clip(sums, np.float32(-1), np.float32(1)) * mean_scale
         return sums
+
+    def _weights_of_numbers(
+        self, codes: GroupCodes, message: Bytes, weights: Floats, part_length: int, block: int
+    ) -> Floats:
+        groups = np.zeros(len(weights) * self._block_size // codes.group, np.uint8)
+        found = self._groups_of(codes, message, part_length, block)[: groups.size]
+        groups[: found.size] = found
+        scales = codes.group_scales(groups.astype(np.uint32)).reshape(len(weights), -1)
+        return (scales * weights).repeat(codes.group, axis=1)
 
     def _tiles(self, part: slice, numel: int) -> Iterator[tuple[int, slice]]:
         """Yield the index of the first number and the range of the numbers of whole blocks."""
@@ -173,8 +226,16 @@ class CpuBlockCodec:
     def _blocks(self, count: int) -> int:
         return -(-count // self._block_size)
 
+    def _groups_of(self, codes: GroupCodes, message: Bytes, part_length: int, block: int) -> Bytes:
+        """Return the scales of the groups from a block on."""
+        begin = 4 * self._blocks(part_length) + block * self._block_size // codes.group
+        return message[begin : self._codes_offset(part_length, 0)]
+
     def _codes_offset(self, part_length: int, block: int) -> int:
-        return 4 * self._blocks(part_length) + block * self._block_size * self._codes.bits // 8
+        begin = 4 * self._blocks(part_length)
+        if isinstance(self._codes, GroupCodes):
+            begin += 4 * -(-part_length // (4 * self._codes.group))
+        return begin + block * self._block_size * self._codes.bits // 8
 
     def _check(
         self,
@@ -236,6 +297,16 @@ def fp8_codec(number_format: str, block_size: int) -> CpuBlockCodec:
         f"Expected format to be 'e4m3' or 'e5m2', found '{number_format}'.",
     )
     return CpuBlockCodec(Fp8(*formats[number_format]), block_size)
+
+
+def fp4_codec(number_format: str, block_size: int) -> CpuBlockCodec:
+    """Return a codec for 4-bit floating point with a scale per group: mxfp4 or nvfp4."""
+    formats: dict[str, Codes] = {"mxfp4": Mxfp4(), "nvfp4": Nvfp4()}
+    require(
+        number_format in formats,
+        f"Expected format to be 'mxfp4' or 'nvfp4', found '{number_format}'.",
+    )
+    return CpuBlockCodec(formats[number_format], block_size)
 
 
 def natural_codec(block_size: int) -> CpuBlockCodec:

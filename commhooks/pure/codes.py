@@ -1,17 +1,17 @@
-"""The codes of block codecs, as in kernels/codecs/levels.h, fp8.h, natural.h and sign.h.
+"""The codes of block codecs, as in kernels/codecs: levels.h, fp8.h, fp4.h and so on.
 
 Arrays of ratios and codes have the shape (blocks, block_size), those of scales (blocks, 1).
 """
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from commhooks.pure.random import BlockRandom, Floats, Words
 
-__all__ = ["Codes", "Fp8", "Levels", "Natural", "Norm", "Sign"]
+__all__ = ["Codes", "Fp8", "GroupCodes", "Levels", "Mxfp4", "Natural", "Norm", "Nvfp4", "Sign"]
 
 
 class Norm(Enum):
@@ -41,6 +41,20 @@ class Codes(Protocol):
 
     def decode(self, codes: Words) -> Floats:
         """Return numbers that are to be multiplied by their scales."""
+
+
+@runtime_checkable
+class GroupCodes(Codes, Protocol):
+    """Codes of numbers in groups of ``group``, which have scales of one byte."""
+
+    @property
+    def group(self) -> int: ...
+
+    def group_codes(self, ratios: Floats) -> Words:
+        """Return the codes of groups whose largest magnitudes, over the scale, are ``ratios``."""
+
+    def group_scales(self, codes: Words) -> Floats:
+        """Return the scales of groups, as multiples of the scale of the block."""
 
 
 @dataclass(frozen=True)
@@ -83,26 +97,21 @@ class Levels:
         return np.float32(-self.levels - (self.norm is Norm.SIGNED))
 
 
-class Fp8:
-    """8-bit floating point, rounded to nearest even."""
+class _SmallFloat:
+    """Floating point in a few bits, rounded to nearest even."""
 
-    bits = 8
-    norm = Norm.LARGEST
-
-    def __init__(self, mantissa: int, bias: int, largest: int) -> None:
+    def __init__(self, bits: int, mantissa: int, bias: int) -> None:
+        self._sign = np.uint32(1 << (bits - 1))
+        self._to_sign = np.uint32(32 - bits)
         self._mantissa = mantissa
-        self._largest = np.float32(largest)
         self._shift = np.uint32(23 - mantissa)
         self._rebias = np.uint32((127 - bias) << 23)
         self._smallest_normal = np.uint32((128 - bias) << 23)
         self._smallest = np.float32(2.0 ** (1 - bias - mantissa))
         self._anchor = np.float32(2.0 ** (1 - bias - mantissa + 23))
 
-    def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
-        return largest / self._largest
-
-    def encode(self, ratios: Floats, random: BlockRandom) -> Words:  # noqa: ARG002
-        bits = ratios.view(np.uint32)
+    def encode(self, numbers: Floats) -> Words:
+        bits = numbers.view(np.uint32)
         magnitude = bits & np.uint32(0x7FFFFFFF)
         normal = (magnitude >> self._shift) & np.uint32(1)
         normal += magnitude
@@ -113,15 +122,84 @@ class Fp8:
         subnormal = (magnitude.view(np.float32) + self._anchor).view(np.uint32)
         subnormal -= self._anchor.view(np.uint32)
         np.copyto(normal, subnormal, where=magnitude < self._smallest_normal)
-        normal |= (bits >> np.uint32(24)) & np.uint32(0x80)
+        normal |= (bits >> self._to_sign) & self._sign
         return normal
 
     def decode(self, codes: Words) -> Floats:
-        magnitude = codes & np.uint32(0x7F)
+        magnitude = codes & (self._sign - np.uint32(1))
         normal = ((magnitude << self._shift) + self._rebias).view(np.float32)
         subnormal = magnitude.astype(np.float32) * self._smallest
         size = np.where(magnitude < 2**self._mantissa, subnormal, normal)
-        return np.where(codes & np.uint32(0x80), -size, size)
+        return np.where(codes & self._sign, -size, size)
+
+
+_E2M1 = _SmallFloat(4, 1, 1)
+_E4M3 = _SmallFloat(8, 3, 7)
+
+
+class Fp8:
+    """8-bit floating point."""
+
+    bits = 8
+    norm = Norm.LARGEST
+
+    def __init__(self, mantissa: int, bias: int, largest: int) -> None:
+        self._format = _SmallFloat(8, mantissa, bias)
+        self._largest = np.float32(largest)
+
+    def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
+        return largest / self._largest
+
+    def encode(self, ratios: Floats, random: BlockRandom) -> Words:  # noqa: ARG002
+        return self._format.encode(ratios)
+
+    def decode(self, codes: Words) -> Floats:
+        return self._format.decode(codes)
+
+
+class _Fp4:
+    """4-bit floating point in groups."""
+
+    bits = 4
+    norm = Norm.LARGEST
+
+    def encode(self, ratios: Floats, random: BlockRandom) -> Words:  # noqa: ARG002
+        return _E2M1.encode(np.clip(ratios, np.float32(-6), np.float32(6)))
+
+    def decode(self, codes: Words) -> Floats:
+        return _E2M1.decode(codes)
+
+
+class Mxfp4(_Fp4):
+    """Scales of groups are powers of two."""
+
+    group = 32
+
+    def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
+        return np.ones_like(largest)
+
+    def group_codes(self, ratios: Floats) -> Words:
+        exponents = ratios.view(np.uint32) >> np.uint32(23)
+        codes: Words = np.maximum(exponents, np.uint32(3)) - np.uint32(2)
+        return codes
+
+    def group_scales(self, codes: Words) -> Floats:
+        return (codes << np.uint32(23)).view(np.float32)
+
+
+class Nvfp4(_Fp4):
+    """Scales of groups are e4m3, times the scale of the block."""
+
+    group = 16
+
+    def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
+        return largest / np.float32(6 * 448)
+
+    def group_codes(self, ratios: Floats) -> Words:
+        return _E4M3.encode(ratios * (np.float32(1) / np.float32(6)))
+
+    def group_scales(self, codes: Words) -> Floats:
+        return _E4M3.decode(codes)
 
 
 class Natural:

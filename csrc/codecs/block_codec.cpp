@@ -15,6 +15,9 @@ namespace {
 constexpr int64_t kGrainElements = 1 << 15;
 // With this multiple the codes of a block fill whole words at any width.
 constexpr int64_t kBlockMultiple = 32;
+// With this multiple the scales of groups fill whole words, and kernels find the largest number of
+// a group within a warp.
+constexpr int64_t kGroupedMultiple = 128;
 
 int64_t divide_up(int64_t numerator, int64_t denominator) {
   return (numerator + denominator - 1) / denominator;
@@ -46,15 +49,21 @@ void check_companion(const char* name, const at::Tensor& tensor, const at::Tenso
 
 CpuBlockCodec::CpuBlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_size)
     : loops_(std::move(loops)), block_size_(block_size) {
+  const int64_t multiple = loops_->group() == 0 ? kBlockMultiple : kGroupedMultiple;
   TORCH_CHECK(
-      block_size > 0 && block_size <= kMaxBlockSize && block_size % kBlockMultiple == 0,
-      "Expected block_size to be a multiple of ", kBlockMultiple, " up to ", kMaxBlockSize,
-      ", found ", block_size, ".");
+      block_size > 0 && block_size <= kMaxBlockSize && block_size % multiple == 0,
+      "Expected block_size to be a multiple of ", multiple, " up to ", kMaxBlockSize, ", found ",
+      block_size, ".");
 }
 
 int64_t CpuBlockCodec::encoded_bytes(int64_t part_length) const {
   TORCH_CHECK(part_length >= 0, "Expected part_length to be at least 0, found ", part_length, ".");
-  return 4 * (divide_up(part_length, block_size_) + divide_up(part_length * loops_->bits(), 32));
+  return 4 * (divide_up(part_length, block_size_) + divide_up(part_length * loops_->bits(), 32)) +
+      group_bytes(part_length);
+}
+
+int64_t CpuBlockCodec::group_bytes(int64_t part_length) const {
+  return loops_->group() == 0 ? 0 : 4 * divide_up(part_length, 4 * loops_->group());
 }
 
 void CpuBlockCodec::encode(
@@ -75,7 +84,8 @@ void CpuBlockCodec::encode(
       .error = error ? error->data_ptr() : nullptr,
       .messages = messages.data_ptr<uint8_t>(),
       .message_bytes = messages.size(1),
-      .codes_offset = 4 * parts.blocks_per_part(),
+      .groups_offset = 4 * parts.blocks_per_part(),
+      .codes_offset = 4 * parts.blocks_per_part() + group_bytes(part_length),
       .seed = seed,
       .is_double = values.scalar_type() == c10::kDouble,
       .keep_residual = keep_residual,
@@ -98,7 +108,8 @@ void CpuBlockCodec::average(
           .parts = parts,
           .messages = messages.data_ptr<uint8_t>(),
           .message_bytes = messages.size(1),
-          .codes_offset = 4 * parts.blocks_per_part(),
+          .groups_offset = 4 * parts.blocks_per_part(),
+          .codes_offset = 4 * parts.blocks_per_part() + group_bytes(part_length),
           .message_count = messages.size(0),
           .values = values.data_ptr(),
           .kept = nullptr,
@@ -134,7 +145,8 @@ bool CpuBlockCodec::assemble(
           .parts = parts,
           .messages = bytes,
           .message_bytes = messages.size(1),
-          .codes_offset = 4 * blocks,
+          .groups_offset = 4 * blocks,
+          .codes_offset = 4 * blocks + group_bytes(part_length),
           .message_count = 1,
           .values = values.data_ptr(),
           .kept = kept ? kept->data_ptr() : nullptr,

@@ -30,6 +30,7 @@ struct EncodeCall {
   const void* error;  // may be null
   uint8_t* messages;  // one per part
   int64_t message_bytes;
+  int64_t groups_offset;
   int64_t codes_offset;
   uint64_t seed;
   bool is_double;
@@ -41,6 +42,7 @@ struct DecodeCall {
   Parts parts;
   const uint8_t* messages;
   int64_t message_bytes;
+  int64_t groups_offset;
   int64_t codes_offset;
   int64_t message_count;  // per part; the messages of one part are consecutive
   void* values;
@@ -53,6 +55,7 @@ class BlockLoops {
  public:
   virtual ~BlockLoops() = default;
   virtual int64_t bits() const = 0;
+  virtual int64_t group() const = 0;  // numbers per group, or 0 if there are no groups
   virtual void encode(const EncodeCall& call, int64_t begin, int64_t end) const = 0;
   virtual void decode(const DecodeCall& call, int64_t begin, int64_t end) const = 0;
 };
@@ -63,6 +66,8 @@ std::unique_ptr<BlockLoops> level_loops(
     int64_t bits, int64_t levels, const std::string& norm, double clip, bool stochastic);
 // format: "e4m3" or "e5m2".
 std::unique_ptr<BlockLoops> fp8_loops(const std::string& format);
+// format: "mxfp4" or "nvfp4".
+std::unique_ptr<BlockLoops> fp4_loops(const std::string& format);
 std::unique_ptr<BlockLoops> natural_loops();
 // norm: "mean" or "root_mean". majority: several messages are decoded to the sign that most of them
 // have, times their mean scale, and to zero if there are as many of each.
@@ -72,6 +77,7 @@ std::unique_ptr<BlockLoops> sign_loops(const std::string& norm, bool majority);
 //
 //     | scales: 4 per block, float32 | codes: ceil(n * bits / 8) | zeros up to a multiple of 4 |
 //
+// If the codec has groups, one byte per group and zeros up to a multiple of 4 are before the codes.
 // A part with fewer values has a message of the same length, filled up with zeros. All tensors are
 // on the CPU; values, error and kept are 1-D, contiguous, and have the same dtype, float32 or
 // float64; scales, codes and sums of decoded numbers are float32. Results depend neither on the
@@ -106,6 +112,7 @@ class CpuBlockCodec {
 
  private:
   Parts parts_of(const at::Tensor& values, int64_t part_length, const at::Tensor& messages) const;
+  int64_t group_bytes(int64_t part_length) const;
   void decode(const DecodeCall& call, int64_t blocks) const;
   int64_t grain() const;  // the least number of blocks for one thread
 

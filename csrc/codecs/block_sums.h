@@ -12,26 +12,26 @@ constexpr int64_t kMostBlocks = 32;
 
 static_assert(kMaxBlockSize == codecs::kChunk * codecs::kMaxChunks);
 
-// Adds the two halves of each run of 2 * half numbers, in two vectors. In the result, runs of the
-// first and of the second vector alternate.
-template <typename Set, int half>
-COMMHOOKS_INLINE auto add_halves(
-    typename Vectors<Set>::Floats one, typename Vectors<Set>::Floats other) {
+// Combines the two halves of each run of 2 * half numbers, in two vectors. In the result, runs of
+// the first and of the second vector alternate.
+template <typename Set, int half, typename Vector, typename Combine>
+COMMHOOKS_INLINE Vector combine_halves(Vector one, Vector other, Combine combine) {
   const auto lower = for_lanes<typename Vectors<Set>::Places>([](int lane) {
     const int run = lane / half;
     return run % 2 * Set::kFloats + run / 2 * 2 * half + lane % half;
   });
-  return __builtin_shuffle(one, other, lower) + __builtin_shuffle(one, other, lower + half);
+  return combine(__builtin_shuffle(one, other, lower), __builtin_shuffle(one, other, lower + half));
 }
 
-// Sums each of as many vectors as a vector has lanes, by halves; the sum of vector i is in lane i.
-template <typename Set, int half = Set::kFloats / 2>
-COMMHOOKS_INLINE auto sum_each(typename Vectors<Set>::Floats* vectors) {
+// Reduces each of as many vectors as a vector has lanes, by halves; the result of vector i is in
+// lane i.
+template <typename Set, int half = Set::kFloats / 2, typename Vector, typename Combine>
+COMMHOOKS_INLINE Vector reduce_each(Vector* vectors, Combine combine) {
   for (int i = 0; i < half; ++i) {
-    vectors[i] = add_halves<Set, half>(vectors[i], vectors[i + half]);
+    vectors[i] = combine_halves<Set, half>(vectors[i], vectors[i + half], combine);
   }
   if constexpr (half > 1) {
-    return sum_each<Set, half / 2>(vectors);
+    return reduce_each<Set, half / 2>(vectors, combine);
   } else {
     return vectors[0];
   }
@@ -89,7 +89,9 @@ COMMHOOKS_INLINE void sum_blocks(
   sum_chunks<Set, squares>(y, width, chunks, blocks, inverses, vectors);
   alignas(64) float of_chunks[kMostBlocks];
   for (int64_t i = 0; i < kMostBlocks; i += Set::kFloats) {
-    store(of_chunks + i, sum_each<Set>(vectors + i));
+    const auto sums_of_vectors = reduce_each<Set>(
+        vectors + i, [](Floats one, Floats other) COMMHOOKS_ALWAYS_INLINE { return one + other; });
+    store(of_chunks + i, sums_of_vectors);
   }
   for (int64_t block = 0; block < blocks; ++block) {
     float* const terms = of_chunks + block * chunks;

@@ -18,10 +18,12 @@ struct alignas(64) Tile {
 };
 
 // Sums value(code) * weight for the numbers of a tile, one message after the other; the sums stay
-// in registers.
+// in registers. Each kSpan numbers have a weight.
 template <typename Set, typename Codec>
 class TileSum {
  public:
+  static constexpr int kSpan = Codec::kGroup == 0 ? kTile : Codec::kGroup;
+
   COMMHOOKS_INLINE explicit TileSum(const Codec& codec) : codec_(codec) {
     for (Floats& sum : sums_) {
       sum = -Floats{};  // -0 plus x is x, even for -0
@@ -33,17 +35,17 @@ class TileSum {
     }
   }
 
-  COMMHOOKS_INLINE void add(const uint8_t* packed, float weight) {
+  COMMHOOKS_INLINE void add(const uint8_t* packed, const float (&weights)[kTile / kSpan]) {
     if constexpr (kLooksUp) {
-      look_up(packed, weight);
+      look_up(packed, weights);
     } else if constexpr (kWidens) {
       if (are_halves(codec_, packed)) {
-        widen(packed, weight);
+        widen(packed, weights[0]);
       } else {
-        compute(packed, weight);
+        compute(packed, weights);
       }
     } else {
-      compute(packed, weight);
+      compute(packed, weights);
     }
   }
 
@@ -67,14 +69,16 @@ class TileSum {
   using Words = typename Vectors<Set>::Words;
   using Places = typename Vectors<Set>::Places;
 
-  COMMHOOKS_INLINE void look_up(const uint8_t* packed, float weight) {
-    Floats tables[kTables];
-    for (int64_t i = 0; i < kTables; ++i) {
-      tables[i] = tables_[i] * weight;
-    }
-    for (int64_t i = 0; i < kTile / kLanes; ++i) {
-      const auto codes = reinterpret_cast<Places>(codes_of(packed, i));
-      sums_[i] += __builtin_shuffle(tables[0], tables[kTables - 1], codes);
+  COMMHOOKS_INLINE void look_up(const uint8_t* packed, const float (&weights)[kTile / kSpan]) {
+    for (int64_t span = 0; span < kTile / kSpan; ++span) {
+      Floats tables[kTables];
+      for (int64_t i = 0; i < kTables; ++i) {
+        tables[i] = tables_[i] * weights[span];
+      }
+      for (int64_t i = span * kSpan / kLanes; i < (span + 1) * kSpan / kLanes; ++i) {
+        const auto codes = reinterpret_cast<Places>(codes_of(packed, i));
+        sums_[i] += __builtin_shuffle(tables[0], tables[kTables - 1], codes);
+      }
     }
   }
 
@@ -99,7 +103,7 @@ class TileSum {
     }
   }
 
-  COMMHOOKS_INLINE void compute(const uint8_t* packed, float weight) {
+  COMMHOOKS_INLINE void compute(const uint8_t* packed, const float (&weights)[kTile / kSpan]) {
     uint32_t codes[kTile];  // as wide as the numbers; otherwise compilers compute in bytes and then
                             // widen
     for (int64_t i = 0; i < kTile * kBits / 8; ++i) {
@@ -113,7 +117,7 @@ class TileSum {
     }
 #pragma GCC unroll 16  // otherwise sums are in memory, and each message waits for the one before
     for (int64_t i = 0; i < kTile / kLanes; ++i) {
-      sums_[i] += load<Floats>(tile.numbers + kLanes * i) * weight;
+      sums_[i] += load<Floats>(tile.numbers + kLanes * i) * weights[i * kLanes / kSpan];
     }
   }
 
@@ -128,14 +132,17 @@ enum class Several { kMean, kMajority };
 // The share of one message in a block.
 struct Share {
   const uint8_t* codes;
+  const uint8_t* groups;
   float weight;
 };
 
 // Finds the shares of all messages of the block's part. Returns the mean of their scales.
-template <Several several, int bits>
+template <Several several, typename Codec>
 COMMHOOKS_INLINE float find_shares(
     const DecodeCall& call, const Place& place, std::vector<Share>& shares) {
-  const int64_t code_bytes = call.parts.block_size * bits / 8;
+  const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
+  const int64_t block_groups =
+      Codec::kGroup == 0 ? 0 : call.parts.block_size / std::max(1, Codec::kGroup);
   const float share = 1.0f / static_cast<float>(call.message_count);
   const uint8_t* message = call.messages + place.part * call.message_count * call.message_bytes;
   float mean_scale = 0.0f;
@@ -143,6 +150,7 @@ COMMHOOKS_INLINE float find_shares(
     const auto scale = load<float>(message + 4 * place.block);
     const bool is_vote = several == Several::kMajority;
     own.codes = message + call.codes_offset + place.block * code_bytes;
+    own.groups = message + call.groups_offset + place.block * block_groups;
     own.weight = is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share;
     mean_scale += scale * share;
     prefetch(own.codes + kCodesAhead, code_bytes);
@@ -151,26 +159,50 @@ COMMHOOKS_INLINE float find_shares(
   return mean_scale;
 }
 
-// Decodes numbers of a block whose codes begin `offset` bytes after the first code of the block.
+// Adds the share of one message in numbers of a block, from number `at` on. Reads no groups after
+// those of `count` numbers.
 template <typename Set, typename Codec>
-COMMHOOKS_INLINE Tile
-sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t offset) {
+COMMHOOKS_INLINE void add_share(
+    TileSum<Set, Codec>& sum,
+    const Codec& codec,
+    const Share& share,
+    const uint8_t* packed,
+    int64_t at,
+    int64_t count) {
+  constexpr int span = TileSum<Set, Codec>::kSpan;
+  float weights[kTile / span];
+  if constexpr (Codec::kGroup == 0) {
+    weights[0] = share.weight;
+  } else {
+    for (int64_t i = 0; i < kTile / span; ++i) {
+      const codecs::u32 code = i * span < count ? share.groups[at / span + i] : 0;
+      weights[i] = codec.group_scale(code) * share.weight;
+    }
+  }
+  sum.add(packed, weights);
+}
+
+// Decodes a whole tile of a block, from number `at` on.
+template <typename Set, typename Codec>
+COMMHOOKS_INLINE Tile sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t at) {
   TileSum<Set, Codec> sum(codec);
   for (const Share& share : shares) {
-    sum.add(share.codes + offset, share.weight);
+    add_share(sum, codec, share, share.codes + at * Codec::kBits / 8, at, kTile);
   }
   return sum.total();
 }
 
 // The same at the end of a block: nothing is read after the codes of `count` numbers.
 template <typename Set, typename Codec>
-COMMHOOKS_INLINE Tile sum_part_of_tile(
-    const Codec& codec, const std::vector<Share>& shares, int64_t offset, int64_t count) {
+COMMHOOKS_INLINE Tile
+sum_part_of_tile(const Codec& codec, const std::vector<Share>& shares, int64_t at, int64_t count) {
   TileSum<Set, Codec> sum(codec);
   for (const Share& share : shares) {
     uint8_t whole[kTile] = {};
-    std::memcpy(whole, share.codes + offset, static_cast<size_t>((count * Codec::kBits + 7) / 8));
-    sum.add(whole, share.weight);
+    std::memcpy(
+        whole, share.codes + at * Codec::kBits / 8,
+        static_cast<size_t>((count * Codec::kBits + 7) / 8));
+    add_share(sum, codec, share, whole, at, count);
   }
   return sum.total();
 }
@@ -194,13 +226,12 @@ COMMHOOKS_INLINE void decode_blocks(
   std::vector<Share> shares(static_cast<size_t>(call.message_count));
   for (int64_t index = begin; index < end; ++index) {
     const Place place = place_of(call.parts, index);
-    const float mean_scale = find_shares<several, Codec::kBits>(call, place, shares);
+    const float mean_scale = find_shares<several, Codec>(call, place, shares);
     for (int64_t i = 0; i < place.count; i += kTile) {
-      const int64_t offset = i * Codec::kBits / 8;
       const int64_t count = std::min(kTile, place.count - i);
       const bool is_whole = count == kTile;
-      Tile tile = is_whole ? sum_tile<Set>(codec, shares, offset)
-                           : sum_part_of_tile<Set>(codec, shares, offset, count);
+      Tile tile = is_whole ? sum_tile<Set>(codec, shares, i)
+                           : sum_part_of_tile<Set>(codec, shares, i, count);
       if constexpr (several == Several::kMajority) {
         // Two loops, as compilers generate a branch per element for one.
         for (float& number : tile.numbers) {

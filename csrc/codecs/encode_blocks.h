@@ -6,6 +6,7 @@
 
 #include "codecs/block_sums.h"
 #include "codecs/blocks.h"
+#include "codecs/encode_groups.h"
 #include "codecs/sign_bits.h"
 #include "kernels/codecs/sign.h"
 
@@ -199,10 +200,16 @@ COMMHOOKS_INLINE void find_codes(
   }
 }
 
+// Writes bytes to a message that has room for `room` of them, followed by zeros.
+COMMHOOKS_INLINE void write_bytes(uint8_t* to, const uint8_t* bytes, int64_t count, int64_t room) {
+  std::memcpy(to, bytes, static_cast<size_t>(count));
+  std::memset(to + count, 0, static_cast<size_t>(room - count));
+}
+
 // Writes block i of the group to the message of its part, and its residual to values.
 template <typename Set, typename Codec, typename T>
 COMMHOOKS_INLINE void write_block(
-    const Codec& codec, const EncodeCall& call, const Group& group, int64_t i) {
+    const Codec& codec, const EncodeCall& call, Group& group, int64_t i) {
   const auto& [part, block, first, count] = group.places[i];
   uint8_t* const message = call.messages + part * call.message_bytes;
   const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
@@ -224,16 +231,28 @@ COMMHOOKS_INLINE void write_block(
   const bool has_scale = codecs::has_scale(group.largest[i]);
   const float scale = has_scale ? group.scales[i] : codecs::scale_without(group.largest[i]);
   store(message + 4 * block, scale);
-  const float* __restrict const y = group.y + i * group.spacing;
+  float* __restrict const y = group.y + i * group.spacing;
   const float inverse = group.inverses[i];
   // Whether the codes are the signs of y and have been packed already.
   const bool are_signs = std::is_same_v<Codec, codecs::Sign> && has_scale &&
       count % Set::kFloats == 0 && pack_signs(Set(), y, inverse, count, packed);
   alignas(64) uint8_t codes[kMaxBlockSize];
+  [[maybe_unused]] std::conditional_t<Codec::kGroup == 0, int, Groups<std::max(1, Codec::kGroup)>>
+      groups;
+  if constexpr (Codec::kGroup > 0) {
+    const int64_t block_groups = call.parts.block_size / Codec::kGroup;
+    const int64_t begin = call.groups_offset + block * block_groups;
+    const int64_t groups_room = std::min(block_groups, call.codes_offset - begin);
+    const int64_t used = has_scale ? (count + Codec::kGroup - 1) / Codec::kGroup : 0;
+    if (has_scale) {
+      scale_groups<Set>(codec, y, inverse, scale, count, groups);
+    }
+    write_bytes(message + begin, groups.codes, used, groups_room);
+  }
   if (!has_scale) {
     std::memset(packed, 0, static_cast<size_t>(packed_bytes));
   } else if (!are_signs) {
-    find_codes(codec, y, inverse, call.seed, group.places[i], codes);
+    find_codes(codec, y, Codec::kGroup > 0 ? 1.0f : inverse, call.seed, group.places[i], codes);
     pack<Codec::kBits>(codes, packed, count);
   }
 
@@ -248,6 +267,10 @@ COMMHOOKS_INLINE void write_block(
   if (are_signs) {
     for (int64_t k = 0; k < count; ++k) {
       values[k] -= static_cast<T>(codec.value(codecs::bits_of(y[k]) >> 31) * scale);
+    }
+  } else if constexpr (Codec::kGroup > 0) {
+    if (has_scale) {
+      subtract_groups<Set>(codec, groups, codes, count, y, values);
     }
   } else if (has_scale) {
     for (int64_t k = 0; k < count; ++k) {

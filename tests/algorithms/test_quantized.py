@@ -32,6 +32,7 @@ WITH_ERRORS: dict[str, tuple[dict[str, Any], int]] = {
     "int4": ({"block_size": 32, "stochastic": True}, 4),
     "int2": ({"block_size": 32}, 2),
     "fp8": ({"block_size": 64, "format": "e5m2"}, 8),
+    "fp4": ({"format": "mxfp4"}, 4),
     "onebit": ({"block_size": 32}, 1),
     "signsgd": ({"block_size": 32}, 1),
 }
@@ -40,6 +41,7 @@ STATELESS: dict[str, tuple[dict[str, Any], int]] = {
     "int4": ({"block_size": 32, "error_feedback": False}, 4),
     "int2": ({"block_size": 32, "error_feedback": False}, 2),
     "fp8": ({"block_size": 32, "error_feedback": False}, 8),
+    "fp4": ({"error_feedback": False}, 4),
     "qsgd": ({"block_size": 32, "levels": 5, "norm": "l2"}, 4),
     "terngrad": ({"block_size": 32}, 2),
     "natural": ({"block_size": 32}, 8),
@@ -198,7 +200,7 @@ def test_unbiased(name, options):
 
 @pytest.mark.parametrize(
     ("name", "relative"),
-    [("int8", 2 / 254), ("int4", 2 / 14), ("int2", 1.0), ("fp8", 2 / 32 + 2 / 448)],
+    [("int8", 2 / 254), ("int4", 2 / 14), ("int2", 1.0), ("fp8", 2 / 32 + 2 / 448), ("fp4", 2 / 5)],
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_step_has_the_error_of_two_roundings(name, relative, size):
@@ -264,9 +266,11 @@ def part_length(numel: int, size: int) -> int:
     return min((numel + 32 * size - 1) // (32 * size) * 32, numel)
 
 
-def encoded_bytes(numel: int, bits: int, block: int) -> int:
+def encoded_bytes(numel: int, bits: int, block: int, group: int = 0) -> int:
     scales = 4 * ((numel + block - 1) // block)
     words = (numel * bits + 31) // 32
+    if group:
+        words += (numel + 4 * group - 1) // (4 * group)
     return scales + 4 * words
 
 
@@ -276,9 +280,10 @@ def test_messages_have_the_length_of_the_formula(name, options, bits, size):
     hooks = make_hooks(name, options, size)
     bucket = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
     _, comms = lockstep(hooks, bucket)
-    length, block = part_length(NUMEL, size), options["block_size"]
-    own = encoded_bytes(length, bits, block)
-    average = encoded_bytes(length, AVERAGE_BITS.get(name, bits), block)
+    length, block = part_length(NUMEL, size), options.get("block_size", 1024)
+    group = {"mxfp4": 32, "nvfp4": 16}[hooks[0].format] if name == "fp4" else 0
+    own = encoded_bytes(length, bits, block, group)
+    average = encoded_bytes(length, AVERAGE_BITS.get(name, bits), block, group)
     for comm in comms:
         assert [sent.numel() for sent in comm.sent] == [size * own, average]
     assert hooks[0].wire_bytes(bucket[0], size) == (size - 1) * (own + average)
@@ -305,8 +310,8 @@ def test_counted_bytes(run_ranks, name, bits, block, size):
 
 @pytest.mark.parametrize(
     ("name", "ratio"),
-    [("int8", 3.9), ("fp8", 3.9), ("natural", 3.9), ("int4", 7.5), ("int2", 12.8), ("qsgd", 7.5),
-     ("terngrad", 10.4), ("onebit", 25), ("signsgd", 25)],
+    [("int8", 3.9), ("fp8", 3.9), ("natural", 3.9), ("int4", 7.5), ("int2", 12.8), ("fp4", 7.0),
+     ("qsgd", 7.5), ("terngrad", 10.4), ("onebit", 25), ("signsgd", 25)],
 )  # fmt: skip
 def test_default_compression(name, ratio):
     bucket = make_bucket({"g": torch.zeros(1 << 20)})

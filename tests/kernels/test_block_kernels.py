@@ -64,14 +64,18 @@ def test_same_bytes_for_all_kinds_of_numbers(machine, name, dtype):
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("block", [32, 96, 256, 512, 544, 1024, 2080, 4096])
-@pytest.mark.parametrize("name", ["int8", "int4", "int2", "ternary, clipped", "sign, root mean"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int4", "int2", "mxfp4", "nvfp4", "ternary, clipped", "sign, root mean"]
+)
 def test_same_bytes_for_all_block_sizes(machine, name, block):
     codec = CODECS[name](block)
     for numel in (block - 1, 3 * block, 5 * block + 77):
         check(machine, codec, numbers(numel, "usual", torch.float32), None, 2, 0)
 
 
-@pytest.mark.parametrize("name", ["int8", "int2", "2 bits", "4 levels, l2", "majority"])
+@pytest.mark.parametrize(
+    "name", ["int8", "int2", "2 bits", "mxfp4", "nvfp4", "4 levels, l2", "majority"]
+)
 def test_same_bytes_for_all_lengths_and_alignments(machine, name):
     codec = CODECS[name](32)
     for numel in (0, 1, 2, 31, 32, 33, 64, 129):

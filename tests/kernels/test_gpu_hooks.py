@@ -26,6 +26,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "int4": {"stochastic": True, "error_feedback": False},
     "int2": {},
     "fp8": {"format": "e5m2"},
+    "fp4": {},
     "qsgd": {"norm": "l2"},
     "terngrad": {"block_size": 32},
     "natural": {},

@@ -32,6 +32,8 @@ CODECS: dict[str, tuple[str, tuple[Any, ...]]] = {
     },
     "e4m3": ("fp8_codec", ("e4m3",)),
     "e5m2": ("fp8_codec", ("e5m2",)),
+    "mxfp4": ("fp4_codec", ("mxfp4",)),
+    "nvfp4": ("fp4_codec", ("nvfp4",)),
     "natural": ("natural_codec", ()),
     **{
         f"sign {norm}{' vote' * vote}": ("sign_codec", (norm, vote))
@@ -69,8 +71,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def run(module: Any, name: str, block_size: int, given: Tensor, error: Tensor | None) -> list[Any]:
     """All that a codec writes and returns for some numbers."""
     make, arguments = CODECS[name]
-    codec = getattr(module, make)(*arguments, block_size)
     parts = SIZES[block_size][1]
+    if make == "fp4_codec":  # blocks are multiples of 128
+        block_size = -(-block_size // 128) * 128
+    codec = getattr(module, make)(*arguments, block_size)
     length = -(-given.numel() // parts)
     values = given.clone()
     messages = torch.full((parts, codec.encoded_bytes(length)), 7, dtype=torch.uint8)

@@ -23,6 +23,7 @@ _PLAIN: tuple[Config, ...] = (
     {"name": "int4"},
     {"name": "int2"},
     {"name": "fp8"},
+    {"name": "fp4"},
     {"name": "qsgd"},
     {"name": "terngrad"},
     {"name": "natural"},

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.fp4 import Fp4Codec
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.levels import LevelCodec
 from commhooks.codecs.natural import NaturalCodec
@@ -22,6 +23,9 @@ CODECS = {
     "ternary, clipped": lambda block: LevelCodec(2, 1, clip=2.5, stochastic=True, block_size=block),
     "e4m3": lambda block: Fp8Codec("e4m3", block_size=block),
     "e5m2": lambda block: Fp8Codec("e5m2", block_size=block),
+    # Blocks of these are multiples of 128.
+    "mxfp4": lambda block: Fp4Codec("mxfp4", block_size=-(-block // 128) * 128),
+    "nvfp4": lambda block: Fp4Codec("nvfp4", block_size=-(-block // 128) * 128),
     "natural": lambda block: NaturalCodec(block_size=block),
     "sign, mean": lambda block: SignCodec("mean", block_size=block),
     "sign, root mean": lambda block: SignCodec("root_mean", block_size=block),

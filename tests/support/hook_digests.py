@@ -17,6 +17,7 @@ HOOKS: dict[str, dict[str, Any]] = {
     "int4": {},
     "int2": {},
     "fp8": {"format": "e5m2"},
+    "fp4": {},
     "qsgd": {},
     "terngrad": {},
     "natural": {},

@@ -40,6 +40,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"period": 1, "inner": POWERSGD},
     ],
     "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
+    "fp4": [{}, {"format": "mxfp4", "error_feedback": False}],
     "int2": [{}, {"error_feedback": False}],
     "int4": [{}, {"stochastic": True, "error_feedback": False}],
     "int8": [{}, {"stochastic": True, "error_feedback": False}],
@@ -80,7 +81,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
 # Hooks that `make test` checks on three ranks instead of two.
 ON_THREE_RANKS = {"gossip", "topk"}
 # Hooks whose code is that of another one, but for a number.
-VARIANTS = {"bf16", "int2", "int4"}
+VARIANTS = {"bf16", "fp4", "int2", "int4"}
 OWN_HOOKS = sorted(
     name for name, kind in registry._hooks.items() if kind.__module__.startswith("commhooks.")
 )

@@ -10,6 +10,15 @@
 //     float scale(float largest, float norm) const;
 //     u32 code(float ratio, Random, u32 index) const;      the code of a number / scale
 //     float value(u32 code) const;
+//     static constexpr int kGroup;                         0, or:
+//
+// If kGroup is not 0, blocks are divided into groups of so many numbers. Each has a scale of 8
+// bits, which are the code of a number that is not negative, and
+//
+//     decoded number = scale * Codec::group_scale(group's code) * Codec::value(code)
+//
+//     u32 group_code(float ratio) const;                   of the group's largest number / scale
+//     float group_scale(u32 group_code) const;
 #pragma once
 
 #include "codecs/portable.h"

@@ -16,6 +16,7 @@ namespace commhooks::codecs {
 template <int bits, bool stochastic>
 struct Levels {
   static constexpr int kBits = bits;
+  static constexpr int kGroup = 0;
 
   Norm norm;     // kLargest, kSigned, kEuclidean, or kRootMean to clip
   float levels;  // at most 2^(bits - 1) - 1

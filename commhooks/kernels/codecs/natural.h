@@ -10,6 +10,7 @@ namespace commhooks::codecs {
 
 struct Natural {
   static constexpr int kBits = 8;
+  static constexpr int kGroup = 0;
   static constexpr Norm norm = Norm::kLargest;
 
   // The power of two at or above the largest number.

@@ -11,6 +11,7 @@ namespace commhooks::codecs {
 
 struct Sign {
   static constexpr int kBits = 1;
+  static constexpr int kGroup = 0;
 
   Norm norm;  // kMean or kRootMean
 

@@ -41,6 +41,13 @@ If a message is not finite, write NaN to values, do not change `kept`, and retur
       py::arg("number_format"), py::arg("block_size"),
       "Return a codec for 8-bit floating point: e4m3 or e5m2.");
   module.def(
+      "fp4_codec",
+      [](const std::string& number_format, int64_t block_size) {
+        return CpuBlockCodec(fp4_loops(number_format), block_size);
+      },
+      py::arg("number_format"), py::arg("block_size"),
+      "Return a codec for 4-bit floating point with a scale per group: mxfp4 or nvfp4.");
+  module.def(
       "natural_codec",
       [](int64_t block_size) { return CpuBlockCodec(natural_loops(), block_size); },
       py::arg("block_size"), "Return a codec for powers of two, rounded stochastically.");

@@ -1,0 +1,130 @@
+"""fp4 compared with its definition, number by number."""
+
+import math
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks.algorithms.quantized import fp4
+from commhooks.codecs.fp4 import Fp4Codec
+
+NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+BLOCK = 128
+GROUPS = {"mxfp4": 32, "nvfp4": 16}
+
+
+def to_e2m1(ratios: Tensor) -> Tensor:
+    """Return the nearest of the numbers; of two, the one with the even code."""
+    distance = (ratios.abs()[..., None] - NUMBERS).abs()
+    is_odd = torch.arange(8) % 2
+    nearest = (distance.min(-1, keepdim=True).values == distance) * (2 - is_odd)
+    return NUMBERS[nearest.argmax(-1)] * ratios.sign()
+
+
+def quantize(x: Tensor, number_format: str) -> Tensor:
+    """Quantize blocks in float64, as the formats are defined."""
+    groups = x.double().unflatten(1, (-1, GROUPS[number_format]))
+    largest = groups.abs().amax(2, keepdim=True)
+    if number_format == "mxfp4":
+        scale = torch.exp2(largest.clamp(min=1e-30).log2().floor() - 2)
+    else:
+        of_block = x.double().abs().amax(1)[:, None, None] / (6 * 448)
+        scale = (largest / 6 / of_block).to(torch.float8_e4m3fn).double() * of_block
+    ratios = torch.where(scale > 0, groups / scale.clamp(min=1e-300), 0.0)
+    return (to_e2m1(ratios) * scale).flatten(1)
+
+
+def encode_and_decode(values: Tensor, number_format: str, block_size: int = BLOCK) -> Tensor:
+    codec = Fp4Codec(number_format, block_size=block_size)  # type: ignore[arg-type]
+    message = torch.empty(1, codec.encoded_bytes(values.numel()), dtype=torch.uint8)
+    codec.encode(values, message, values.numel())
+    decoded = torch.empty_like(values)
+    codec.average(message, decoded, values.numel())
+    return decoded
+
+
+@pytest.mark.parametrize("number_format", GROUPS)
+@pytest.mark.parametrize("exponent", [1, 3, 9])
+def test_decoded_numbers_are_those_of_the_format(number_format: str, exponent: int) -> None:
+    """With heavy tails, some groups are so small beside others that their scale is 0."""
+    generator = torch.Generator().manual_seed(exponent)
+    rows = torch.randn(400, BLOCK, generator=generator) ** exponent
+    expected = quantize(rows, number_format)
+    found = encode_and_decode(rows.flatten(), number_format).view_as(rows).double()
+    # Those near the middle of two numbers may become either, as float32 rounds more often.
+    is_same = (found - expected).abs() <= 1e-5 * expected.abs()
+    assert is_same.double().mean() > 0.9995
+    distances = (found - rows).abs() - (expected - rows).abs()
+    assert (distances.abs() <= 1e-5 * rows.abs().amax(1, keepdim=True))[~is_same].all()
+
+
+def test_the_documented_algorithm_gives_the_decoded_numbers() -> None:
+    assert fp4.__doc__ is not None
+    names = {"torch": torch}
+    exec(textwrap.dedent(fp4.__doc__.partition("::\n\n")[2].partition("\n\n")[0]), names)
+    rows = torch.randn(20, 1024, generator=torch.Generator().manual_seed(0))
+    found = encode_and_decode(rows.flatten(), "nvfp4", 1024).view_as(rows)
+    expected = names["quantize"](rows)  # type: ignore[operator]
+    is_same = (found - expected).abs() <= 1e-5 * expected.abs()
+    assert is_same.double().mean() > 0.9995
+
+
+@pytest.mark.parametrize("number_format", GROUPS)
+def test_each_code_and_each_tie(number_format: str) -> None:
+    middles = (NUMBERS[1:] + NUMBERS[:-1]) / 2
+    numbers = torch.cat([NUMBERS.flip(0), middles, torch.zeros(1)]).float()  # 16 of them
+    values = torch.cat([numbers, -numbers] * (BLOCK // 32))
+    values[-32:] = 0.0
+    values[-1] = 6 * 448.0  # so that the scale of the block is 1 in nvfp4, and those of groups are
+    found = encode_and_decode(values, number_format).double()
+    expected = to_e2m1(values.double())[:-32]
+    assert torch.equal(found[:-32], expected)
+    assert found[8:15].tolist() == [0, 1, 1, 2, 2, 4, 4]
+
+
+def test_mxfp4_has_powers_of_two_as_scales_and_clamps() -> None:
+    values = torch.zeros(BLOCK)
+    values[0], values[1], values[2] = 7.9, -6.5, 1.3
+    values[32], values[64] = 2.0**-90, 3.0 * 2.0**-60
+    found = encode_and_decode(values, "mxfp4")
+    assert found[:3].tolist() == [6.0, -6.0, 1.5]
+    assert found[32].item() == 2.0**-90
+    assert found[64].item() == 3.0 * 2.0**-60
+
+
+def test_lengths() -> None:
+    mxfp4, nvfp4 = Fp4Codec("mxfp4"), Fp4Codec("nvfp4")
+    assert mxfp4.encoded_bytes(2000) == 2 * 4 + 64 + 1000  # 63 groups
+    assert nvfp4.encoded_bytes(2000) == 2 * 4 + 128 + 1000  # 125 groups
+    assert nvfp4.encoded_bytes(1) == 4 + 4 + 4
+    assert nvfp4.encoded_bytes(0) == 0
+
+
+@pytest.mark.parametrize("number_format", GROUPS)
+def test_blocks_without_a_scale(number_format: str) -> None:
+    codec = Fp4Codec(number_format, block_size=BLOCK)  # type: ignore[arg-type]
+    values = torch.full((3 * BLOCK,), 2.0**-110)
+    values[BLOCK:] = 1.0
+    values[2 * BLOCK + 7] = math.inf
+    before = values.clone()
+    message = torch.full((1, codec.encoded_bytes(values.numel())), 0xAA, dtype=torch.uint8)
+    codec.encode(values, message, values.numel(), keep_residual=True)
+    groups = BLOCK // GROUPS[number_format]
+    of_groups = message[0, 12 : 12 + 3 * groups].view(3, groups)
+    assert not of_groups[::2].any()
+    assert of_groups[1].all()
+    decoded = torch.empty_like(values)
+    codec.average(message, decoded, values.numel())
+    assert not decoded[:BLOCK].any()
+    assert decoded[2 * BLOCK :].isnan().all()
+    assert torch.equal(values[:BLOCK], before[:BLOCK])
+    assert torch.equal(
+        values[BLOCK : 2 * BLOCK], before[BLOCK : 2 * BLOCK] - decoded[BLOCK:][:BLOCK]
+    )
+
+
+def test_errors_name_the_mistake() -> None:
+    with pytest.raises(RuntimeError, match="multiple of 128 up to 4096, found 64"):
+        Fp4Codec("nvfp4", block_size=64)
