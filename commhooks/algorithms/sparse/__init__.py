@@ -1,4 +1,4 @@
 """Hooks that send some of the elements.
 
-Imports: _C, algorithms, codecs, comm, hook, kernels, precision, reducer.
+Imports: _C, algorithms, codecs, comm, errors, hook, kernels, precision, reducer.
 """

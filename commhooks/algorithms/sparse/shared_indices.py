@@ -7,7 +7,7 @@ ScaleCom, NeurIPS 2020, https://arxiv.org/abs/2104.11125. A step t of N ranks, w
 ``g[i]``, errors ``e[i]`` and the filter ``beta``::
 
     m = [g[i] + e[i] for i in range(N)]
-    indices, start = [], 0
+    indices = []
     for p, part in enumerate(parts):    # slices of the bucket, one for each rank
         chosen = m[(p - t) % N][part].abs().topk(k // N).indices
         indices += (chosen + part.start).tolist()

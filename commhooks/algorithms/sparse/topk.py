@@ -91,7 +91,7 @@ class TopK(SparseHook):
     algorithms/sparse/shared_indices.py. Excludes ``chunk``."""
     beta: Annotated[float, Gt(0), Le(1)] = 1.0
     """With shared indices: how far a step moves the error towards what was not sent, the low-pass
-    filter of ScaleCom. 1 keeps all; the paper has 0.1 for large batches."""
+    filter of ScaleCom. 1 keeps all; less is for large batches and learning rates."""
 
     wire = (
         "one all-gather of k values and their indices of about 2 + log2(1/density) bits; with "
