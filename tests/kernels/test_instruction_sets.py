@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.codec_runs import CODECS, numbers, run
 from torch import Tensor
 
-from commhooks._C import select_largest
+from commhooks._C import select_largest, select_largest_of_chunks
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.sign import SignCodec
 from commhooks.testing.compare import same_bits
@@ -130,6 +130,18 @@ def test_selection(dtype):
         use_instruction_set(name)
         gradient = numbers(70_001, "usual", dtype)
         found.append((select_largest(gradient, gradient / 3, 700), gradient))
+    for indices, gradient in found[1:]:
+        assert torch.equal(indices, found[0][0])
+        assert same_bits(gradient, found[0][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_selection_from_chunks(dtype):
+    found = []
+    for name in instruction_sets():
+        use_instruction_set(name)
+        gradient = numbers(70_001, "usual", dtype)
+        found.append((select_largest_of_chunks(gradient, gradient / 3, 4096, 64), gradient))
     for indices, gradient in found[1:]:
         assert torch.equal(indices, found[0][0])
         assert same_bits(gradient, found[0][1])
