@@ -5,6 +5,7 @@ line about them here. It runs in a fake group of any size (fake_group.py). The d
 docs/design/2026-11-21-simulation.md compares this with meta tensors and with a table of costs.
 """
 
+import functools
 import gc
 import os
 import time
@@ -26,15 +27,15 @@ from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.lab.simulation.fake_group import FakeGroup, FakeStageGroup
-from commhooks.lab.simulation.typical_steps import typical_steps
+from commhooks.lab.simulation.typical_steps import sent_bytes, typical_steps, with_arrivals
 from commhooks.runtime.execution import new_future
 from reducer import GradBucket
 
 __all__ = ["HookTrace", "as_launched", "dry_run"]
 
-_FEWEST, _MOST, _SECONDS = 3, 4, 2.0
-"""Timed runs; no more than the fewest after the seconds. The first one, which is not timed either
-way, warms up: it allocates memory and makes the hook's state."""
+_FEWEST, _MOST, _SECONDS = 2, 3, 2.0
+"""Timed runs; no more than the fewest after the seconds. Another one warms up before: it allocates
+memory and makes the hook's state."""
 _LONGEST_EXCHANGE = 1000
 """Steps after which a dry run no longer waits for a hook to take the result of an exchange."""
 _EVICTING_ELEMENTS = 1 << 24  # 64 MiB
@@ -75,24 +76,32 @@ def dry_run(
         prepare(hook, parameters, cast("dist.ProcessGroup", FakeGroup(size)), roles)
         scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
         tracer = _Tracer(hook, size, ranks_per_node, scratch)
-        steps = typical_steps(hook, buckets, size, first_step)
-
-        runs: list[list[list[HookTrace]]] = []
+        kinds = typical_steps(hook, buckets, size, first_step)
         end = time.monotonic() + _SECONDS
-        fewest, most = (_FEWEST, _MOST) if is_timed else (2, 2)
+        for step in kinds:
+            tracer.step(buckets, step)  # warms up
+        delays = {step: tracer.delay(buckets, step) for step in kinds}
+        arrivals = {step: step + delay for step, delay in delays.items() if delay}
+        sent = functools.partial(sent_bytes, hook, buckets, size)
+        shares = with_arrivals(kinds, arrivals, sent)
+
+        runs: list[dict[int, list[HookTrace]]] = []
+        fewest, most = (_FEWEST, _MOST) if is_timed else (1, 1)
         while len(runs) < fewest or (len(runs) < most and time.monotonic() < end):
-            runs.append([tracer.step(buckets, step) for step in steps])
-        choose = _fastest if is_timed else _untimed
-        kinds = [
-            [choose(traces) for traces in zip(*of_step, strict=True)]
-            for of_step in zip(*runs[1:], strict=True)
-        ]
-        found = [
-            tracer.with_delays(kind, buckets, step) for step, kind in zip(steps, kinds, strict=True)
-        ]
-    del hook, tracer
+            runs.append({step: tracer.step(buckets, step) for step in sorted(shares)})
+    del hook, tracer, sent
     gc.collect()  # its state may be as large as the model, and other sizes follow
-    return list(zip(steps.values(), found, strict=True))
+    choose = _fastest if is_timed else _untimed
+    return [
+        (
+            share,
+            [
+                _with_delay(choose(traces), delays.get(step, 0))
+                for traces in zip(*(run[step] for run in runs), strict=True)
+            ],
+        )
+        for step, share in shares.items()
+    ]
 
 
 _Part = TypeVar("_Part", HookTrace, ExchangeTrace)
@@ -114,24 +123,16 @@ class _Tracer:
         copies = (bucket_with(b, b.buffer().clone(), step=step) for b in buckets)
         return [self._trace(bucket) for bucket in copies]
 
-    def with_delays(
-        self, traces: Sequence[HookTrace], buckets: Sequence[GradBucket], step: int
-    ) -> list[HookTrace]:
-        """Note how many steps after ``step`` its exchanges are awaited, if it has any."""
-        if not any(trace.exchanges for trace in traces):
-            return list(traces)
+    def delay(self, buckets: Sequence[GradBucket], step: int) -> int:
+        """Return how many steps after ``step`` an exchange that it begins is awaited.
+
+        Runs these steps as well. 0 if the step begins none.
+        """
         self._begun.clear()
         self.step(buckets, step)
-        steps = self._steps_until_awaited(buckets, step, set(self._begun))
-        return [
-            replace(trace, exchanges=tuple(replace(e, steps=steps) for e in trace.exchanges))
-            for trace in traces
-        ]
-
-    def _steps_until_awaited(
-        self, buckets: Sequence[GradBucket], step: int, begun: set[Exchange]
-    ) -> int:
-        """Go on after ``step``, until an exchange of those that it has begun is awaited."""
+        begun = set(self._begun)
+        if not begun:
+            return 0
         self._awaited.clear()
         for later in range(1, _LONGEST_EXCHANGE):
             self.step(buckets, step + later)
@@ -197,6 +198,11 @@ class _Tracer:
                     Members.of(pending.members, self._size, self._ranks_per_node, pending.parallel),
                 )
             )
+
+
+def _with_delay(trace: HookTrace, steps: int) -> HookTrace:
+    exchanges = tuple(replace(exchange, steps=steps) for exchange in trace.exchanges)
+    return replace(trace, exchanges=exchanges)
 
 
 def _fastest(traces: Sequence[HookTrace]) -> HookTrace:

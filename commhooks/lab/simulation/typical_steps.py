@@ -1,13 +1,14 @@
 """Chooses a few steps whose weighted mean stands for the whole training."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
 from reducer import GradBucket
 
-__all__ = ["typical_steps"]
+__all__ = ["sent_bytes", "typical_steps", "with_arrivals"]
 
 _WINDOW = 1000
 _MOST_KINDS = 8
@@ -26,7 +27,7 @@ def typical_steps(
     kinds: dict[tuple[int | None, ...], int] = {}
     counts: Counter[int] = Counter()
     for step in range(first, first + _WINDOW):
-        sent = tuple(hook.wire_bytes(bucket_with(b, b.buffer(), step=step), size) for b in buckets)
+        sent = sent_bytes(hook, buckets, size, step)
         if None in sent:
             return {first: 0.5, first + 1: 0.5}
         counts[kinds.setdefault(sent, step)] += 1
@@ -34,3 +35,27 @@ def typical_steps(
         distance = _WINDOW // _MOST_KINDS
         return {first + i * distance: 1 / _MOST_KINDS for i in range(_MOST_KINDS)}
     return {step: count / _WINDOW for step, count in counts.items()}
+
+
+def with_arrivals(
+    kinds: Mapping[int, float], arrivals: Mapping[int, int], sent: Callable[[int], Any]
+) -> dict[int, float]:
+    """Add steps that take the result of an exchange and do not send, so they seem to be quiet.
+
+    ``arrivals``: for each kind of step that begins exchanges, the step in which they are awaited.
+    ``sent`` returns what the cost formula says about a step.
+    """
+    shares = dict(kinds)
+    for step, arrival in arrivals.items():
+        like = next((other for other in kinds if sent(other) == sent(arrival)), step)
+        if like != step and shares[like] > kinds[step]:
+            shares[like] -= kinds[step]
+            shares[arrival] = kinds[step]
+    return shares
+
+
+def sent_bytes(
+    hook: CommHook, buckets: Sequence[GradBucket], size: int, step: int
+) -> tuple[int | None, ...]:
+    """Return the bytes that a rank sends for each bucket in a step, by the cost formula."""
+    return tuple(hook.wire_bytes(bucket_with(b, b.buffer(), step=step), size) for b in buckets)
