@@ -157,5 +157,6 @@ def _wrapped(rng: random.Random, world_size: int) -> Config:
         return {"name": kind, "stages": [[0, inner()], [rng.randint(1, 5), inner()]]}
     if kind == "hierarchical":
         per_node = rng.choice([n for n in (1, 2) if world_size % n == 0])
-        return {"name": kind, "inner": inner(), "ranks_per_node": per_node}
+        sharded = rng.random() < 0.7
+        return {"name": kind, "inner": inner(), "ranks_per_node": per_node, "sharded": sharded}
     return {"name": kind, "inner": inner()}
