@@ -79,7 +79,7 @@ def _fidelity(results: Path) -> dict[str, Any]:
         "least_share": f"{shares[least]:.0%}".replace("%", " %"),
         "beyond": ", ".join(f"`{name}`" for name in beyond),
         "spread": f"{100 * mean(spreads):.0f} %",
-        "seeds": min(len(row.runs) for found in by_task.values() for row in found),
+        "seeds": _range({len(row.runs) for found in by_task.values() for row in found}),
         "fidelity_ranks": record.about["ranks"],
     }
 
@@ -164,3 +164,7 @@ def _one_gigabit(results: Path) -> dict[str, Any]:
         "slower": sum(ratio > 1 for ratio in loopback),
         "compressing": len(loopback),
     }
+
+
+def _range(numbers: set[int]) -> str:
+    return str(*numbers) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
