@@ -7,8 +7,8 @@ own stages and has a stage group for each, so ranks outside need not know about 
 Note [Order of collectives] in issue_order.py and Note [All ranks or none] in runtime/scheduler.py
 hold in each subgroup separately:
 
-    Bucket b issues its stage s in a subgroup after bucket b-1 has issued that stage there, or has
-    finished.
+    Bucket b issues its stage s in a subgroup after bucket b-1 has completed that stage there, or
+    has finished.
 
 Opening a stage group blocks until all of its ranks open it. Two ranks cannot wait for each other in
 doing so. Suppose that one rank opens a stage group for bucket b, and the other one opens another
