@@ -1,5 +1,6 @@
 """The default process group of rank processes."""
 
+import socket
 from datetime import timedelta
 
 import torch
@@ -11,7 +12,17 @@ __all__ = ["join_group", "local_store"]
 
 def local_store() -> TCPStore:
     """Host a store for :func:`join_group` in this process, on a free port of the loopback."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # On a socket that it opens itself, it sees peers as ::ffff:127.0.0.1, and asks a name server
+    # who that is, which can take seconds.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # which the store closes
+    )
 
 
 def join_group(

@@ -22,6 +22,7 @@ all ranks take part.
 """
 
 import atexit
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -74,15 +75,24 @@ class StageGroups:
         self._backend: Any = group._get_backend(device)  # noqa: SLF001
         self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
         self._options = self._make_options()
-        # A client of its own: one that waits for a key, as Gloo does to connect, locks out other
-        # threads, and these could connect what peers wait for on their thread.
-        store: Store = group.get_group_store().clone()  # type: ignore[attr-defined]
-        self._store = PrefixStore(f"commhooks/{token:x}/{purpose}", store)
+        self._group_store: Store = group.get_group_store()
+        self._token = token
+        self._purpose = purpose
         self._rank = group.rank()
         self._size = group.size()
         self._epoch = 0
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         self._closed = threading.Event()
+
+    @functools.cached_property
+    def _store(self) -> PrefixStore:
+        store = self._group_store
+        if self._purpose != "steps":
+            # A client that waits for a key, as Gloo does to connect, locks out other threads, and
+            # these could connect what peers wait for on their thread. It is a connection to the
+            # store's host, so only a thread beside that of the steps has its own.
+            store = store.clone()  # type: ignore[attr-defined]
+        return PrefixStore(f"commhooks/{self._token:x}/{self._purpose}", store)
 
     def open(self, stage: int, ranks: tuple[int, ...] = ()) -> dist.ProcessGroup:
         """Return the group of this stage among ``ranks``, by default all ranks.
