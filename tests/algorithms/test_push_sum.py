@@ -140,6 +140,16 @@ def test_starts_again_after_a_failed_step() -> None:
     torch.testing.assert_close(rows(parameters), mean.expand(4, -1))
 
 
+def test_a_state_in_float64_changes_no_message() -> None:
+    """Messages of different sizes would end the processes of both ranks."""
+    hook, parameters = PushSum(), draw(0, 99, torch.float32)
+    bucket = make_bucket(draw(0, 0, torch.float32), parameters, 0)
+    for name, parameter in zip(bucket.names, parameters, strict=True):
+        weight = torch.ones((), dtype=torch.float64)
+        hook.state[name] = {"biased": parameter.clone(), "weight": weight}
+    assert hook._with_last_step(bucket).dtype == torch.float32
+
+
 def test_weights_differ_where_a_bucket_was_left_out() -> None:
     """Buckets are rebuilt afterwards; no sum over ranks changes."""
     size = 5

@@ -97,7 +97,8 @@ class PushSum(PeerToPeer):
             weights = parameters.new_ones(len(bucket.names), dtype=dtype)
             return torch.cat([parameters.to(dtype), weights])
         kept = [[self.state[name][part] for name in bucket.names] for part in ("biased", "weight")]
-        pushed = pack([*kept[0], *kept[1]]).to(parameters.device)  # a loaded state may be elsewhere
+        # A loaded state may be elsewhere, and in float64.
+        pushed = pack([*kept[0], *kept[1]]).to(parameters.device, dtype)
         biased = pushed[: -len(bucket.names)]
         biased += parameters - _debiased(pushed, bucket).to(parameters.dtype)
         return pushed
