@@ -25,7 +25,9 @@ The order alone would allow b to issue its stage as soon as b-1 has issued its o
 group of Gloo must not have a second collective in its queue when one fails. If the one that fails
 was receiving from a peer, its connection to that peer is never read again (torch 2.13), so the
 second one, which waits for the same peer, does not see that the peer has left, and ends only with
-the timeout. Gloo runs the collectives of a stage group one after the other in any case.
+the timeout. Gloo runs the collectives of a stage group one after the other in any case. Between two
+ranks there is only one connection, and it is closed when a collective fails; so there, a collective
+counts as completed when it is issued.
 
 Collectives among some of the ranks are counted separately: Note [Subgroups] in stage_groups.py.
 """
@@ -61,7 +63,7 @@ class Execution(Protocol):
 
     @property
     def completed(self) -> Mapping[Any, int]:
-        """How many of them have completed."""
+        """How many of them have completed, as far as the next bucket is concerned."""
 
 
 ExecutionT = TypeVar("ExecutionT", bound=Execution)

@@ -40,7 +40,7 @@ class HookExecution:
         work: The collective under way.
         issued: How many collectives have been issued, by the ranks that take part: Note [Subgroups]
             in comm/stage_groups.py.
-        completed: How many of them have completed.
+        completed: How many of them have completed, or were sent between two ranks.
     """
 
     def __init__(self, hook: CommHook, bucket: GradBucket, group: dist.ProcessGroup) -> None:
@@ -101,6 +101,8 @@ class HookExecution:
         members = collective.members
         stage = self.issued.get(members, 0)
         self.issued[members] = stage + 1
+        if (len(members) or self.comm.size) <= 2:
+            self.completed = dict(self.issued)  # see Note [Order of collectives]
         now = time.monotonic_ns()
         self._stages.append(Stage(collective.operation, members, self._awaited_ns, now))
         return stage

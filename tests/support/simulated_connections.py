@@ -3,8 +3,8 @@
 The connections are strict. The n-th collectives that the ranks of a group post on it belong
 together, and must be of the same bucket, stage and step. A rank that is constructed as a member of
 a group waits for the others. A rank that drops a group closes its connections when nothing of its
-own is pending there, and what the other ranks have pending then fails. No member may post a
-collective while another one of its own is pending on the group.
+own is pending there, and what the other ranks have pending then fails. In a group of three or more,
+no member may post a collective while another one of its own is pending.
 """
 
 from collections import defaultdict
@@ -102,7 +102,7 @@ class Connection:
         self.closed: set[int] = set()
 
     def post(self, member: int, size: int, work: Work) -> None:
-        if self._pending(member):
+        if size > 2 and self._pending(member):
             self.world.report(f"rank {member} has two collectives in one group: {work.tag}")
         self.posted[member].append(work)
         if self.closed:
