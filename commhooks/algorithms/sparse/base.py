@@ -226,22 +226,27 @@ class _OneByOne:
         return buffer.copy_(mean)
 
 
+def receive(messages: Tensor, dtype: torch.dtype, code: IndexCode) -> kernels.Received:
+    """Unpack the messages of all ranks on a GPU. ``dtype``: of the values."""
+    return kernels.receive(
+        messages,
+        dtype,
+        numel=code.numel,
+        capacity=code.count,
+        high_bits=code.high_bits,
+        low_bits=code.low_bits,
+        adds_rank=code.adds_rank,
+        values_at=code.nbytes,
+    )
+
+
 class _AllAtOnce:
     """On a GPU: reads and adds all vectors in four kernels, for any number of ranks."""
 
     def __init__(self, own: SparseVector, messages: Tensor, code: IndexCode, rank: int) -> None:
         self.own = own
         self._rank = rank
-        self._received = kernels.receive(
-            messages,
-            own.values.dtype,
-            numel=code.numel,
-            capacity=code.count,
-            high_bits=code.high_bits,
-            low_bits=code.low_bits,
-            adds_rank=code.adds_rank,
-            values_at=code.nbytes,
-        )
+        self._received = receive(messages, own.values.dtype, code)
         self.all_finite = self._received.all_finite
 
     def commit(self, total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:

@@ -29,14 +29,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.sparse.base import SparseVector, write_message
+from commhooks.algorithms.sparse.base import SparseVector, receive, write_message
 from commhooks.algorithms.sparse.selection import scatter_add
 from commhooks.codecs.finite import copy_if, is_known_false, nan_unless
 from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.kernels import backend_of
-from commhooks.kernels import sparse as kernels
 
 __all__ = ["average_at", "choose_in_turn", "shared_bytes"]
 
@@ -69,16 +68,7 @@ async def choose_in_turn(
     if backend_of(total) is None:
         indices = torch.stack([code.unpack(part[: code.nbytes]) for part in messages])
     else:
-        received = kernels.receive(
-            messages,
-            _NO_VALUES,
-            numel=code.numel,
-            capacity=code.count,
-            high_bits=code.high_bits,
-            low_bits=code.low_bits,
-            adds_rank=code.adds_rank,
-            values_at=code.nbytes,
-        )
+        received = receive(messages, _NO_VALUES, code)
         indices, intact = received.indices.clamp(0, code.numel - 1), received.all_finite
     starts = torch.tensor([[_start(part, numel, size)] for part in range(size)], dtype=torch.int32)
     return (indices + starts.to(total.device, non_blocking=True)).view(-1), intact
