@@ -19,6 +19,7 @@ FLOORS = """
     kernels
     codecs
     costs
+    planning
     algorithms
     algorithms.averaging algorithms.exact algorithms.lowrank algorithms.quantized \
         algorithms.sparse algorithms.wrappers

@@ -1,0 +1,17 @@
+"""Chooses hooks for groups of parameters: numbers only, no tensors and no processes.
+
+::
+
+    Problem (what each choice costs, and its error)  ── solve() ──►  Plan (a hook per parameter)
+
+``commhooks plan`` makes problems from dry runs, the hook ``auto`` from the run. The design is in
+docs/design/2026-11-22-auto.md.
+
+Imports: costs, errors.
+"""
+
+from commhooks.planning.candidates import DEFAULT_CANDIDATES
+from commhooks.planning.plan import Plan, Row
+from commhooks.planning.problem import BucketTimes, Choice, Group, Problem
+
+__all__ = ["DEFAULT_CANDIDATES", "BucketTimes", "Choice", "Group", "Plan", "Problem", "Row"]

@@ -1,0 +1,191 @@
+"""Which hook each parameter gets, and what that saves: the output of the solver."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from commhooks.costs.timeline import Timing
+from commhooks.errors import CommHookError, CommHookStateError
+
+__all__ = ["Plan", "Row"]
+
+_FORMAT = 1
+"""The version of the JSON that :meth:`Plan.to_json` returns."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The hook of one group of parameters."""
+
+    names: tuple[str, ...]
+    label: str
+    bucket: int
+    hook: str
+    """A spec as on the command line."""
+    elements: int
+    wire_bytes: float
+    """Sent by rank 0 for this group in each step."""
+    error: float
+    """|average - exact| / |exact| of the group, when it was measured."""
+    norm: float
+    """|exact|."""
+    hidden_seconds: float
+    """The part of the group's communication that backward hides, an estimate."""
+    exposed_seconds: float
+    """The part that the step waits for, an estimate."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A hook for each parameter. Seconds are predictions for the network that it was made for."""
+
+    rows: tuple[Row, ...]
+    before: Timing
+    """A step with plain averaging."""
+    after: Timing
+    """A step with this plan."""
+    error: float
+    """|average - exact| / |exact| over all groups."""
+    limit: float
+    """The largest ``error`` allowed."""
+    reason: str
+    """Why this plan and no other, in a sentence."""
+
+    def hook_of(self) -> dict[str, str]:
+        """Return the spec of each parameter's hook, by the parameter's name."""
+        return {name: row.hook for row in self.rows for name in row.names}
+
+    @property
+    def elements(self) -> int:
+        return sum(row.elements for row in self.rows)
+
+    @property
+    def wire_bytes(self) -> float:
+        """The bytes that rank 0 sends in each step."""
+        return math.fsum(row.wire_bytes for row in self.rows)
+
+    def digest(self) -> str:
+        """Return a hash of which hook each parameter has, in hexadecimal digits.
+
+        Predictions do not count: they may differ in the last bit between machines.
+        """
+        text = json.dumps(sorted(self.hook_of().items()))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        heads = ("group", "params", "hook", "MB sent", "error", "hidden ms", "exposed ms", "why")
+        table = [heads, *(self._cells(row) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in table]
+        return "\n".join([*lines, "", self.summary])
+
+    @property
+    def summary(self) -> str:
+        """The reason, and what the plan changes."""
+        return (
+            f"{self.reason}\nstep: {self.before.step_seconds * 1e3:.1f} ms with plain averaging, "
+            f"{self.after.step_seconds * 1e3:.1f} ms with this plan; error {self.error:.3g} of at "
+            f"most {self.limit:.3g}; {self.wire_bytes / 1e6:.2f} MB sent"
+        )
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        return (
+            row.label,
+            f"{row.elements / max(self.elements, 1):.1%}",
+            row.hook,
+            f"{row.wire_bytes / 1e6:.3f}",
+            f"{row.error:.3g}",
+            f"{row.hidden_seconds * 1e3:.2f}",
+            f"{row.exposed_seconds * 1e3:.2f}",
+            row.why,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan in JSON's types."""
+        return {"format": _FORMAT} | asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> "Plan":
+        """Read what :meth:`to_json` returned. Raises CommHookStateError for anything else."""
+        try:
+            return cls._read(data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, CommHookError):
+                raise
+            raise CommHookStateError(
+                f"expected a plan as `commhooks plan --save` writes it, found {_brief(data)} "
+                f"({type(error).__name__}: {error}); make it again"
+            ) from error
+
+    @classmethod
+    def _read(cls, data: Mapping[str, Any]) -> "Plan":
+        if data["format"] != _FORMAT:
+            raise CommHookStateError(
+                f"expected a plan of format {_FORMAT}, found format {data['format']!r}; make it "
+                "again with this version of commhooks"
+            )
+        rows = tuple(
+            Row(
+                **_checked(row, {"label": str, "hook": str, "why": str, "elements": int})
+                | {"names": tuple(_names(row["names"]))}
+            )
+            for row in data["rows"]
+        )
+        plan = cls(
+            rows=rows,
+            before=Timing(**_checked(data["before"], {})),
+            after=Timing(**_checked(data["after"], {})),
+            **_checked({key: data[key] for key in ("error", "limit", "reason")}, {"reason": str}),
+        )
+        if len(plan.hook_of()) < sum(len(row.names) for row in plan.rows):
+            raise ValueError("a parameter is in two rows")
+        return plan
+
+    def save(self, path: Path | str) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Plan":
+        """Read a file that :meth:`save` wrote. Raises CommHookStateError if it cannot be read."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except CommHookStateError as error:
+            raise CommHookStateError(f"{path}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise CommHookStateError(
+                f"{path}: expected a plan as `commhooks plan --save` writes it, found {error}"
+            ) from error
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    texts = (0, 2, len(cells) - 1)  # the others are numbers
+    return [
+        cell.ljust(width) if position in texts else cell.rjust(width)
+        for position, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+
+
+def _checked(data: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
+    """Return ``data`` if its values have ``types``; those without a type are numbers."""
+    for key, value in data.items():
+        expected = types.get(key, int | float)
+        if key != "names" and (not isinstance(value, expected) or isinstance(value, bool)):
+            raise TypeError(f"{key}: found {value!r}")
+    return dict(data)
+
+
+def _names(names: Any) -> list[str]:
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names: found {names!r}")
+    return list(names)
+
+
+def _brief(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) <= 60 else f"{text[:60]}..."
