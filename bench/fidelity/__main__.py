@@ -15,7 +15,7 @@ from bench.fidelity.missing import run_missing
 from bench.fidelity.published import publish
 from bench.fidelity.record import Record
 from bench.fidelity.tasks import TASKS
-from bench.fidelity.trained_hooks import trained_hooks
+from bench.fidelity.variants import trained_on
 from commhooks.testing import close_ranks
 
 
@@ -23,9 +23,10 @@ def main() -> None:
     """Run what is missing, and save each run as it ends."""
     arguments = _parser().parse_args()
     record = Record.load(arguments.results)
-    chosen = [s for s in trained_hooks() if not arguments.hook or s.hook in arguments.hook]
     for seed in range(arguments.seeds):
         for task in arguments.task or TASKS:
+            hooks, names = trained_on(task), arguments.hook
+            chosen = [trained for trained in hooks if not names or trained.title in names]
             run_missing(task, chosen, seed, record, arguments.results, again=arguments.again)
     close_ranks()
     if arguments.publish:
@@ -36,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--task", choices=TASKS, action="append", help="default: all")
-    parser.add_argument("--hook", action="append", help="may be repeated; default: all")
+    parser.add_argument("--hook", action="append", help="or variant; may be repeated; default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--again", action="store_true", help="repeat runs that the file has")
     parser.add_argument(

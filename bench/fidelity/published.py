@@ -25,15 +25,14 @@ def publish(record: Record) -> None:
 def figures(record: Record) -> Figures:
     """Return the change of the validation loss in percent, by hook and task.
 
-    Only hooks that were run on all tasks. ``seeds``: the number of seeds, of the task with the
-    fewest.
+    Tasks on which a hook was not run are missing. ``seeds``: the number of seeds, of the task with
+    the fewest.
     """
     measured = by_hook(record)
     return {
         hook: {task: round(100 * row.change, 1) for task, row in found.items()}
         | {"seeds": min(len(row.runs) for row in found.values())}
         for hook, found in sorted(measured.items())
-        if found.keys() == TASKS.keys()
     }
 
 

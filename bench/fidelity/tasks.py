@@ -11,7 +11,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -28,14 +28,26 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """An optimizer, its options, and the norm to which averaged gradients are clipped."""
+    """An optimizer, its options, and the norm to which the hook's results are clipped.
+
+    ``for_matrices``: the options of :class:`torch.optim.Muon`, which then trains the matrices of
+    linear layers, and the optimizer all other parameters.
+    """
 
     kind: type[torch.optim.Optimizer]
     options: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float = math.inf
+    for_matrices: Mapping[str, Any] | None = None
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return self.kind(model.parameters(), **self.options)
+    def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        """Create the optimizers of a model."""
+        if self.for_matrices is None:
+            return [self.kind(model.parameters(), **self.options)]
+        layers = (module for module in model.modules() if isinstance(module, nn.Linear))
+        matrices = [layer.weight for layer in layers]
+        others = {*model.parameters()}.difference(matrices)
+        rest = [parameter for parameter in model.parameters() if parameter in others]
+        return [torch.optim.Muon(matrices, **self.for_matrices), self.kind(rest, **self.options)]
 
 
 class Task(ABC):
@@ -70,6 +82,11 @@ class Task(ABC):
 
 def _sgd(**options: float) -> Recipe:
     return Recipe(torch.optim.SGD, options)
+
+
+def _adamw(lr: float) -> Recipe:
+    options = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    return Recipe(torch.optim.AdamW, options, max_norm=1.0)
 
 
 class Digits(Task):
@@ -142,33 +159,31 @@ class Bytes(Task):
     steps = 350
     usual = "AdamW"
     recipes: ClassVar = {
-        "AdamW": Recipe(
-            torch.optim.AdamW, {"lr": 6e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}, max_norm=1.0
-        ),
+        "AdamW": _adamw(lr=6e-3),
         "SGD with momentum": _sgd(lr=0.1, momentum=0.9),
         "SGD without momentum": _sgd(lr=0.1),
         "SGD without momentum, 10 times the rate": _sgd(lr=1.0),
     }
+    _SHAPE = GPTConfig(layers=2, width=64, heads=4, block_size=64)
     _BATCH = 8  # sequences per rank
-    _LENGTH = 64  # bytes of a sequence
+    _VALIDATION_BATCHES = 16  # of 32 sequences
 
     def __init__(self) -> None:
         self._corpus = _corpus()
 
     def model(self) -> nn.Module:
-        return GPT(GPTConfig(layers=2, width=64, heads=4, block_size=self._LENGTH))
+        return GPT(self._SHAPE)
 
     def batch(self, seed: int, step: int, rank: int) -> Batch:
-        text = self._corpus.train
-        return train_batch(text, self._BATCH, self._LENGTH, seed=seed, step=step, rank=rank)
+        text, length = self._corpus.train, self._SHAPE.block_size
+        return train_batch(text, self._BATCH, length, seed=seed, step=step, rank=rank)
 
     def validation(self, rank: int, size: int) -> Batch:
-        inputs, targets = zip(
-            *validation_batches(
-                self._corpus.validation, 32, self._LENGTH, 16, rank=rank, world_size=size
-            ),
-            strict=True,
+        text, length = self._corpus.validation, self._SHAPE.block_size
+        batches = validation_batches(
+            text, 32, length, self._VALIDATION_BATCHES, rank=rank, world_size=size
         )
+        inputs, targets = zip(*batches, strict=True)
         return torch.cat(inputs), torch.cat(targets)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -177,6 +192,26 @@ class Bytes(Task):
 
     def accuracy(self, model: nn.Module, batch: Batch) -> None:
         """Return None: the model only returns a loss."""
+
+
+class LargerGPT(Bytes):
+    """The demo's byte-level GPT with 1.03 million parameters, on Python's standard library."""
+
+    summary = "a GPT of 1.03 million parameters, 1,000 steps of AdamW"
+    steps = 1000
+    recipes: ClassVar = {
+        **Bytes.recipes,
+        "AdamW": _adamw(lr=4e-3),
+        "Muon": replace(
+            _adamw(lr=4e-3),
+            for_matrices={"lr": 4e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"},
+        ),
+        # The numbers of the result of demo with signs are -1, 0 and 1, so there is no clipping.
+        "SGD for signs": _sgd(lr=2e-3, weight_decay=0.1),
+    }
+    _SHAPE = GPTConfig(layers=5, width=128, heads=4, block_size=64)
+    _BATCH = 4
+    _VALIDATION_BATCHES = 32
 
 
 @functools.cache
@@ -242,7 +277,7 @@ class Clusters(Task):
         return self._DISTANCE * self._centers[clusters] + noise, clusters % self._CLASSES
 
 
-TASKS: Mapping[str, type[Task]] = {"digits": Digits, "bytes": Bytes}
+TASKS: Mapping[str, type[Task]] = {"digits": Digits, "bytes": Bytes, "gpt": LargerGPT}
 """The tasks that all hooks are trained on, and whose figures are published."""
 ALL_TASKS: Mapping[str, type[Task]] = {**TASKS, "clusters": Clusters}
 """These, and one on which options are tried."""

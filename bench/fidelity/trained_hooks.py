@@ -21,7 +21,8 @@ class TrainedHook:
 
     ``None`` is the task's usual recipe. ``tolerance``: the acceptable relative increase of the
     validation loss over plain averaging. ``warm_up_steps``: steps of plain averaging before the
-    hook. ``remark``: how the hook is used, shown after its name.
+    hook. ``remark``: how the hook is used, shown after its name. ``name``: of a hook with options
+    of its own, shown instead of the hook's.
     """
 
     hook: str
@@ -31,10 +32,15 @@ class TrainedHook:
     tolerance: float = 0.02
     warm_up_steps: int = 0
     remark: str = ""
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.name or self.hook
 
     @property
     def label(self) -> str:
-        return f"{self.hook} {self._warm_up}" if self.warm_up_steps else self.hook
+        return f"{self.title} {self._warm_up}" if self.warm_up_steps else self.title
 
     @property
     def description(self) -> str:

@@ -42,14 +42,19 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
     torch.manual_seed(seed)
     model = commhooks.DistributedDataParallel(data.model())
     handle = commhooks.register(model, trained.create())
-    optimizer = recipe.optimizer(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, data.steps))
+    optimizers = recipe.optimizers(model.module)
+    schedules = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, data.steps))
+        for optimizer in optimizers
+    ]
     for step in range(data.steps):
-        optimizer.zero_grad()
+        model.zero_grad()
         data.loss(model, data.batch(seed, step, rank)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.max_norm)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+    handle.adapter.flush()
     sent = handle.stats().total.wire_bytes
     validation = data.validation(rank, size)
     with torch.no_grad():

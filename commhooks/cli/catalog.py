@@ -23,7 +23,7 @@ _FAMILIES = {
 _CAPTION = """\
 average: exact, lossy, or lossy and different between ranks.
 loss: change of the validation loss in percent, relative to plain averaging, on \
-two tasks: digits, bytes.
+three tasks: digits, bytes, gpt.
 A hook can be registered by its name alone, unless the table says what it needs.
 `commhooks describe NAME` shows the options, the paper, and the number of seeds."""
 
@@ -70,5 +70,5 @@ def _sent(info: HookInfo) -> Text:
 def _loss(info: HookInfo) -> str:
     if info.fidelity is None:
         return ""
-    changes = (info.fidelity.digits, info.fidelity.bytes)
+    changes = info.fidelity.changes.values()
     return ", ".join("-" if change is None else f"{change:+.1f}" for change in changes)

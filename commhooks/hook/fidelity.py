@@ -12,20 +12,26 @@ __all__ = ["Fidelity", "fidelity_of"]
 class Fidelity:
     """The change of the final validation loss, relative to plain averaging, in percent.
 
-    ``digits`` and ``bytes`` are the two tasks, see ``bench/README.md``; None means not measured.
-    The figures are means over ``seeds`` seeds.
+    ``digits``, ``bytes`` and ``gpt`` are the tasks, see ``bench/README.md``; None means not
+    measured. The figures are means over seeds. ``seeds``: their number, of the task with the
+    fewest.
     """
 
     digits: float | None
     bytes: float | None
+    gpt: float | None
     seeds: int
 
+    @property
+    def changes(self) -> dict[str, float | None]:
+        """Return the change by task."""
+        return {"digits": self.digits, "bytes": self.bytes, "gpt": self.gpt}
+
     def __str__(self) -> str:
-        tasks = {"digits": self.digits, "bytes": self.bytes}
         changes = [
-            f"{value:+.1f} % on {task}" for task, value in tasks.items() if value is not None
+            f"{value:+.1f} % on {task}" for task, value in self.changes.items() if value is not None
         ]
-        return f"{', '.join(changes)} ({self.seeds} seed{'s' * (self.seeds != 1)})"
+        return f"{', '.join(changes)} (at least {self.seeds} seed{'s' * (self.seeds != 1)} each)"
 
 
 def fidelity_of(name: str) -> Fidelity | None:
@@ -40,6 +46,6 @@ def _measured() -> dict[str, Fidelity]:
         return {}
     figures = json.loads(file.read_text())
     return {
-        name: Fidelity(row.get("digits"), row.get("bytes"), row["seeds"])
+        name: Fidelity(row.get("digits"), row.get("bytes"), row.get("gpt"), row["seeds"])
         for name, row in figures.items()
     }

@@ -189,8 +189,8 @@ def _cost(name: str) -> str:
     lines = [f"**On the wire**, per step: {info.wire}."]
     if share:
         lines.append(
-            f"In the trainings below, {share} of plain averaging's bytes (digits, bytes), warm-ups "
-            "included."
+            f"In the trainings below, {share} of plain averaging's bytes ({', '.join(TASKS)}), "
+            "warm-ups included."
         )
     return "\n".join(lines)
 
@@ -216,13 +216,13 @@ def overview() -> str:
     for family in FAMILIES:
         parts += [f"## {family.title}\n", _first_paragraph(family)]
         parts += [
-            "\n| hook | sends | loss on digits, bytes | share of the bytes |",
+            f"\n| hook | sends | loss on {', '.join(TASKS)} | share of the bytes |",
             "|---|---|---|---|",
         ]
         for name in family.hooks:
             info = commhooks.describe(name)
             by_task = _measured().get(name, {})
-            changes = ", ".join(_percent(row.change, bold=MUCH) for row in by_task.values())
+            changes = _of_each_task(by_task, lambda row: _percent(row.change, bold=MUCH))
             exact = "exact" if info.lossless else "-"
             cells = [f"[`{name}`]({name}.md)", info.wire, changes or exact, _byte_share(by_task)]
             parts.append(f"| {' | '.join(cells)} |")
@@ -258,7 +258,9 @@ def _table(found: dict[str, dict[str, Row]]) -> str:
             _percent(by_task[task].change, bold=MUCH) if task in by_task else "not measured"
             for task in TASKS
         ]
-        seeds = "; ".join(", ".join(map(_percent, row.changes)) for row in by_task.values())
+        seeds = "; ".join(
+            f"{task}: {', '.join(map(_percent, row.changes))}" for task, row in by_task.items()
+        )
         lines.append(f"| {label} | {' | '.join(changes)} | {seeds} | {_byte_share(by_task)} |")
     return "\n".join(lines)
 
@@ -284,4 +286,16 @@ def _percent(change: float, *, bold: float | None = None) -> str:
 
 
 def _byte_share(by_task: dict[str, Row]) -> str:
-    return ", ".join(f"{100 * row.byte_share:.0f}{_SPACE}%" for row in by_task.values())
+    return _of_each_task(by_task, lambda row: share_in_percent(row.byte_share))
+
+
+def share_in_percent(share: float) -> str:
+    """Return a share with two digits, or three from 100 % on."""
+    percent = 100 * share
+    return f"{percent:.0f}{_SPACE}%" if percent >= 10 else f"{percent:.2g}{_SPACE}%"
+
+
+def _of_each_task(by_task: dict[str, Row], show: Callable[[Row], str]) -> str:
+    """Return figures in the order of the tasks, with a dash for those not measured."""
+    cells = (show(by_task[task]) if task in by_task else "-" for task in TASKS)
+    return ", ".join(cells) if by_task else ""
