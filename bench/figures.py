@@ -33,33 +33,42 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def fidelity(by_task: dict[str, list[Row]]) -> Draw:
-    """Draw the change of the loss against the bytes sent, with the range over seeds."""
+    """Draw the change of the loss against the bytes sent, relative to plain averaging.
+
+    Plain averaging uses the usual optimizer of the task, also where a hook has another one.
+    """
 
     def fill(panels: list[Any]) -> None:
         for axes, (task, found) in zip(panels, by_task.items(), strict=True):
-            points = [(_short(r.trained.hook), 100 * r.byte_share, 100 * r.change) for r in found]
-            for row, (name, x, y) in zip(found, points, strict=True):
-                low, high = (100 * pick(row.changes) for pick in (min, max))
-                axes.plot([x, x], [low, high], color=color_of(name), linewidth=1, alpha=0.6)
-                axes.plot(x, y, "o", color=color_of(name), markersize=4.5)
+            points = [
+                (row.trained.title, 100 * row.byte_share, 100 * row.change_to_usual)
+                for row in found
+            ]
+            colors = [color_of(row.trained.hook) for row in found]
+            for row, (_, x, y), color in zip(found, points, colors, strict=True):
+                low, high = (100 * pick(row.changes_to_usual) for pick in (min, max))
+                axes.plot([x, x], [low, high], color=color, linewidth=1, alpha=0.6)
+                axes.plot(x, y, "o", color=color, markersize=4.5)
             front = pareto_front([(x, y) for _, x, y in points])
             axes.step(*zip(*front, strict=True), where="post", color=GRAY, linestyle=":", zorder=0)
             axes.axhline(0, color=GRAY, linewidth=0.8)
             axes.set(xscale="log", title=task)
             axes.set_yscale("symlog", linthresh=5, linscale=2)
-            axes.set_xlim(6, 150)
-            axes.set_xticks([10, 25, 50, 100], ["10 %", "25 %", "50 %", "100 %"])
+            least = min(x for _, x, _ in points)
+            axes.set_xlim(least / 1.6, 150)
+            shares = [x for x in (0.03, 0.1, 0.3, 1, 3, 10, 25, 50, 100) if x >= least / 1.6]
+            axes.set_xticks(shares, [f"{share:g} %" for share in shares])
             axes.minorticks_off()
             ticks = [-2, 0, 2, 5, 10, 50, 200]
-            top = max(100 * max(row.changes) for row in found)
+            top = max(100 * max(row.changes_to_usual) for row in found)
             ticks = [tick for tick in ticks if tick <= 1.5 * top]
             axes.set_ylim(-3, 1.3 * top)
             axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
             axes.set_ylabel("validation loss\nagainst plain averaging")
-            label_points(axes, points)
+            label_points(axes, points, colors)
         panels[-1].set_xlabel("bytes sent, as a share of plain averaging's")
 
-    return plot(8.4, 1, len(by_task), fill)
+    return plot(4.2 * len(by_task), 1, len(by_task), fill)
 
 
 def slow_link(courses: dict[str, Course]) -> Draw:

@@ -6,11 +6,11 @@ well. matplotlib is imported when the first one is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from commhooks.cli.colors import GRAY, color_of
+from commhooks.cli.colors import GRAY
 
 __all__ = ["Draw", "label_points", "plot"]
 
@@ -51,15 +51,16 @@ def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) ->
     return draw
 
 
-def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
+def label_points(
+    axes: Any, points: Sequence[tuple[str, float, float]], colors: Sequence[str]
+) -> None:
     """Write a name beside each point, where it covers no other name and no point."""
-    points = list(points)
     figure = axes.figure
     figure.canvas.draw()
     places = [(5, 0), (-5, 0), (0, 7), (0, -7), (5, 7), (5, -7), (-5, 7), (-5, -7)]
     places += [(dx, dy) for dy in (15, -15, 24, -24, 33) for dx in (5, -5)]
     taken = [_dot(axes, x, y) for _, x, y in points]
-    for name, x, y in points:
+    for (name, x, y), color in zip(points, colors, strict=True):
         for dx, dy in places:
             text = axes.annotate(
                 name,
@@ -68,7 +69,7 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
                 textcoords="offset points",
                 ha="left" if dx > 0 else "right" if dx < 0 else "center",
                 va="center",
-                color=color_of(name),
+                color=color,
                 fontsize=7.5,
             )
             box = text.get_window_extent().padded(1)

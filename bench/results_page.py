@@ -23,6 +23,7 @@ from bench import summary
 from bench.fidelity.record import Record
 from bench.fidelity.rows import mean, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
+from bench.figures import pareto_front
 from bench.plots import Draw
 from bench.slow_link.hooks import PLAIN
 from bench.slow_link.record import courses_of
@@ -222,12 +223,14 @@ def _trainings(document: Document) -> Section:
                 f"{min(losses):.4f} to {max(losses):.4f}, a spread of {spread(runs):.1%}."
             )
         found = rows(record, task)
+        front = pareto_front([(row.byte_share, row.change_to_usual) for row in found])
         frame = pd.DataFrame(
             {
                 "hook": row.trained.label + f" ({row.trained.recipe})" * bool(row.trained.recipe),
                 "loss": f"{mean(run.loss for run in row.runs):.4f}",
                 "change": f"{row.change:+.1%}",
                 "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
+                "front": "yes" * ((row.byte_share, row.change_to_usual) in front),
                 "allowed": f"{row.trained.tolerance:.0%}",
                 "accuracy": mean(run.accuracy or math.nan for run in row.runs),
                 "wire_bytes": mean(run.wire_bytes for run in row.runs),

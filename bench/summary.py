@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
+from bench.fidelity.published import by_hook
 from bench.fidelity.record import Record
 from bench.fidelity.rows import Row, mean, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
@@ -59,17 +60,12 @@ def page(results: Path) -> str:
 
 
 def _fidelity(results: Path) -> dict[str, Any]:
-    by_task = _by_task(results)
-    worst: dict[str, float] = {}
-    shares: dict[str, float] = {}
-    for found in by_task.values():
-        for row in found:
-            name = row.trained.hook
-            worst[name] = max(worst.get(name, row.change), row.change)
-            shares[name] = max(shares.get(name, 0.0), row.byte_share)
+    record = Record.load(max(results.glob("*-fidelity.json")))
+    measured = {hook: list(found.values()) for hook, found in by_hook(record).items()}
+    worst = {hook: max(row.change for row in found) for hook, found in measured.items()}
+    shares = {hook: max(row.byte_share for row in found) for hook, found in measured.items()}
     within = [name for name, change in worst.items() if change <= _LIMIT]
     least = min(within, key=shares.__getitem__)
-    record = Record.load(max(results.glob("*-fidelity.json")))
     spreads = [spread(next(iter(plain_runs(record, task).values()))) for task in TASKS]
     beyond = sorted((name for name in worst if name not in within), key=worst.__getitem__)
     return {
@@ -79,9 +75,21 @@ def _fidelity(results: Path) -> dict[str, Any]:
         "least_share": f"{shares[least]:.0%}".replace("%", " %"),
         "beyond": ", ".join(f"`{name}`" for name in beyond),
         "spread": f"{100 * mean(spreads):.0f} %",
-        "seeds": _range({len(row.runs) for found in by_task.values() for row in found}),
+        "seeds": _range({len(row.runs) for found in measured.values() for row in found}),
+        "front": _front(rows(record, "gpt")),
         "fidelity_ranks": record.about["ranks"],
     }
+
+
+def _front(found: list[Row]) -> str:
+    """Return the rows of a table: the hooks that no other beats in both loss and bytes."""
+    points = {(row.byte_share, row.change_to_usual): row for row in found}
+    lines = []
+    for share, change in figures.pareto_front(list(points)):
+        row = points[share, change]
+        seeds = ", ".join(f"{each:+.1%}" for each in row.changes_to_usual)
+        lines.append(f"| {row.trained.label} | 1/{1 / share:.3g} | {change:+.1%} | {seeds} |")
+    return "\n".join(lines).replace("%", " %")
 
 
 def _slow_link(results: Path) -> dict[str, Any]:

@@ -41,5 +41,6 @@ def by_hook(record: Record) -> dict[str, dict[str, Row]]:
     found: dict[str, dict[str, Row]] = {}
     for task in TASKS:
         for row in rows(record, task):
-            found.setdefault(row.trained.hook, {})[task] = row
+            if not row.trained.name:
+                found.setdefault(row.trained.hook, {})[task] = row
     return found

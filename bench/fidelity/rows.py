@@ -9,17 +9,23 @@ from dataclasses import dataclass
 from bench.fidelity.record import Record, Run
 from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
+from bench.fidelity.variants import trained_on
 
 __all__ = ["Row", "mean", "plain_runs", "row_of", "rows", "spread"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of a hook on one task, and the runs that they are compared with, by seed."""
+    """The runs of a hook on one task, and the runs that they are compared with, by seed.
+
+    ``usual``: plain averaging with the usual optimizer of the task; ``plain``: with that which the
+    hook is compared with.
+    """
 
     trained: TrainedHook
     runs: Sequence[Run]
     plain: Sequence[Run]
+    usual: Sequence[Run]
 
     @property
     def changes(self) -> list[float]:
@@ -30,6 +36,16 @@ class Row:
     def change(self) -> float:
         """Return the mean change over seeds."""
         return mean(self.changes)
+
+    @property
+    def changes_to_usual(self) -> list[float]:
+        """Return the change against plain averaging with the task's usual optimizer, by seed."""
+        return [run.loss / plain.loss - 1 for run, plain in zip(self.runs, self.usual, strict=True)]
+
+    @property
+    def change_to_usual(self) -> float:
+        """Return the mean of these changes."""
+        return mean(self.changes_to_usual)
 
     @property
     def is_within(self) -> bool:
@@ -43,24 +59,32 @@ class Row:
 
 
 def rows(record: Record, task: str) -> list[Row]:
-    """Return the rows of all hooks that have been run, by name."""
-    found = (row_of(record, task, trained) for trained in trained_hooks())
+    """Return the rows of all hooks that have been run, by name, then those of variants."""
+    found = (row_of(record, task, trained) for trained in trained_on(task))
     return [row for row in found if row is not None]
 
 
 def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
     """Return the row of a hook, or None if it has not been run."""
-    reference = {run.seed: run for run in _plain(record, task, _reference_recipe(trained, task))}
-    recipe = trained.recipe or ALL_TASKS[task].usual
+    usual_recipe = ALL_TASKS[task].usual
+    plain, usual = (
+        {run.seed: run for run in _plain(record, task, recipe)}
+        for recipe in (trained.reference_recipe or usual_recipe, usual_recipe)
+    )
     config = trained.create().to_config()
-    runs = [run for run in record.runs(task, trained.hook, config, recipe) if run.seed in reference]
-    return Row(trained, runs, [reference[run.seed] for run in runs]) if runs else None
+    runs = record.runs(task, trained.hook, config, trained.recipe or usual_recipe)
+    runs = [run for run in runs if run.seed in plain.keys() & usual.keys()]
+    if not runs:
+        return None
+    references = ([of_seed[run.seed] for run in runs] for of_seed in (plain, usual))
+    return Row(trained, runs, *references)
 
 
 def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
     """Return the reference runs by recipe, the task's usual recipe first."""
-    special = [_reference_recipe(trained, task) for trained in trained_hooks()]
-    recipes = dict.fromkeys([ALL_TASKS[task].usual, *special])
+    usual = ALL_TASKS[task].usual
+    special = (trained.reference_recipe or usual for trained in trained_hooks())
+    recipes = dict.fromkeys([usual, *special])
     found = {recipe: _plain(record, task, recipe) for recipe in recipes}
     return {recipe: runs for recipe, runs in found.items() if runs}
 
@@ -77,7 +101,3 @@ def mean(values: Iterable[float]) -> float:
 
 def _plain(record: Record, task: str, recipe: str) -> list[Run]:
     return record.runs(task, REFERENCE, TrainedHook(REFERENCE).create().to_config(), recipe)
-
-
-def _reference_recipe(trained: TrainedHook, task: str) -> str:
-    return trained.reference_recipe or ALL_TASKS[task].usual

@@ -11,7 +11,7 @@ from commhooks.hook import fidelity
 from commhooks.hook.fidelity import Fidelity, fidelity_of
 
 FIGURES = {
-    "int8": {"digits": 0.06, "bytes": -0.4, "seeds": 3},
+    "int8": {"digits": 0.06, "bytes": -0.4, "gpt": 2.0, "seeds": 3},
     "topk": {"digits": None, "bytes": 5.7, "seeds": 1},
     "fp8": {"digits": 1.0, "bytes": 1.0, "seeds": 2},
 }
@@ -27,14 +27,16 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def test_figures_are_those_of_the_file() -> None:
-    assert fidelity_of("int8") == Fidelity(digits=0.06, bytes=-0.4, seeds=3)
+    assert fidelity_of("int8") == Fidelity(digits=0.06, bytes=-0.4, gpt=2.0, seeds=3)
     assert fidelity_of("noop") is None
 
 
 def test_text() -> None:
-    assert str(fidelity_of("int8")) == "+0.1 % on digits, -0.4 % on bytes (3 seeds)"
-    assert str(fidelity_of("topk")) == "+5.7 % on bytes (1 seed)"
-    assert "plain averaging's: +0.1 % on digits, -0.4 % on bytes (3" in str(
+    assert str(fidelity_of("int8")) == (
+        "+0.1 % on digits, -0.4 % on bytes, +2.0 % on gpt (at least 3 seeds each)"
+    )
+    assert str(fidelity_of("topk")) == "+5.7 % on bytes (at least 1 seed each)"
+    assert "plain averaging's: +0.1 % on digits, -0.4 % on bytes, +2.0" in str(
         commhooks.describe("int8")
     )
     assert "validation loss" not in str(commhooks.describe("noop"))
@@ -61,7 +63,7 @@ def test_the_list_command_shows_figures(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COLUMNS", "80")
     lines = CliRunner().invoke(commands, ["list"]).output.splitlines()
     rows = {line.split()[0]: line for line in lines if line.split()}
-    assert "+0.1, -0.4" in rows["int8"]
-    assert "-, +5.7" in rows["topk"]
+    assert "+0.1, -0.4, +2.0" in rows["int8"]
+    assert "-, +5.7, -" in rows["topk"]
     assert "," not in rows["fp16"]
     assert max(map(len, lines)) <= 80

@@ -1,19 +1,29 @@
 """The fidelity of each hook that the package shows agrees with the stored runs."""
 
+import email
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sklearn")
 
+from bench.fidelity import missing, tasks
 from bench.fidelity.published import PACKAGED, figures
 from bench.fidelity.record import Record, Run
 from bench.fidelity.rows import row_of, rows
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
+from bench.fidelity.training import TrainingResult, train
+from bench.fidelity.variants import trained_on
+from examples.gpt import GPTConfig
+from examples.stdlib_text import load_corpus
 
-STORED = max((Path(__file__).parents[2] / "bench" / "results").glob("*-fidelity.json"))
+ROOT = Path(__file__).parents[2]
+STORED = max((ROOT / "bench" / "results").glob("*-fidelity.json"))
 HOWTO = f"python -m bench.fidelity bench/results/{STORED.name} --publish"
 
 
@@ -41,7 +51,16 @@ def test_each_seed_is_compared_with_plain_averaging_on_it() -> None:
     (row,) = rows(record, "digits")
     assert row.changes == pytest.approx([0.1, 0.1])
     assert not row.is_within
-    assert figures(record) == {"bf16": {"digits": 10.0, "bytes": 10.0, "seeds": 2}}
+    assert figures(record) == {"bf16": dict.fromkeys(TASKS, 10.0) | {"seeds": 2}}
+
+
+def test_hooks_with_another_optimizer_are_also_compared_with_the_usual_one() -> None:
+    reference = run_of(REFERENCE, "gpt", 0, 2.0)
+    with_sgd = replace(reference, recipe="SGD with momentum", loss=4.0)
+    demo = replace(run_of("demo", "gpt", 0, 3.0), recipe="SGD without momentum, 10 times the rate")
+    (row,) = rows(record_of(reference, with_sgd, demo), "gpt")
+    assert row.change == pytest.approx(-0.25)
+    assert row.change_to_usual == pytest.approx(0.5)
 
 
 def test_runs_with_other_options_do_not_count() -> None:
@@ -71,9 +90,80 @@ def test_runs_with_other_options_are_kept_beside_each_other() -> None:
     assert row_of(record, "clusters", TrainedHook("int8")) is None
 
 
-def test_a_hook_that_was_run_on_one_task_only_has_no_figures() -> None:
+def test_tasks_on_which_a_hook_was_not_run_have_no_figures() -> None:
     runs = [run_of(hook, "digits", 0, 1.0) for hook in (REFERENCE, "bf16")]
-    assert figures(record_of(*runs)) == {}
+    assert figures(record_of(*runs)) == {"bf16": {"digits": 0.0, "seeds": 1}}
+
+
+def test_variants_are_no_figures_of_their_hook() -> None:
+    named = next(trained for trained in trained_on("gpt") if trained.name == "INTELLECT-1")
+    config = named.create().to_config()
+    variant = replace(run_of("diloco", "gpt", 0, 2.0), config=config)
+    record = record_of(run_of(REFERENCE, "gpt", 0, 1.0), variant)
+    assert [row.trained.title for row in rows(record, "gpt")] == ["INTELLECT-1"]
+    assert figures(record) == {}
+
+
+def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
+    page = (ROOT / "docs" / "hooks" / "diloco.md").read_text()
+    table = re.findall(r"^\| \[(.+?)\]\(.*?\) \| `(.*?)`", page, re.M)
+    variants = {trained.title: trained.options for trained in trained_on("gpt")}
+    assert len(table) == 6
+    for name, options in table:
+        written = eval(f"dict({options})", {"F": 5})
+        written.pop("period")
+        found = variants["diloco" if name == "DiLoCo" else name]
+        assert written == {key: found[key] for key in written}, name
+
+
+def test_the_optimizers_of_each_recipe_train_every_parameter_once() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "_corpus", lambda: None)
+        task = TASKS["gpt"]()
+    model = task.model()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1_032_576
+    for recipe in task.recipes.values():
+        groups = [g for o in recipe.optimizers(model) for g in o.param_groups]
+        trained = [id(parameter) for group in groups for parameter in group["params"]]
+        assert sorted(trained) == sorted(map(id, model.parameters()))
+
+
+def train_briefly(rank: int, size: int) -> list[TrainingResult]:
+    """Train a smaller GPT for four steps, in which the variant averages once."""
+    task = tasks.LargerGPT
+    corpus = load_corpus(Path(email.__file__).parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "steps", 4)
+        patch.setattr(task, "_SHAPE", GPTConfig(layers=1, width=64, heads=2, block_size=8))
+        patch.setattr(tasks, "_corpus", lambda: corpus)
+        delayed = TrainedHook("diloco", {"period": 2, "delay": 2, "inner": "int2"}, "Muon")
+        return [train(rank, size, "gpt", hook, 0) for hook in (TrainedHook(REFERENCE), delayed)]
+
+
+def test_a_training_on_ranks(run_ranks: Any) -> None:
+    (plain, delayed), (other, _) = run_ranks(train_briefly)
+    assert 4 < plain.loss < 6
+    assert 4 < other.loss < 6
+    assert 0 < delayed.wire_bytes < plain.wire_bytes / 10
+
+
+def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every run is in the file as it ends, and is not repeated."""
+    path, trained = tmp_path / "runs.json", []
+
+    def fake(fn: object, size: int, task: str, hook: TrainedHook, seed: int, **_: object) -> Any:
+        trained.append(hook.title)
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        return [TrainingResult(loss=1.0, accuracy=None, wire_bytes=2.0)] * size
+
+    monkeypatch.setattr(missing, "run_ranks", fake)
+    chosen = [TrainedHook("int4"), TrainedHook("diloco", name="a variant")]
+    with pytest.raises(KeyboardInterrupt):
+        missing.run_missing("gpt", chosen, 0, Record.load(path), path)
+    missing.run_missing("gpt", chosen, 0, Record.load(path), path)
+    missing.run_missing("gpt", chosen, 0, Record.load(path), path)
+    assert trained == [REFERENCE, "int4", "int4", "a variant"]
 
 
 def test_a_record_is_continued(tmp_path: Path) -> None:

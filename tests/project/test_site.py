@@ -60,6 +60,15 @@ def test_a_loss_of_more_than_two_percent_is_on_the_first_screen() -> None:
         assert ("!!! warning" in start) == any(change > 2 for change in changes), name
 
 
+def test_pages_say_when_not_to_use_a_hook_that_loses_on_several_tasks() -> None:
+    """Before the first heading but one: on the first screen."""
+    for name in OWN:
+        if len(hook_pages.tasks_beyond(name)) > 1:
+            written = hook_pages.sections_of((DOCS / "hooks" / f"{name}.md").read_text())[1]
+            when = " ".join(written["When to use it"].split())
+            assert re.search(r"Do not (use|train)[^.]* (loss|percents?|trainings)\b", when), name
+
+
 def test_everything_public_has_a_reference() -> None:
     pages = [path.read_text() for path in (DOCS / "reference").glob("*.md")]
     text = "\n".join([*pages, compiled_pages.bucket()])
