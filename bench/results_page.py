@@ -21,7 +21,7 @@ import pandas as pd
 
 from bench import summary
 from bench.fidelity.record import Record
-from bench.fidelity.rows import mean, plain_runs, rows, spread
+from bench.fidelity.rows import mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.figures import pareto_front
 from bench.plots import Draw
@@ -214,8 +214,8 @@ def _trainings(document: Document) -> Section:
         "seeds; *change* compares it with plain averaging on the same data, *allowed* is the limit "
         "that the project aims at. `python -m bench.fidelity` continues this file."
     )
-    for task, kind in TASKS.items():
-        section.add(f"### {task}, {kind.steps} steps")
+    for task in measured_tasks(record):
+        section.add(f"### {task}, {TASKS[task].steps} steps")
         for recipe, runs in plain_runs(record, task).items():
             losses = [run.loss for run in runs]
             section.add(

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.fidelity.record import Record, Run
-from bench.fidelity.tasks import ALL_TASKS
+from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
 from bench.fidelity.variants import trained_on
 
-__all__ = ["Row", "mean", "plain_runs", "row_of", "rows", "spread"]
+__all__ = ["Row", "mean", "measured_tasks", "plain_runs", "row_of", "rows", "spread"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,11 @@ class Row:
     def byte_share(self) -> float:
         """Return the bytes that the hook sends, as a share of plain averaging."""
         return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
+
+
+def measured_tasks(record: Record) -> list[str]:
+    """Return the published tasks on which a hook has been run."""
+    return [task for task in TASKS if rows(record, task)]
 
 
 def rows(record: Record, task: str) -> list[Row]:

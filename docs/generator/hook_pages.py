@@ -16,7 +16,7 @@ from pathlib import Path
 import commhooks
 from bench.fidelity.published import by_hook
 from bench.fidelity.record import Record
-from bench.fidelity.rows import Row, plain_runs, spread
+from bench.fidelity.rows import Row, measured_tasks, plain_runs, spread
 from bench.fidelity.tasks import TASKS
 from commhooks import algorithms
 
@@ -274,7 +274,7 @@ def _table(found: dict[str, dict[str, Row]]) -> str:
 def _conditions() -> str:
     record = _record()
     tasks = " ".join(f"*{task}*: {kind.summary}." for task, kind in TASKS.items())
-    known = {task: next(iter(plain_runs(record, task).values())) for task in TASKS}
+    known = {t: next(iter(plain_runs(record, t).values())) for t in measured_tasks(record)}
     spreads = " and ".join(f"{100 * spread(runs):.1f} % ({t})" for t, runs in known.items())
     return (
         '??? info "How this was measured"\n'
