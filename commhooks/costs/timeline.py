@@ -22,7 +22,7 @@ from commhooks.costs.network import Backend, Cost, Network
 from commhooks.costs.sharing import Clock, Resource
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 
-__all__ = ["Timing", "replay"]
+__all__ = ["Span", "Timing", "replay"]
 
 _CROWDED = 0.9
 """The usable share of cores that have more threads than they can run at once. On 2 cores, backward
@@ -46,9 +46,29 @@ class Timing:
         return self.forward_seconds + self.backward_seconds
 
 
-def replay(trace: StepTrace, network: Network, backend: Backend, cores: float) -> Timing:
-    """Time a step on ``network``. The threads of a rank share ``cores`` cores."""
-    seconds, events = _Replay(trace, network, backend, cores).run()
+@dataclass(frozen=True)
+class Span:
+    """Something that took time. Seconds count from the start of backward."""
+
+    work: str
+    """``backward`` (with packing), ``unpack``, ``hook``, or the operation of a collective."""
+    bucket: int
+    start: float
+    end: float
+
+
+def replay(
+    trace: StepTrace,
+    network: Network,
+    backend: Backend,
+    cores: float,
+    spans: list[Span] | None = None,
+) -> Timing:
+    """Time a step on ``network``. The threads of a rank share ``cores`` cores.
+
+    Appends what happened to ``spans``, in the order of ends.
+    """
+    seconds, events = _Replay(trace, network, backend, cores, spans).run()
     slowdown = 1.0 / Resource(cores, limit=1.0, crowded=_CROWDED).speed()
     return Timing(
         forward_seconds=trace.forward_seconds * slowdown,
@@ -63,6 +83,7 @@ class _Execution:
     """The hook's execution on one bucket. ``issued`` counts its collectives by members."""
 
     trace: BucketTrace
+    index: int
     pending: Collective | None = None
     position: int = 0
     issued: dict[Members, int] = field(default_factory=dict)
@@ -95,8 +116,16 @@ class _Group:
 
 
 class _Replay:
-    def __init__(self, trace: StepTrace, network: Network, backend: Backend, cores: float) -> None:
+    def __init__(
+        self,
+        trace: StepTrace,
+        network: Network,
+        backend: Backend,
+        cores: float,
+        spans: list[Span] | None,
+    ) -> None:
         self._trace = trace
+        self._spans = spans
         self._network = network
         self._backend = backend
         self._clock = Clock()
@@ -104,9 +133,9 @@ class _Replay:
         link, inner = network.link, network.node_link
         self._link = Resource(link.bytes_per_second, burst=link.burst_bytes)
         self._node_link = Resource(inner.bytes_per_second, burst=inner.burst_bytes)
-        self._executions = [_Execution(bucket) for bucket in trace.buckets]
+        self._executions = [_Execution(bucket, i) for i, bucket in enumerate(trace.buckets)]
         self._launched: list[_Execution] = []  # unfinished, in bucket order
-        self._jobs: deque[tuple[float, Callable[[], None]]] = deque()  # on the hook's thread
+        self._jobs: deque[tuple[float, _Execution]] = deque()  # on the hook's thread
         self._hook_is_busy = False
         self._groups: dict[tuple[Members, int | None], _Group] = {}
         self._drained = 0
@@ -118,6 +147,10 @@ class _Replay:
         self._continue_backward(iter(self._executions))
         return self._clock.run(), self._clock.events
 
+    def _record(self, work: str, execution: _Execution, start: float) -> None:
+        if self._spans is not None and self._clock.now > start:
+            self._spans.append(Span(work, execution.index, start, self._clock.now))
+
     # ------------------------------------------------------------------ the thread of backward
 
     def _continue_backward(self, executions: Iterator[_Execution]) -> None:
@@ -126,8 +159,10 @@ class _Replay:
             self._is_draining = True
             self._drain()
             return
+        start = self._clock.now
 
         def launch() -> None:
+            self._record("backward", execution, start)
             self._launched.append(execution)
             self._work(execution)
             self._continue_backward(executions)
@@ -143,8 +178,10 @@ class _Replay:
             return
         self._drained += 1
         self._is_draining = False
+        start = self._clock.now
 
         def unpacked() -> None:
+            self._record("unpack", execution, start)
             self._is_draining = True
             self._drain()
 
@@ -158,18 +195,20 @@ class _Replay:
         if self._trace.is_native:
             self._clock.use(self._cores, seconds, lambda: self._await(execution))
             return
-        self._jobs.append((seconds, lambda: self._await(execution)))
+        self._jobs.append((seconds, execution))
         self._next_job()
 
     def _next_job(self) -> None:
         if self._hook_is_busy or not self._jobs:
             return
-        seconds, then = self._jobs.popleft()
+        seconds, execution = self._jobs.popleft()
         self._hook_is_busy = True
+        start = self._clock.now
 
         def done() -> None:
+            self._record("hook", execution, start)
             self._hook_is_busy = False
-            then()
+            self._await(execution)
             self._next_job()
 
         self._clock.use(self._cores, seconds, done)
@@ -214,8 +253,15 @@ class _Replay:
         execution.issued[collective.members] = stage + 1
         group = self._group(collective.members, stage)
         cost = self._backend.cost(collective, self._network)
+        start = 0.0
+
+        def begin() -> None:
+            nonlocal start
+            start = self._clock.now
+            self._execute(cost, completed)
 
         def completed() -> None:
+            self._record(collective.operation, execution, start)
             group.release()
             if collective.is_vote:
                 self._finish(execution)
@@ -223,7 +269,7 @@ class _Replay:
             execution.position += 1
             self._work(execution)
 
-        group.put(lambda: self._execute(cost, completed))
+        group.put(begin)
 
     def _group(self, members: Members, stage: int) -> _Group:
         is_own = self._backend.has_stage_groups and not self._trace.is_native

@@ -9,6 +9,9 @@ from commhooks.errors import CommHookOptionError
 
 __all__ = ["BucketTimes", "Choice", "Group", "Problem"]
 
+_MOST_HOOKS = 62
+"""The solver has sets of hooks in the bits of an int64."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -85,6 +88,10 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.error >= 0:
             raise CommHookOptionError(f"error: expected a limit of at least 0, found {self.error}")
+        if len(self.hooks) > _MOST_HOOKS:
+            raise CommHookOptionError(
+                f"expected at most {_MOST_HOOKS} candidates, found {len(self.hooks)}"
+            )
         if len(self.overheads) != len(self.hooks):
             raise CommHookOptionError(
                 f"expected one overhead per hook, found {len(self.overheads)} for "

@@ -6,7 +6,7 @@ import pytest
 
 from commhooks.costs.network import Cost, Link, Network
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
-from commhooks.costs.timeline import Timing, replay
+from commhooks.costs.timeline import Span, Timing, replay
 
 ALL = Members(1, spans_nodes=True)
 LINK = Link(800.0, payload_share=1.0)
@@ -157,3 +157,20 @@ def test_the_number_of_events_grows_with_buckets_only(buckets):
         for nbytes in sizes
     }
     assert max(events) <= 12 * buckets + 3
+
+
+def test_spans_are_what_happened_when():
+    spans: list[Span] = []
+    two = (bucket(1.0, 300.0, local=0.25), bucket(1.0, 100.0, unpack=0.5))
+    trace = StepTrace(two, forward_seconds=0.5, is_native=False)
+    timing = replay(trace, Network(2, LINK, LINK), Plain(), 9.0, spans)
+    assert spans == [
+        Span("backward", 0, 0.0, 1.0),
+        Span("hook", 0, 1.0, 1.25),
+        Span("backward", 1, 1.0, 2.0),
+        Span("all_reduce", 0, 1.25, 4.25),
+        Span("hook", 0, 4.25, 4.5),
+        Span("all_reduce", 1, 4.25, 5.25),
+        Span("unpack", 1, 5.25, 5.75),
+    ]
+    assert timing == replay(trace, Network(2, LINK, LINK), Plain(), 9.0)

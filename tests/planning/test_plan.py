@@ -1,0 +1,82 @@
+"""Plans as text and in files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.planning_problems import group, problem_of, random_problem
+
+from commhooks.errors import CommHookOptionError, CommHookStateError
+from commhooks.planning import Plan, solve
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solve(random_problem(2, buckets=3, groups=2, hooks=4))
+
+
+def test_a_saved_plan_is_loaded_as_it_was(plan: Plan, tmp_path: Path):
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.digest() == plan.digest()
+    assert loaded.hook_of() == {name: row.hook for row in plan.rows for name in row.names}
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda data: [], "found \\[\\]"),
+        (lambda data: data | {"format": 2}, "found format 2"),
+        (lambda data: {key: data[key] for key in data if key != "rows"}, "KeyError: 'rows'"),
+        (lambda data: data | {"error": "much"}, "error: found 'much'"),
+        (lambda data: data | {"before": {}}, "TypeError"),
+        (lambda data: data | {"rows": data["rows"] * 2}, "a parameter is in two rows"),
+        (lambda data: data | {"rows": [data["rows"][0] | {"names": "weight"}]}, "names: found"),
+        (lambda data: data | {"rows": [data["rows"][0] | {"hook": 3}]}, "hook: found 3"),
+        (lambda data: data | {"rows": [data["rows"][0] | {"color": 3}]}, "color"),
+    ],
+)
+def test_a_damaged_plan_is_not_loaded(plan: Plan, tmp_path: Path, damage, found: str):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(damage(plan.to_json())))
+    with pytest.raises(CommHookStateError, match=f"plan.json: expected a plan.*{found}"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe"])
+def test_a_file_that_is_no_plan_is_not_loaded(tmp_path: Path, content: bytes | None):
+    path = tmp_path / "plan.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CommHookStateError, match=r"plan\.json: expected a plan"):
+        Plan.load(path)
+
+
+def test_the_digest_is_that_of_hooks_by_parameter_and_of_nothing_else(plan: Plan):
+    slower = json.loads(json.dumps(plan.to_json()))
+    slower["after"]["backward_seconds"] *= 1 + 2**-52
+    slower["rows"].reverse()
+    assert Plan.from_json(slower).digest() == plan.digest()
+    slower["rows"][0]["hook"] = "another"
+    assert Plan.from_json(slower).digest() != plan.digest()
+
+
+def test_a_plan_prints_as_a_table(plan: Plan):
+    lines = str(plan).splitlines()
+    assert lines[0].split()[:3] == ["group", "params", "hook"]
+    assert all(line.startswith(row.label) for line, row in zip(lines[1:], plan.rows, strict=False))
+    assert plan.reason in lines
+
+
+def test_numbers_that_do_not_belong_together_are_no_problem():
+    one = group("one", 10)
+    for groups, error, found in [
+        ((one, one), 0.1, "parameter 'one' is in two groups"),
+        ((one,), -0.1, "limit of at least 0, found -0.1"),
+        ((one,), float("nan"), "found nan"),
+        ((group("one", 10, one.choices[0]),), 0.1, "choices of different hooks"),
+        ((group("one", 10, norm=float("inf")),), 0.1, "finite norm, found inf"),
+    ]:
+        with pytest.raises(CommHookOptionError, match=found):
+            problem_of(*groups, error=error)

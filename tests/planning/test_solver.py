@@ -1,0 +1,187 @@
+"""The solver against all plans of small problems, and its rules one by one."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.planning_problems import everyone, group, problem_of, random_problem
+
+from commhooks.costs.step_trace import Collective
+from commhooks.costs.timeline import replay
+from commhooks.planning import Choice, Plan, Problem, solve
+from commhooks.planning.assignment import Assignment, relative_error, step_trace
+from commhooks.planning.costs import latency_seconds, sending_seconds
+from commhooks.planning.program import propose
+from commhooks.planning.tables import GRID
+
+seeds = st.integers(0, 10_000)
+
+
+def assignments(problem: Problem, limit: float) -> Iterator[Assignment]:
+    """All assignments with errors within ``limit``, those of each group below 1."""
+    for assignment in itertools.product(*(range(len(g.choices)) for g in problem.groups)):
+        choices = [g.choices[i] for g, i in zip(problem.groups, assignment, strict=True)]
+        contracts = all(choice.error < 1 for choice in choices)
+        if contracts and relative_error(problem, assignment) <= limit:
+            yield assignment
+
+
+def added_up(problem: Problem, assignment: Assignment) -> float:
+    """The end of the last bucket, with seconds that are sums, as the docstring of costs.py says."""
+    finish = ready = 0.0
+    pairs = list(zip(problem.groups, assignment, strict=True))
+    for index, bucket in enumerate(problem.buckets):
+        ready += bucket.backward_seconds
+        choices = [g.choices[i] for g, i in pairs if g.bucket == index]
+        seconds = sum(sending_seconds(problem, c) + sum(c.local_seconds) for c in choices)
+        for hook in {choice.hook for choice in choices}:
+            seconds += problem.overheads[hook]
+            seconds += max(
+                latency_seconds(problem, c)
+                for g in problem.groups
+                for c in g.choices
+                if c.hook == hook and g.bucket == index
+            )
+        finish = max(finish, ready) + seconds
+    return finish
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_the_program_ends_as_soon_as_the_best_of_all_assignments_up_to_the_grid(seed: int):
+    problem = random_problem(seed, buckets=3, groups=2, hooks=3)
+    coarse = problem.error * math.sqrt(1 - len(problem.groups) / GRID)
+    best = min(added_up(problem, each) for each in assignments(problem, coarse))
+    proposed = added_up(problem, propose(problem)[0])
+    assert proposed <= best * 1.0011
+    assert propose(problem)[0] in set(assignments(problem, problem.error * (1 + 1e-9)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_are_as_good_as_the_best_on_the_timeline_unless_that_saves_too_little(seed: int):
+    problem = random_problem(seed, buckets=2, groups=2, hooks=3)
+
+    def seconds(assignment: Assignment) -> float:
+        trace = step_trace(problem, assignment)
+        return replay(trace, problem.network, problem.backend, problem.cores).step_seconds
+
+    best = min(map(seconds, assignments(problem, problem.error)))
+    assert solve(problem).after.step_seconds <= best / 0.949
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_no_plan_leaves_the_limit(seed: int):
+    plan = solve(random_problem(seed, buckets=4, groups=3, hooks=6))
+    lost = sum((row.error * row.norm) ** 2 for row in plan.rows)
+    total = sum(row.norm**2 for row in plan.rows)
+    assert math.sqrt(lost / total) == pytest.approx(plan.error)
+    assert plan.error <= plan.limit * (1 + 1e-9)
+    assert all(row.error < 1 for row in plan.rows)
+
+
+def half(elements: int, error: float, hook: int = 1, share: float = 0.5) -> Choice:
+    """A choice that sends a share of the bytes and computes nothing."""
+    sent = Collective("all_reduce", 4 * elements * share, everyone)
+    return Choice(hook, (0.0, 0.0), (sent,), error)
+
+
+def specs(plan: Plan) -> list[str]:
+    return [row.hook for row in plan.rows]
+
+
+def test_an_error_of_1_or_more_is_never_chosen():
+    small = group("small", 10**6, half(10**6, 1.0), norm=1e-6)
+    large = group("large", 10**6, half(10**6, 0.01))
+    problem = problem_of(small, large, error=0.1)
+    assert specs(solve(problem)) == ["allreduce", "half"]
+    fits = replace(small, choices=(small.choices[0], half(10**6, 0.99)))
+    assert specs(solve(problem_of(fits, large, error=0.1))) == ["half", "half"]
+
+
+def test_communication_that_backward_hides_stays_exact():
+    hidden = group("hidden", 10**7, half(10**7, 0.01), bucket=0)
+    exposed = group("exposed", 10**7, half(10**7, 0.01), bucket=1)
+    plan = solve(problem_of(hidden, exposed, error=0.1, backward=(0.01, 1.0)))
+    assert specs(plan) == ["allreduce", "half"]
+    assert plan.rows[0].exposed_seconds == 0
+    assert plan.rows[0].why == "backward hides it"
+    assert plan.rows[1].exposed_seconds == pytest.approx(plan.after.exposed_seconds)
+    assert specs(solve(problem_of(hidden, exposed, error=0.1))) == ["half", "half"]
+
+
+def test_of_equally_fast_plans_the_more_exact_is_taken():
+    one = group("one", 10**6, half(10**6, 0.05), half(10**6, 0.01, hook=2))
+    plan = solve(problem_of(one, error=0.1, hooks=("allreduce", "half", "closer")))
+    assert specs(plan) == ["closer"]
+
+
+@pytest.mark.parametrize(("share", "taken"), [(0.94, ["half"]), (0.955, ["allreduce"])])
+def test_a_plan_is_taken_if_it_saves_a_twentieth_of_a_step(share: float, taken: list[str]):
+    one = group("one", 10**7, half(10**7, 0.01, share=share))
+    problem = problem_of(one, error=0.1, backward=(0.0,), forward=0.0)
+    assert specs(solve(problem)) == taken
+
+
+def test_a_plan_in_use_stays_unless_another_saves_a_twentieth_of_a_step():
+    one = group("one", 10**7, half(10**7, 0.05, share=0.5), half(10**7, 0.05, 2, share=0.49))
+    problem = problem_of(one, error=0.1, hooks=("allreduce", "half", "less"))
+    assert specs(solve(problem)) == ["less"]
+    kept = solve(problem, {"one": "half"})
+    assert specs(kept) == ["half"]
+    assert "in use" in kept.reason
+    assert specs(solve(problem, {"one": "unknown"})) == ["less"]
+    tighter = replace(problem, error=0.01)
+    assert specs(solve(tighter, {"one": "half"})) == ["allreduce"]
+
+
+def test_a_plan_in_use_goes_when_plain_averaging_is_as_fast():
+    one = group("one", 10**6, half(10**6, 0.05), bucket=0)
+    last = group("last", 1, bucket=1)
+    problem = problem_of(one, last, error=0.1, backward=(0.01, 1.0))
+    assert specs(solve(problem, {"one": "half", "last": "allreduce"})) == ["allreduce"] * 2
+
+
+def test_a_hook_that_several_groups_choose_runs_once():
+    two = [group(name, 1000, half(1000, 0.01)) for name in "ab"]
+    problem = replace(problem_of(*two, error=0.1), overheads=(0.5, 0.25))
+    (bucket,) = step_trace(problem, (1, 1)).buckets
+    assert bucket.collectives == (Collective("all_reduce", 4000, everyone),)
+    assert bucket.local_seconds == (0.25, 0.0)
+    (bucket,) = step_trace(problem, (0, 1)).buckets
+    assert [each.tensor_bytes for each in bucket.collectives] == [4000, 2000]
+    assert bucket.local_seconds == (0.5, 0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"error": 0.0}, "nearest, half, has 0.01 on one"),
+        ({"error": 0.001}, "nearest, half, has 0.01 on one"),
+        ({"network": 1}, "one rank"),
+        ({"groups": 1}, "no other candidate"),
+        ({"groups": 0}, "no other candidate"),
+    ],
+)
+def test_what_cannot_be_chosen_is_averaged_exactly(change: dict[str, float], reason: str):
+    one = group("one", 10**6, half(10**6, 0.01))
+    problem = problem_of(one, error=change.get("error", 0.1))
+    if "network" in change:
+        problem = replace(problem, network=replace(problem.network, size=1))
+    if "groups" in change:
+        groups = (replace(one, choices=one.choices[:1]),) if change["groups"] else ()
+        problem = replace(problem, groups=groups)
+    plan = solve(problem)
+    assert set(specs(plan)) <= {"allreduce"}
+    assert plan.error == 0
+    assert reason in plan.reason
+
+
+def test_gradients_of_zeros_are_within_every_limit():
+    plan = solve(problem_of(group("one", 10**6, half(10**6, 0.5), norm=0.0), error=0.1))
+    assert specs(plan) == ["half"]
+    assert plan.error == 0

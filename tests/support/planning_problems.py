@@ -1,0 +1,102 @@
+"""Problems: random ones, and small ones of which the answer is known."""
+
+import random
+
+from commhooks.costs.gloo import Gloo
+from commhooks.costs.network import Link, Network
+from commhooks.costs.step_trace import Collective, Members
+from commhooks.planning import BucketTimes, Choice, Group, Problem
+
+__all__ = ["everyone", "group", "problem_of", "random_problem"]
+
+GLOO = Gloo(round_seconds=1e-4, message_cpu_seconds=2e-5, byte_cpu_seconds=2e-10)
+_OPERATIONS = ("all_reduce", "all_gather", "all_to_all")
+everyone = Members(1, spans_nodes=True)
+
+
+def group(name: str, elements: int, *others: Choice, bucket: int = 0, norm: float = 1.0) -> Group:
+    """Return a group of one parameter, whose choices are plain averaging and ``others``."""
+    sent = Collective("all_reduce", 4.0 * elements, everyone)
+    plain = Choice(0, (0.0, 0.0), (sent,), 0.0)
+    return Group((name,), bucket, name, elements, norm, (plain, *others))
+
+
+def problem_of(
+    *groups: Group,
+    error: float,
+    hooks: tuple[str, ...] = ("allreduce", "half"),
+    backward: tuple[float, ...] = (),
+    forward: float = 0.01,
+) -> Problem:
+    """Return a problem of 2 ranks at 1 Gbit/s. Backward takes no time unless it is given."""
+    buckets = max((each.bucket for each in groups), default=0) + 1
+    times = backward or (0.0,) * buckets
+    return Problem(
+        hooks=hooks,
+        overheads=(0.0,) * len(hooks),
+        groups=groups,
+        buckets=tuple(BucketTimes(seconds, 0.0, 1000) for seconds in times),
+        forward_seconds=forward,
+        network=Network(2, Link(1e9, 20e-6), Link(1e9)),
+        backend=GLOO,
+        cores=8.0,
+        error=error,
+    )
+
+
+def random_problem(
+    seed: int, *, buckets: int, groups: int, hooks: int, limit: float | None = None
+) -> Problem:
+    """Return a problem with ``groups`` groups in each bucket. Hook 0 averages exactly."""
+    draw = random.Random(seed)
+    size = draw.choice([2, 4, 16])
+    kinds = [
+        (
+            draw.uniform(0.01, 0.9),  # share of the bytes
+            10 ** draw.uniform(-3, 0.1),  # error
+            draw.choice([1, 2]),  # collectives
+            draw.choice(_OPERATIONS),
+        )
+        for _ in range(hooks - 1)
+    ]
+
+    def choice(hook: int, elements: int) -> Choice:
+        if hook == 0:
+            return Choice(0, (0.0, 0.0), (Collective("all_reduce", 4.0 * elements, everyone),), 0.0)
+        share, error, count, operation = kinds[hook - 1]
+        sent = 4.0 * elements * share / count
+        return Choice(
+            hook,
+            tuple(elements * 1e-9 * draw.random() for _ in range(count + 1)),
+            tuple(Collective(operation, sent, everyone) for _ in range(count)),
+            error * draw.uniform(0.5, 1.5),
+        )
+
+    made = []
+    for bucket in range(buckets):
+        for index in range(groups):
+            elements = int(10 ** draw.uniform(3, 6.5))
+            choices = tuple(choice(hook, elements) for hook in range(hooks))
+            made.append(
+                Group(
+                    names=(f"{bucket}.{index}",),
+                    bucket=bucket,
+                    label=f"group {index} of bucket {bucket}",
+                    elements=elements,
+                    norm=elements**0.5 * draw.uniform(0.5, 2),
+                    choices=choices,
+                )
+            )
+    return Problem(
+        hooks=("allreduce", *(f"hook{i}" for i in range(1, hooks))),
+        overheads=tuple(draw.uniform(0, 1e-4) for _ in range(hooks)),
+        groups=tuple(made),
+        buckets=tuple(BucketTimes(draw.uniform(1e-3, 5e-2), 1e-4, 1000) for _ in range(buckets)),
+        forward_seconds=0.05,
+        network=Network(
+            size, Link(10 ** draw.uniform(8, 10.5), 20e-6), Link(1e10), ranks_per_node=1
+        ),
+        backend=GLOO,
+        cores=draw.choice([1.0, 2.0, 8.0]),
+        error=draw.choice([0.01, 0.05, 0.2]) if limit is None else limit,
+    )
