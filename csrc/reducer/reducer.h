@@ -213,7 +213,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void count_down_locked(size_t index);
   void end_discovery_locked();
   void on_backward_end();
-  void drop_buckets() noexcept;
 
   // --- buckets on their way to the hooks and back: reducer_exchange.cpp ---
 
@@ -238,14 +237,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void count_step_locked();
   void clear_step() noexcept;
   PackFormat format_of(const Bucket& bucket) const;
+  std::string describe_average(const Bucket& bucket) const;
 
-  // --- errors ---
+  // --- failures: reducer_failure.cpp ---
 
+  void drop_buckets() noexcept;
   void check_complete(const char* advice);
   std::string explain_missing(const std::vector<size_t>& missing) const;
   void check_frozen() const;
   std::string describe(const std::vector<size_t>& indices) const;
-  std::string describe_average(const Bucket& bucket) const;
   static std::string describe_use_exchange();
   std::string rank_prefix() const;
 

@@ -44,7 +44,7 @@ void Reducer::launch_ready_buckets() {
     if (!turn_.is_open()) {
       return;
     }
-    turn.take();
+    turn.begin();
   }
   try {
     while (launch_or_finish_next(turn)) {
@@ -64,7 +64,7 @@ bool Reducer::launch_or_finish_next(Turn::Holder& turn) {
     next = next_launch_locked();
     completed = next ? nullptr : next_completed_locked();
     if (!next && !completed) {
-      turn.give_up();
+      turn.end();
       return false;
     }
   }
@@ -257,7 +257,7 @@ void Reducer::finalize_backward() {
     if (!is_draining()) {
       return;
     }
-    turn.take();
+    turn.begin();
   }
   try {
     drain();

@@ -21,6 +21,21 @@ namespace commhooks {
 //     is not ready before they have finished.
 // Guarded by the mutex of the reducer.
 class Turn {
+  // Requires `is_open()`. Returns false if the thread had the turn before.
+  bool take() {
+    return std::exchange(holder_, std::this_thread::get_id()) == std::thread::id();
+  }
+  void give_up() {
+    holder_ = {};
+  }
+  bool join() {
+    ++helpers_;
+    return true;
+  }
+  void leave() {
+    --helpers_;
+  }
+
  public:
   bool is_mine() const {
     return holder_ == std::this_thread::get_id();
@@ -33,28 +48,26 @@ class Turn {
     return helpers_ > 0;
   }
 
-  // Until it is destroyed, the thread has the turn if it has called `take`.
-  class Holder {
+  // What a thread is from `begin` to `end`, or until it is destroyed. Both require the mutex.
+  template <bool (Turn::*begin_)(), void (Turn::*end_)()>
+  class Role {
    public:
-    Holder(Turn& turn, std::mutex& mutex) : turn_(turn), mutex_(mutex) {}
-    ~Holder() {
-      if (has_taken_) {
+    Role(Turn& turn, std::mutex& mutex) : turn_(turn), mutex_(mutex) {}
+    ~Role() {
+      if (has_begun_) {
         const Lock lock(mutex_);
-        give_up();
+        end();
       }
     }
-    Holder(const Holder&) = delete;
-    Holder& operator=(const Holder&) = delete;
+    Role(const Role&) = delete;
+    Role& operator=(const Role&) = delete;
 
-    // Requires the mutex and `is_open()`.
-    void take() {
-      has_taken_ = !turn_.is_mine();
-      turn_.holder_ = std::this_thread::get_id();
+    void begin() {
+      has_begun_ = (turn_.*begin_)();
     }
-    // Requires the mutex. Does nothing if the thread had the turn before.
-    void give_up() {
-      if (std::exchange(has_taken_, false)) {
-        turn_.holder_ = {};
+    void end() {
+      if (std::exchange(has_begun_, false)) {
+        (turn_.*end_)();
         turn_.changed.notify_all();
       }
     }
@@ -62,40 +75,13 @@ class Turn {
    private:
     Turn& turn_;
     std::mutex& mutex_;
-    bool has_taken_ = false;
-  };
-
-  // Until it is destroyed, the thread is a helper if it has called `begin`.
-  class Helper {
-   public:
-    Helper(Turn& turn, std::mutex& mutex) : turn_(turn), mutex_(mutex) {}
-    ~Helper() {
-      if (is_helping_) {
-        const Lock lock(mutex_);
-        end();
-      }
-    }
-    Helper(const Helper&) = delete;
-    Helper& operator=(const Helper&) = delete;
-
-    // Both require the mutex.
-    void begin() {
-      is_helping_ = true;
-      ++turn_.helpers_;
-    }
-    void end() {
-      is_helping_ = false;
-      --turn_.helpers_;
-      turn_.changed.notify_all();
-    }
-
-   private:
-    Turn& turn_;
-    std::mutex& mutex_;
-    bool is_helping_ = false;
+    bool has_begun_ = false;
   };
 
   std::condition_variable changed;  // the turn, the helpers, or the phase of the step
+
+  using Holder = Role<&Turn::take, &Turn::give_up>;
+  using Helper = Role<&Turn::join, &Turn::leave>;
 
  private:
   std::thread::id holder_;  // none if nobody has the turn
