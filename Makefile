@@ -19,6 +19,7 @@ CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
 export PYTHONS TORCHES PYTEST_ARGS
+unexport PYTHONDONTWRITEBYTECODE # each process would compile the tests and the package again
 .PHONY: help demo test test-all test-pure torch-suite mutate sanitize soak build lint types format bench \
   results wheel wheel-pure sdist packages matrix gpu-check cuda docs check-site clean
 

@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases outside of the sample of ``@pytest.mark.covering`` as exhaustive."""
     grids: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("covering"):
+        is_sampled = item.get_closest_marker("covering") and hasattr(item, "callspec")
+        if is_sampled and not item.get_closest_marker("exhaustive"):
             grids[item.nodeid.partition("[")[0]].append(item)
     for cases in grids.values():
         marker = cases[0].get_closest_marker("covering")

@@ -58,6 +58,7 @@ def same_numbers(rank: int, size: int, shards: int, names: list[str], hook: Any)
                 assert torch.equal(a, b), (name, on_one_dimension)
 
 
+@pytest.mark.exhaustive  # test_averages_are_native has four ranks
 def test_allreduce_is_native_on_three_replicas(run_ranks: Any) -> None:
     run_ranks(same_numbers, 3, 1, SAMPLE, AllReduce)
 

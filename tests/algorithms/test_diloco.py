@@ -101,8 +101,17 @@ HOOKS = {
 STEPS = 11
 
 
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.parametrize(("size", "stock"), [(1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("name", "size", "stock"),
+    [(name, 3, False) for name in HOOKS]
+    + [("streaming", 1, False), ("streaming", 2, True)]
+    + [
+        pytest.param(name, *case, marks=pytest.mark.exhaustive)
+        for name in HOOKS
+        if name != "streaming"
+        for case in [(1, False), (2, True)]
+    ],
+)
 def test_training_is_what_the_definition_says(
     run_ranks: Any, name: str, size: int, stock: bool
 ) -> None:
@@ -118,7 +127,14 @@ def test_training_is_what_the_definition_says(
         assert results[0][3]["consensus_distance"] > 0
 
 
-@pytest.mark.parametrize("name", ["DiLoCo", "delay", "streaming", "eager", "eager fragments"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "streaming",
+        "eager fragments",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("DiLoCo", "delay", "eager")),
+    ],
+)
 def test_resumes_bitwise(run_ranks: Any, name: str) -> None:
     """At 5 and at 6 steps averages are under way."""
     hook = HOOKS[name]

@@ -171,7 +171,18 @@ def grow(rank: int, size: int, inner: dict[str, Any]) -> float:
     return largest_error / largest_gradient
 
 
-@pytest.mark.parametrize("inner", FEEDABLE, ids=str)
+# Hooks that lose most, or in a way of their own. The others are exhaustive.
+LOSSY = ("bf16", "cast", "int2", "natural", "qsgd", "threshold", "topk")
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param(inner, marks=[] if inner["name"] in LOSSY else [pytest.mark.exhaustive])
+        for inner in FEEDABLE
+    ],
+    ids=str,
+)
 def test_errors_do_not_grow(run_ranks: Any, inner: dict[str, Any]) -> None:
     """Errors of hooks whose random rounding may lose more than the gradient reach 40 and more."""
     assert max(run_ranks(grow, 2, inner)) < 4

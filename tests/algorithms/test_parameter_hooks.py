@@ -51,7 +51,14 @@ def train(rank: int, size: int, config: dict[str, Any], steps: int) -> dict[str,
     return {name: value.detach() for name, value in model.module.values.items()}
 
 
-@names
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, marks=[pytest.mark.exhaustive] if index in (1, 4) else [])
+        for index, config in enumerate(HOOKS)
+    ],
+    ids=lambda config: str(list(config.values())),
+)
 def test_every_kind_of_parameter_converges_to_the_mean(
     run_ranks: Any, config: dict[str, Any]
 ) -> None:

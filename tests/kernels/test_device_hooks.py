@@ -71,7 +71,18 @@ def on_ranks(rank: int, size: int, name: str, is_emulated: bool) -> list[dict[st
     return results
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in HOOKS), ("topk", 3)])
+# One of each family; the others launch the same kernels.
+ON_THE_REDUCER = {"topk", "threshold", "randomk", "demo", "dgc", "powersgd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, 2, marks=[] if name in ON_THE_REDUCER else [pytest.mark.exhaustive])
+        for name in HOOKS
+    ]
+    + [pytest.param("topk", 3, marks=pytest.mark.exhaustive)],
+)
 def test_on_the_reducer(run_ranks, name, size):
     of_ranks = run_ranks(on_ranks, size, name, True)
     expected = run_ranks(on_ranks, size, name, False)

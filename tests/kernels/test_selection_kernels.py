@@ -50,8 +50,11 @@ def test_largest_of_chunks(kind, length):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_largest(kind, length, dtype):
-    for share in (0.0, 0.01, 0.3, 1.0):
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_largest(kind, length, dtype, half):
+    """Each half has all pairs of a share with a kind and with a length."""
+    turn = KINDS.index(kind) + LENGTHS.index(length) + half
+    for share in ((0.0, 0.3), (0.01, 1.0))[turn % 2]:
         count = round(share * length)
         error = draw("normal", length, dtype, seed=1) if share == 0.01 else None
         check_largest(draw(kind, length, dtype), error, count)

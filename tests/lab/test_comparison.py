@@ -331,7 +331,13 @@ def test_links_are_predicted_if_they_cannot_be_made(monkeypatch: pytest.MonkeyPa
     assert "links are predicted, not measured: shaped links need root" in found.notes
 
 
-@pytest.mark.parametrize("model", ["support.compared:Dropping", "support.compared:Talking"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "support.compared:Dropping",
+        pytest.param("support.compared:Talking", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_models_of_other_kinds(model: str) -> None:
     error = compare(model, ["allreduce"], steps=2).row("allreduce").error
     assert error is not None

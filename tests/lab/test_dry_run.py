@@ -125,7 +125,7 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     return sent(kinds, size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_it_sends_the_bytes_of_real_ranks(size):
     real = run_ranks(bytes_among_ranks, size, timeout=200)[0]
     alone = run_ranks(bytes_alone, 1, size, timeout=200)[0]

@@ -75,14 +75,21 @@ def provide(package: Path) -> None:
         (package / name).symlink_to(SOURCE / package.name / name)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize(
-    ("broken", "working"), [("reducer", "commhooks"), ("commhooks", "reducer")]
+    ("broken", "working"),
+    [
+        pytest.param("reducer", "commhooks", marks=pytest.mark.exhaustive),
+        ("commhooks", "reducer"),
+    ],
 )
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (of_another_python, f"no {COMPILED}, but _C.cpython-38-x86_64-linux-gnu.so"),
+        pytest.param(  # see test_everybody_else_is_told
+            of_another_python,
+            f"no {COMPILED}, but _C.cpython-38-x86_64-linux-gnu.so",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(garbage, "_C does not load", marks=pytest.mark.exhaustive),
         (of_another_torch, f"against torch 2.10.9, and this is {torch.__version__}"),
     ],

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("sklearn")
-
 from bench.fidelity import missing, tasks
 from bench.fidelity.published import PACKAGED, figures
 from bench.fidelity.record import Record, Run

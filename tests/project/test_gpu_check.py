@@ -57,6 +57,7 @@ def test_what_a_machine_does_not_allow_is_left_out(tmp_path: Path) -> None:
     assert run_stage(stage, 60, tmp_path / "log", tmp_path).status == "left out"
 
 
+@pytest.mark.exhaustive  # collects all of them in another process
 def test_all_gpu_tests_are_found() -> None:
     """With the options of the check, which configures pytest in a folder below theirs."""
     command = [*check.PYTEST, "-m", "gpu", "--collect-only", "-q", *check.TESTS, check.CONFORMANCE]

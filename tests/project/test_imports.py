@@ -1,6 +1,7 @@
 """Who may import whom in ``commhooks`` and ``reducer``."""
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Iterator
@@ -65,10 +66,13 @@ def imported(path: Path) -> Iterator[str]:
                 yield inside if inside in MODULES else str(node.module)
 
 
-IMPORTED = {
-    module: {name for name in imported(path) if name.split(".")[0] in ("commhooks", "reducer")}
-    for module, path in MODULES.items()
-}
+@functools.cache
+def all_imported() -> dict[str, set[str]]:
+    """The modules of the project that each one imports. Parsing takes a second."""
+    return {
+        module: {name for name in imported(path) if name.split(".")[0] in ("commhooks", "reducer")}
+        for module, path in MODULES.items()
+    }
 
 
 def on_floors(module: str) -> str:
@@ -90,7 +94,7 @@ def imports_of(own: str, modules: list[str]) -> set[str]:
     names = {
         on_floors(target)
         for module in modules
-        for target in IMPORTED[module]
+        for target in all_imported()[module]
         if not (module in PACKAGES and target.startswith(f"{module}."))
     }
     return names - {own}
@@ -119,7 +123,7 @@ def test_the_engine_knows_no_hook() -> None:
 
 
 def test_no_module_imports_in_a_circle() -> None:
-    graph = {module: names - {module} for module, names in IMPORTED.items()}
+    graph = {module: names - {module} for module, names in all_imported().items()}
     graphlib.TopologicalSorter(graph).prepare()
 
 

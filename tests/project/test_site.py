@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mkdocs")  # extra `docs`
-pytest.importorskip("sklearn")
 
 import compiled_pages
 import events

@@ -82,9 +82,18 @@ def train(
     return counts
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("where", ["module", "wrapper"])
-@pytest.mark.parametrize("hook", [None, "bf16", "powersgd"])
+@pytest.mark.parametrize(
+    ("where", "hook"),
+    [
+        ("module", None),
+        ("wrapper", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [("module", "bf16"), ("module", "powersgd"), ("wrapper", None),
+                         ("wrapper", "powersgd")]
+        ),
+    ],
+)  # fmt: skip
 def test_gradients_are_averaged_with_no_more_graphs_than_torch(
     where: str, hook: str | None
 ) -> None:
