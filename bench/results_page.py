@@ -219,7 +219,7 @@ def _trainings(document: Document) -> Section:
         for recipe, runs in plain_runs(record, task).items():
             losses = [run.loss for run in runs]
             section.add(
-                f"Plain averaging, {recipe}: {mean(losses):.4f}; {len(runs)} seeds from "
+                f"Plain averaging, {recipe}: {mean(losses):.4f}; seeds: {len(runs)}, from "
                 f"{min(losses):.4f} to {max(losses):.4f}, a spread of {spread(runs):.1%}."
             )
         found = rows(record, task)

@@ -66,7 +66,8 @@ def _fidelity(results: Path) -> dict[str, Any]:
     within = [name for name, change in worst.items() if change <= _LIMIT]
     least = min(within, key=shares.__getitem__)
     tasks = measured_tasks(record)
-    spreads = [spread(next(iter(plain_runs(record, task).values()))) for task in tasks]
+    plain = [next(iter(plain_runs(record, task).values())) for task in tasks]
+    spreads = [spread(runs) for runs in plain if len(runs) > 1]
     beyond = sorted((name for name in worst if name not in within), key=worst.__getitem__)
     return {
         "hooks": len(worst),
@@ -100,7 +101,8 @@ def _front(found: list[Row]) -> str:
     for share, change in figures.pareto_front(list(points)):
         row = points[share, change]
         seeds = ", ".join(f"{each:+.1%}" for each in row.changes_to_usual)
-        lines.append(f"| {row.trained.label} | 1/{1 / share:.3g} | {change:+.1%} | {seeds} |")
+        times = f"{1 / share:,.0f}" if share < 0.01 else f"{1 / share:.1f}"
+        lines.append(f"| {row.trained.label} | 1/{times} | {change:+.1%} | {seeds} |")
     return _FRONT + "\n".join(lines).replace("%", " %") + "\n"
 
 

@@ -139,7 +139,7 @@ def _facts(name: str) -> str:
         found = ", ".join(f"{_percent(row.change)} on {task}" for task, row in by_task.items())
         lines += [
             "",
-            f'!!! warning "The measured loss is more than 2 % higher on {" and ".join(losing)}"',
+            f'!!! warning "The measured loss is more than 2 % higher on {", ".join(losing)}"',
             f"    Validation loss against plain averaging at the defaults: {found}.",
             "    [Fidelity](#fidelity) says how that was measured.",
         ]
@@ -275,7 +275,9 @@ def _conditions() -> str:
     record = _record()
     tasks = " ".join(f"*{task}*: {kind.summary}." for task, kind in TASKS.items())
     known = {t: next(iter(plain_runs(record, t).values())) for t in measured_tasks(record)}
-    spreads = " and ".join(f"{100 * spread(runs):.1f} % ({t})" for t, runs in known.items())
+    spreads = " and ".join(
+        f"{100 * spread(runs):.1f} % ({t})" for t, runs in known.items() if len(runs) > 1
+    )
     return (
         '??? info "How this was measured"\n'
         "    Change of the validation loss against plain averaging on the same data, mean over "

@@ -112,6 +112,9 @@ def test_recipes_are_those_of_the_page_but_for_the_period() -> None:
         written.pop("period")
         found = variants["diloco" if name == "DiLoCo" else name]
         assert written == {key: found[key] for key in written}, name
+    (block,) = re.findall(r"^```python\n(topk = .*?)```", page, re.M | re.S)
+    exec(block, names := {})
+    assert variants["SparseLoCo"]["inner"] == names["inner"]
 
 
 def test_the_optimizers_of_each_recipe_train_every_parameter_once() -> None:
