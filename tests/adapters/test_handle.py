@@ -1,9 +1,7 @@
-"""Registering hooks, replacing and removing them, and their state; on our wrapper and torch's."""
+"""Registering hooks, replacing and removing them; on our wrapper and torch's."""
 
-import copy
 import functools
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -410,115 +408,6 @@ def wrong_backend(rank: int, size: int) -> None:
 
 def test_wrong_backend(run_ranks: Any) -> None:
     run_ranks(wrong_backend, 1)
-
-
-# ------------------------------------------------------------------------------------------- state
-
-
-def through_a_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def resume(rank: int, size: int, torch_ddp: bool) -> None:
-    model = make_model(torch_ddp)
-    handle = commhooks.register(model, Scaled())
-    for _ in range(3):
-        backward(model, rank)
-    saved = through_a_file(handle.state_dict())
-    assert saved["step"] == 3
-    assert saved["rank"] == rank
-    backward(model, rank)
-
-    other = make_model(torch_ddp)
-    handle = commhooks.register(other, Scaled())
-    handle.load_state_dict(saved)
-    backward(other, rank)
-    state = handle.state_dict()
-    assert state["step"] == 4
-    assert torch.equal(state["state"]["0.weight"]["count"], torch.full((5, 6), 4.0))
-
-
-@both_wrappers
-def test_state_is_resumed(run_ranks: Any, torch_ddp: bool) -> None:
-    run_ranks(resume, 2, torch_ddp)
-
-
-def changed(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return copy.deepcopy(saved) | changes
-
-
-def refuse_state(rank: int, size: int) -> None:
-    model = make_model(False)
-    hook = Scaled()
-    handle = commhooks.register(model, hook)
-    backward(model, rank)
-    saved = handle.state_dict()
-    state, config = saved["state"], saved["hook"]
-    count = {"count": torch.ones(5, 6)}
-    bad: list[tuple[Any, str]] = [
-        (None, "expected what state_dict"),
-        (state, "expected 'version' of type int"),
-        (changed(saved, version=2), "later version"),
-        (changed(saved, step=-1), "step of at least 0"),
-        (changed(saved, hook={"name": "powersgd"}), "expected the state of hook 'test_scaled'"),
-        (changed(saved, hook=config | {"factor": 2.0}), "factor=1.0, .* saved with factor=2.0"),
-        (changed(saved, rank=1 - rank), f"of rank {rank} of 2, found that of rank {1 - rank} of 2"),
-        (changed(saved, world_size=3), "rank . of 3"),
-        (changed(saved, state=state | {"9.weight": count}), "'9.weight': there is no such"),
-        (changed(saved, state=state | {"0.weight": 3}), "'0.weight': expected tensors by name"),
-        (changed(saved, state=state | {"0.weight": {"count": 3}}), "'count': expected a tensor"),
-        (
-            changed(saved, state=state | {"0.weight": {"count": torch.ones(6)}}),
-            r"'count': expected float32 of shape \(5, 6\), found float32 of shape \(6\)",
-        ),
-        (
-            changed(saved, state=state | {"0.weight": {"count": torch.ones(5, 6).half()}}),
-            r"'count': expected float32 of shape \(5, 6\), found float16",
-        ),
-    ]
-    for value, message in bad:
-        with pytest.raises(commhooks.CommHookStateError, match=message):
-            handle.load_state_dict(value)
-        after = handle.state_dict()
-        assert after["step"] == saved["step"]
-        for name, tensors in after["state"].items():
-            assert torch.equal(tensors["count"], state[name]["count"])
-    # Without a state there is nothing that options, rank or world size could spoil.
-    handle.load_state_dict(changed(saved, hook=config | {"factor": 2.0}, rank=7, state={}))
-    assert handle.state_dict()["state"] == {}
-
-
-def test_states_of_others_and_damaged_states(run_ranks: Any) -> None:
-    run_ranks(refuse_state, 2)
-
-
-@dataclass
-class Picky(Scaled):
-    """Notices only while loading that a state is of no use."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if any((tensors["count"] < 0).any() for tensors in state.values()):
-            raise ValueError("negative")
-
-
-def load_halfway(rank: int, size: int) -> None:
-    model = make_model(False)
-    handle = commhooks.register(model, Picky())
-    backward(model, rank)
-    saved = handle.state_dict()
-    damaged = copy.deepcopy(saved)
-    damaged["state"]["0.bias"]["count"].neg_()
-    with pytest.raises(commhooks.CommHookStateError, match="cannot use the saved state: negative"):
-        handle.load_state_dict(damaged)
-    assert torch.equal(handle.state_dict()["state"]["0.bias"]["count"], torch.ones(5))
-
-
-def test_a_hook_that_refuses_a_state_keeps_its_own(run_ranks: Any) -> None:
-    run_ranks(load_halfway, 2)
 
 
 # ----------------------------------------------------------------- registration checks and metrics
