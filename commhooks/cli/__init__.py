@@ -1,6 +1,7 @@
 """The command line, ``commhooks``; needs the extra ``commhooks[cli]``.
 
-Imports: errors, extensions, hook, lab, lab.comparison, lab.models, lab.simulation.
+Imports: costs, errors, extensions, hook, lab, lab.comparison, lab.models, lab.planning,
+lab.simulation, planning.
 """
 
 import signal

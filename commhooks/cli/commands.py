@@ -16,6 +16,7 @@ _COMMANDS = {
     "describe": "commhooks.cli.catalog:describe",
     "doctor": "commhooks.cli.doctor:doctor",
     "list": "commhooks.cli.catalog:list_hooks",
+    "plan": "commhooks.cli.plan:plan",
     "simulate": "commhooks.cli.simulate:simulate",
 }
 

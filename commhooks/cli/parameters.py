@@ -1,15 +1,17 @@
 """Options, and types of options, that several commands share."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from commhooks.errors import CommHookError
-from commhooks.hook.spec import parse_hook_specs
+from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.spec import HookSpec, parse_hook_specs
+from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.models import built_in_models
+from commhooks.lab.simulation import Link, Network
 from commhooks.lab.units import parse_duration, parse_rate
 
 __all__ = [
@@ -17,9 +19,13 @@ __all__ = [
     "FILE",
     "IMAGE",
     "RATE",
+    "check_backend",
+    "cluster_options",
+    "cores_of_rank",
     "hooks_option",
     "input_option",
     "model_option",
+    "network_of",
 ]
 
 
@@ -85,17 +91,107 @@ input_option = click.option(
 )
 
 
-def hooks_option(text: str) -> Callable[[_Function], _Function]:
-    """Make the option ``--hooks bf16,powersgd:rank=4``, which may be given several times.
+def hooks_option(
+    text: str, *, name: str = "--hooks", required: bool = True
+) -> Callable[[_Function], _Function]:
+    """Make an option as ``--hooks bf16,powersgd:rank=4``, which may be given several times.
 
     Its value is a list of :class:`HookSpec`.
     """
     return click.option(
-        "--hooks",
-        "--hook",
+        name,
+        name.removesuffix("s"),
         type=_Parsed("hook,hook...", parse_hook_specs),
         multiple=True,
-        required=True,
+        required=required,
         callback=lambda _context, _option, given: [spec for specs in given for spec in specs],
         help=text,
     )
+
+
+_CLUSTER = (
+    click.option(
+        "--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks."
+    ),
+    click.option(
+        "--link",
+        type=RATE,
+        required=True,
+        help="Rate of each node's link to the network, for example 25gbit.",
+    ),
+    click.option(
+        "--latency",
+        type=DURATION,
+        default="20us",
+        show_default=True,
+        help="Latency of the network, one way.",
+    ),
+    click.option(
+        "--ranks-per-node",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Ranks on each node; they share its link.",
+    ),
+    click.option(
+        "--node-link",
+        type=RATE,
+        help="Rate of each rank's link inside its node. Default: the rate of --link.",
+    ),
+    click.option(
+        "--backend",
+        type=click.Choice(["gloo", "nccl"]),
+        default="gloo",
+        show_default=True,
+        help="Library of collectives on the cluster.",
+    ),
+    click.option(
+        "--cores",
+        type=click.FloatRange(min=0, min_open=True),
+        help="CPU cores of each node, which its ranks share. Default: as many as this machine has, "
+        "but at least one per rank.",
+    ),
+    click.option(
+        "--speed",
+        type=click.FloatRange(min=0, min_open=True),
+        default=1.0,
+        show_default=True,
+        help="How many times as fast as this machine the ranks compute.",
+    ),
+    click.option(
+        "--bucket-cap-mb",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Size of gradient buckets in MiB. Default: that of DistributedDataParallel.",
+    ),
+)
+
+
+def cluster_options(command: _Function) -> _Function:
+    """Add the options that describe a cluster, and how the model is trained on it."""
+    for option in reversed(_CLUSTER):
+        command = option(command)
+    return command
+
+
+def network_of(
+    world_size: int, link: float, latency: float, ranks_per_node: int, node_link: float | None
+) -> Network:
+    """Return the network that :func:`cluster_options` describe."""
+    return Network(
+        world_size, Link(link, latency), Link(node_link or link, latency_seconds=0), ranks_per_node
+    )
+
+
+def cores_of_rank(cores: float | None, ranks_per_node: int) -> float:
+    """Return the cores that the threads of one rank share."""
+    return (cores or max(cores_here(), ranks_per_node)) / ranks_per_node
+
+
+def check_backend(specs: Sequence[HookSpec], backend: str) -> None:
+    """Raise CommHookOptionError for a hook that does not support the backend."""
+    for spec in specs:
+        backends = spec.create().backends
+        if backend not in backends:
+            raise CommHookOptionError(
+                f"hook {str(spec)!r} supports {', '.join(backends)}; found --backend {backend}"
+            )

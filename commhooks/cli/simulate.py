@@ -9,25 +9,24 @@ from rich.console import Console
 from rich.table import Table
 
 from commhooks.cli.parameters import (
-    DURATION,
     FILE,
     IMAGE,
-    RATE,
+    check_backend,
+    cluster_options,
+    cores_of_rank,
     hooks_option,
     input_option,
     model_option,
+    network_of,
 )
 from commhooks.cli.tables import table_of_hooks
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec, parse_hook_spec
-from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.simulation import (
     BASELINE,
     NCCL,
     Job,
-    Link,
     Measurements,
-    Network,
     Study,
     dry_run_sizes,
     measure,
@@ -44,57 +43,7 @@ __all__ = ["simulate"]
     "Hooks with their options, for example bf16,powersgd:rank=4. Plain averaging (allreduce) is "
     "always added."
 )
-@click.option("--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks.")
-@click.option(
-    "--link",
-    type=RATE,
-    required=True,
-    help="Rate of each node's link to the network, for example 25gbit.",
-)
-@click.option(
-    "--latency",
-    type=DURATION,
-    default="20us",
-    show_default=True,
-    help="Latency of the network, one way.",
-)
-@click.option(
-    "--ranks-per-node",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Ranks on each node; they share its link.",
-)
-@click.option(
-    "--node-link",
-    type=RATE,
-    help="Rate of each rank's link inside its node. Default: the rate of --link.",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["gloo", "nccl"]),
-    default="gloo",
-    show_default=True,
-    help="Library of collectives on the cluster.",
-)
-@click.option(
-    "--cores",
-    type=click.FloatRange(min=0, min_open=True),
-    help="CPU cores of each node, which its ranks share. Default: as many as this machine has, but "
-    "at least one per rank.",
-)
-@click.option(
-    "--speed",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
-    show_default=True,
-    help="How many times as fast as this machine the ranks compute.",
-)
-@click.option(
-    "--bucket-cap-mb",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Size of gradient buckets in MiB. Default: that of DistributedDataParallel.",
-)
+@cluster_options
 @click.option(
     "--step",
     type=click.IntRange(min=0),
@@ -133,11 +82,9 @@ def simulate(
     network, and what overlaps with it, is simulated. docs/scaling.md explains the method and its
     limits.
     """
-    network = Network(
-        world_size, Link(link, latency), Link(node_link or link, latency_seconds=0), ranks_per_node
-    )
+    network = network_of(world_size, link, latency, ranks_per_node, node_link)
     specs = _with_baseline(hooks)
-    _check_backend(specs, backend)
+    check_backend(specs, backend)
     job = Job(
         model,
         input_factory,
@@ -151,7 +98,7 @@ def simulate(
         hooks={str(spec): known.of(spec.config) for spec in specs},
         network=network,
         backend=NCCL() if backend == "nccl" else known.gloo,
-        cores=(cores or max(cores_here(), ranks_per_node)) / ranks_per_node,
+        cores=cores_of_rank(cores, ranks_per_node),
         speed=speed,
     )
     if plot is not None:
@@ -166,15 +113,6 @@ def _with_baseline(specs: Sequence[HookSpec]) -> list[HookSpec]:
     """Return each hook once, with plain averaging first unless it is among the hooks."""
     baseline = [] if any(str(spec) == BASELINE for spec in specs) else [parse_hook_spec(BASELINE)]
     return list({str(spec): spec for spec in [*baseline, *specs]}.values())
-
-
-def _check_backend(specs: Sequence[HookSpec], backend: str) -> None:
-    for spec in specs:
-        backends = spec.create().backends
-        if backend not in backends:
-            raise CommHookOptionError(
-                f"hook {str(spec)!r} supports {', '.join(backends)}; found --backend {backend}"
-            )
 
 
 def _measured(

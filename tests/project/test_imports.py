@@ -30,6 +30,7 @@ FLOORS = """
     commhooks
     testing lab lab.models
     lab.simulation
+    lab.planning
     lab.comparison
     cli
     __main__

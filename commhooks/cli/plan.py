@@ -1,0 +1,171 @@
+"""``commhooks plan``: choose a hook for each group of parameters, without training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from commhooks.cli.parameters import (
+    FILE,
+    IMAGE,
+    check_backend,
+    cluster_options,
+    cores_of_rank,
+    hooks_option,
+    input_option,
+    model_option,
+    network_of,
+)
+from commhooks.cli.tables import table_of_hooks
+from commhooks.errors import CommHookError
+from commhooks.hook.spec import HookSpec, parse_hook_spec
+from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of
+from commhooks.lab.simulation import BASELINE, NCCL, Job
+from commhooks.lab.units import format_duration, format_rate
+from commhooks.planning import DEFAULT_CANDIDATES, Plan, Problem, solve
+
+__all__ = ["plan"]
+
+_EXACT = ("@1d", "@embedding")
+
+
+class _Error(click.ParamType):  # type: ignore[type-arg]
+    """A number, or a hook whose error is the limit."""
+
+    name = "number|hook"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | HookSpec:
+        text = str(value)
+        try:
+            limit = float(text)
+        except ValueError:
+            try:
+                return parse_hook_spec(text)
+            except CommHookError as error:
+                self.fail(f"expected a number or a hook; {error}", param, ctx)
+        if not 0 <= limit < float("inf"):
+            self.fail(f"expected a number of at least 0, found {text}", param, ctx)
+        return limit
+
+
+@click.command()
+@model_option
+@input_option
+@click.option(
+    "--error",
+    type=_Error(),
+    default="int4",
+    show_default=True,
+    help="The largest relative error of a step's average: a number such as 0.02, or a hook whose "
+    "error is the limit.",
+)
+@hooks_option(
+    "Hooks to choose from, for example bf16,powersgd:rank=4. Plain averaging (allreduce) is always "
+    f"added. Default: {', '.join(DEFAULT_CANDIDATES)}.",
+    name="--candidates",
+    required=False,
+)
+@click.option(
+    "--exact",
+    default=",".join(_EXACT),
+    show_default=True,
+    help="Parameters that are averaged exactly: rules as those of the hook route, separated by "
+    "commas. Empty: none.",
+)
+@cluster_options
+@click.option("--save", type=FILE, help="Write the plan to this file.")
+@click.option("--plot", type=IMAGE, help="Draw the step before and after.")
+def plan(
+    model: str,
+    input_factory: str | None,
+    error: float | HookSpec,
+    candidates: Sequence[HookSpec],
+    exact: str,
+    world_size: int,
+    link: float,
+    latency: float,
+    ranks_per_node: int,
+    node_link: float | None,
+    backend: str,
+    cores: float | None,
+    speed: float,
+    bucket_cap_mb: float | None,
+    save: Path | None,
+    plot: Path | None,
+) -> None:
+    """Choose a hook for each group of parameters, so that a step is short and its average close.
+
+    The model and the candidates are measured on this machine first, which takes seconds to minutes.
+    Nothing is trained, and no cluster is needed. docs/planning.md explains the method and its
+    limits. Use a saved plan with commhooks.register(model, "auto", plan="plan.json").
+    """
+    specs = _specs(candidates)
+    check_backend(specs, backend)
+    network = network_of(world_size, link, latency, ranks_per_node, node_link)
+    job = PlanningJob(
+        Job(model, input_factory, ranks_per_node=ranks_per_node, bucket_cap_mb=bucket_cap_mb),
+        configs=tuple(spec.config for spec in specs)
+        + ((error.config,) if isinstance(error, HookSpec) else ()),
+        exact=tuple(rule.strip() for rule in exact.split(",") if rule.strip()),
+        world_size=world_size,
+    )
+    with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):
+        measured = measure_groups(job)
+    problem = problem_of(
+        measured,
+        [str(spec) for spec in specs],
+        network,
+        NCCL() if backend == "nccl" else measured.gloo,
+        cores=cores_of_rank(cores, ranks_per_node),
+        speed=speed,
+        error=error if isinstance(error, float) else error_of_hook(measured, len(specs)),
+    )
+    found = solve(problem)
+    if save is not None:
+        found.save(save)
+    if plot is not None:
+        _plot(problem, found, plot)
+    Console().print(_table(found, f"{model}, {world_size} ranks at {format_rate(link)}; predicted"))
+    Console().print(found.summary, highlight=False)
+
+
+def _specs(candidates: Sequence[HookSpec]) -> list[HookSpec]:
+    """Return each candidate once, plain averaging first."""
+    others = candidates or [parse_hook_spec(text) for text in DEFAULT_CANDIDATES]
+    specs = [parse_hook_spec(BASELINE), *others]
+    return list({str(spec): spec for spec in specs}.values())
+
+
+def _table(found: Plan, title: str) -> Table:
+    table = table_of_hooks(
+        ("params", "hook", "MB sent", "error", "hidden", "exposed", "why"),
+        title=title,
+        first="group",
+        caption="params: share of the parameters. error: of the group's average, relative.\n"
+        "hidden, exposed: communication during backward, and what the step waits for.",
+    )
+    for row in found.rows:
+        table.add_row(
+            row.label,
+            f"{row.elements / max(found.elements, 1):.1%}",
+            row.hook,
+            f"{row.wire_bytes / 1e6:.2f}",
+            f"{row.error:.3g}",
+            format_duration(row.hidden_seconds),
+            format_duration(row.exposed_seconds),
+            row.why,
+        )
+    return table
+
+
+def _plot(problem: Problem, found: Plan, path: Path) -> None:
+    from commhooks.cli.plan_plot import draw_steps  # takes a second to import
+
+    try:
+        draw_steps(problem, found, path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"--plot {path}: {error}") from error

@@ -1,0 +1,109 @@
+"""``commhooks plan``, as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("click")
+from click.testing import CliRunner
+
+from commhooks.cli import plan as command
+from commhooks.cli.commands import commands
+from commhooks.lab.planning import Measured, measure_groups
+from commhooks.planning import Plan
+
+BASIC = ("--model", "support.small_models:make", "--world-size", "4", "--link", "1mbit")
+CANDIDATES = ("--candidates", "int8,powersgd:rank=2,start_step=0")
+
+
+@pytest.fixture(autouse=True)
+def _models_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+
+
+def run(*arguments: str, status: int = 0) -> str:
+    result = CliRunner().invoke(commands, ["plan", *arguments], catch_exceptions=False)
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measured:
+    """What one run of the command measures."""
+    found: list[Measured] = []
+
+    def keep(job: command.PlanningJob) -> Measured:
+        found.append(measure_groups(job))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1]))
+        patch.setattr(command, "measure_groups", keep)
+        run(*BASIC, *CANDIDATES, "--error", "int4")
+    return found[0]
+
+
+@pytest.fixture
+def _measured_before(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "measure_groups", lambda _: measured)
+
+
+def test_errors_are_those_of_averages_of_different_gradients(measured: Measured) -> None:
+    weights = [group for group in measured.groups if not group.is_exact]
+    biases = [group for group in measured.groups if group.is_exact]
+    assert sorted(name for g in weights for name in g.names) == ["0.weight", "2.weight", "3.weight"]
+    assert sorted(name for g in biases for name in g.names) == ["0.bias", "2.bias", "3.bias"]
+    for group in weights:
+        plain, int8, powersgd, int4 = group.errors
+        assert plain == 0
+        assert int8 is not None
+        assert int4 is not None
+        assert powersgd is not None
+        assert 0 < int8 < int4 < 0.5
+        assert powersgd < 1
+    assert not {group.bucket for group in weights} & {group.bucket for group in biases}
+
+
+@pytest.mark.usefixtures("_measured_before")
+def test_a_table_a_plan_and_a_picture(tmp_path: Path) -> None:
+    path, image = tmp_path / "plan.json", tmp_path / "step.png"
+    options = ("--error", "int4", "--save", str(path), "--plot", str(image))
+    text = run(*BASIC, *CANDIDATES, *options)
+    for word in ("4 ranks at 1 Mbit/s", "hidden", "exposed", "only candidate", "Saves ", "error"):
+        assert word in text
+    plan = Plan.load(path)
+    assert plan.after.step_seconds < plan.before.step_seconds
+    assert plan.error <= plan.limit
+    hooks = plan.hook_of()
+    assert all(hooks[name] == "allreduce" for name in hooks if name.endswith("bias"))
+    assert any(hooks[name] != "allreduce" for name in hooks)
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_measured_before")
+def test_a_limit_that_no_candidate_meets(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = run(*BASIC, *CANDIDATES, "--error", "1e-9", "--save", str(path))
+    assert "no other candidate keeps the error within 1e-09" in " ".join(text.split())
+    assert set(json.loads(path.read_text())["rows"][0]) >= {"names", "hook", "why"}
+    assert set(Plan.load(path).hook_of().values()) == {"allreduce"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "words"),
+    [
+        (["--error", "-1"], 2, "expected a number of at least 0, found -1"),
+        (["--error", "nan"], 2, "expected a number of at least 0, found nan"),
+        (["--error", "int9"], 2, "no hook is named 'int9'"),
+        (["--candidates", "int9"], 2, "no hook is named 'int9'"),
+        (["--candidates", "local_sgd"], 1, "cannot be planned"),
+        (["--error", "gossip"], 1, "cannot be planned"),
+        (["--save", "nowhere/plan.json"], 2, "there is no folder 'nowhere'"),
+        (["--plot", "step.xyz"], 2, "expected a name that ends with one of"),
+        (["--model", "gpt3"], 1, "no model is named 'gpt3'"),
+        (["--exact", "@head"], 1, "expected one of the roles"),
+    ],
+)
+def test_bad_input(changed: list[str], status: int, words: str) -> None:
+    assert words in " ".join(run(*BASIC, *changed, status=status).split())
