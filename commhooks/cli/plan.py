@@ -142,19 +142,24 @@ def _specs(candidates: Sequence[HookSpec]) -> list[HookSpec]:
 
 def _table(found: Plan, title: str) -> Table:
     table = table_of_hooks(
-        ("params", "hook", "MB sent", "error", "hidden", "exposed", "why"),
+        ("params", "hook", "MB", "error", "hidden", "exposed", "why"),
         title=title,
         first="group",
-        caption="params: share of the parameters. error: of the group's average, relative.\n"
+        caption="params: share of the parameters. MB: sent by one rank.\n"
+        "error: of the group's average, relative to the exact one.\n"
         "hidden, exposed: communication during backward, and what the step waits for.",
     )
+    group, hook, why = (table.columns[i] for i in (0, 2, -1))
+    group.min_width, hook.min_width, why.min_width = 16, 9, 11
+    hook.no_wrap = why.no_wrap = False
+    hook.overflow, why.justify = "fold", "left"
     for row in found.rows:
         table.add_row(
             row.label,
             f"{row.elements / max(found.elements, 1):.1%}",
             row.hook,
-            f"{row.wire_bytes / 1e6:.2f}",
-            f"{row.error:.3g}",
+            f"{row.wire_bytes / 1e6:.1f}",
+            f"{row.error:.2g}",
             format_duration(row.hidden_seconds),
             format_duration(row.exposed_seconds),
             row.why,

@@ -82,7 +82,7 @@ def _why(problem: Problem, group: Group, choice: Choice, *, is_hidden: bool) -> 
         return "backward hides it" if is_hidden else "others save too little"
     plain = _seconds(problem, group.exact)
     saved = plain - _seconds(problem, choice)
-    return f"saves {saved * 1e3:.3g} ms of {plain * 1e3:.3g}"
+    return f"saves {saved / plain:.0%}" if plain > 0 else "nothing to save"
 
 
 def _seconds(problem: Problem, choice: Choice) -> float:

@@ -25,8 +25,9 @@ __all__ = ["solve", "timelines"]
 
 _LEAST_SAVING = 0.05
 """The part of a step that a plan saves over the one in use, or it is not taken."""
-_TIE = 1e-3
-"""Steps whose times differ by a smaller part are as long as each other."""
+_TIE = 1e-2
+"""Steps whose times differ by a smaller part are as long as each other: the timeline is not more
+accurate than that, and a faster plan must not cost much error for so little."""
 _ROUNDING = 1e-9
 
 

@@ -70,7 +70,7 @@ def test_plans_are_as_good_as_the_best_on_the_timeline_unless_that_saves_too_lit
         return replay(trace, problem.network, problem.backend, problem.cores).step_seconds
 
     best = min(map(seconds, assignments(problem, problem.error)))
-    assert solve(problem).after.step_seconds <= best / 0.949
+    assert solve(problem).after.step_seconds <= best * 1.01 / 0.95 * 1.001
 
 
 @settings(max_examples=25, deadline=None)
@@ -101,6 +101,12 @@ def test_an_error_of_1_or_more_is_never_chosen():
     assert specs(solve(problem)) == ["allreduce", "half"]
     fits = replace(small, choices=(small.choices[0], half(10**6, 0.99)))
     assert specs(solve(problem_of(fits, large, error=0.1))) == ["half", "half"]
+
+
+def test_a_little_time_is_not_worth_an_error():
+    last = group("last", 10**7, half(10**7, 0.01), half(10**7, 0.09, hook=2, share=0.49), bucket=0)
+    problem = problem_of(last, error=0.1, hooks=("allreduce", "half", "less"), backward=(0.5,))
+    assert specs(solve(problem)) == ["half"]
 
 
 def test_communication_that_backward_hides_stays_exact():
