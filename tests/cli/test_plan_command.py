@@ -101,7 +101,6 @@ def test_a_limit_that_no_candidate_meets(tmp_path: Path) -> None:
         (["--error", "gossip"], 1, "cannot be planned"),
         (["--save", "nowhere/plan.json"], 2, "there is no folder 'nowhere'"),
         (["--plot", "step.xyz"], 2, "expected a name that ends with one of"),
-        (["--model", "gpt3"], 1, "no model is named 'gpt3'"),
         (["--exact", "@head"], 1, "expected one of the roles"),
     ],
 )

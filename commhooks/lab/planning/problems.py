@@ -55,7 +55,7 @@ def _group(group: MeasuredGroup, overheads: Sequence[float], speed: float) -> Gr
     choices = []
     for hook, overhead in enumerate(overheads):
         error, trace = group.errors[hook], group.traces[hook]
-        if error is None or trace is None or (group.is_exact and error > 0):
+        if error is None or trace is None or (group.is_exact and hook > 0):
             continue
         total = math.fsum(trace.local_seconds)
         growing = max(0.0, total - overhead) / total / speed if total else 0.0
