@@ -9,7 +9,6 @@ are copied back. commhooks' own wrapper builds buckets per route, so nothing is 
 unless the model has its own ``group_key``.
 """
 
-import operator
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.algorithms.routing import Routing
 from commhooks.algorithms.wrappers.route_rules import Matcher, Rule, choose
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
-from commhooks.hook.derived_bucket import BucketPart, Progress
 from commhooks.hook.options import MinLen
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -68,9 +67,10 @@ class Route(CommHook):
     default: CommHook | None = None
     """The hook for parameters that no rule matches."""
 
-    _routes: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The position of each parameter's hook in ``_hooks``, by name."""
-    _progress: list[Progress] = field(default_factory=list, init=False, repr=False, compare=False)
+    _routing: Routing = field(
+        default_factory=lambda: Routing({}), init=False, repr=False, compare=False
+    )
+    """Has the position of each parameter's hook in ``_hooks``."""
 
     lossless = True
     tells_contribution = True
@@ -83,7 +83,9 @@ class Route(CommHook):
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Find the hook of each parameter, and prepare each hook for its parameters."""
-        self._routes = choose(self._matchers(), parameters, has_default=self.default is not None)
+        self._routing = Routing(
+            choose(self._matchers(), parameters, has_default=self.default is not None)
+        )
         super().prepare(parameters, group)
 
     def nested_parameters(
@@ -93,25 +95,21 @@ class Route(CommHook):
         own: dict[str, dict[str, Tensor]] = {}
         paths = list(self.nested())  # in the order of _hooks
         for name, tensor in parameters.items():
-            own.setdefault(paths[self._routes[name]], {})[name] = tensor
+            own.setdefault(paths[self._routing.table[name]], {})[name] = tensor
         return own
 
     def bucket_key(self, parameter: str) -> Hashable:
         """Return the route and its hook's key, or None for a parameter that hooks do not see."""
-        i = self._routes.get(parameter)
+        i = self._routing.table.get(parameter)
         return None if i is None else (i, self._hooks[i].bucket_key(parameter))
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         contribution = _empty_contribution(buffer) if comm.wants_contribution else None
         if bucket.index() == 0:
-            self._begin_step()
-        for i, members in self._members(bucket):
-            hook, part = self._hooks[i], BucketPart(bucket, members)
-            # Count only here: while other routes waited, this one may have got a later bucket.
-            index, is_last = self._progress[i].advance(part.names, bucket.left_out)
-            # On torch DDP, other buckets of the route may have been left out.
-            own = part.bucket(index, is_last=is_last or bucket.is_last())
+            self._routing.begin_step()
+        for i, part in self._routing.parts(bucket):
+            hook, own = self._hooks[i], self._routing.next_bucket(i, part)
             nested = comm.within(hook, key=own.key, wants_contribution=comm.wants_contribution)
             part.store(await hook.reduce(own, nested), buffer)
             if contribution is not None and nested.contribution is not None:
@@ -121,8 +119,8 @@ class Route(CommHook):
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         costs = [
-            self._hooks[i].wire_bytes(BucketPart(bucket, members).bucket(0, is_last=True), size)
-            for i, members in self._members(bucket)
+            self._hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
+            for i, part in self._routing.parts(bucket)
         ]
         return None if None in costs else sum(cast("list[int]", costs))
 
@@ -135,18 +133,6 @@ class Route(CommHook):
             Matcher.of(str(rule), f"rules.{i}.0", self.roles)
             for i, (rule, _) in enumerate(self.rules)
         ]
-
-    def _begin_step(self) -> None:
-        self._progress = [Progress(set()) for _ in self._hooks]
-        for name, i in self._routes.items():
-            self._progress[i].missing.add(name)
-
-    def _members(self, bucket: GradBucket) -> list[tuple[int, list[int]]]:
-        """Return the positions of the bucket's parameters for each route, in order of routes."""
-        members: dict[int, list[int]] = {}
-        for position, name in enumerate(bucket.names):
-            members.setdefault(self._routes[name], []).append(position)
-        return sorted(members.items(), key=operator.itemgetter(0))
 
 
 def _empty_contribution(buffer: Tensor) -> Tensor:
