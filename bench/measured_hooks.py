@@ -91,6 +91,8 @@ MEASURED_HOOKS = [
     _ours("route:rules=[['*bias','allreduce']],default=int8".replace("'", '"'), EIGHT_BITS),
     _ours("schedule:stages=[[0,'int4']]".replace("'", '"'), SPARSE),
     _ours("skip_nonfinite:inner=bf16", HALF),
+    _ours("auto", EXACT),  # until it has measured something
+    _ours("guard:inner=int8,max_error=0.5", EIGHT_BITS),
 ]
 """Hooks at their defaults, except those that start later; wrappers around a common hook."""
 

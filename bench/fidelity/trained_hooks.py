@@ -67,6 +67,9 @@ _SPECIAL = [
     TrainedHook("cast", {"inner": "allreduce"}, remark="to bfloat16 around `allreduce`"),
     TrainedHook("error_feedback", {"inner": "bf16"}, remark="around `bf16`"),
     TrainedHook(
+        "guard", {"inner": "int4", "max_error": 0.5}, remark="around `int4`, up to an error of 0.5"
+    ),
+    TrainedHook(
         "hierarchical",
         {"inner": "int8", "ranks_per_node": 2},
         remark="around `int8`, two ranks per node",
@@ -102,7 +105,8 @@ _SPECIAL = [
     TrainedHook("signsgd", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),
     TrainedHook("topk", tolerance=_ONE_BIT_OR_ONE_PERCENT),
 ]
-_NOT_TRIED = {"noop", REFERENCE}  # noop sends nothing
+_NOT_TRIED = {"auto", "noop", REFERENCE}
+"""What auto does depends on the link, and noop sends nothing."""
 
 
 def trained_hooks() -> list[TrainedHook]:

@@ -3,6 +3,8 @@
 Imports: errors, hook, precision, reducer.
 """
 
+from commhooks.algorithms.adaptive.auto import Auto
+from commhooks.algorithms.adaptive.guard import Guard
 from commhooks.algorithms.averaging.diloco import DiLoCo
 from commhooks.algorithms.averaging.gossip import Gossip
 from commhooks.algorithms.averaging.hierarchical import Hierarchical
@@ -37,6 +39,7 @@ __all__ = [
     "DGC",
     "QSGD",
     "AllReduce",
+    "Auto",
     "BatchedPowerSGD",
     "Bfloat16",
     "Cast",
@@ -47,6 +50,7 @@ __all__ = [
     "Fp4",
     "Fp8",
     "Gossip",
+    "Guard",
     "Hierarchical",
     "Int2",
     "Int4",

@@ -50,7 +50,8 @@ class PendingCollective:
     ranks of the model's group that take part, all if empty: Note [Subgroups] in stage_groups.py.
     ``parallel``: see :meth:`Communicator.among`. ``is_vote``: issued after all buckets have
     finished, see Note [All ranks or none]. A collective that is dropped before it ``is_awaited``
-    warns.
+    warns. ``issued_ns``: when it was issued, in nanoseconds of ``time.monotonic_ns()``, 0 before
+    that and for those that are never issued.
     """
 
     operation: str
@@ -61,6 +62,7 @@ class PendingCollective:
     parallel: int = 1
     is_vote: bool = False
     is_awaited: bool = False
+    issued_ns: int = 0
 
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
         self.is_awaited = True
@@ -114,6 +116,8 @@ class Communicator:
         """
         self.begun: list[Exchange] = []
         """The exchanges that the hook has begun on this bucket, nested hooks included."""
+        self.launched_ns = 0
+        """When the bucket was handed over, in nanoseconds of ``time.monotonic_ns()``."""
         self._key = key
         self._seed = seed
         self._ranks = ranks
@@ -300,6 +304,7 @@ class Communicator:
             self.group, step=self.step, key=key, seed=seed, ranks=ranks, parallel=parallel
         )
         derived.begun = self.begun
+        derived.launched_ns = self.launched_ns
         return derived
 
     def _pending(

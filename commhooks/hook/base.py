@@ -121,6 +121,11 @@ class CommHook:
 
     Then only the same ranks can load their states.
     """
+    is_candidate: ClassVar[bool] = False
+    """Whether ``auto`` considers the hook, with its default options, unless the user names others.
+
+    For hooks of other packages; those of this package are in planning/candidates.py.
+    """
     needs: ClassVar[tuple[str, ...]] = ()
     """What registering the hook by its name alone needs, besides options without a default."""
     former_options: ClassVar[Mapping[str, str]] = {}
@@ -243,6 +248,15 @@ class CommHook:
 
         Called for each of the ranks that saved a state, when another number of ranks loads it.
         ``mean`` has the averageable fields of a parameter. By default own fields are dropped.
+        """
+
+    def adopt(self, former: "CommHook", gradients: Mapping[str, Tensor]) -> None:
+        """Take over what ``former``, which had these parameters, has learned of them.
+
+        Called when a wrapper gives this hook parameters that another hook had; this one has no
+        state of them yet. Errors are not meant: the wrapper adds those named "error" to the
+        gradients. ``gradients`` are as in :meth:`state_fields`. All ranks must do the same. By
+        default nothing is taken over.
         """
 
     def state_dict(self) -> dict[str, Any]:

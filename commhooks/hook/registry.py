@@ -4,6 +4,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -15,7 +16,14 @@ from commhooks.hook.nesting import check_config
 from commhooks.hook.options.types import parsers
 from commhooks.hook.options.validation import OptionInfo, check_names, describe_options
 
-__all__ = ["HookInfo", "available", "create", "describe", "register_hook"]
+__all__ = [
+    "HookInfo",
+    "available",
+    "create",
+    "declared_candidates",
+    "describe",
+    "register_hook",
+]
 
 ENTRY_POINTS = "commhooks.hooks"
 
@@ -103,6 +111,16 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
 def available() -> list[str]:
     """Return the sorted names of all hooks, including those of other installed packages."""
     return sorted({*_hooks, *_provided()})
+
+
+def declared_candidates() -> list[str]:
+    """Return the sorted names of the hooks with ``is_candidate``, of which all can be loaded."""
+    names = []
+    for name in available():
+        with suppress(CommHookError):  # another package is broken
+            if _find(name).is_candidate:
+                names.append(name)
+    return names
 
 
 def describe(name: str) -> HookInfo:

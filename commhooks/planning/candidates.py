@@ -8,10 +8,13 @@ DEFAULT_CANDIDATES = (
     "fp8",
     "int8",
     "int4",
-    "powersgd:rank=2",
-    "powersgd:rank=4",
-    "powersgd:rank=8",
-    "topk:density=0.01",
-    "topk:density=0.05",
+    "powersgd:rank=2,start_step=0",
+    "powersgd:rank=4,start_step=0",
+    "powersgd:rank=8,start_step=0",
+    "topk:density=0.01,warmup_steps=0",
+    "topk:density=0.05,warmup_steps=0",
 )
-"""Specs as on the command line, the exact one first."""
+"""Specs as on the command line, the exact one first.
+
+Without warm-ups, during which a hook has another error and other bytes than later.
+"""

@@ -56,7 +56,7 @@ class HookExecution:
         self.work: Work | None = None
         self.exchange: Exchange | None = None
         self._stages: list[Stage] = []
-        self._start_ns = self._awaited_ns = time.monotonic_ns()
+        self._start_ns = self._awaited_ns = self.comm.launched_ns = time.monotonic_ns()
         self._hook = hook
         self._coroutine: Coroutine[PendingCollective | Exchange, None, Tensor] = self._run()
 
@@ -103,7 +103,7 @@ class HookExecution:
         self.issued[members] = stage + 1
         if (len(members) or self.comm.size) <= 2:
             self.completed = dict(self.issued)  # see Note [Order of collectives]
-        now = time.monotonic_ns()
+        collective.issued_ns = now = time.monotonic_ns()
         self._stages.append(Stage(collective.operation, members, self._awaited_ns, now))
         return stage
 

@@ -58,6 +58,7 @@ _TITLES = {
     "lowrank": "Low rank",
     "averaging": "Fewer partners",
     "wrappers": "Hooks around hooks",
+    "adaptive": "Hooks that adapt",
 }
 
 

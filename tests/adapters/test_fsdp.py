@@ -275,6 +275,7 @@ def train_each(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
 
 
 NEEDS: dict[str, Any] = {
+    "guard": {"inner": "int8", "max_error": 0.01, "every": 1},
     "hierarchical": {"ranks_per_node": 2},
     "route": {"rules": [["*.bias", "bf16"]], "default": "int8"},
     "schedule": {"stages": [[0, "allreduce"], [1, "int4"]]},

@@ -223,6 +223,7 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
     "batched_powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
     "cast": {"inner": "allreduce"},
     "error_feedback": {"inner": "bf16"},
+    "guard": {"inner": "int8", "max_error": 0.1, "every": 1},
     "hierarchical": {"inner": "allreduce", "ranks_per_node": 1},
     "route": {"rules": [["*", "allreduce"]]},
     "schedule": {"stages": [[0, "allreduce"], [1, "bf16"]]},

@@ -238,7 +238,7 @@ def register_by_name(rank: int, size: int) -> list[str]:
 
 
 def test_every_hook_can_be_registered_by_its_name_or_says_what_it_needs(run_ranks: Any) -> None:
-    assert run_ranks(register_by_name, 2)[0] == ["hierarchical", "route", "schedule"]
+    assert run_ranks(register_by_name, 2)[0] == ["guard", "hierarchical", "route", "schedule"]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ FLOORS = """
     algorithms
     algorithms.averaging algorithms.exact algorithms.lowrank algorithms.quantized \
         algorithms.sparse algorithms.wrappers
+    algorithms.adaptive
     runtime
     adapters
     integrations cluster

@@ -9,14 +9,36 @@ import pytest
 import torch.distributed as dist
 
 import commhooks
+from commhooks.costs.timeline import Timing
 from commhooks.hook import registry
+from commhooks.planning import Plan, Row
 from commhooks.testing import check_hook, conformance
 from commhooks.testing.conformance import ConformanceError
+from commhooks.testing.probe import probe_parameters
 from commhooks.testing.rules import RULES
 
 # Options that make each hook active from the first step, `{}` for its defaults. Hooks that are not
 # listed are checked with their defaults.
 POWERSGD = {"name": "powersgd", "rank": 2, "min_compression_rate": 1.0, "start_step": 0}
+# Only one hook keeps state: others would go on if its gradients are not finite.
+PLANNED = {
+    "matrix": "powersgd:rank=2,min_compression_rate=1.0,start_step=0",
+    "convolution": "bf16",
+    "odd": "fp8:error_feedback=false",
+    "transposed": "powersgd:rank=2,min_compression_rate=1.0,start_step=0",
+}
+NO_TIME = Timing(0.0, 0.0, 0.0, 0)
+PLAN = Plan(
+    tuple(
+        Row((name,), name, 0, PLANNED.get(name, "allreduce"), 1, 0.0, 0.0, 1.0, 0.0, 0.0, "")
+        for name in probe_parameters()
+    ),
+    NO_TIME,
+    NO_TIME,
+    error=0.1,
+    limit=0.1,
+    reason="by hand",
+).to_json()
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "powersgd": [
         {"rank": 2, "min_compression_rate": 1.0, "start_step": 0},
@@ -52,6 +74,11 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "error_feedback": [
         {"inner": "bf16"},
         {"inner": {"name": "cast", "inner": "allreduce"}, "decay": 0.5},
+    ],
+    "auto": [{"plan": PLAN}, {}],
+    "guard": [
+        {"inner": POWERSGD, "max_error": 2.0, "every": 1},
+        {"inner": "int8", "max_error": 1e-6},  # falls back in the second step
     ],
     "route": [
         {"rules": [["*r", "allreduce"], ["m*", POWERSGD]], "default": "bf16"},

@@ -1,0 +1,418 @@
+"""The part of ``auto`` that measures, agrees and plans. It has no hooks and moves no gradients."""
+
+import hashlib
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from commhooks.algorithms.adaptive.fit import Cost
+from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
+from commhooks.algorithms.adaptive.knowledge import Knowledge
+from commhooks.algorithms.adaptive.link import LinkTimes, backend_of
+from commhooks.algorithms.adaptive.report import Agreed, Window, combine
+from commhooks.algorithms.adaptive.schedule import Schedule
+from commhooks.algorithms.adaptive.situation import Situation
+from commhooks.errors import CommHookMismatchError
+from commhooks.planning import Plan
+from commhooks.planning.solver import solve
+
+__all__ = ["Candidates", "Controller", "Decision"]
+
+_LOG = logging.getLogger("commhooks")
+_DIGITS = 12
+"""Of a plan's digest: as many as a float64 has room for."""
+_BEYOND_LIMIT = 1.5
+_OTHER_RATE = 0.2
+_OTHER_NORM = 0.5
+_NORMS = 3
+"""Reports whose norms count: their median."""
+_PLANNING_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What there is to choose from. ``specs``: of the hooks, the exact one first."""
+
+    specs: tuple[str, ...]
+    lossless: tuple[bool, ...]
+    tried: tuple[int, ...]
+    """The positions of the hooks that are tried: all but the exact one."""
+    limit: float | int
+    """The limit of the error, or the position of the hook that is tried as a reference."""
+
+    @property
+    def reference(self) -> int | None:
+        return self.limit if isinstance(self.limit, int) else None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A plan was made in this step, for this reason."""
+
+    step: int
+    reason: str
+    changes: int
+    """The number of parameters that got another hook."""
+    error: float
+    """Of the plan, as sampled."""
+    limit: float
+    predicted_seconds: float
+    """Of a step."""
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What the plan in use was made for."""
+
+    step: int
+    link: Cost
+    norm: float
+    limit: float
+    error: float
+    """Of the plan, as last sampled."""
+
+
+class Controller:
+    """Decides which step measures what, and which plan the next step has.
+
+    All of its decisions follow from the numbers of steps and from what all ranks have reported:
+    they are the same on all ranks. Only ``window`` is this rank's own.
+    """
+
+    def __init__(self, candidates: Candidates, *, replan: int, backend: str, size: int) -> None:
+        self._arguments = {"replan": replan, "backend": backend, "size": size}
+        self.candidates = candidates
+        self.plan: Plan | None = None
+        self.proposal: Plan | None = None
+        """The next plan. Not in use until all ranks are known to have it."""
+        self.awaits_confirmation = False
+        """Whether ranks are to compare digests in this step."""
+        self.history: list[Decision] = []
+        self.layout: Layout | None = None
+        self.schedule: Schedule | None = None
+        self._size = size
+        self._replan = replan
+        self._backend = backend_of(backend)
+        self.window = Window(LinkTimes(self._backend, size))
+        self.knowledge = Knowledge(len(candidates.lossless))
+        self._window_start = 0
+        self._basis: _Basis | None = None
+        self._agreed: Agreed | None = None
+        self._link: Cost | None = None
+        self._norms: dict[str, list[float]] = {}
+        self._planning_seconds = math.nan
+        self._plans = 0
+        self._origin = 0
+
+    def new(self) -> "Controller":
+        """Return one that knows nothing yet."""
+        return Controller(self.candidates, **self._arguments)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------------- what a step does
+
+    def use_layout(self, layout: Layout, step: int) -> None:
+        """Measure from ``step`` on: the same buckets came twice."""
+        if self.layout is not None and layout == self.layout:
+            return
+        self._origin = self._origin if self.layout else step
+        self.layout = layout
+        unknown = [i for i in self.candidates.tried if not self.knowledge.is_known(i)]
+        has_groups = any(not group.is_exact for group in layout.groups)
+        before = self.schedule.trials_before if self.schedule else 0
+        self.schedule = Schedule(step, len(unknown) if has_groups else 0, before)
+        self._window_start = step
+        self.window.clear()
+
+    def has_buckets(self, buckets: Sequence[tuple[tuple[str, ...], int]]) -> bool:
+        """Return whether these buckets are those of the present layout."""
+        layout = self.layout
+        return layout is not None and layout.buckets == tuple(names for names, _ in buckets)
+
+    def groups_of(self, names: Sequence[str]) -> Iterator[tuple[int, ParameterGroup]]:
+        """Yield the groups of a bucket with their positions."""
+        of_bucket = set(names)
+        for i, group in enumerate(self.layout.groups if self.layout else ()):
+            if of_bucket.issuperset(group.names):
+                yield i, group
+
+    def trial(self, step: int) -> tuple[ParameterGroup, int, int] | None:
+        """Return the group and the hook to try in this step, and the number of the trial."""
+        number = self.schedule.trial(step) if self.schedule else None
+        chosen = None if number is None else self._choose(number, step)
+        return None if chosen is None or number is None else (*chosen, number)
+
+    def reports(self, step: int) -> bool:
+        """Return whether ranks report at the beginning of this step."""
+        return self.schedule is not None and self.schedule.reports(step)
+
+    def encode(self, step: int) -> list[float]:
+        """Return this rank's report, and forget what is in it."""
+        assert self.layout is not None
+        numbers = self.window.encode(
+            digest=self.digest,
+            cores=_cores(),
+            planning_seconds=self._planning_seconds,
+            buckets=len(self.layout.buckets),
+            groups=len(self.layout.groups),
+            hooks=len(self.candidates.specs),
+            trial_steps=self._trial_steps(step),
+        )
+        self.window.clear()
+        return numbers
+
+    def recover(self) -> None:
+        """Forget what a step has measured that has failed on some rank."""
+        self.window.clear()
+
+    # ---------------------------------------------------------------------------------- agreement
+
+    def take(self, rows: Sequence[Sequence[float]], reported: int, step: int) -> None:
+        """Take the reports of all ranks, of step ``reported``. There may be a proposal then.
+
+        Raises CommHookMismatchError on all ranks if they have different plans.
+        """
+        assert self.layout is not None
+        assert self.schedule is not None
+        steps = self._trial_steps(reported)
+        agreed = combine(
+            rows,
+            buckets=len(self.layout.buckets),
+            groups=len(self.layout.groups),
+            hooks=len(self.candidates.specs),
+            trials=len(steps),
+        )
+        _check_equal(agreed.digests)
+        tried = [self.trial(each) for each in steps]  # before knowledge changes
+        for chosen, trial in zip(tried, agreed.trials, strict=True):
+            if chosen is not None and trial is not None:
+                self.knowledge.add(*chosen[:2], trial)
+        for hook, (elements, seconds) in enumerate(agreed.runs):
+            if elements > 0:
+                self.knowledge.add_run(hook, elements, seconds)
+        for group, norm in zip(self.layout.groups, agreed.norms, strict=True):
+            if math.isfinite(norm):
+                self._add_norm(group, norm)
+        self._agreed = agreed
+        self._link = agreed.link or self._link
+        self._window_start = step
+        self.schedule = self.schedule.paced(
+            step,
+            step_seconds=agreed.step_seconds,
+            trial_seconds=agreed.trial_seconds,
+            report_seconds=agreed.report_seconds,
+        )
+        self._reconsider(step)
+        self.awaits_confirmation = True
+
+    def confirm(self, digests: Sequence[int]) -> bool:
+        """Use the proposal, if there is one, and return whether: all ranks have the same.
+
+        Raises CommHookMismatchError on all ranks if they have not.
+        """
+        _check_equal(digests)
+        self.awaits_confirmation = False
+        if self.proposal is None:
+            return False
+        self.plan, self.proposal = self.proposal, None
+        return True
+
+    @property
+    def digest(self) -> int:
+        """Of the proposal or the plan in use, and of the schedule."""
+        plan = self.proposal or self.plan
+        text = f"{plan and plan.digest()} {self.schedule}"
+        return int(hashlib.sha256(text.encode()).hexdigest()[:_DIGITS], 16)
+
+    def _reconsider(self, step: int) -> None:
+        """Propose a new plan if there is a reason to make one."""
+        situation = self._situation()
+        reason = situation and self._reason(situation, step)
+        if situation is None or not reason:
+            return
+        start = time.monotonic()
+        in_use = None if self.plan is None else self.plan.hook_of()
+        plan = solve(situation.problem(), in_use)
+        self._planning_seconds = time.monotonic() - start
+        self._plans += 1
+        self._basis = _basis(situation, step, plan.error)
+        before = self.plan.hook_of() if self.plan else {}
+        exact = self.candidates.specs[0]
+        changed = [n for n, hook in plan.hook_of().items() if before.get(n, exact) != hook]
+        self.proposal = plan
+        self.history.append(
+            Decision(step, reason, len(changed), plan.error, plan.limit, plan.after.step_seconds)
+        )
+        _LOG.info("auto, step %d: %s. %s", step, reason, plan.reason)
+
+    def _reason(self, situation: Situation, step: int) -> str | None:
+        """Return why to make a new plan, or None."""
+        basis = self._basis
+        if self.plan is None or basis is None:
+            return "the first plan"
+        error = situation.error_of(self.plan)
+        self._basis = basis = replace(basis, error=error, limit=situation.limit)
+        if error > _BEYOND_LIMIT * situation.limit:
+            return f"the error of the plan is {error:.3g}, its limit {situation.limit:.3g}"
+        if not self._may_plan(step):
+            return None
+        if _differs(situation.link.per_byte, basis.link.per_byte, _OTHER_RATE):
+            rates = (8e-6 / max(c.per_byte, 1e-15) for c in (basis.link, situation.link))
+            return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
+        norm = _total(situation.norms)
+        if _differs(norm, basis.norm, _OTHER_NORM):
+            return f"the norm of the gradient changed from {basis.norm:.3g} to {norm:.3g}"
+        if step - basis.step >= self._replan:
+            return f"{self._replan} steps since the last plan"
+        return None
+
+    def _may_plan(self, step: int) -> bool:
+        """Return whether the plans so far have taken a small share of the time."""
+        agreed = self._agreed
+        if agreed is None or not agreed.planning_seconds >= 0 or not agreed.step_seconds > 0:
+            return False
+        spent = self._plans * agreed.planning_seconds
+        return spent <= _PLANNING_SHARE * agreed.step_seconds * (step - self._origin)
+
+    def _situation(self) -> Situation | None:
+        """Return what is known, None if it is not enough for a plan."""
+        agreed, layout, link = self._agreed, self.layout, self._link
+        if agreed is None or layout is None or link is None:
+            return None
+        norms = tuple(self._norm(group) for group in layout.groups)
+        limit = self._limit(layout, norms)
+        if not all(math.isfinite(norm) for norm in norms) or not math.isfinite(limit):
+            return None
+        return Situation(
+            self.candidates.specs,
+            self.candidates.lossless,
+            layout,
+            self.knowledge,
+            agreed,
+            link,
+            norms,
+            limit,
+            self._backend,
+            self._size,
+        )
+
+    def _add_norm(self, group: ParameterGroup, norm: float) -> None:
+        """Keep the last norms by parameter, so that they outlive other buckets."""
+        of_each = norm / math.sqrt(len(group.names))
+        for name in group.names:
+            self._norms[name] = [*self._norms.get(name, ()), of_each][-_NORMS:]
+
+    def _norm(self, group: ParameterGroup) -> float:
+        known = [median(self._norms.get(name, [math.nan])) for name in group.names]
+        return math.sqrt(math.fsum(norm**2 for norm in known))
+
+    def _limit(self, layout: Layout, norms: Sequence[float]) -> float:
+        reference = self.candidates.reference
+        if reference is None:
+            return float(self.candidates.limit)
+        return self.knowledge.limit(layout, norms, reference)
+
+    # -------------------------------------------------------------------------------------- trials
+
+    def _trial_steps(self, end: int) -> list[int]:
+        """Return the steps of the trials that are reported in step ``end``."""
+        return [step for step in range(self._window_start, end) if self.trial(step) is not None]
+
+    def _choose(self, number: int, step: int) -> tuple[ParameterGroup, int] | None:
+        """Return the group and the hook of a trial.
+
+        At first each hook on one of the largest groups. Then in turn: the hook in use, of each
+        group; and whatever has not been measured yet, or else everything.
+        """
+        assert self.layout is not None
+        assert self.schedule is not None
+        groups = sorted(
+            (group for group in self.layout.groups if not group.is_exact),
+            key=lambda group: (-group.elements, group.names),
+        )
+        tried = self.candidates.tried
+        if not groups or not tried:
+            return None
+        if step - self.schedule.start < self.schedule.burst:
+            unknown = [i for i in tried if not self.knowledge.is_known(i)]
+            return groups[0], unknown[(step - self.schedule.start) % len(unknown)]
+        turn, is_other = divmod(number, 2)
+        in_use = [(group, i) for group in groups if (i := self._hook_in_use(group))]
+        if not is_other and in_use:
+            return in_use[turn % len(in_use)]
+        pairs = [(group, i) for group in groups for i in tried]
+        missing = [pair for pair in pairs if not self.knowledge.is_measured(*pair)]
+        choices = missing or pairs
+        return choices[turn % len(choices)]
+
+    def _hook_in_use(self, group: ParameterGroup) -> int:
+        if self.plan is None:
+            return 0
+        spec = self.plan.hook_of().get(group.names[0], self.candidates.specs[0])
+        return self.candidates.specs.index(spec)
+
+    # --------------------------------------------------------------------------- state and metrics
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers about the plan in use and the link."""
+        found = {"plans": float(len(self.history))}
+        if self._link is not None:
+            found["link_megabits_per_second"] = 8e-6 / max(self._link.per_byte, 1e-15)
+            found["link_round_microseconds"] = self._link.per_unit * 1e6
+        if self.plan is not None and self._basis is not None:
+            found["error"], found["limit"] = self._basis.error, self._basis.limit
+            found["predicted_seconds"] = self.plan.after.step_seconds
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with, in JSON's types."""
+        return {
+            "plan": self.plan and self.plan.to_json(),
+            "knowledge": self.knowledge.to_json(),
+            "norms": self._norms,
+            "history": [vars(decision) for decision in self.history],
+            "basis": self._basis and vars(self._basis),
+        }
+
+    def load(self, data: Mapping[str, Any]) -> None:
+        """Take over what :meth:`to_json` returned."""
+        self.plan = None if data["plan"] is None else Plan.from_json(data["plan"])
+        self.awaits_confirmation = True
+        self.knowledge.load(data["knowledge"])
+        self._norms = dict(data["norms"])
+        self.history = [Decision(**decision) for decision in data["history"]]
+        basis = data["basis"]
+        self._basis = basis and _Basis(**{**basis, "link": Cost(*basis["link"])})
+
+
+def _basis(situation: Situation, step: int, error: float) -> _Basis:
+    return _Basis(step, situation.link, _total(situation.norms), situation.limit, error)
+
+
+def _check_equal(digests: Sequence[int]) -> None:
+    if len(set(digests)) > 1:
+        raise CommHookMismatchError(
+            "hook 'auto': expected the same plan on all ranks, found those with the digests "
+            f"{[f'{digest:0{_DIGITS}x}' for digest in digests]} by rank. Load the same state on "
+            "all ranks, and use machines that compute the same floating-point results. From now "
+            "on, all ranks average exactly, and begin to measure again"
+        )
+
+
+def _differs(now: float, before: float, share: float) -> bool:
+    return abs(now - before) > share * before
+
+
+def _total(norms: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(norm**2 for norm in norms))
+
+
+def _cores() -> float:
+    """Return the cores for each rank of this machine."""
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    available = len(own) or os.cpu_count() or 1
+    return max(1.0, available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -1,0 +1,207 @@
+"""Use a hook only as long as its error stays within a bound.
+
+::
+
+    now and then:   error = |inner(p) - exact| / |exact|    # p: a sample of gradient plus residual
+                    use fallback from the next step on if error > max_error, on all ranks
+    otherwise:      average = inner(gradient)
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.algorithms.adaptive.candidates import check_candidate
+from commhooks.algorithms.adaptive.sample import draw_sample
+from commhooks.algorithms.adaptive.table import HookTable
+from commhooks.algorithms.adaptive.trial import Trial, relative_error
+from commhooks.comm.communicator import Communicator
+from commhooks.hook.base import CommHook
+from commhooks.hook.options import Ge, Gt
+from commhooks.hook.registry import register_hook
+from commhooks.hook.state import StateField
+from reducer import GradBucket
+
+__all__ = ["Guard"]
+
+_LOG = logging.getLogger("commhooks")
+_STATE_KEY = "0000000000000000"
+"""In the form of a bucket's key, because the state is that of no parameter."""
+_MOST_SAMPLE = 1 << 20
+_INNER, _FALLBACK = 0, 1
+
+
+@register_hook("guard")
+@dataclass
+class Guard(CommHook):
+    """Measure the error of the inner hook now and then, and use another one when it is too large.
+
+    Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
+    averages a sample of the gradients and what the inner hook has not sent, and so does an exact
+    average. If the relative error of its average exceeds ``max_error``, all ranks use ``fallback``
+    from the next step on, and log a warning. What the inner hook has not sent is added to the next
+    gradients. With a ``cooldown``, the inner hook is measured again after so many steps, and used
+    again if its error is within the bound.
+
+    Wire: that of the hook in use. In steps that measure, also an exact average of at most 1,048,576
+    elements, what the inner hook sends for these, and 16 bytes.
+
+    Metrics: ``last_error`` of the inner hook, ``is_fallback`` (0 or 1), and the number of
+    ``fallbacks`` since the hook was created. They are the same on all ranks.
+
+    Raises:
+        CommHookOptionError: a hook changes parameters, has no consensus, or skips steps.
+    """
+
+    inner: CommHook
+    """The hook to use while its error is within the bound."""
+    max_error: Annotated[float, Gt(0)]
+    """The bound: relative to the norm of the exact average."""
+    fallback: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
+    """The hook to use when it is not."""
+    every: Annotated[int, Ge(1)] = 100
+    """Measure in every step whose number is a multiple of this."""
+    cooldown: Annotated[int, Ge(1)] | None = None
+    """Steps after which the inner hook is measured again; never, if None."""
+
+    _table: HookTable = field(init=False, repr=False, compare=False)
+    _trial: Trial = field(init=False, repr=False, compare=False)
+    _names: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
+    _step: int = field(default=-1, init=False, repr=False, compare=False)
+    _buckets: int = field(default=0, init=False, repr=False, compare=False)
+    """The number of buckets of this step so far."""
+    _turn: int = field(default=0, init=False, repr=False, compare=False)
+    """The index of the bucket that is measured in this step, if any."""
+    _found: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    """What all ranks have measured in the last step."""
+    _last_error: float = field(default=0.0, init=False, repr=False, compare=False)
+    _fallbacks: int = field(default=0, init=False, repr=False, compare=False)
+
+    lossless = True
+    wire = "what the hook in use sends, and in some steps a sample"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_candidate(self.inner, "inner", self.name)
+        check_candidate(self.fallback, "fallback", self.name)
+        self._table = HookTable([self.inner, self.fallback], {})
+        self._trial = Trial(self.inner)
+
+    @property
+    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+        """Whether one of the hooks checks."""
+        return self.inner.checks_finite or self.fallback.checks_finite
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        super().prepare(parameters, group)
+        self._trial.prepare(parameters, group, self.roles)
+        self._names = tuple(parameters)
+        self._found = None
+        self._use()
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        if bucket.index() == 0:
+            self._begin_step(bucket.step)
+        self._buckets += 1
+        sample = None
+        if comm.size > 1 and bucket.index() == self._turn and self._measures(bucket.step):
+            sample = self._sample(bucket, comm.size)
+        ((i, part),) = self._table.parts(bucket)
+        own = self._table.next_bucket(i, part)
+        average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
+        if sample is not None:
+            outcome = await self._trial.run(sample, comm)
+            self._found = await comm.all_gather(outcome.squares)
+        return average
+
+    @property
+    def is_fallback(self) -> bool:
+        """Whether the fallback is in use."""
+        return _STATE_KEY in self.state
+
+    def metrics(self) -> dict[str, float]:
+        own = {
+            "last_error": self._last_error,
+            "is_fallback": float(self.is_fallback),
+            "fallbacks": float(self._fallbacks),
+        }
+        return own | super().metrics()
+
+    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:  # noqa: ARG002
+        return ()
+
+    def bucket_fields(self) -> Sequence[StateField]:
+        return (StateField("since", "same", (), torch.int64),)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._use()
+
+    def recover(self) -> None:
+        super().recover()
+        self._trial.recover()
+        self._table.refresh()
+
+    def _begin_step(self, step: int) -> None:
+        """Decide by what the last step has found. All ranks have found the same.
+
+        A step that has failed begins again under the same number. What it has found is dropped,
+        because some ranks may not have it: Note [The same plan] in auto.py.
+        """
+        found, self._found = self._found, None
+        if step != self._step:
+            self._step = step
+            self._turn = (step // self.every) % max(self._buckets, 1)
+            if found is not None:
+                self._judge(max(relative_error(*squares) for squares in found.tolist()), step)
+        self._buckets = 0
+        self._table.begin_step()
+
+    def _judge(self, error: float, step: int) -> None:
+        if error != error:
+            return  # gradients were not finite
+        self._last_error = error
+        is_beyond = error > self.max_error
+        if is_beyond == self.is_fallback:
+            if is_beyond:
+                self.state = {_STATE_KEY: {"since": torch.tensor(step)}}
+            return
+        self.state = {_STATE_KEY: {"since": torch.tensor(step)}} if is_beyond else {}
+        self._fallbacks += is_beyond
+        hook = self.fallback if is_beyond else self.inner
+        relation = "exceeds" if is_beyond else "is within"
+        _LOG.warning(
+            "guard, step %d: the error of %s, %.3g, %s %.3g; use %s from now on",
+            step,
+            self.inner.name,
+            error,
+            relation,
+            self.max_error,
+            hook.name,
+        )
+        self._use()
+
+    def _measures(self, step: int) -> bool:
+        if step % self.every:
+            return False
+        if not self.is_fallback:
+            return True
+        since = int(self.state[_STATE_KEY]["since"])
+        return self.cooldown is not None and step - since >= self.cooldown
+
+    def _use(self) -> None:
+        self._table.change(dict.fromkeys(self._names, _FALLBACK if self.is_fallback else _INNER))
+
+    def _sample(self, bucket: GradBucket, size: int) -> GradBucket:
+        return draw_sample(
+            bucket,
+            bucket.names,
+            lambda name, gradient: self._table.residual(name, gradient, size),
+            _MOST_SAMPLE,
+            bucket.step // self.every,
+        )

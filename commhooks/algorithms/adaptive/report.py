@@ -1,0 +1,222 @@
+"""What ranks tell each other now and then, so that all know the same.
+
+Each rank sends a list of numbers. Its length follows from what all ranks agree on, and so does the
+meaning of each place. NaN stands for what a rank does not know.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from torch import Tensor
+
+from commhooks.algorithms.adaptive import link
+from commhooks.algorithms.adaptive.fit import Cost
+from commhooks.algorithms.adaptive.link import LinkTimes
+from commhooks.algorithms.adaptive.trial import Outcome
+
+__all__ = ["Agreed", "Stage", "TrialRecord", "Window", "combine"]
+
+_OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "all_to_all",
+    "reduce_scatter",
+    "broadcast",
+    "exchange",
+    "push",
+)
+_MOST_STAGES = 6
+_TRIAL = 4 + 3 * _MOST_STAGES + 2
+"""Numbers of a trial: error, norm, elements, stages; then those of each stage."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A collective of a trial, and the local work before it."""
+
+    local_seconds: float
+    operation: str
+    wire_bytes: float
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """What all ranks know of a trial."""
+
+    error: float
+    norm: float
+    elements: int
+    stages: tuple[Stage, ...]
+    last_seconds: float
+    """The local work after the last collective."""
+    exact_seconds: float
+    """The local work of the exact average."""
+
+    @property
+    def local_seconds(self) -> tuple[float, ...]:
+        return *(stage.local_seconds for stage in self.stages), self.last_seconds
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What follows from the reports of all ranks. Seconds that nobody knows are NaN."""
+
+    digests: tuple[int, ...]
+    """Of each rank's plan."""
+    step_seconds: float
+    forward_seconds: float
+    trial_seconds: float
+    report_seconds: float
+    planning_seconds: float
+    cores: float
+    launches: tuple[float, ...]
+    """For each bucket, from the launch of the one before it."""
+    link: Cost | None
+    norms: tuple[float, ...]
+    """Of the average of each group."""
+    runs: tuple[tuple[float, float], ...]
+    """Of each hook that was used: the elements of a bucket and the local seconds, in the mean."""
+    trials: tuple[TrialRecord | None, ...]
+
+
+@dataclass
+class Window:
+    """What this rank has measured since the last report."""
+
+    links: LinkTimes
+    steps: list[float] = field(default_factory=list)
+    forwards: list[float] = field(default_factory=list)
+    launches: dict[int, list[float]] = field(default_factory=dict)
+    trial_seconds: list[float] = field(default_factory=list)
+    report_seconds: list[float] = field(default_factory=list)
+    runs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    """Elements and local seconds of each run, by the position of the hook."""
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    """Of the norms of the averages, by group."""
+    trials: dict[int, Outcome] = field(default_factory=dict)
+    """By step."""
+
+    def clear(self) -> None:
+        """Begin again."""
+        self.links.clear()
+        for values in (self.steps, self.forwards, self.trial_seconds, self.report_seconds):
+            values.clear()
+        for by_key in (self.launches, self.runs, self.squares, self.trials):
+            by_key.clear()
+
+    def encode(
+        self,
+        *,
+        digest: int,
+        cores: float,
+        planning_seconds: float,
+        buckets: int,
+        groups: int,
+        hooks: int,
+        trial_steps: Sequence[int],
+    ) -> list[float]:
+        """Return the numbers that this rank sends. Waits for the device."""
+        squares = {i: float(value) for i, value in self.squares.items()}
+        return [
+            float(digest),
+            _median(self.steps),
+            _median(self.forwards),
+            _median(self.trial_seconds),
+            _median(self.report_seconds),
+            planning_seconds,
+            cores,
+            *(_median(self.launches.get(i, ())) for i in range(buckets)),
+            *self.links.encode(),
+            *(math.sqrt(squares.get(i, math.nan)) for i in range(groups)),
+            *(number for i in range(hooks) for number in _mean_run(self.runs.get(i, ()))),
+            *(number for step in trial_steps for number in _encode_trial(self.trials.get(step))),
+        ]
+
+
+def combine(
+    rows: Sequence[Sequence[float]], *, buckets: int, groups: int, hooks: int, trials: int
+) -> Agreed:
+    """Return what the numbers of all ranks say together."""
+    take = _Reader(rows)
+    digests = tuple(int(value) for value in take(1)[0])
+    step, forward = _each(take(2), max)
+    trial, report, planning, cores = _each(take(4), min)
+    return Agreed(
+        digests,
+        step,
+        forward,
+        trial,
+        report,
+        planning,
+        cores,
+        tuple(_each(take(buckets), max)),
+        link.fit_link(list(zip(*take(link.NUMBERS), strict=True))),
+        tuple(_each(take(groups), max)),
+        tuple(_pair(_each(take(2), max)) for _ in range(hooks)),
+        tuple(_trial(take(_TRIAL)) for _ in range(trials)),
+    )
+
+
+class _Reader:
+    """Returns the next numbers: for each place, those of all ranks."""
+
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        self._columns: Iterator[tuple[float, ...]] = iter(zip(*rows, strict=True))
+
+    def __call__(self, count: int) -> list[tuple[float, ...]]:
+        return [next(self._columns) for _ in range(count)]
+
+
+def _each(
+    columns: Sequence[Sequence[float]], choose: Callable[[Sequence[float]], float]
+) -> list[float]:
+    return [choose([v for v in c if v == v] or [math.nan]) for c in columns]
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    return values[0], values[1]
+
+
+def _mean_run(runs: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the means of elements and seconds; NaN if there is no run."""
+    if not runs:
+        return math.nan, math.nan
+    return fmean(elements for elements, _ in runs), fmean(seconds for _, seconds in runs)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else math.nan
+
+
+def _encode_trial(outcome: Outcome | None) -> list[float]:
+    if outcome is None or len(outcome.hook.collectives) > _MOST_STAGES:
+        return [math.nan] * _TRIAL
+    stages: list[float] = []
+    for collective, local_ns in zip(outcome.hook.collectives, outcome.hook.local_ns, strict=False):
+        operation = _OPERATIONS.index(collective.operation)
+        stages += [local_ns * 1e-9, float(operation), float(collective.wire_bytes)]
+    return [
+        outcome.error,
+        float(outcome.squares[1]) ** 0.5,
+        float(outcome.elements),
+        float(len(outcome.hook.collectives)),
+        *stages,
+        *[0.0] * (3 * _MOST_STAGES - len(stages)),
+        outcome.hook.local_ns[-1] * 1e-9,
+        sum(outcome.exact.local_ns) * 1e-9,
+    ]
+
+
+def _trial(columns: Sequence[Sequence[float]]) -> TrialRecord | None:
+    """Return a trial that all ranks have finished, with the same collectives; else None."""
+    counts = set(columns[3])
+    if any(v != v for column in columns[:4] for v in column) or len(counts) > 1:
+        return None
+    slowest = [max(column) for column in columns]
+    stages = [
+        Stage(slowest[i], _OPERATIONS[int(slowest[i + 1])], slowest[i + 2])
+        for i in range(4, 4 + 3 * int(slowest[3]), 3)
+    ]
+    return TrialRecord(slowest[0], slowest[1], int(slowest[2]), tuple(stages), *slowest[-2:])

@@ -1,0 +1,384 @@
+"""Auto: plans, what they are made of, and that all ranks have the same."""
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import sharded
+from torch import Tensor
+
+import commhooks
+from commhooks.algorithms import Auto
+from commhooks.algorithms.adaptive import control, link, schedule
+from commhooks.algorithms.adaptive.control import Controller
+from commhooks.algorithms.adaptive.fit import Cost
+from commhooks.costs.timeline import Timing
+from commhooks.hook.spec import parse_hook_spec
+from commhooks.planning import Plan, Row
+from commhooks.testing.compare import disagreement, through_file
+from commhooks.testing.probe import Trainer, draw_gradients
+
+SHAPES: dict[str, tuple[int, ...]] = {"a": (96, 64), "b": (64, 96), "bias": (64,), "c": (48, 64)}
+PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+CANDIDATES = ["bf16", "int8", "int4", "powersgd:rank=4,start_step=0", "topk:density=0.1"]
+SLOW, FAST = Cost(1e-5, 1e-5), Cost(1e-9, 1e-13)
+"""The links of two villages, and of one chip."""
+
+
+def plan_of(hooks: dict[str, str]) -> Plan:
+    timing = Timing(0.0, 0.0, 0.0, 0)
+    rows = tuple(Row((n,), n, 0, hook, 1, 0.0, 0.1, 1.0, 0.0, 0.0, "") for n, hook in hooks.items())
+    return Plan(rows, timing, timing, 0.1, 0.2, "by hand")
+
+
+# -------------------------------------------------------------------------------------- options
+
+
+def test_config_and_equality() -> None:
+    hook = Auto(error=0.05, candidates=["bf16", "powersgd:rank=4"])  # type: ignore[list-item]
+    assert hook.candidates == [commhooks.create("bf16"), commhooks.create("powersgd", rank=4)]
+    assert commhooks.create(json.loads(json.dumps(hook.to_config()))) == hook
+    assert hook != Auto(error=0.06, candidates=hook.candidates)
+
+
+def test_a_fixed_plan_is_in_the_config(tmp_path: Any) -> None:
+    plan = plan_of({"a": "int4", "b": "powersgd:rank=2", "c": "allreduce"})
+    plan.save(tmp_path / "plan.json")
+    hook: Any = commhooks.create("auto", plan=str(tmp_path / "plan.json"))
+    (tmp_path / "plan.json").unlink()
+    again: Any = commhooks.create(json.loads(json.dumps(hook.to_config())))
+    assert again == hook
+    assert again.plan == plan
+    assert [each.name for each in hook.candidates] == ["int4", "powersgd", "allreduce"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": ["int8", "local_sgd"]}, r"'candidates\.1'.*not return the same"),
+        ({"candidates": ["gossip"]}, r"'candidates\.0'.*not return the same on all ranks"),
+        ({"candidates": [{"name": "skip_nonfinite"}]}, "skips steps"),
+        ({"error": {"name": "gossip"}}, "'error'.*not return the same"),
+        ({"error": -0.1}, "'error'.*at least 0, found -0.1"),
+        ({"exact": ["@nose"]}, "one of the roles"),
+        ({"plan": "/nowhere/plan.json"}, "'plan'.*/nowhere/plan.json"),
+        ({"plan": {"rows": 3}}, "'plan'.*commhooks plan --save"),
+        ({"plan": plan_of({"a": "int5"}).to_json()}, "'plan'.*no hook is named 'int5'"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(commhooks.CommHookError, match=message):
+        commhooks.create("auto", **options)
+
+
+# ---------------------------------------------------------------------------------- on two ranks
+
+
+class Links:
+    """Replaces the estimate of the link, and the pace: nothing depends on this machine's times."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.cost: Cost | None = SLOW
+        stack.enter_context(patch.object(link, "fit_link", lambda rows: self.cost))
+        stack.enter_context(patch.object(schedule, "_every", lambda *of: of[3]))  # the least
+        stack.enter_context(patch.object(Controller, "_may_plan", lambda *_: True))
+
+
+def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> dict[str, Tensor]:
+    """Train with gradients of low rank and some noise; one rank is slower than the other."""
+    found: dict[str, Tensor] = {}
+    for step in steps:
+        time.sleep(0.002 * rank * (step % 3))
+        gradients = {
+            name: scale * (g.sum(0, keepdim=True) + 0.1 * g)
+            for name, g in draw_gradients(PARAMETERS, rank, step).items()
+        }
+        gradients = {n: g.expand(SHAPES[n]).contiguous() for n, g in gradients.items()}
+        found = trainer.step(gradients)
+    return found
+
+
+def agree(hook: Any) -> Plan:
+    """Check that all ranks have the same plan, history and schedule; return the plan."""
+    own = hook.plan.to_json(), hook.history, hook._control.schedule, hook._table.table
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, own)
+    assert all(other == own for other in others)
+    return hook.plan
+
+
+def adapt(rank: int, size: int, torch_ddp: bool) -> None:
+    with ExitStack() as stack:
+        links = Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
+        trainer = Trainer(hook, PARAMETERS, torch_ddp=torch_ddp, bucket_cap_mb=0.02)
+        assert "nothing has been measured" in hook.plan.reason
+        train(trainer, rank, range(30))
+        plan = agree(hook)
+        assert hook.history[0].reason == "the first plan"
+        assert hook.history[0].step <= 12  # after as many trials as candidates
+        assert set(plan.hook_of()) == set(SHAPES)
+        assert plan.hook_of()["bias"] == "allreduce"
+        assert set(plan.hook_of().values()) > {"allreduce"}
+        assert 0 < plan.error <= plan.limit == 0.3
+        metrics = trainer.handle.stats().metrics
+        assert metrics["limit"] == 0.3
+        assert metrics["plans"] >= 1
+        assert 0 < metrics["planning_share"] < 1
+        assert metrics["link_megabits_per_second"] == pytest.approx(0.8)
+
+        # A resumed run goes on with the same plan, on all ranks, and with what it knows.
+        saved = through_file(trainer.handle.state_dict())
+        resumed: Any = commhooks.create(hook.to_config())
+        other = Trainer(resumed, PARAMETERS, torch_ddp=torch_ddp, bucket_cap_mb=0.02)
+        other.handle.load_state_dict(saved)
+        assert agree(resumed) == plan
+        assert resumed.history == hook.history
+        assert all(resumed._control.knowledge.is_known(i) for i in range(1, 6))
+        train(other, rank, range(30, 34))
+        assert resumed._table.table == hook._table.table
+
+        # A faster link, on which nothing is worth an error: all return to plain averages.
+        links.cost = FAST
+        found = train(trainer, rank, range(30, 90))
+        plan = agree(hook)
+        assert set(plan.hook_of().values()) == {"allreduce"}
+        assert any("the link changed" in decision.reason for decision in hook.history)
+        assert not disagreement(found)
+
+
+@pytest.mark.parametrize("torch_ddp", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_the_plan_follows_the_link(run_ranks: Any, torch_ddp: bool) -> None:
+    run_ranks(adapt, 2, torch_ddp)
+
+
+def reconsider(rank: int, size: int) -> None:
+    with ExitStack() as stack:
+        Links(stack)
+        hook: Any = commhooks.create("auto", candidates=CANDIDATES, replan=60)
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        train(trainer, rank, range(30))
+        plan = agree(hook)
+        reference = hook.candidates.index(commhooks.create("int4")) + 1
+        own = hook._control
+        assert plan.limit == pytest.approx(
+            own.knowledge.limit(own.layout, own._situation().norms, reference), rel=0.2
+        )
+        train(trainer, rank, range(30, 70), scale=3.0)
+        agree(hook)
+        assert any("the norm of the gradient" in decision.reason for decision in hook.history)
+        train(trainer, rank, range(70, 180), scale=3.0)
+        agree(hook)
+        assert any("60 steps since" in decision.reason for decision in hook.history)
+
+        # Errors far beyond the limit: the next report leaves the plan.
+        for each in [each for known in own.knowledge._of_hooks for each in known]:
+            each.trials.extend([replace(each.trials[-1], error=0.99)] * 3)
+        own.candidates = replace(own.candidates, limit=0.01)
+        train(trainer, rank, range(180, 205), scale=3.0)
+        assert set(agree(hook).hook_of().values()) == {"allreduce"}
+        assert any("the error of the plan is" in decision.reason for decision in hook.history)
+
+
+def test_reasons_for_new_plans(run_ranks: Any) -> None:
+    run_ranks(reconsider, 2)
+
+
+def part_ways(rank: int, size: int) -> None:
+    with ExitStack() as stack:
+        links = Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        train(trainer, rank, range(30))
+        assert set(hook._table.table.values()) != {0}
+        links.cost = Cost(1e-5, 1e-5 * (1 + rank))  # ranks derive other problems, and other plans
+        if rank == 1:
+            solver = stack.enter_context(patch.object(control, "solve"))
+            solver.return_value = plan_of(dict.fromkeys(SHAPES, "bf16"))
+        with pytest.raises(commhooks.CommHookError, match="expected the same plan on all ranks"):
+            train(trainer, rank, range(30, 60))
+        assert set(hook._table.table.values()) == {0}  # no step has used them
+        train(trainer, rank, range(60, 62))
+
+
+def test_ranks_with_different_plans_raise(run_ranks: Any) -> None:
+    run_ranks(part_ways, 2)
+
+
+def fail_and_recover(rank: int, size: int) -> None:
+    """A step fails on one rank, at each stage of measuring; the next steps are right on all."""
+    with ExitStack() as stack:
+        Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        for step in range(40):
+            # Trials, reports, proposals and plans; inside of the hook, and before it has begun.
+            for target in ((hook._table, "run"), (hook, "reduce")) if step % 8 < 4 else ():
+                broken = patch.object(*target, fail) if rank == step % 2 else ExitStack()
+                with broken, pytest.raises(commhooks.CommHookError):
+                    train(trainer, rank, range(step, step + 1))
+            found = train(trainer, rank, range(step, step + 1))
+            assert not disagreement(found)
+            agree(hook)
+        assert set(agree(hook).hook_of().values()) > {"allreduce"}
+
+
+def test_failed_steps_leave_the_same_plan_on_all_ranks(run_ranks: Any) -> None:
+    run_ranks(fail_and_recover, 2)
+
+
+async def fail(*_: object) -> Tensor:
+    raise ValueError("by the test")
+
+
+def send_all(rank: int, size: int) -> None:
+    """What one hook has not sent, the next one sends: averages add up to the exact ones."""
+    order = ["int4", "powersgd:rank=2,start_step=0", "topk:density=0.1,warmup_steps=0", "onebit"]
+    order += [
+        "powersgd:rank=4,start_step=0",
+        "error_feedback:inner=(int8:error_feedback=false)",
+        "allreduce",
+    ]
+    hook = Auto(plan=plan_of(dict.fromkeys(SHAPES, order[0])))
+    hooks = [parse_hook_spec(spec).create() for spec in order]
+    hook._hooks = [hooks[-1], *hooks[:-1]]
+    hook._table._hooks = hook._hooks
+    trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.03)
+    sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    exact = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    for step in range(4 * len(order)):
+        turn = step // 4
+        table = {
+            name: (turn + i) % len(order) if turn < len(order) - 1 else 0
+            for i, name in enumerate(SHAPES)
+        }
+        hook._table.change(table)
+        if step == 6:  # nothing is lost by a failed step
+            reductions = [each.reduce for each in hook._hooks]
+            for each in hook._hooks:
+                each.reduce = fail  # type: ignore[method-assign]
+            with pytest.raises(commhooks.CommHookError):
+                trainer.step(draw_gradients(PARAMETERS, rank, step))
+            for each, reduction in zip(hook._hooks, reductions, strict=True):
+                each.reduce = reduction  # type: ignore[method-assign]
+        found = trainer.step(draw_gradients(PARAMETERS, rank, step))
+        for name in SHAPES:
+            sums[name] += found[name]
+            for peer in range(size):
+                exact[name] += draw_gradients(PARAMETERS, peer, step)[name].double() / size
+    for name in SHAPES:
+        error = (sums[name] - exact[name]).norm() / exact[name].norm()
+        assert error < 1e-5, (name, error)
+    assert not any(each.state for each in hook._hooks[1:])
+
+
+def test_residuals_follow_a_parameter_to_its_next_hook(run_ranks: Any) -> None:
+    run_ranks(send_all, 2)
+
+
+# ------------------------------------------------------------------------ other ways of training
+
+
+def in_columns(rank: int, size: int) -> None:
+    """On FSDP2, the replicas of a shard decide together; other columns may decide otherwise."""
+    with ExitStack() as stack:
+        Links(stack).cost = Cost(1e-9, 1e-3)  # the net is tiny
+        mesh = sharded.mesh_of(2, 2)
+        net = sharded.build(mesh)
+        handle = commhooks.register(net, "auto", error=0.3, candidates=["bf16", "int8"])
+        hook: Any = handle.hook
+        sharded.train(net, rank, 25)
+        tables: list[Any] = [None, None]
+        replicas = mesh.get_group("replicate")
+        own = hook._table.table, hook.plan.to_json()
+        dist.all_gather_object(tables, own, group=replicas)
+        assert tables == [own, own]
+        assert set(hook._table.table.values()) > {0}
+        before = handle.state_dict()
+        other: Any = handle.hook
+        handle.load_state_dict(before)
+        sharded.train(net, rank, 2)
+        assert other._table.table == own[0]
+
+
+@pytest.mark.exhaustive
+def test_on_fsdp(run_ranks: Any) -> None:
+    run_ranks(in_columns, 4)
+
+
+def uneven(rank: int, size: int) -> None:
+    """Ranks without inputs shadow the others; accumulation; parameters that nobody uses."""
+    with ExitStack() as stack:
+        Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=["bf16", "int8"])
+        trainer = Trainer(hook, PARAMETERS, find_unused_parameters=True, bucket_cap_mb=0.02)
+        used = {name: PARAMETERS[name] for name in ("a", "b", "bias")}
+        with trainer.model.join():
+            for step in range(20 + 20 * rank):
+                drawn = [draw_gradients(used, rank, step, i) for i in range(2)]
+                trainer.step(drawn[0], before=drawn[1:])
+        agree(hook)
+        assert set(hook._table.table.values()) > {0}
+        train(trainer, rank, range(40, 60))
+        agree(hook)
+
+
+@pytest.mark.exhaustive
+def test_uneven_inputs_and_unused_parameters(run_ranks: Any) -> None:
+    run_ranks(uneven, 2)
+
+
+# ------------------------------------------------------------------------- nothing to choose from
+
+
+def choose_nothing(rank: int, size: int) -> None:
+    with ExitStack() as stack:
+        links = Links(stack)
+        cases: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
+            ({"error": 1e-6, "candidates": ["int4"]}, PARAMETERS, "keeps the error within"),
+            ({"candidates": ["allreduce"], "error": 0.1}, PARAMETERS, "no other candidate"),
+            ({"exact": ["*"]}, PARAMETERS, "no other candidate"),
+            ({"error": 0.1}, {"bias": torch.zeros(5)}, "no other candidate"),
+        ]
+        for options, parameters, reason in cases:
+            hook: Any = commhooks.create("auto", **options)
+            trainer = Trainer(hook, parameters)
+            for step in range(30):
+                trainer.step(draw_gradients(parameters, rank, step))
+            assert set(hook._table.table.values()) == {0}, options
+            assert reason in hook.plan.reason, (options, hook.plan.reason)
+        links.cost = None
+        hook = commhooks.create("auto", candidates=["int4"])
+        trainer = Trainer(hook, PARAMETERS)
+        train(trainer, rank, range(20))
+        assert "nothing has been measured" in hook.plan.reason
+
+        names = [(dict.fromkeys([*SHAPES, "no"], "int4"), "the model has no parameter 'no'")]
+        names += [({"a": "int4"}, "the plan has no parameter 'b' and 2 more")]
+        for hooks, message in names:
+            with pytest.raises(commhooks.CommHookError, match=message):
+                Trainer(commhooks.create("auto", plan=plan_of(hooks)), PARAMETERS)
+        with pytest.raises(commhooks.CommHookError, match="rank of at most"):
+            Trainer(commhooks.create("auto", candidates=["powersgd:rank=60"]), PARAMETERS)
+
+
+def test_it_says_so_and_averages_exactly(run_ranks: Any) -> None:
+    run_ranks(choose_nothing, 2)
+
+
+def alone(rank: int, size: int) -> None:
+    hook: Any = commhooks.create("auto")
+    trainer = Trainer(hook, PARAMETERS)
+    train(trainer, rank, range(20))
+    assert "there is one rank" in str(hook.plan)
+    assert hook.history == []
+
+
+def test_on_one_rank(run_ranks: Any) -> None:
+    run_ranks(alone, 1)

@@ -1,0 +1,181 @@
+"""What `auto` derives from measurements, without processes."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.algorithms.adaptive.fit import Cost, Point, fit
+from commhooks.algorithms.adaptive.groups import group_parameters
+from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, fit_link
+from commhooks.algorithms.adaptive.observation import Observed
+from commhooks.algorithms.adaptive.sample import draw_sample
+from commhooks.algorithms.adaptive.schedule import Schedule
+from reducer import GradBucket
+
+# ---------------------------------------------------------------------------------------- fits
+
+
+def test_a_fit_finds_both_costs_in_spite_of_outliers() -> None:
+    sizes = [(2.0, 1e3), (2.0, 1e5), (1.0, 1e6), (2.0, 1e7)]
+    points = [Point(u, b, 1e-4 * u + 1e-8 * b) for u, b in sizes]
+    late = [Point(2.0, 1e5, 0.5)]
+    cost = fit(points + late)
+    assert cost is not None
+    assert cost == pytest.approx((1e-4, 1e-8), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([Point(1, 100, 1.0)], (0.0, 0.01)),  # one size cannot tell both apart
+        ([Point(1, 0, 1.0)], (1.0, 0.0)),
+        ([Point(1, 100, 2.0), Point(1, 1000, 1.0)], None),  # a larger message took less time
+    ],
+)
+def test_costs_are_never_negative(points: list[Point], expected: Any) -> None:
+    cost = fit(points)
+    assert cost is not None
+    assert min(cost) >= 0
+    assert expected is None or sum(cost.seconds(u, b) for u, b, _ in points) == pytest.approx(1.0)
+
+
+def test_nothing_follows_from_nothing() -> None:
+    assert fit([]) is None
+    assert fit([Point(1, 1, math.nan), Point(1, 1, 0.0)]) is None
+
+
+# ---------------------------------------------------------------------------------------- link
+
+
+def times(sizes: list[int], cost: Cost, waiting: Any) -> list[float]:
+    """What a rank reports of all-gathers between two ranks, one after the other."""
+    links, now = LinkTimes(backend_of("gloo"), 2), 1
+    for nbytes in sizes:
+        end = now + int(1e9 * (cost.seconds(1, nbytes) + waiting()))
+        links.add(Observed("all_gather", (), nbytes, now, end))
+        now = end
+    return links.encode()
+
+
+def test_the_link_is_estimated_from_the_rank_that_others_wait_for() -> None:
+    cost, sizes = Cost(2e-4, 1e-8), [64, 4096, 100_000, 2_000_000] * 8
+    noise = random.Random(0)
+    ranks = [times(sizes, cost, lambda: 0.0), times(sizes, cost, lambda: noise.uniform(0.01, 0.1))]
+    for rows in (ranks, ranks[::-1]):
+        found = fit_link(rows)
+        assert found == pytest.approx(cost, rel=0.05)
+
+
+def test_a_collective_that_queues_behind_another_is_not_charged_for_it() -> None:
+    links = LinkTimes(backend_of("gloo"), 2)
+    for nbytes, end in ((1_000_000, 10_000_000), (1_000_001, 20_000_000)):
+        links.add(Observed("all_gather", (), nbytes, 0, end))
+    found = fit_link([links.encode()])
+    assert found is not None
+    assert found.seconds(1, 1e6) == pytest.approx(0.01, rel=0.01)
+
+
+def test_no_link_follows_from_no_collective() -> None:
+    links = LinkTimes(backend_of("gloo"), 2)
+    assert fit_link([links.encode()] * 2) is None
+    links.add(Observed("all_reduce", (0, 1), 100, 1, 2_000_000))  # among some of the ranks
+    assert fit_link([links.encode()] * 2) is None
+
+
+# ------------------------------------------------------------------------------------ schedule
+
+
+def test_a_burst_of_trials_and_a_report_come_first() -> None:
+    schedule = Schedule(5, burst=3)
+    assert [schedule.trial(step) for step in range(4, 10)] == [None, 0, 1, 2, None, None]
+    assert [step for step in range(40) if schedule.reports(step)] == [8, 18, 28, 38]
+
+
+def test_trials_are_numbered_without_gaps_and_never_in_a_step_with_a_report() -> None:
+    schedule = Schedule(5, burst=3, trials_before=10, trial_every=5)
+    steps = [step for step in range(200) if schedule.trial(step) is not None]
+    assert not any(schedule.reports(step) for step in steps)
+    later = schedule.paced(60, step_seconds=1.0, trial_seconds=0.0, report_seconds=0.0)
+    before = [schedule.trial(step) for step in steps if step < 60]
+    after = [later.trial(step) for step in range(60, 100) if later.trial(step) is not None]
+    assert after[0] == 10 + len(before)
+
+
+@pytest.mark.parametrize("trial_seconds", [0.001, 0.01, 0.2])
+def test_trials_and_reports_take_less_than_two_percent(trial_seconds: float) -> None:
+    schedule = Schedule(0).paced(
+        0, step_seconds=0.1, trial_seconds=trial_seconds, report_seconds=trial_seconds / 4
+    )
+    steps = range(20_000)
+    spent = sum(trial_seconds for step in steps if schedule.trial(step) is not None)
+    spent += sum(trial_seconds / 4 for step in steps if schedule.reports(step))
+    assert spent <= 0.02 * 0.1 * len(steps)
+
+
+def test_what_is_not_known_changes_no_pace() -> None:
+    schedule = Schedule(0, trial_every=7, report_every=13)
+    nan = math.nan
+    paced = schedule.paced(20, step_seconds=nan, trial_seconds=1.0, report_seconds=nan)
+    assert (paced.trial_every, paced.report_every) == (7, 13)
+
+
+# --------------------------------------------------------------------------- groups and samples
+
+
+def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "h.0.w": (64, 64),
+        "h.1.w": (64, 64),
+        "h.0.b": (64,),
+        "tokens": (64, 64),
+        "head": (4, 64),
+        "far": (64, 64),
+    }
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    buckets = [(("h.0.w", "h.1.w", "h.0.b", "tokens", "head"), 0), (("far",), 0)]
+    layout = group_parameters(buckets, parameters, {"h.0.b"}, {"tokens": "embedding"})
+    found = [(set(g.names), g.bucket, g.is_exact) for g in layout.groups]
+    assert found == [
+        ({"h.0.w", "h.1.w"}, 0, False),
+        ({"h.0.b"}, 0, True),
+        ({"tokens"}, 0, False),
+        ({"head"}, 0, False),
+        ({"far"}, 1, False),
+    ]
+    assert layout.groups[0].label == "w \N{MULTIPLICATION SIGN}2"
+    assert layout.groups[3].label == "head"
+
+
+def bucket_of(shapes: dict[str, tuple[int, ...]]) -> GradBucket:
+    tensors = [torch.zeros(shape) for shape in shapes.values()]
+    tensors[0] = tensors[0].T.contiguous().T  # strides that are not trivial
+    flat = torch.arange(float(sum(t.numel() for t in tensors)))
+    return GradBucket(flat, tensors, list(shapes))
+
+
+def test_a_sample_has_whole_parameters_or_evenly_spaced_rows() -> None:
+    bucket = bucket_of({"a": (8, 6), "b": (5,), "c": (100, 10)})
+    gradients = dict(zip(bucket.names, bucket.gradients(), strict=True))
+    whole = draw_sample(bucket, ["a", "b"], lambda *_: None, 60, turn=0)
+    assert whole.names == ["a", "b"]
+    assert torch.equal(whole.gradients()[0], gradients["a"])
+    assert whole.gradients()[0].stride() == gradients["a"].stride()
+    assert draw_sample(bucket, ["a", "b"], lambda *_: None, 50, turn=1).names == ["b"]
+    rows = draw_sample(bucket, ["c"], lambda *_: None, 300, turn=5)
+    assert torch.equal(rows.gradients()[0], gradients["c"][::4])
+
+
+def test_a_sample_has_what_has_not_been_sent() -> None:
+    bucket = bucket_of({"a": (8, 6), "b": (5,)})
+    before = bucket.buffer().clone()
+
+    def residual(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
+        return before[:48] if name == "a" else None  # as it lies in memory
+
+    sample = draw_sample(bucket, ["a", "b"], residual, 60, turn=0)
+    assert torch.equal(sample.gradients()[0], 2 * bucket.gradients()[0])
+    assert torch.equal(sample.gradients()[1], bucket.gradients()[1])
+    assert torch.equal(bucket.buffer(), before)

@@ -1,0 +1,106 @@
+"""Guard: a hook is used as long as its error stays within a bound, on all ranks alike."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks.algorithms import Guard
+from commhooks.testing.compare import differences, disagreement, mean_over_ranks, through_file
+from commhooks.testing.probe import Trainer, draw_gradients
+
+PARAMETERS = {"a": torch.zeros(40, 30), "b": torch.zeros(30, 20), "c": torch.zeros(7)}
+LOW_RANK = {"name": "powersgd", "rank": 2, "start_step": 0}
+
+
+def gradients(rank: int, step: int, *, low_rank: bool) -> dict[str, Tensor]:
+    drawn = draw_gradients(PARAMETERS, rank, step)
+    if low_rank:  # the same factor on all ranks, so that the average has rank 1 as well
+        drawn = {n: g.flatten()[0] * torch.ones_like(g) for n, g in drawn.items()}
+    return drawn
+
+
+def fall_back(rank: int, size: int) -> None:
+    """Gradients have rank 1, then full rank, then rank 1 again."""
+    hook = Guard(LOW_RANK, max_error=0.1, every=2, cooldown=6)  # type: ignore[arg-type]
+    trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.003)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("commhooks").addHandler(handler)
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in PARAMETERS.items()}
+    seen = []
+    for step in range(40):
+        of_ranks = [gradients(peer, step, low_rank=not 8 <= step < 16) for peer in range(size)]
+        found = trainer.step(of_ranks[rank])
+        assert not disagreement(found)
+        seen.append(hook.is_fallback)
+        exact = mean_over_ranks(of_ranks, PARAMETERS)
+        for name in PARAMETERS:
+            sums[name] += found[name].double() - exact[name].double()
+        if step == 14:
+            assert hook.is_fallback
+            saved = through_file(trainer.handle.state_dict())
+            resumed = Guard(LOW_RANK, max_error=0.1, every=2, cooldown=6)  # type: ignore[arg-type]
+            Trainer(resumed, PARAMETERS, bucket_cap_mb=0.003).handle.load_state_dict(saved)
+            assert resumed.is_fallback
+            assert set(resumed._table.table.values()) == {1}
+        if step == 15:
+            assert not differences(found, exact, size)  # the fallback is exact
+            # What the inner hook had not sent has been sent: nothing is lost.
+            assert all(total.norm() < 1e-4 for total in sums.values())
+    logging.getLogger("commhooks").removeHandler(handler)
+    assert not any(seen[:9])
+    assert all(seen[13:16])
+    assert not seen[-1]  # the inner hook is used again
+    assert "exceeds 0.1; use allreduce" in records[0]
+    assert "is within 0.1; use powersgd" in records[1]
+    metrics = trainer.handle.stats().metrics
+    assert metrics["fallbacks"] == 1
+    assert metrics["is_fallback"] == 0
+    assert metrics["last_error"] <= 0.1
+
+
+def test_it_falls_back_and_returns(run_ranks: Any) -> None:
+    run_ranks(fall_back, 2)
+
+
+async def fail(*_: object) -> Tensor:
+    raise ValueError("by the test")
+
+
+def never_return(rank: int, size: int) -> None:
+    hook = Guard("int4", max_error=0.01, every=1)  # type: ignore[arg-type]
+    trainer = Trainer(hook, PARAMETERS)
+    reduce = hook.reduce
+    for step in range(12):
+        if step == 1:  # it fails before one of the ranks has looked at what was measured
+            hook.reduce = fail if rank else reduce  # type: ignore[method-assign]
+            with pytest.raises(commhooks.CommHookError):
+                trainer.step(draw_gradients(PARAMETERS, rank, step))
+            hook.reduce = reduce  # type: ignore[method-assign]
+        found = trainer.step(draw_gradients(PARAMETERS, rank, step))
+        assert not disagreement(found)
+    assert hook.is_fallback
+    trainer.handle.hook.recover()  # type: ignore[union-attr]
+    assert hook.is_fallback
+    small = Guard("int8", max_error=0.05, every=1)  # type: ignore[arg-type]
+    trainer = Trainer(small, PARAMETERS)
+    for step in range(6):
+        trainer.step(draw_gradients(PARAMETERS, rank, step))
+    assert not small.is_fallback
+    assert 0 < small.metrics()["last_error"] < 0.05
+
+
+def test_without_a_cooldown_it_stays(run_ranks: Any) -> None:
+    run_ranks(never_return, 2)
+
+
+@pytest.mark.parametrize("option", ["inner", "fallback"])
+def test_hooks_that_cannot_be_guarded(option: str) -> None:
+    options = {"inner": "int8", "max_error": 0.1, option: "local_sgd"}
+    with pytest.raises(commhooks.CommHookError, match=rf"'{option}'.*not return the same"):
+        commhooks.create("guard", **options)
