@@ -157,6 +157,7 @@ OWN_HOOKS = [
 def test_hooks_declare_their_state(name: str) -> None:
     options = {
         "int8": {},
+        "guard": {"inner": "int8", "max_error": 0.1},
         "schedule": {"stages": [[0, "int8"]]},
         "route": {"rules": [["*", "int8"]]},
     }
