@@ -219,8 +219,10 @@ def _trainings(document: Document) -> Section:
         for recipe, runs in plain_runs(record, task).items():
             losses = [run.loss for run in runs]
             section.add(
-                f"Plain averaging, {recipe}: {mean(losses):.4f}; seeds: {len(runs)}, from "
+                f"Plain averaging, {recipe}: {mean(losses):.4f}; {len(runs)} seeds from "
                 f"{min(losses):.4f} to {max(losses):.4f}, a spread of {spread(runs):.1%}."
+                if len(runs) > 1
+                else f"Plain averaging, {recipe}: {mean(losses):.4f}, one seed."
             )
         found = rows(record, task)
         front = pareto_front([(row.byte_share, row.change_to_usual) for row in found])

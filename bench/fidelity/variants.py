@@ -34,6 +34,9 @@ _VARIANTS = [
     TrainedHook(REFERENCE, recipe="Muon", name="plain averaging with Muon"),
     TrainedHook("demo", {"sign": True, "decay": 0.95}, "SGD for signs", name="demo with signs"),
     TrainedHook("topk", _CHUNKS, name="topk in chunks, 2 bits"),
+    # About a thirtieth of the bytes, in every step.
+    TrainedHook("topk", {**_CHUNKS, "density": 3 / 64, "bits": 4}, name="topk in chunks, 4 bits"),
+    TrainedHook("powersgd", {"rank": 2}, name="powersgd, rank 2"),
 ]
 
 
