@@ -141,8 +141,12 @@ def test_a_plan_in_use_stays_unless_another_saves_a_twentieth_of_a_step():
     assert specs(kept) == ["half"]
     assert "in use" in kept.reason
     assert specs(solve(problem, {"one": "unknown"})) == ["less"]
-    tighter = replace(problem, error=0.01)
-    assert specs(solve(tighter, {"one": "half"})) == ["allreduce"]
+
+
+def test_a_plan_in_use_goes_when_it_is_no_longer_within_the_limit():
+    one = group("one", 10**7, half(10**7, 0.05), half(10**7, 0.01, hook=2, share=0.9))
+    problem = problem_of(one, error=0.02, hooks=("allreduce", "half", "closer"))
+    assert specs(solve(problem, {"one": "half"})) == ["closer"]
 
 
 def test_a_plan_in_use_goes_when_plain_averaging_is_as_fast():
