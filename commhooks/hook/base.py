@@ -189,6 +189,14 @@ class CommHook:
         """Whether ``reduce`` of this hook or of a nested one also changes the parameters."""
         return any(hook.changes_parameters for hook in self.nested().values())
 
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether this hook or a nested one begins exchanges, which go on between steps.
+
+        The state that they use must not be replaced in the meantime.
+        """
+        return any(hook.has_exchanges for hook in self.nested().values())
+
     def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
         """Return the same hook in C++ for our reducer, or None if there is none."""
         return None

@@ -102,8 +102,13 @@ class HookScheduler(Executor):
         """Continue the executions that wait for an exchange, which has ended."""
         exchange.record(self._collector)
         for execution in list(self._unfinished):
-            if execution.exchange is not None and self._state.failure is None:
-                self._take(execution, execution.exchange)
+            awaited = execution.exchange
+            if (
+                awaited is not None
+                and self._state.failure is None
+                and self._take(execution, awaited)
+            ):
+                self._advance(execution)
         self._issue_in_turn()
 
     def end_early(self) -> None:
@@ -141,17 +146,20 @@ class HookScheduler(Executor):
         return self._state.failure
 
     def _advance(self, execution: HookExecution) -> None:
-        try:
-            result = execution.step()
-        except CommHookError as error:
-            self.fail(error)
-            return
+        while True:
+            try:
+                result = execution.step()
+            except CommHookError as error:
+                self.fail(error)
+                return
+            if execution.exchange is None:
+                break
+            self._state.send()
+            if not self._take(execution, execution.exchange):
+                return
         if execution.comm.begun:
             self._state.send()  # so that all ranks learn whether the step has succeeded
-        if execution.exchange is not None:
-            self._state.send()
-            self._take(execution, execution.exchange)
-        elif result is not None:
+        if result is not None:
             execution.record(self._collector)  # if it raises, the step fails
             self._unfinished.remove(execution)
             if execution.comm.begun:
@@ -161,19 +169,18 @@ class HookScheduler(Executor):
                 self._begin_exchanges()
             execution.future.set_result(result)
 
-    def _take(self, execution: HookExecution, exchange: Exchange) -> None:
-        """Continue an execution that awaits ``exchange``, if that is over."""
+    def _take(self, execution: HookExecution, exchange: Exchange) -> bool:
+        """Return whether ``exchange``, which ``execution`` awaits, has a result."""
         if exchange not in self._begun and not exchange.is_saved:
             self.fail(execution.error(NOT_BEGUN))
-            return
-        if not exchange.is_over:
-            return
-        try:
-            exchange.result()
-        except CommHookError as error:
-            self.fail(type(error)(*error.args))
-            return
-        self._advance(execution)
+        elif exchange.is_over:
+            try:
+                exchange.result()
+            except CommHookError as error:
+                self.fail(type(error)(*error.args))
+            else:
+                return True
+        return False
 
     def _begin_exchanges(self) -> None:
         if not self._handed_over:

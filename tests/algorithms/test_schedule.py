@@ -37,6 +37,9 @@ def test_hook_of_a_step() -> None:
     ]
 
 
+DELAYED = {"name": "skip_nonfinite", "inner": {"name": "diloco", "delay": 1}}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -49,6 +52,8 @@ def test_hook_of_a_step() -> None:
         ({"stages": [[0, "fp16", 3]]}, "option 'stages'"),
         ({"stages": [[0, "local_sgd"], [5, "bf16"]]}, r"differ under Local.*handle\.replace"),
         ({"stages": [[0, "bf16"], [5, "gossip"]], "cycle": 9}, "differ under Gossip.*different"),
+        ({"stages": [[0, DELAYED], [5, "gossip"]]}, r"under way when .* handle\.replace"),
+        ({"stages": [[0, "gossip"], [5, DELAYED]], "cycle": 9, "keep_state": False}, "under way"),
         ({"stages": "fp16"}, "option 'stages'"),
         ({"stages": [["0", "fp16"]]}, "option 'stages'"),
     ],
@@ -61,6 +66,8 @@ def test_bad_stages(options: Any, message: str) -> None:
 def test_stages_after_which_models_differ() -> None:
     commhooks.create("schedule", stages=[[0, "bf16"], [5, "gossip"], [7, "local_sgd"]])
     commhooks.create("schedule", stages=[[0, "local_sgd"], [5, "gossip"]], cycle=9)
+    commhooks.create("schedule", stages=[[0, "bf16"], [5, DELAYED]])
+    commhooks.create("schedule", stages=[[0, DELAYED], [5, "gossip"]], cycle=9)
 
 
 def train(trainer: Trainer, rank: int, steps: range) -> list[Any]:

@@ -196,5 +196,14 @@ def count_bytes(rank: int, size: int) -> None:
     assert trainer.handle.stats().total.wire_bytes == 4 + 120 / 2
 
 
+@pytest.mark.parametrize("options", [{"delay": 1}, {"eager": True}])
+def test_whole_steps_around_exchanges(options: dict[str, Any]) -> None:
+    inner = {"name": "diloco", **options}
+    assert not SkipNonfinite(inner=commhooks.create("diloco"), whole_steps=True).has_exchanges
+    assert commhooks.create("skip_nonfinite", inner=inner).has_exchanges
+    with pytest.raises(commhooks.CommHookOptionError, match=r"'whole_steps'.*DiLoCo.*exchanges"):
+        commhooks.create("skip_nonfinite", inner=inner, whole_steps=True)
+
+
 def test_wire(run_ranks: Any) -> None:
     run_ranks(count_bytes, 2)

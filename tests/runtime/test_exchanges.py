@@ -42,7 +42,11 @@ class Late(commhooks.CommHook):
 
         self.exchanges[bucket.step, bucket.names[0]] = comm.begin(average)
         due = self.exchanges.pop((bucket.step - DELAY, bucket.names[0]), None)
-        return torch.zeros_like(own) if due is None else await due
+        if due is None:
+            return torch.zeros_like(own)
+        for _ in range(2_000):  # more than Python's limit of recursion
+            average = await due
+        return average
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}

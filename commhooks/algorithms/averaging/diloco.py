@@ -135,6 +135,10 @@ class DiLoCo(LocalSteps):
             )
         self._check_inner()
 
+    @property
+    def has_exchanges(self) -> bool:
+        return self.eager or self.delay > 0
+
     def _check_inner(self) -> None:
         if self.inner.changes_parameters or not has_consensus(self.inner):
             problem = "changes parameters, or does not return the same on all ranks"

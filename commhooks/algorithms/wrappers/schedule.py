@@ -41,8 +41,9 @@ class Schedule(CommHook):
     Raises:
         CommHookOptionError: steps do not ascend from 0, or the last stage begins after the end of
             the ``cycle``; or a hook under which models differ precedes a hook that averages
-            gradients, so that the models would stay different. Use ``handle.replace`` for that: it
-            averages the models.
+            gradients, so that the models would stay different; or a hook with delayed exchanges
+            would be cleared. Use ``handle.replace`` for that: it averages the models, and waits for
+            exchanges.
     """
 
     stages: Annotated[list[tuple[Annotated[int, Ge(0)], CommHook]], MinLen(1)]
@@ -80,6 +81,15 @@ class Schedule(CommHook):
                     f"{after!r} after it averages gradients only, so they would stay different. "
                     "Call handle.replace() at that step instead, which averages the parameters of "
                     "all ranks, and create a new optimizer"
+                )
+        cleared = [] if self.cycle is not None and self.keep_state else hooks
+        for hook in cleared[:-1] if self.cycle is None else cleared:
+            if hook.has_exchanges:
+                raise CommHookOptionError(
+                    f"option 'stages' of hook {self.name!r}: {hook!r} begins exchanges that take "
+                    "several steps, and one may be under way when its stage ends and its state is "
+                    "cleared. Use it in the last stage, or with a cycle and keep_state=True; or "
+                    "call handle.replace() at that step instead, which waits for exchanges"
                 )
 
     @property

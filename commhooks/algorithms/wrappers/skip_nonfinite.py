@@ -36,6 +36,7 @@ from torch import Tensor
 from commhooks.codecs.finite import all_finite, is_known_false, nan_unless, zero_unless
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_without
 from commhooks.hook.registry import register_hook
@@ -69,6 +70,9 @@ class SkipNonfinite(CommHook):
     ``last_step_was_skipped`` (0 or 1). They are the same on all ranks if the inner hook's results
     are.
 
+    Raises:
+        CommHookOptionError: ``whole_steps`` around a hook whose exchanges take several steps.
+
     Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. On CUDA the host waits
     for the device only when metrics or ``last_step_was_skipped`` are read, and once in each step
     with ``whole_steps``; dropped buckets are sent too. See Note [Dropped steps].
@@ -96,6 +100,15 @@ class SkipNonfinite(CommHook):
     skips_steps = True
     state_fields = no_state
     wire = "an all-reduce of 4 bytes per bucket, and what the inner hook sends"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.whole_steps and self.inner.has_exchanges:
+            raise CommHookOptionError(
+                f"option 'whole_steps' of hook {self.name!r}: {self.inner!r} begins exchanges that "
+                "take several steps, so its state cannot be saved before each step; use "
+                "whole_steps=False, or a hook without a delay"
+            )
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:
