@@ -18,6 +18,7 @@ _FAMILIES = {
     "lowrank": "low rank",
     "averaging": "averaging",
     "wrappers": "wrappers",
+    "adaptive": "hooks that adapt",
     "": "other packages",
 }
 _CAPTION = """\
