@@ -20,6 +20,7 @@ from reducer import GradBucket
 WRAPPERS: dict[str, dict[str, Any]] = {
     "cast": {"inner": "allreduce"},
     "error_feedback": {"inner": {"name": "topk", "error_feedback": False}},
+    "guard": {"inner": "int8", "max_error": 0.5},
     "hierarchical": {"inner": "int8", "ranks_per_node": 1},
     "route": {"rules": [["*r*", "int8"]], "default": "powersgd"},
     "schedule": {"stages": [[0, "allreduce"], [1000, "int8"]]},
@@ -29,7 +30,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 NAMES = sorted(
     kind.name
     for kind in vars(algorithms).values()
-    if isinstance(kind, type) and issubclass(kind, commhooks.CommHook)
+    if isinstance(kind, type) and issubclass(kind, commhooks.CommHook) and kind.name != "auto"
 )
 CONFIGS = [{"name": name, **WRAPPERS.get(name, {})} for name in NAMES]
 SHARED = {"name": "topk", "indices": "shared"}
@@ -80,7 +81,7 @@ def test_it_sends_the_bytes_of_the_formula(config, size):
         assert sent(kinds, size) == sum(stated)
 
 
-PERIODIC = ("diloco", "local_sgd", "threshold")
+PERIODIC = ("diloco", "guard", "local_sgd", "threshold")
 # Steps of these hooks differ, or depend on the gradients of other ranks.
 STEADY = [config for config in CONFIGS if config["name"] not in PERIODIC]
 
@@ -152,6 +153,13 @@ def test_collectives_name_their_members_among_nodes(sharded):
         ("all_gather", between),
         (after, inside),
     ]
+
+
+def test_auto_needs_a_plan():
+    """It chooses by the times of its own collectives, which are none here."""
+    buckets, parameters = make_buckets()
+    with pytest.raises(CommHookError, match="commhooks plan"):
+        dry_run({"name": "auto"}, buckets, parameters, size=4, is_timed=False)
 
 
 def test_a_periodic_hook_has_two_kinds_of_steps():

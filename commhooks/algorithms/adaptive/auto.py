@@ -324,6 +324,11 @@ class Auto(CommHook):
         if isinstance(limit, int) and limit not in tried:
             tried.append(limit)
         self._trials = {i: Trial(hooks[i]) for i in tried}
+        if not isinstance(group, dist.ProcessGroup):
+            raise CommHookError(
+                f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
+                "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
+            )
         backend = group._get_backend(_device_of(self._parameters)).name()  # noqa: SLF001
         return Controller(
             Candidates(
