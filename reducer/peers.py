@@ -114,7 +114,7 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     store = PrefixStore("commhooks/lost peers", group.get_group_store())
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
     _limited(lambda: store.set(f"rank {group.rank()}", "alive"))
-    suspects = _close_connections(group)
+    suspects = _others_closed(group)
     return _limited(lambda: _without_note(store, suspects)) or []
 
 
@@ -126,18 +126,27 @@ def _without_note(store: Store, ranks: list[int]) -> list[int]:
     return ranks
 
 
-def _close_connections(group: dist.ProcessGroup) -> list[int]:
+def _others_closed(group: dist.ProcessGroup) -> list[int]:
     """Close the connections of Gloo; return the ranks whose connections were closed before."""
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
     backend: Any = None
     with suppress(RuntimeError):
         backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
-    if not isinstance(backend, ProcessGroupGloo):
-        return others
+    if isinstance(backend, ProcessGroupGloo):
+        return close_connections(backend)
+    return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
+def close_connections(backend: Any) -> list[int]:
+    """Close all connections of a ``ProcessGroupGloo``. Return the ranks that were closed before.
+
+    What is pending on it fails, here and on the peers, except for messages that are on their way.
+    """
     closed, pending = [], []
-    for rank in others:
+    for rank in range(backend.size()):
+        if rank == backend.rank():
+            continue
         try:
-            pending.append(backend.recv([torch.empty(1)], rank, _TAG))  # type: ignore[attr-defined]
+            pending.append(backend.recv([torch.empty(1)], rank, _TAG))
         except RuntimeError:
             closed.append(rank)
     for work in pending:

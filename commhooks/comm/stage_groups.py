@@ -34,8 +34,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
+from commhooks.comm.peer_watch import PeerWatch, ring_pairs
 from commhooks.errors import CommHookPeerError
-from reducer.peers import is_peer_loss
+from reducer.peers import close_connections, is_peer_loss
 
 __all__ = ["StageGroups"]
 
@@ -82,6 +83,7 @@ class StageGroups:
         self._size = group.size()
         self._epoch = 0
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+        self._watches: dict[tuple[int, ...], PeerWatch] = {}
         self._closed = threading.Event()
 
     @functools.cached_property
@@ -104,8 +106,41 @@ class StageGroups:
         """
         groups = self._groups.setdefault(ranks, [])
         while len(groups) <= stage:
-            groups.append(self._connect(len(groups), ranks or tuple(range(self._size))))
+            name = f"collective {len(groups)} of a hook"
+            groups.append(self._connect(name, ranks or tuple(range(self._size))))
         return groups[stage]
+
+    def watch(self, ranks: tuple[int, ...], on_loss: Callable[[int], None]) -> None:
+        """Call ``on_loss`` with the present epoch, on another thread, if one of ``ranks`` goes.
+
+        The first call for these ranks connects neighbors, and blocks until they do so as well:
+        Note [Messages that never end] in peer_watch.py.
+
+        Raises:
+            CommHookPeerError: As :meth:`open`.
+        """
+        members = ranks or tuple(range(self._size))
+        if ranks in self._watches or len(members) < 2:
+            return
+        # Other members may have the same neighbors.
+        what = f"the watch of ranks {','.join(map(str, members))}"
+        pairs = [self._connect(what, pair) for pair in ring_pairs(self._rank, members)]
+        self._watches[ranks] = PeerWatch(pairs, functools.partial(on_loss, self._epoch))
+
+    def close_connections(self) -> None:
+        """Close all connections. What is pending fails, here and on the peers, or never ends."""
+        for groups in self._groups.values():
+            for group in groups:
+                close_connections(group)
+
+    def is_closed_within(self, seconds: float) -> bool:
+        """Wait until :meth:`close` is called. Return whether it was, within these ``seconds``."""
+        return self._closed.wait(seconds)
+
+    @property
+    def epoch(self) -> int:
+        """The number of failures so far."""
+        return self._epoch
 
     def _make_options(self) -> Any:
         """Return the options of the groups."""
@@ -141,6 +176,9 @@ class StageGroups:
 
     def disconnect(self) -> None:
         """Drop all groups within the epoch, in which none may be opened any more."""
+        while self._watches:
+            _, watch = self._watches.popitem()
+            watch.close()
         while self._groups:
             _, groups = self._groups.popitem()
             while groups:
@@ -150,10 +188,10 @@ class StageGroups:
         """Make :meth:`open` raise, on whatever thread it is waiting."""
         self._closed.set()
 
-    def _connect(self, stage: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        name = f"{stage} among {','.join(map(str, ranks))}"
+    def _connect(self, what: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        name = f"{what} among {','.join(map(str, ranks))}"
         try:
-            self._meet(stage, name, ranks)
+            self._meet(what, name, ranks)
             store = PrefixStore(self._key(name), self._store)
             group = self._make_group(store, ranks.index(self._rank), len(ranks))
             return cast("dist.ProcessGroup", group)
@@ -161,9 +199,9 @@ class StageGroups:
             if not is_peer_loss(error):
                 raise
             broken = str(error)  # the error itself refers to frames, which may keep groups
-        raise CommHookPeerError(f"the ranks of collective {stage} of a hook cannot meet: {broken}")
+        raise CommHookPeerError(f"the ranks of {what} cannot meet: {broken}")
 
-    def _meet(self, stage: int, name: str, ranks: tuple[int, ...]) -> None:
+    def _meet(self, what: str, name: str, ranks: tuple[int, ...]) -> None:
         """Wait for ``ranks`` in the store: see Note [Meeting before connecting]."""
         keys = [self._key(f"{name}/rank {rank}") for rank in ranks]
         self._store.set(self._key(f"{name}/rank {self._rank}"), "here")
@@ -177,9 +215,9 @@ class StageGroups:
                     if not self._store.check([key])
                 ]
                 raise CommHookPeerError(
-                    f"[rank {self._rank}] ranks {late} did not come to collective {stage} of a "
-                    f"hook within {self._timeout.total_seconds():.0f} s; do all ranks run the same "
-                    "number of steps, with the same collectives in the hook?"
+                    f"[rank {self._rank}] ranks {late} did not come to {what} within "
+                    f"{self._timeout.total_seconds():.0f} s; do all ranks run the same number of "
+                    "steps, with the same collectives in the hook?"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 16 * _POLL_SECONDS)

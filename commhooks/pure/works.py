@@ -39,13 +39,26 @@ class CompletionQueue:
     def watch(self, work: dist.Work, token: int, stage: int = 0) -> None:
         """Append ``token`` once ``work`` has completed, with or without an error."""
         if stage not in self._stages:
-            works: Works = queue.SimpleQueue()
-            self._stages[stage] = works
-            # A daemon, because a Work may never complete.
-            threading.Thread(
-                target=_wait, args=(works, self._tokens), name="commhooks-wait", daemon=True
-            ).start()
+            self._stages[stage] = self._start_thread()
         self._stages[stage].put((work, token))
+
+    def forget(self) -> None:
+        """Let new threads wait for what no thread waits for yet; some Work may never complete."""
+        for stage, former in self._stages.items():
+            works = self._start_thread()
+            with suppress(queue.Empty):
+                while True:
+                    works.put(former.get_nowait())
+            former.put(None)
+            self._stages[stage] = works
+
+    def _start_thread(self) -> Works:
+        works: Works = queue.SimpleQueue()
+        # A daemon, because a Work may never complete.
+        threading.Thread(
+            target=_wait, args=(works, self._tokens), name="commhooks-wait", daemon=True
+        ).start()
+        return works
 
     def get(self, timeout_seconds: float | None = None) -> int | None:
         """Remove and return the oldest token; None after ``timeout_seconds``."""

@@ -16,7 +16,7 @@ class ExchangeScheduler(Executor):
     """Runs exchanges in the order in which they begin.
 
     Args:
-        rank, groups, watch: See :class:`Executor`.
+        rank, groups, watch, on_loss: See :class:`Executor`.
         on_end: Called with each exchange that has ended, after its future has been set.
     """
 
@@ -26,8 +26,9 @@ class ExchangeScheduler(Executor):
         groups: StageGroups,
         watch: Watch,
         on_end: Callable[[ExchangeExecution], None],
+        on_loss: Callable[[int], None],
     ) -> None:
-        super().__init__(rank, groups, watch, itertools.count())
+        super().__init__(rank, groups, watch, itertools.count(), on_loss)
         self._on_end = on_end
         self._failure: CommHookError | None = None  # since the last step that failed
         self._when_idle: list[Callable[[], None]] = []
@@ -62,6 +63,9 @@ class ExchangeScheduler(Executor):
         self._groups.abandon()
         self._failure = None
         self._tell_idle()
+
+    def _needs_all_peers(self) -> bool:
+        return True
 
     def _end_all(self, error: CommHookError) -> None:
         for execution in self._unfinished:

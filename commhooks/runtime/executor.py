@@ -13,6 +13,9 @@ from commhooks.runtime.execution import HookExecution
 
 __all__ = ["Executor", "Watch"]
 
+_LARGE_BYTES = 1 << 16
+"""Smaller tensors fit into the buffers of sockets."""
+
 Watch = Callable[[Work, int, int], None]
 """Called with a work, a token and a stage. Must arrange that :meth:`Executor.complete` is called
 with the token when the work has completed, with or without an error."""
@@ -29,19 +32,33 @@ class Executor(ABC):
         groups: The stage groups to send through.
         watch: Tells when a collective has completed.
         tokens: Numbers that nobody else gives to ``watch``.
+        on_loss: Called on another thread, with the epoch of ``groups``, when a peer has gone while
+            nothing else may tell. Must see to it that :meth:`fail_without` and :meth:`give_up` are
+            called.
     """
 
-    def __init__(self, rank: int, groups: StageGroups, watch: Watch, tokens: Iterator[int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        groups: StageGroups,
+        watch: Watch,
+        tokens: Iterator[int],
+        on_loss: Callable[[int], None],
+    ) -> None:
         self._rank = rank
         self._groups = groups
         self._watch = watch
         self._tokens = tokens
+        self._on_loss = on_loss
+        self._given_up: set[int] = set()  # tokens, when connections were closed
         self._under_way: dict[int, HookExecution] = {}  # by the token of their collective
         self._unfinished: list[HookExecution] = []  # in bucket order
 
     def complete(self, token: int) -> None:
         """Continue the execution whose collective has completed."""
-        execution = self._under_way.pop(token)
+        execution = self._under_way.pop(token, None)
+        if execution is None:
+            return  # it had been given up
         error = execution.end_collective()
         failure = self._failure_of(execution)
         if failure is not None:
@@ -53,6 +70,38 @@ class Executor(ABC):
             if self._failure_of(execution) is None:
                 self._advance(execution)
                 self._issue_in_turn()
+
+    def fail_without(self, epoch: int) -> None:
+        """Fail because a peer has gone: Note [Messages that never end] in comm/peer_watch.py.
+
+        Nothing happens if that has been noticed, or if all ranks may succeed nevertheless.
+        """
+        if epoch != self._groups.epoch or not self._needs_all_peers() or not self._under_way:
+            return
+        self._given_up = set(self._under_way)
+        execution = next(iter(self._under_way.values()))
+        error = RuntimeError("Connection closed by peer in the middle of a message")
+        failure = self._peer_error(execution, error)
+        self._groups.close_connections()
+        self.fail(failure)
+
+    def give_up(self) -> bool:
+        """Set the error where a message has not ended since :meth:`fail_without`.
+
+        Return whether there is one.
+        """
+        tokens = self._given_up & self._under_way.keys()
+        for token in tokens:
+            execution = self._under_way.pop(token)
+            failure = self._failure_of(execution)
+            assert failure is not None
+            self._set_error(execution, failure)
+        self._given_up.clear()
+        return bool(tokens)
+
+    @abstractmethod
+    def _needs_all_peers(self) -> bool:
+        """Return whether what is under way fails on all ranks if a peer has gone."""
 
     @abstractmethod
     def fail(self, error: CommHookError) -> None:
@@ -92,6 +141,8 @@ class Executor(ABC):
         if collective.is_vote:
             stage = 0
         try:
+            if collective.nbytes >= _LARGE_BYTES:
+                self._groups.watch(collective.members, self._on_loss)
             # No local variable may hold the stage group: abandon() has to drop its last reference.
             execution.work = collective.start(self._groups.open(stage, collective.members))
         except CommHookPeerError as error:

@@ -23,7 +23,7 @@ If a hook has sent nothing in a step, there is no vote.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -65,6 +65,7 @@ class HookScheduler(Executor):
         stream: The stream on which the executions run; the current one in all calls.
         collector: Gets the record of each execution that succeeds.
         exchanges: What runs the exchanges that the hook begins.
+        on_loss: See :class:`Executor`.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class HookScheduler(Executor):
         collector: StatsCollector,
         watch: Watch,
         exchanges: Exchanges,
+        on_loss: Callable[[int], None],
     ) -> None:
-        super().__init__(group.rank(), groups, watch, itertools.count())
+        super().__init__(group.rank(), groups, watch, itertools.count(), on_loss)
         self._hook = hook
         self._group = group
         self._stream = stream
@@ -131,6 +133,11 @@ class HookScheduler(Executor):
                 self._exchanges.drop(error)
         finally:
             self._end_all(error)
+
+    def _needs_all_peers(self) -> bool:
+        """No rank gets past the vote before this one has issued it."""
+        has_voted = any(each.operation == "vote" for each in self._under_way.values())
+        return self._state.phase is Phase.SENDING and not has_voted
 
     def _begin_step(self) -> None:
         self._handed_over.clear()

@@ -15,6 +15,7 @@ from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
+from commhooks.runtime.executor import Executor
 from commhooks.runtime.runner_thread import RunnerThread
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
@@ -22,6 +23,12 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 
 __all__ = ["ThreadedRunner"]
+
+_GRACE_SECONDS = 2.0
+"""Most of what is on its way when a peer goes fails or completes within this time."""
+
+_GRACE_OF_EXCHANGES = 30.0
+"""Without a vote, a peer may have completed all, and leave, while this rank still receives."""
 
 
 class ThreadedRunner:
@@ -52,12 +59,22 @@ class ThreadedRunner:
         self._thread = thread = RunnerThread("commhooks", groups, self._stream)
 
         # No function may refer to self, because the threads must not keep the runner alive.
+        def lose_peer(epoch: int) -> None:
+            _end_without_peer(thread, scheduler, groups, epoch, _GRACE_SECONDS)
+
         def continue_after(exchange: ExchangeExecution) -> None:
             thread.call(lambda: scheduler.continue_after(exchange))
 
         self._exchanges = _Exchanges(group, token, self._stream, continue_after)
         self._scheduler = scheduler = HookScheduler(
-            hook, group, groups, self._stream, self.collector, thread.queue.watch, self._exchanges
+            hook,
+            group,
+            groups,
+            self._stream,
+            self.collector,
+            thread.queue.watch,
+            self._exchanges,
+            lose_peer,
         )
         thread.executor = scheduler
         self._finalizer = weakref.finalize(
@@ -107,10 +124,14 @@ class _Exchanges:
         stream: SideStream,
         on_end: Callable[[ExchangeExecution], None],
     ) -> None:
-        self._groups = StageGroups(group, token, purpose="exchanges")
-        self.thread = RunnerThread("commhooks-exchange", self._groups, stream)
-        self._scheduler = ExchangeScheduler(
-            group.rank(), self._groups, self.thread.queue.watch, on_end
+        self._groups = groups = StageGroups(group, token, purpose="exchanges")
+        self.thread = thread = RunnerThread("commhooks-exchange", groups, stream)
+
+        def lose_peer(epoch: int) -> None:
+            _end_without_peer(thread, scheduler, groups, epoch, _GRACE_OF_EXCHANGES)
+
+        self._scheduler = scheduler = ExchangeScheduler(
+            group.rank(), groups, thread.queue.watch, on_end, lose_peer
         )
         self.thread.executor = self._scheduler
         self._are_dropped = threading.Event()
@@ -143,6 +164,22 @@ class _Exchanges:
             self.thread.call(lambda: self._scheduler.when_idle(function))
         else:
             function()
+
+
+def _end_without_peer(
+    thread: RunnerThread, executor: Executor, groups: StageGroups, epoch: int, grace: float
+) -> None:
+    """See Note [Messages that never end] in comm/peer_watch.py. Runs on a thread of its own."""
+
+    def end() -> None:
+        if executor.give_up():
+            thread.queue.forget()
+        executor.fail_without(epoch)
+
+    is_noticed = False
+    while not is_noticed and not groups.is_closed_within(grace):
+        is_noticed = groups.epoch != epoch
+        thread.call(end)
 
 
 def _stop(threads: Sequence[RunnerThread], pid: int) -> None:

@@ -73,6 +73,18 @@ struct CompletionQueue::Waiter {
     state->changed.notify_one();
   }
 
+  // Leaves the item that `other` waits for.
+  void take_items_of(Waiter& other) {
+    std::deque<Item> items;
+    {
+      const Lock lock(other.state->mutex);
+      items.swap(other.state->items);
+    }
+    for (Item& item : items) {
+      add(std::move(item));
+    }
+  }
+
   std::shared_ptr<State> state;
 };
 
@@ -104,6 +116,15 @@ void CompletionQueue::watch(
     waiter = std::make_unique<Waiter>(tokens_);
   }
   waiter->add({work, token});
+}
+
+void CompletionQueue::forget() {
+  const Lock lock(waiters_mutex_);
+  for (auto& [stage, waiter] : waiters_) {
+    auto next = std::make_unique<Waiter>(tokens_);
+    next->take_items_of(*waiter);
+    waiter = std::move(next);
+  }
 }
 
 std::optional<int64_t> CompletionQueue::get(std::optional<std::chrono::duration<double>> timeout) {

@@ -30,6 +30,9 @@ class CompletionQueue {
   // of the calls.
   void watch(const c10::intrusive_ptr<c10d::Work>& work, int64_t token, int64_t stage);
 
+  // Leaves what threads wait for to them, and all other Works to new threads.
+  void forget();
+
   // Waits for a token, or until `timeout` has passed, if there is one.
   std::optional<int64_t> get(std::optional<std::chrono::duration<double>> timeout);
 

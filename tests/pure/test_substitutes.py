@@ -134,6 +134,21 @@ def test_tokens_come_when_works_complete() -> None:
     assert queue.get() == 7
 
 
+def test_works_behind_one_that_never_completes_get_another_thread() -> None:
+    queue: Any = commhooks.pure.CompletionQueue()
+    never, later, last = Work(), Work(), Work()
+    for token, work in enumerate([never, later]):
+        queue.watch(work, token, 0)
+    later.may_end.set()
+    last.may_end.set()
+    assert queue.get(0.01) is None
+    queue.forget()
+    queue.watch(last, 2, 0)
+    assert [queue.get(60), queue.get(60)] == [1, 2]
+    never.may_end.set()
+    assert queue.get(60) == 0
+
+
 def test_the_threads_of_a_queue_end_with_it() -> None:
     before = set(threading.enumerate())
     queue: Any = commhooks.pure.CompletionQueue()

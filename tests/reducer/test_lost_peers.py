@@ -1,7 +1,12 @@
 """A peer that dies raises CommHookPeerError in whatever the others do next. Note [Lost peers]."""
 
+import functools
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,9 +18,10 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks import DistributedDataParallel
+from commhooks import DistributedDataParallel, GradBucket
 from commhooks.comm import stage_groups
 from commhooks.comm.stage_groups import StageGroups
+from commhooks.runtime import threaded_runner
 from reducer import init_sync
 from reducer.join import StepPlan
 from reducer.peers import is_peer_loss
@@ -323,6 +329,69 @@ def test_a_rank_that_dies_while_a_hook_connects(ranks: DyingRanks) -> None:
     for raised in found:
         assert raised.kind == "CommHookPeerError", raised
     assert any("the ranks of collective 0 of a hook cannot meet" in raised.text for raised in found)
+
+
+MUCH = 48 << 20
+
+
+@dataclass
+class SendsMuch(commhooks.CommHook):
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        await send_much(comm)
+        return bucket.buffer()
+
+
+@dataclass
+class SendsMuchInBackground(commhooks.CommHook):
+    begun = None
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        if self.begun is None:
+            self.begun = comm.begin(send_much)
+        else:
+            await self.begun
+        return bucket.buffer()
+
+
+async def send_much(comm: commhooks.Communicator) -> Tensor:
+    exchange = comm.all_to_all(torch.ones(comm.size, MUCH, dtype=torch.uint8))
+    die_halfway(exchange.result)
+    return await exchange
+
+
+def die_halfway(received: Tensor) -> None:
+    """Let rank 0 kill the last rank once it has received half a message from it."""
+    store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        store.set("pid", str(os.getpid()))
+    elif dist.get_rank() == 0:
+        pid, half = int(store.get("pid")), received[last]
+        threading.Thread(target=stop_halfway, args=(half, pid)).start()
+
+
+def stop_halfway(received: Tensor, pid: int) -> None:
+    while not received[0]:
+        time.sleep(0)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)  # for what is in the buffers of the socket
+    assert not received[-1]
+    os.kill(pid, signal.SIGKILL)
+
+
+def die_in_a_message(_: Die, hook: Any) -> None:
+    threaded_runner._GRACE_OF_EXCHANGES = 2.0
+    model = quiet()
+    commhooks.register(model, hook)
+    for _ in range(2):
+        step(model)
+
+
+@pytest.mark.parametrize("hook", [SendsMuch(), SendsMuchInBackground()])
+def test_a_rank_that_dies_in_the_middle_of_a_message(ranks: DyingRanks, hook: Any) -> None:
+    """Gloo does not tell: Note [Messages that never end]."""
+    for raised in ranks.run(functools.partial(die_in_a_message, hook=hook)):
+        assert raised.kind == "CommHookPeerError", raised
+        assert raised.seconds < LIMIT_SECONDS / 2
 
 
 class NeverConnects:

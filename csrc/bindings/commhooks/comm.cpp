@@ -35,6 +35,9 @@ A queue of integer tokens on which one thread can wait for many collectives.)")
 Append `token` once `work` has completed, with or without an error. The thread that completes the
 work does not take the GIL. Works without a future (point-to-point on Gloo) are waited for in the
 order of the calls, by one thread per `stage`.)")
+      .def("forget", &CompletionQueue::forget, py::call_guard<py::gil_scoped_release>(), R"(
+Let new threads wait for the works that no thread waits for yet, and for later ones. Call it when
+some work may never complete.)")
       .def(
           "get",
           [](CompletionQueue& self, std::optional<double> timeout_seconds) {

@@ -1,0 +1,105 @@
+"""Notices that a peer has gone, also while a message is on its way.
+
+Note [Messages that never end]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+When a connection of Gloo closes, whatever waits for it fails at once, except for a message that is
+on its way at that moment: nobody is told that it has ended, so its Work completes only with the
+timeout (torch 2.13). A small message is on its way for no time, but one of megabytes over a slow
+link is for most of a step.
+
+Therefore, before ranks exchange a large message for the first time, each connects to its neighbors
+in the ring of these ranks by two more process groups, and posts a receive on each that is never
+satisfied::
+
+    rank 0 ── rank 1 ── rank 2 ── rank 3 ── rank 0
+
+Such a receive is not on its way, so it fails as soon as the neighbor is gone. The neighbor closes
+these connections as well when it fails, so all ranks of the ring get to know. It costs a thread for
+each connection, which sleeps.
+
+A rank whose neighbor is gone in the middle of a step waits a few seconds for what is on its way,
+because most of it fails or completes by itself; longer in an exchange, of which the neighbor may
+have sent all before it left. Then it closes its connections, and what still has not ended never
+will: nothing can write to its memory any more. Its Works, and the tensors that they refer to, live
+on in the thread that waits for them.
+
+The reducer's own averages need no watch: a ring all-reduce of Gloo also waits for messages that are
+not on their way yet, and these fail at once.
+"""
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from reducer.peers import close_connections
+
+__all__ = ["PeerWatch", "ring_pairs"]
+
+_TAG = 0
+_FOREVER = timedelta(days=10_000)
+
+
+class PeerWatch:
+    """Calls ``on_loss`` on a thread of its own when a neighbor has gone.
+
+    Args:
+        pairs: Process groups of two ranks, this one and a neighbor.
+        on_loss: What to call, once at most, unless :meth:`close` was called before.
+    """
+
+    def __init__(self, pairs: Sequence[Any], on_loss: Callable[[], None]) -> None:
+        self._pairs = list(pairs)
+        self._on_loss: Callable[[], None] | None = on_loss
+        self._lock = threading.Lock()
+        for pair in self._pairs:
+            work = pair.recv([torch.empty(1)], 1 - pair.rank(), _TAG)
+            name = "commhooks-watch"
+            thread = threading.Thread(target=self._wait, args=(work,), name=name, daemon=True)
+            _threads.add(thread)
+            thread.start()
+
+    def close(self) -> None:
+        """Close the connections, which the neighbors see."""
+        with self._lock:
+            self._on_loss = None
+        for pair in self._pairs:
+            close_connections(pair)
+        self._pairs.clear()
+
+    def _wait(self, work: Work) -> None:
+        with suppress(RuntimeError):
+            work.wait(_FOREVER)
+        with self._lock:
+            on_loss, self._on_loss = self._on_loss, None
+        if on_loss is not None:
+            on_loss()
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _join_threads() -> None:
+    # A thread that returns from C++ while the interpreter shuts down would crash it. The threads of
+    # runners have ended before, and have closed all connections.
+    for thread in list(_threads):
+        thread.join(2.0)
+
+
+def ring_pairs(rank: int, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the pairs of neighbors in the ring of ``ranks`` that ``rank`` is in.
+
+    All ranks connect to their neighbors in an order in which no rank waits for more than two others
+    that wait themselves.
+    """
+    size, own = len(ranks), ranks.index(rank)
+    steps = [(i, (i + 1) % size) for i in range(size if size > 2 else size - 1)]
+    order = sorted(steps, key=lambda pair: (pair[0] % 2, pair[0] == size - 1, pair[0]))
+    return [(min(ranks[a], ranks[b]), max(ranks[a], ranks[b])) for a, b in order if own in (a, b)]
