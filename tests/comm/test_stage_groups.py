@@ -26,11 +26,13 @@ class _InTurn(StageGroups):
 
 def connect_both(rank: int, size: int) -> list[int]:
     group, begins = dist.distributed_c10d._get_default_group(), threading.Event()
+    kept: list[_InTurn] = []  # until the peer has connected, too
     found: list[int] = []
 
     def connect(number: int) -> None:
         groups = _InTurn(group, 77, purpose=f"{number}")
         groups.begins, groups.is_first = begins, number == rank
+        kept.append(groups)
         found.append(groups.open(0).size())
 
     threads = [threading.Thread(target=connect, args=(number,)) for number in range(2)]
@@ -38,6 +40,7 @@ def connect_both(rank: int, size: int) -> list[int]:
         thread.start()
     for thread in threads:
         thread.join()
+    dist.barrier()
     return found
 
 
