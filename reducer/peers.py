@@ -47,7 +47,8 @@ _SIGNS = re.compile(
 )
 # NCCL reports some mistakes of the caller as DistBackendError, too.
 _MISTAKES = re.compile(r"invalid usage|invalid argument|Duplicate GPU")
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0  # for the notes of others
+_STORE_SECONDS = 4.0  # for the answers of the store
 _AT_ONCE = timedelta(milliseconds=1)
 _TAG = 0x70656572  # of messages that are never sent
 
@@ -120,10 +121,11 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def _without_note(store: Store, ranks: list[int]) -> list[int]:
     deadline = time.monotonic() + _GRACE_SECONDS
-    while ranks and time.monotonic() < deadline:
+    while True:
         ranks = [rank for rank in ranks if not store.check([f"rank {rank}"])]
+        if not ranks or time.monotonic() > deadline:
+            return ranks
         time.sleep(0.01)
-    return ranks
 
 
 def _others_closed(group: dist.ProcessGroup) -> list[int]:
@@ -165,5 +167,5 @@ def _limited(call: Callable[[], T]) -> T | None:
 
     thread = threading.Thread(target=run, name="commhooks-peers", daemon=True)
     thread.start()
-    thread.join(2 * _GRACE_SECONDS)
+    thread.join(_STORE_SECONDS)
     return results[0] if results else None

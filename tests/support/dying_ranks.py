@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -33,7 +34,8 @@ class DyingRanks:
     """A context manager of ``size`` ranks; the last one is a new process in each run.
 
     ``run(fn, ...)`` runs ``fn(die, ...)`` on all ranks, in a new Gloo process group. ``die()`` ends
-    the last rank, and does nothing on the others. Forking a rank takes a fraction of a second.
+    the last rank. On the others it sets the time-out of the group, because what succeeds may take
+    long on a loaded machine. Forking a rank takes a fraction of a second.
     """
 
     def __init__(self, size: int) -> None:
@@ -50,8 +52,8 @@ class DyingRanks:
     ) -> list[Raised]:
         """Return what ``fn`` raised on each surviving rank.
 
-        ``how``: killed, stopped, exits or raises. ``timeout`` is that of the process group. On NCCL
-        the host waits for collectives.
+        ``how``: killed, stopped, exits or raises. ``timeout`` is that of the process group after
+        ``die()``. On NCCL the host waits for collectives.
         """
         store = local_store()
         victim = RankProcess((), {}, keep_log=True)
@@ -100,14 +102,13 @@ def _run(
     torch.manual_seed(0)
     torch.set_num_threads(1)
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # or torch's watchdog ends the process
-    join_group(rank, size, "127.0.0.1", port, timeout, backend=backend)
-    if timeout == LIMIT_SECONDS:
-        # Without time-outs, a rank has left its note before its connections close.
-        peers._GRACE_SECONDS = 0.05
+    join_group(rank, size, "127.0.0.1", port, LIMIT_SECONDS, backend=backend)
+    # Without time-outs, a rank has left its note before its connections close.
+    peers._GRACE_SECONDS = 0.05 if timeout == LIMIT_SECONDS else 2.0
     start = time.monotonic()
     raised = Raised("", "", 0.0)
     try:
-        fn(lambda: _die(how) if rank == size - 1 else None, *args)
+        fn(lambda: _die(how) if rank == size - 1 else _set_timeout(timeout), *args)
     except RuntimeError as error:
         raised = Raised(type(error).__name__, str(error), time.monotonic() - start)
     except KeyboardInterrupt:  # of the dying rank: most programs end with their exception
@@ -125,6 +126,10 @@ def _die(how: str) -> None:
     if how == "exits":
         os._exit(3)
     os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+
+
+def _set_timeout(seconds: float) -> None:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def _leave() -> None:
