@@ -10,6 +10,8 @@ from torch import Tensor
 
 from commhooks.pure.block_scales import find_scales
 from commhooks.pure.codes import (
+    E4M3,
+    E5M2,
     Codes,
     Fp8,
     GroupCodes,
@@ -291,12 +293,12 @@ def level_codec(
 
 def fp8_codec(number_format: str, block_size: int) -> CpuBlockCodec:
     """Return a codec for 8-bit floating point: e4m3 or e5m2."""
-    formats = {"e4m3": (3, 7, 448), "e5m2": (2, 15, 57344)}
+    formats = {"e4m3": E4M3, "e5m2": E5M2}
     require(
         number_format in formats,
         f"Expected format to be 'e4m3' or 'e5m2', found '{number_format}'.",
     )
-    return CpuBlockCodec(Fp8(*formats[number_format]), block_size)
+    return CpuBlockCodec(Fp8(formats[number_format]), block_size)
 
 
 def fp4_codec(number_format: str, block_size: int) -> CpuBlockCodec:

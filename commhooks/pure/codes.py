@@ -11,7 +11,19 @@ import numpy as np
 
 from commhooks.pure.random import BlockRandom, Floats, Words
 
-__all__ = ["Codes", "Fp8", "GroupCodes", "Levels", "Mxfp4", "Natural", "Norm", "Nvfp4", "Sign"]
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Codes",
+    "Fp8",
+    "GroupCodes",
+    "Levels",
+    "Mxfp4",
+    "Natural",
+    "Norm",
+    "Nvfp4",
+    "Sign",
+]
 
 
 class Norm(Enum):
@@ -97,10 +109,11 @@ class Levels:
         return np.float32(-self.levels - (self.norm is Norm.SIGNED))
 
 
-class _SmallFloat:
+class SmallFloat:
     """Floating point in a few bits, rounded to nearest even."""
 
-    def __init__(self, bits: int, mantissa: int, bias: int) -> None:
+    def __init__(self, bits: int, mantissa: int, bias: int, largest: int) -> None:
+        self.largest = np.float32(largest)
         self._sign = np.uint32(1 << (bits - 1))
         self._to_sign = np.uint32(32 - bits)
         self._mantissa = mantissa
@@ -133,8 +146,9 @@ class _SmallFloat:
         return np.where(codes & self._sign, -size, size)
 
 
-_E2M1 = _SmallFloat(4, 1, 1)
-_E4M3 = _SmallFloat(8, 3, 7)
+E2M1 = SmallFloat(4, 1, 1, 6)
+E4M3 = SmallFloat(8, 3, 7, 448)
+E5M2 = SmallFloat(8, 2, 15, 57344)
 
 
 class Fp8:
@@ -143,12 +157,11 @@ class Fp8:
     bits = 8
     norm = Norm.LARGEST
 
-    def __init__(self, mantissa: int, bias: int, largest: int) -> None:
-        self._format = _SmallFloat(8, mantissa, bias)
-        self._largest = np.float32(largest)
+    def __init__(self, number_format: SmallFloat) -> None:
+        self._format = number_format
 
     def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
-        return largest / self._largest
+        return largest / self._format.largest
 
     def encode(self, ratios: Floats, random: BlockRandom) -> Words:  # noqa: ARG002
         return self._format.encode(ratios)
@@ -164,10 +177,10 @@ class _Fp4:
     norm = Norm.LARGEST
 
     def encode(self, ratios: Floats, random: BlockRandom) -> Words:  # noqa: ARG002
-        return _E2M1.encode(np.clip(ratios, np.float32(-6), np.float32(6)))
+        return E2M1.encode(np.clip(ratios, -E2M1.largest, E2M1.largest))
 
     def decode(self, codes: Words) -> Floats:
-        return _E2M1.decode(codes)
+        return E2M1.decode(codes)
 
 
 class Mxfp4(_Fp4):
@@ -193,13 +206,13 @@ class Nvfp4(_Fp4):
     group = 16
 
     def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
-        return largest / np.float32(6 * 448)
+        return largest / (E2M1.largest * E4M3.largest)
 
     def group_codes(self, ratios: Floats) -> Words:
-        return _E4M3.encode(ratios * (np.float32(1) / np.float32(6)))
+        return E4M3.encode(ratios * (np.float32(1) / E2M1.largest))
 
     def group_scales(self, codes: Words) -> Floats:
-        return _E4M3.decode(codes)
+        return E4M3.decode(codes)
 
 
 class Natural:

@@ -14,14 +14,15 @@
 namespace commhooks::codecs {
 
 struct Fp4 {
-  static constexpr int kBits = 4;
+  using Format = E2M1Format;
+  static constexpr int kBits = Format::kBits;
   static constexpr Norm norm = Norm::kLargest;
-  using Format = SmallFloat<4, 1, 1>;
 
-  // Larger numbers become 6. They are compared as integers, which compilers vectorize.
+  // Larger numbers become the largest. They are compared as integers, which compilers vectorize.
   COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
     const u32 magnitude = magnitude_bits(ratio);
-    const u32 clamped = select(magnitude < bits_of(6.0f), magnitude, bits_of(6.0f));
+    const u32 largest = bits_of(Format::kLargest);
+    const u32 clamped = select(magnitude < largest, magnitude, largest);
     return Format::encode(float_of(clamped | (bits_of(ratio) & 0x80000000u)));
   }
 
@@ -50,18 +51,19 @@ struct Mxfp4 : Fp4 {
 };
 
 struct Nvfp4 : Fp4 {
+  using GroupFormat = E4M3Format;
   static constexpr int kGroup = 16;
 
   COMMHOOKS_HD float scale(float largest, float /*norm*/) const {
-    return largest / (6.0f * 448.0f);
+    return largest / (Format::kLargest * GroupFormat::kLargest);
   }
 
   COMMHOOKS_HD u32 group_code(float largest) const {
-    return SmallFloat<8, 3, 7>::encode(largest * (1.0f / 6.0f));
+    return GroupFormat::encode(largest * (1.0f / Format::kLargest));
   }
 
   COMMHOOKS_HD float group_scale(u32 code) const {
-    return SmallFloat<8, 3, 7>::decode(code);
+    return GroupFormat::decode(code);
   }
 };
 

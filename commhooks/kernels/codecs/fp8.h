@@ -13,15 +13,14 @@
 
 namespace commhooks::codecs {
 
-template <int mantissa, int bias, int largest>
+template <typename Format>
 struct Fp8 {
-  static constexpr int kBits = 8;
+  static constexpr int kBits = Format::kBits;
   static constexpr int kGroup = 0;
   static constexpr Norm norm = Norm::kLargest;
-  using Format = SmallFloat<8, mantissa, bias>;
 
-  COMMHOOKS_HD float scale(float block_largest, float /*norm*/) const {
-    return block_largest / (float)largest;
+  COMMHOOKS_HD float scale(float largest, float /*norm*/) const {
+    return largest / Format::kLargest;
   }
 
   COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
@@ -33,7 +32,7 @@ struct Fp8 {
   }
 };
 
-using E4M3 = Fp8<3, 7, 448>;
-using E5M2 = Fp8<2, 15, 57344>;
+using E4M3 = Fp8<E4M3Format>;
+using E5M2 = Fp8<E5M2Format>;
 
 }  // namespace commhooks::codecs

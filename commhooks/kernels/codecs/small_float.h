@@ -6,8 +6,11 @@
 
 namespace commhooks::codecs {
 
-template <int bits, int mantissa, int bias>
+template <int bits, int mantissa, int bias, int largest>
 struct SmallFloat {
+  static constexpr int kBits = bits;
+  static constexpr float kLargest = largest;
+
   // Rounds to nearest even. The magnitude must not round to more than the largest number.
   static COMMHOOKS_HD u32 encode(float number) {
     const u32 magnitude = magnitude_bits(number);
@@ -39,5 +42,10 @@ struct SmallFloat {
   static constexpr float kSmallest = power_of_two(1 - bias - mantissa);
   static constexpr float kAnchor = kSmallest * 0x1p23f;
 };
+
+// The formats of fp4.h and fp8.h.
+using E2M1Format = SmallFloat<4, 1, 1, 6>;
+using E4M3Format = SmallFloat<8, 3, 7, 448>;
+using E5M2Format = SmallFloat<8, 2, 15, 57344>;
 
 }  // namespace commhooks::codecs
