@@ -46,4 +46,4 @@ def connect_both(rank: int, size: int) -> list[int]:
 
 def test_a_thread_that_connects_does_not_lock_out_the_other_one(run_ranks: Any) -> None:
     """Each rank first connects what the other one connects last."""
-    assert run_ranks(connect_both, 2, timeout=20) == [[2, 2]] * 2
+    assert run_ranks(connect_both, 2) == [[2, 2]] * 2
