@@ -1,7 +1,7 @@
 """The command line, ``commhooks``; needs the extra ``commhooks[cli]``.
 
-Imports: costs, errors, extensions, hook, lab, lab.comparison, lab.models, lab.planning,
-lab.simulation, planning.
+Imports: algorithms.adaptive, costs, errors, extensions, hook, lab, lab.comparison, lab.models,
+lab.planning, lab.simulation, planning.
 """
 
 import signal

@@ -7,6 +7,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES, default_specs
 from commhooks.cli.parameters import (
     FILE,
     IMAGE,
@@ -24,7 +25,7 @@ from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of
 from commhooks.lab.simulation import BASELINE, NCCL, Job
 from commhooks.lab.units import format_duration, format_rate
-from commhooks.planning import DEFAULT_CANDIDATES, Plan, Problem, solve
+from commhooks.planning import Plan, Problem, solve
 
 __all__ = ["plan"]
 
@@ -65,7 +66,7 @@ class _Error(click.ParamType):  # type: ignore[type-arg]
 )
 @hooks_option(
     "Hooks to choose from, for example bf16,powersgd:rank=4. Plain averaging (allreduce) is always "
-    f"added. Default: {', '.join(DEFAULT_CANDIDATES)}.",
+    f"added. Default: {', '.join(DEFAULT_CANDIDATES)}, and those that other packages declare.",
     name="--candidates",
     required=False,
 )
@@ -135,7 +136,7 @@ def plan(
 
 def _specs(candidates: Sequence[HookSpec]) -> list[HookSpec]:
     """Return each candidate once, plain averaging first."""
-    others = candidates or [parse_hook_spec(text) for text in DEFAULT_CANDIDATES]
+    others = candidates or [parse_hook_spec(text) for text in default_specs()]
     specs = [parse_hook_spec(BASELINE), *others]
     return list({str(spec): spec for spec in specs}.values())
 

@@ -124,7 +124,7 @@ class CommHook:
     is_candidate: ClassVar[bool] = False
     """Whether ``auto`` considers the hook, with its default options, unless the user names others.
 
-    For hooks of other packages; those of this package are in planning/candidates.py.
+    For hooks of other packages; those of this package are in algorithms/adaptive/candidates.py.
     """
     needs: ClassVar[tuple[str, ...]] = ()
     """What registering the hook by its name alone needs, besides options without a default."""

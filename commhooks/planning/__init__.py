@@ -10,13 +10,11 @@ docs/design/2026-11-22-auto.md.
 Imports: costs, errors.
 """
 
-from commhooks.planning.candidates import DEFAULT_CANDIDATES
 from commhooks.planning.plan import Plan, Row
 from commhooks.planning.problem import BucketTimes, Choice, Group, Problem
 from commhooks.planning.solver import solve, timelines
 
 __all__ = [
-    "DEFAULT_CANDIDATES",
     "BucketTimes",
     "Choice",
     "Group",

@@ -46,14 +46,15 @@ from commhooks.algorithms.adaptive.fixed_plan import (
     plan_of,
     positions_of,
 )
-from commhooks.algorithms.adaptive.groups import ParameterGroup, group_parameters
+from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
+from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
 from commhooks.algorithms.adaptive.observation import Observation, observe
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.trial import Trial
 from commhooks.algorithms.adaptive.watch import Watch
 from commhooks.algorithms.exact.allreduce import AllReduce
-from commhooks.algorithms.wrappers.route_rules import Matcher, Rule
+from commhooks.algorithms.wrappers.route_rules import Rule
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import (
     CommHookError,
@@ -116,8 +117,8 @@ class Auto(CommHook):
     """The limit: relative to the norm of the exact average, or a hook whose error on the same
     gradients is the limit."""
     candidates: list[Candidate] | None = None
-    """The hooks to choose from, besides plain averaging. None: those of planning/candidates.py, and
-    hooks of other packages with ``is_candidate``."""
+    """The hooks to choose from, besides plain averaging. None: those of candidates.py, and hooks of
+    other packages with ``is_candidate``."""
     exact: list[Rule] = field(default_factory=lambda: ["@1d", "@embedding"])
     """Rules, as those of ``route``, for parameters that are always averaged exactly."""
     plan: PlanOption = field(default=None, repr=False, compare=False)
@@ -156,16 +157,16 @@ class Auto(CommHook):
         elif self.candidates is None:
             self.candidates = default_candidates()
         for i, hook in enumerate(self.candidates):
-            check_candidate(hook, f"candidates.{i}", self.name)
+            check_candidate(hook, f"option 'candidates.{i}' of hook {self.name!r}")
         if isinstance(self.error, CommHook):
-            check_candidate(self.error, "error", self.name)
+            check_candidate(self.error, f"option 'error' of hook {self.name!r}")
         elif not self.error >= 0:
             raise CommHookOptionError(
                 f"option 'error' of hook {self.name!r}: expected at least 0, found {self.error}"
             )
         self._hooks = [AllReduce(), *(h for h in self.candidates if type(h) is not AllReduce)]
         self._table = HookTable(self._hooks, {})
-        self._matchers()
+        exact_names(self.exact, {}, self.roles)
 
     @property
     def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
@@ -223,6 +224,8 @@ class Auto(CommHook):
             self._measure_norms(bucket, average, control)
         if sample is not None and trying is not None:
             await self._try(trying, sample, comm, control)
+        if bucket.index() == 0 and (elements := control.probe_elements(bucket.step)):
+            await self._probe(elements, bucket.buffer().device, comm, control)
         return average
 
     def metrics(self) -> dict[str, float]:
@@ -287,18 +290,11 @@ class Auto(CommHook):
 
     # --------------------------------------------------------------------------------- parts of it
 
-    def _matchers(self) -> list[Matcher]:
-        rules = enumerate(map(str, self.exact))
-        return [Matcher.of(rule, f"exact.{i}", self.roles or {}) for i, rule in rules]
-
     def _prepare_candidates(
         self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> list[int]:
         """Return the positions of the hooks that can average this model."""
-        matchers = self._matchers()
-        self._exact_names = {
-            name for name, p in parameters.items() if any(m.matches(name, p) for m in matchers)
-        }
+        self._exact_names = exact_names(self.exact, parameters, self.roles)
         is_default = self.candidates == default_candidates()
         usable = []
         for i, hook in enumerate(self._hooks):
@@ -450,6 +446,16 @@ class Auto(CommHook):
         control.window.trials[sample.step] = outcome
         self._spend(outcome.seconds, control.window.trial_seconds)
 
+    async def _probe(
+        self, elements: int, device: torch.device, comm: Communicator, control: Controller
+    ) -> None:
+        """Average zeros, so that the link can be seen; see link_watch.py."""
+        seen = Observation(control.window.links.add)
+        zeros = torch.zeros(elements, device=device)
+        for _ in range(PROBE_MESSAGES):
+            await observe(_all_reduce(zeros, comm), seen)
+        self._spend(seen.link_seconds, control.window.probe_seconds)
+
     def _spend(self, seconds: float, noted: list[float]) -> None:
         self._spent_ns += int(seconds * 1e9)
         noted.append(seconds)
@@ -462,6 +468,10 @@ class Auto(CommHook):
             of_group = [views[name] for name in group.names]
             norms = torch._foreach_norm(of_group)  # noqa: SLF001
             control.window.squares[i] = torch.stack(norms).double().square().sum()
+
+
+async def _all_reduce(message: Tensor, comm: Communicator) -> Tensor:
+    return await comm.all_reduce(message)
 
 
 async def _all_gather(message: Tensor, comm: Communicator) -> Tensor:

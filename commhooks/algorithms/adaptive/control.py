@@ -13,7 +13,8 @@ from typing import Any
 from commhooks.algorithms.adaptive.fit import Cost
 from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
 from commhooks.algorithms.adaptive.knowledge import Knowledge
-from commhooks.algorithms.adaptive.link import LinkTimes, backend_of
+from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, tensor_bytes
+from commhooks.algorithms.adaptive.link_watch import LinkWatch
 from commhooks.algorithms.adaptive.report import Agreed, Window, combine
 from commhooks.algorithms.adaptive.schedule import Schedule
 from commhooks.algorithms.adaptive.situation import Situation
@@ -32,6 +33,7 @@ _OTHER_NORM = 0.5
 _NORMS = 3
 """Reports whose norms count: their median."""
 _PLANNING_SHARE = 0.005
+"""Of the time of training, for plans and probes."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,10 @@ class Controller:
         self._window_start = 0
         self._basis: _Basis | None = None
         self._agreed: Agreed | None = None
-        self._link: Cost | None = None
+        self._link = LinkWatch()
+        self._probe_step = -1
+        self._probe_seconds = 0.0
+        """What all probes have taken."""
         self._norms: dict[str, list[float]] = {}
         self._planning_seconds = math.nan
         self._plans = 0
@@ -145,6 +150,12 @@ class Controller:
         number = self.schedule.trial(step) if self.schedule else None
         chosen = None if number is None else self._choose(number, step)
         return None if chosen is None or number is None else (*chosen, number)
+
+    def probe_elements(self, step: int) -> int:
+        """Return the elements of each message of the probe in this step, 0 if there is none."""
+        if step != self._probe_step:
+            return 0
+        return math.ceil(tensor_bytes("all_reduce", self._link.probe_bytes(), self._size) / 4)
 
     def reports(self, step: int) -> bool:
         """Return whether ranks report at the beginning of this step."""
@@ -198,7 +209,8 @@ class Controller:
             if math.isfinite(norm):
                 self._add_norm(group, norm)
         self._agreed = agreed
-        self._link = agreed.link or self._link
+        self._link.take(agreed.link, step, most_steps=self._replan)
+        self._probe_seconds += agreed.probe_seconds if agreed.probe_seconds > 0 else 0.0
         self._window_start = step
         self.schedule = self.schedule.paced(
             step,
@@ -207,6 +219,7 @@ class Controller:
             report_seconds=agreed.report_seconds,
         )
         self._reconsider(step)
+        self._plan_probe(step)
         self.awaits_confirmation = True
 
     def confirm(self, digests: Sequence[int]) -> bool:
@@ -219,13 +232,14 @@ class Controller:
         if self.proposal is None:
             return False
         self.plan, self.proposal = self.proposal, None
+        self._link.expect_others()
         return True
 
     @property
     def digest(self) -> int:
         """Of the proposal or the plan in use, and of the schedule."""
         plan = self.proposal or self.plan
-        text = f"{plan and plan.digest()} {self.schedule}"
+        text = f"{plan and plan.digest()} {self.schedule} {self._probe_step}"
         return int(hashlib.sha256(text.encode()).hexdigest()[:_DIGITS], 16)
 
     def _reconsider(self, step: int) -> None:
@@ -258,7 +272,7 @@ class Controller:
         self._basis = basis = replace(basis, error=error, limit=situation.limit)
         if error > _BEYOND_LIMIT * situation.limit:
             return f"the error of the plan is {error:.3g}, its limit {situation.limit:.3g}"
-        if not self._may_plan(step):
+        if not self._has_time(step):
             return None
         if _differs(situation.link.per_byte, basis.link.per_byte, _OTHER_RATE):
             rates = (8e-6 / max(c.per_byte, 1e-15) for c in (basis.link, situation.link))
@@ -270,17 +284,23 @@ class Controller:
             return f"{self._replan} steps since the last plan"
         return None
 
-    def _may_plan(self, step: int) -> bool:
-        """Return whether the plans so far have taken a small share of the time."""
+    def _plan_probe(self, step: int) -> None:
+        """Probe the link in the step after the next one, if that is needed."""
+        is_due = self.proposal is None and self._link.wants_probe
+        if is_due and self._has_time(step, self._link.probe_seconds()):
+            self._probe_step = step + 1
+
+    def _has_time(self, step: int, seconds: float = 0.0) -> bool:
+        """Return whether plans and probes have taken a small share of the time."""
         agreed = self._agreed
         if agreed is None or not agreed.planning_seconds >= 0 or not agreed.step_seconds > 0:
             return False
-        spent = self._plans * agreed.planning_seconds
+        spent = self._plans * agreed.planning_seconds + self._probe_seconds + seconds
         return spent <= _PLANNING_SHARE * agreed.step_seconds * (step - self._origin)
 
     def _situation(self) -> Situation | None:
         """Return what is known, None if it is not enough for a plan."""
-        agreed, layout, link = self._agreed, self.layout, self._link
+        agreed, layout, link = self._agreed, self.layout, self._link.cost
         if agreed is None or layout is None or link is None:
             return None
         norms = tuple(self._norm(group) for group in layout.groups)
@@ -360,9 +380,9 @@ class Controller:
     def metrics(self) -> dict[str, float]:
         """Return numbers about the plan in use and the link."""
         found = {"plans": float(len(self.history))}
-        if self._link is not None:
-            found["link_megabits_per_second"] = 8e-6 / max(self._link.per_byte, 1e-15)
-            found["link_round_microseconds"] = self._link.per_unit * 1e6
+        if self._link.cost is not None:
+            found["link_megabits_per_second"] = 8e-6 / max(self._link.cost.per_byte, 1e-15)
+            found["link_round_microseconds"] = self._link.cost.per_unit * 1e6
         if self.plan is not None and self._basis is not None:
             found["error"], found["limit"] = self._basis.error, self._basis.limit
             found["predicted_seconds"] = self.plan.after.step_seconds
@@ -376,6 +396,7 @@ class Controller:
             "norms": self._norms,
             "history": [vars(decision) for decision in self.history],
             "basis": self._basis and vars(self._basis),
+            "link": self._link.to_json(),
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
@@ -387,6 +408,7 @@ class Controller:
         self.history = [Decision(**decision) for decision in data["history"]]
         basis = data["basis"]
         self._basis = basis and _Basis(**{**basis, "link": Cost(*basis["link"])})
+        self._link.load(data["link"])
 
 
 def _basis(situation: Situation, step: int, error: float) -> _Basis:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Cost", "Point", "fit", "quantile"]
+__all__ = ["Cost", "Point", "fit"]
 
 _ROUNDS = 8
 _TRUSTED = 0.05
@@ -50,12 +50,6 @@ def fit(points: Iterable[Point]) -> Cost | None:
             for point, residual in zip(known, residuals, strict=True)
         ]
     return cost
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of the others lie; NaN if there is none."""
-    ordered = sorted(values)
-    return ordered[int(share * (len(ordered) - 1))] if ordered else math.nan
 
 
 def _least_squares(points: Sequence[Point], weights: Sequence[float]) -> Cost:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from commhooks.algorithms.wrappers.route_rules import Matcher, Rule
 from commhooks.hook.base import Role
 
-__all__ = ["Layout", "ParameterGroup", "group_parameters"]
+__all__ = ["Layout", "ParameterGroup", "exact_names", "group_parameters"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,17 @@ class Layout:
     @property
     def elements(self) -> int:
         return sum(group.elements for group in self.groups)
+
+
+def exact_names(
+    rules: Sequence[Rule], parameters: Mapping[str, Tensor], roles: Mapping[str, Role] | None
+) -> set[str]:
+    """Return the names of the parameters that match one of the rules.
+
+    Raises CommHookOptionError for a rule that is none.
+    """
+    matchers = [Matcher.of(str(rule), f"exact.{i}", roles or {}) for i, rule in enumerate(rules)]
+    return {name for name, p in parameters.items() if any(m.matches(name, p) for m in matchers)}
 
 
 def group_parameters(

@@ -87,8 +87,8 @@ class Guard(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_candidate(self.inner, "inner", self.name)
-        check_candidate(self.fallback, "fallback", self.name)
+        check_candidate(self.inner, f"option 'inner' of hook {self.name!r}")
+        check_candidate(self.fallback, f"option 'fallback' of hook {self.name!r}")
         self._table = HookTable([self.inner, self.fallback], {})
         self._trial = Trial(self.inner)
 

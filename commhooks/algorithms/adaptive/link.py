@@ -1,29 +1,80 @@
 """Estimates the link between the ranks from the times of collectives in the run.
 
-The costs of collectives say over how many rounds and with how many bytes each is sent. A fit of
-seconds to both gives the latency of a round and the rate. Of several ranks, the shortest time of a
-collective counts: the others waited for a peer.
+The costs of collectives say over how many rounds and with how many bytes each is sent. The smallest
+show the latency of a round, the largest the rate. Of several ranks, the shortest time counts: the
+others waited for a peer.
+
+Note [Bytes in a row]
+~~~~~~~~~~~~~~~~~~~~~
+Links, switches and limits of clouds have buffers or tokens, so that after a pause some bytes pass
+faster than the rate. Then the time of a message says nothing of the rate, however often it is
+measured. What does is a message that follows so many bytes without a pause that no buffer is left.
+
+So collectives are summed up by *rows*: those without a pause between them in which buffers could
+take up a part that matters. The second half of the bytes of the longest rows shows the rate. Sums
+also do not depend on which of several collectives that are under way completes first. An estimate
+says how long its row was, and link_watch.py decides whether it counts.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
-from commhooks.algorithms.adaptive.fit import Cost, Point, fit, quantile
+from commhooks.algorithms.adaptive.fit import Cost, Point
 from commhooks.algorithms.adaptive.observation import Observed
 from commhooks.costs.gloo import Gloo
 from commhooks.costs.nccl import NCCL
 from commhooks.costs.network import Backend, Link, Network
 from commhooks.costs.step_trace import Collective, Members
 
-__all__ = ["NUMBERS", "LinkTimes", "backend_of", "fit_link", "network_of", "tensor_bytes"]
+__all__ = [
+    "NUMBERS",
+    "Estimate",
+    "LinkTimes",
+    "backend_of",
+    "fit_link",
+    "network_of",
+    "row_class",
+    "tensor_bytes",
+]
 
 _CLASSES = 32
-"""Collectives are told apart by the power of two of their bytes."""
+"""Rows are told apart by the power of two of their bytes."""
 NUMBERS = 3 * _CLASSES
+_SMALL_BYTES = 4096
+"""The time of a smaller collective is that of its rounds."""
+_PART = 1 / 16
+"""A pause in which the link could send a larger part of a collective begins another row."""
+_MOST_ROUNDS = 1 / 8
+"""Of a row's time. Latency is known from few small messages, and processes that wake up late make
+it seem longer, so it must not make the link seem faster by a fifth."""
 _QUANTILE = 0.25
-"""Of the times of equal collectives: most disturbances make them longer."""
+"""Of the times of like rows: most disturbances make them longer."""
 _UNLIMITED = 1e15
+
+
+class Estimate(NamedTuple):
+    """What collectives say about the link."""
+
+    round_seconds: float
+    """NaN if unknown."""
+    row_class: int
+    """Of the longest row; see Note [Bytes in a row]."""
+    last: Point
+    """The second half of such a row."""
+
+    def cost(self, round_seconds: float) -> Cost:
+        """Return the costs of a round, which is given, and of a byte."""
+        units, nbytes, seconds = self.last
+        sending = max(seconds - round_seconds * units, (1 - _MOST_ROUNDS) * seconds)
+        return Cost(round_seconds, sending / max(nbytes, 1.0))
+
+
+def row_class(nbytes: float) -> int:
+    """Return the power of two of a number of bytes."""
+    return min(int(math.log2(nbytes + 1)), _CLASSES - 1)
 
 
 def backend_of(name: str) -> Backend:
@@ -52,6 +103,8 @@ class LinkTimes:
         self._network = network_of(Cost(1.0, 0.0), size)  # so that seconds are rounds
         self._size = size
         self._completed_ns = 0
+        self._row: list[Point] = []
+        self._row_end_ns = 0
         self._points: dict[int, list[Point]] = defaultdict(list)
 
     def add(self, observed: Observed) -> float:
@@ -62,36 +115,69 @@ class LinkTimes:
         """
         start = max(observed.issued_ns, self._completed_ns)
         self._completed_ns = max(observed.completed_ns, self._completed_ns)
-        seconds = (observed.completed_ns - start) * 1e-9
-        if observed.members or seconds <= 0 or self._size < 2:
-            return max(seconds, 0.0)
+        seconds = max((observed.completed_ns - start) * 1e-9, 0.0)
+        if observed.members or self._size < 2:
+            return seconds
         nbytes = tensor_bytes(observed.operation, observed.wire_bytes, self._size)
         collective = Collective(observed.operation, nbytes, Members(1, spans_nodes=True))
         cost = self._backend.cost(collective, self._network)
-        size_class = min(int(math.log2(observed.wire_bytes + 1)), _CLASSES - 1)
-        self._points[size_class].append(Point(cost.latency_seconds, cost.link_bytes, seconds))
+        point = Point(cost.latency_seconds, cost.link_bytes, seconds)
+        if point.bytes < _SMALL_BYTES:
+            self._points[row_class(point.bytes)].append(point)
+        else:
+            self._add_to_row(point, start)
         return seconds
+
+    def _add_to_row(self, point: Point, start_ns: int) -> None:
+        row, pause = _sum(self._row), (start_ns - self._row_end_ns) * 1e-9
+        if pause * row.bytes > _PART * point.bytes * row.seconds:
+            self._end_row()
+        self._row.append(point)
+        self._row_end_ns = self._completed_ns
+
+    def _end_row(self) -> None:
+        """Keep what came after half of the bytes; at least the last collective."""
+        row, self._row = self._row, []
+        total = _sum(row).bytes
+        until = list(accumulate(point.bytes for point in row))
+        later = [p for p, end in zip(row, until, strict=True) if end - p.bytes >= total / 2]
+        last = _sum(later or row[-1:])
+        if last.seconds > 0:
+            self._points[row_class(total)].append(last)
 
     def encode(self) -> list[float]:
         """Return :data:`NUMBERS` numbers: a point for each class, NaN if there is none."""
+        self._end_row()
         numbers = [math.nan] * NUMBERS
         for i, points in self._points.items():
-            (units, nbytes), _ = Counter((p.units, p.bytes) for p in points).most_common(1)[0]
-            equal = [p.seconds for p in points if (p.units, p.bytes) == (units, nbytes)]
-            numbers[3 * i : 3 * i + 3] = units, nbytes, quantile(equal, _QUANTILE)
+            ordered = sorted(points, key=_slowness)
+            numbers[3 * i : 3 * i + 3] = ordered[int(_QUANTILE * (len(ordered) - 1))]
         return numbers
 
     def clear(self) -> None:
         """Forget what has been reported."""
         self._points.clear()
+        self._row = []
 
 
-def fit_link(of_ranks: Iterable[Sequence[float]]) -> Cost | None:
-    """Return the costs of a round and of a byte, from what all ranks encoded; None if unknown."""
-    points: list[Point] = []
+def fit_link(of_ranks: Iterable[Sequence[float]]) -> Estimate | None:
+    """Return what all ranks encoded says together; None if nothing."""
     rows = [[Point(*row[i : i + 3]) for i in range(0, NUMBERS, 3)] for row in of_ranks]
-    for of_class in zip(*rows, strict=True):
+    points: dict[int, Point] = {}
+    for i, of_class in enumerate(zip(*rows, strict=True)):
         known = [point for point in of_class if point.seconds == point.seconds]
         if known:
-            points.append(min(known, key=lambda point: point.seconds))
-    return fit(points)
+            points[i] = min(known, key=_slowness)
+    if not points:
+        return None
+    small = [p.seconds / p.units for p in points.values() if 0 < p.bytes < _SMALL_BYTES]
+    longest = max(points)
+    return Estimate(min(small, default=math.nan), longest, points[longest])
+
+
+def _sum(points: Sequence[Point]) -> Point:
+    return Point(*map(math.fsum, zip(*points, strict=True))) if points else Point(0.0, 0.0, 0.0)
+
+
+def _slowness(point: Point) -> float:
+    return point.seconds / max(point.bytes, 1.0)

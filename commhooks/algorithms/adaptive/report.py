@@ -12,8 +12,7 @@ from statistics import fmean, median
 from torch import Tensor
 
 from commhooks.algorithms.adaptive import link
-from commhooks.algorithms.adaptive.fit import Cost
-from commhooks.algorithms.adaptive.link import LinkTimes
+from commhooks.algorithms.adaptive.link import Estimate, LinkTimes
 from commhooks.algorithms.adaptive.trial import Outcome
 
 __all__ = ["Agreed", "Stage", "TrialRecord", "Window", "combine"]
@@ -70,10 +69,11 @@ class Agreed:
     trial_seconds: float
     report_seconds: float
     planning_seconds: float
+    probe_seconds: float
     cores: float
     launches: tuple[float, ...]
     """For each bucket, from the launch of the one before it."""
-    link: Cost | None
+    link: Estimate | None
     norms: tuple[float, ...]
     """Of the average of each group."""
     runs: tuple[tuple[float, float], ...]
@@ -91,6 +91,7 @@ class Window:
     launches: dict[int, list[float]] = field(default_factory=dict)
     trial_seconds: list[float] = field(default_factory=list)
     report_seconds: list[float] = field(default_factory=list)
+    probe_seconds: list[float] = field(default_factory=list)
     runs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Elements and local seconds of each run, by the position of the hook."""
     squares: dict[int, Tensor] = field(default_factory=dict)
@@ -101,7 +102,8 @@ class Window:
     def clear(self) -> None:
         """Begin again."""
         self.links.clear()
-        for values in (self.steps, self.forwards, self.trial_seconds, self.report_seconds):
+        of_steps = (self.steps, self.forwards)
+        for values in (*of_steps, self.trial_seconds, self.report_seconds, self.probe_seconds):
             values.clear()
         for by_key in (self.launches, self.runs, self.squares, self.trials):
             by_key.clear()
@@ -126,6 +128,7 @@ class Window:
             _median(self.trial_seconds),
             _median(self.report_seconds),
             planning_seconds,
+            sum(self.probe_seconds),
             cores,
             *(_median(self.launches.get(i, ())) for i in range(buckets)),
             *self.links.encode(),
@@ -142,7 +145,7 @@ def combine(
     take = _Reader(rows)
     digests = tuple(int(value) for value in take(1)[0])
     step, forward = _each(take(2), max)
-    trial, report, planning, cores = _each(take(4), min)
+    trial, report, planning, probes, cores = _each(take(5), min)
     return Agreed(
         digests,
         step,
@@ -150,6 +153,7 @@ def combine(
         trial,
         report,
         planning,
+        probes,
         cores,
         tuple(_each(take(buckets), max)),
         link.fit_link(list(zip(*take(link.NUMBERS), strict=True))),
@@ -199,7 +203,7 @@ def _encode_trial(outcome: Outcome | None) -> list[float]:
         stages += [local_ns * 1e-9, float(operation), float(collective.wire_bytes)]
     return [
         outcome.error,
-        float(outcome.squares[1]) ** 0.5,
+        outcome.norm,
         float(outcome.elements),
         float(len(outcome.hook.collectives)),
         *stages,

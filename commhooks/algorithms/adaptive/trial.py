@@ -53,6 +53,11 @@ class Outcome:
         """|average - exact| / |exact|. Waits for the device."""
         return relative_error(*self.squares.tolist())
 
+    @property
+    def norm(self) -> float:
+        """|exact|. Waits for the device."""
+        return math.sqrt(self.squares[1])
+
 
 def relative_error(wrong: float, right: float) -> float:
     """Return the quotient of two norms, given their squares; 0 if both are zero."""

@@ -8,22 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.wrappers.route_rules import Matcher
+from commhooks.algorithms.adaptive.candidates import check_candidate
+from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
 from commhooks.cluster import Ranks
 from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
 from commhooks.costs.gloo import Gloo
 from commhooks.costs.step_trace import BucketTrace, StepTrace
-from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus, is_lossless
+from commhooks.errors import CommHookError
+from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.registry import create
 from commhooks.hook.roles import roles_of
-from commhooks.lab.planning.errors import ErrorMeter
-from commhooks.lab.planning.grouping import BucketGroup, groups_of
+from commhooks.lab.planning.errors import try_hook
 from commhooks.lab.simulation.calibration import measure_gloo
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.measurements import Job
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.planning import BucketTimes
+from reducer import GradBucket
 
 __all__ = ["Measured", "MeasuredGroup", "PlanningJob", "measure_groups"]
 
@@ -42,15 +44,9 @@ class PlanningJob:
     world_size: int
 
     def __post_init__(self) -> None:
-        for rule in self.exact:
-            Matcher.of(rule, "exact", None)  # raises CommHookOptionError before processes start
+        exact_names(self.exact, {}, None)  # raises CommHookOptionError before processes start
         for config in self.configs:
-            hook = create(config)
-            if not has_consensus(hook) or hook.changes_parameters:
-                raise CommHookOptionError(
-                    f"hook {hook!r} cannot be planned: expected hooks that average gradients in "
-                    "the same step, such as int8 or powersgd"
-                )
+            check_candidate(create(config), "candidates")
 
 
 @dataclass(frozen=True)
@@ -100,8 +96,7 @@ def _measure(rank: int, planned: PlanningJob) -> _Result:
     batch = job.make_input(model, rank)
     roles = roles_of(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    matchers = [Matcher.of(rule, "exact", roles) for rule in planned.exact]
-    exact = {n for n, p in parameters.items() if any(m.matches(n, p) for m in matchers)}
+    exact = exact_names(planned.exact, parameters, roles)
     step = profile(
         model,
         lambda wrapped: job.loss(wrapped, batch, rank),
@@ -109,12 +104,13 @@ def _measure(rank: int, planned: PlanningJob) -> _Result:
         alone,
         bucket_cap_mb=job.bucket_cap_mb,
     )
-    groups = [
-        g for i, bucket in enumerate(step.buckets) for g in groups_of(bucket, i, exact, roles)
-    ]
+    buckets = [(bucket.names, bucket.buffer().nbytes) for bucket in step.buckets]
     tracer = _Tracer(planned)
     with torch.no_grad():
-        measured = tuple(_measure_group(each, planned, tracer, roles) for each in groups)
+        measured = tuple(
+            _measure_group(group, step.buckets[group.bucket], planned, tracer, roles)
+            for group in group_parameters(buckets, parameters, exact, roles).groups
+        )
     return measured, _times(step), step.forward_seconds
 
 
@@ -129,17 +125,25 @@ class _Apart(CommHook):
 
 
 def _measure_group(
-    group: BucketGroup, planned: PlanningJob, tracer: "_Tracer", roles: Mapping[str, Any]
+    group: ParameterGroup,
+    bucket: GradBucket,
+    planned: PlanningJob,
+    tracer: "_Tracer",
+    roles: Mapping[str, Any],
 ) -> MeasuredGroup:
     together = cast("dist.ProcessGroup", dist.group.WORLD)
-    meter = ErrorMeter(group.gradients, together, roles, planned.job.first_step)
+    part = BucketPart(bucket, [bucket.names.index(name) for name in group.names])
+    gradients = part.bucket(0, is_last=True)
+    norm = 0.0
     errors: list[float | None] = []
     traces: list[BucketTrace | None] = []
     for config in planned.configs:
         try:
             hook = create(config)
-            errors.append(0.0 if is_lossless(hook) else meter.error_of(hook))
-            traces.append(tracer.trace(config, group, roles))
+            outcome = try_hook(hook, gradients, together, roles, planned.job.first_step)
+            norm = norm or outcome.norm
+            errors.append(0.0 if is_lossless(hook) else outcome.error)
+            traces.append(tracer.trace(config, gradients, roles))
         except CommHookError:  # on all ranks alike
             errors[len(traces) :] = [None]
             traces.append(None)
@@ -147,9 +151,9 @@ def _measure_group(
         names=group.names,
         label=group.label,
         bucket=group.bucket,
-        elements=sum(gradient.numel() for gradient in group.gradients.gradients()),
+        elements=group.elements,
         is_exact=group.is_exact,
-        norm=meter.norm,
+        norm=norm,
         errors=tuple(errors),
         traces=tuple(traces),
     )
@@ -166,18 +170,17 @@ class _Tracer:
         self._traces: dict[tuple[Any, ...], BucketTrace] = {}
 
     def trace(
-        self, config: Mapping[str, Any], group: BucketGroup, roles: Mapping[str, Any]
+        self, config: Mapping[str, Any], bucket: GradBucket, roles: Mapping[str, Any]
     ) -> BucketTrace:
         """Return what the hook does in a typical step."""
-        key = (str(config), group.signature)
+        key = (str(config), tuple(tuple(gradient.shape) for gradient in bucket.gradients()))
         if key not in self._traces:
-            self._traces[key] = self._run(config, group, roles)
+            self._traces[key] = self._run(config, bucket, roles)
         return self._traces[key]
 
     def _run(
-        self, config: Mapping[str, Any], group: BucketGroup, roles: Mapping[str, Any]
+        self, config: Mapping[str, Any], bucket: GradBucket, roles: Mapping[str, Any]
     ) -> BucketTrace:
-        bucket = group.gradients
         parameters: dict[str, Tensor] = dict(zip(bucket.names, bucket.parameters(), strict=True))
         by_size = {
             size: [

@@ -17,7 +17,8 @@ import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive import control, link, schedule
 from commhooks.algorithms.adaptive.control import Controller
-from commhooks.algorithms.adaptive.fit import Cost
+from commhooks.algorithms.adaptive.fit import Cost, Point
+from commhooks.algorithms.adaptive.link import Estimate
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import parse_hook_spec
 from commhooks.planning import Plan, Row
@@ -85,9 +86,14 @@ class Links:
 
     def __init__(self, stack: ExitStack) -> None:
         self.cost: Cost | None = SLOW
-        stack.enter_context(patch.object(link, "fit_link", lambda rows: self.cost))
+        stack.enter_context(patch.object(link, "fit_link", self.estimate))
         stack.enter_context(patch.object(schedule, "_every", lambda *of: of[3]))  # the least
-        stack.enter_context(patch.object(Controller, "_may_plan", lambda *_: True))
+        stack.enter_context(patch.object(Controller, "_has_time", lambda *_: True))
+
+    def estimate(self, rows: object) -> Estimate | None:
+        if self.cost is None:
+            return None
+        return Estimate(self.cost.per_unit, 30, Point(0.0, 1e6, 1e6 * self.cost.per_byte))
 
 
 def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> dict[str, Tensor]:

@@ -1,0 +1,78 @@
+"""Auto on a link of a known rate, which changes while training goes on."""
+
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import commhooks
+from commhooks.algorithms.adaptive import control
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import ShapedLink, burst_bytes, shaped_link, unavailable
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+]
+
+WIDTH = 512
+_training: dict[str, Any] = {}
+
+
+def begin(rank: int) -> None:
+    control._PLANNING_SHARE = 0.1  # steps take far less time than those of a real training
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    model = commhooks.DistributedDataParallel(net, bucket_cap_mb=2)
+    options: dict[str, Any] = {"error": 0.3, "candidates": ["bf16", "int8", "int4"]}
+    _training.update(model=model, handle=commhooks.register(model, "auto", **options))
+
+
+def train(rank: int, steps: int) -> dict[str, Any]:
+    model, hook = _training["model"], _training["handle"].hook
+    for step in range(steps):
+        torch.manual_seed(1000 * step + rank)
+        model.zero_grad()
+        model(torch.randn(64, WIDTH)).square().mean().backward()
+    return {
+        "rate": hook.metrics()["link_megabits_per_second"],
+        "seconds": hook.plan.after.step_seconds,
+        "plan": hook.plan.to_json(),
+        "reasons": [each.reason for each in hook.history],
+    }
+
+
+def limit_rate(link: ShapedLink, megabits: float) -> None:
+    rate = megabits * 1e6
+    tbf = ("rate", f"{rate:.0f}bit", "burst", f"{burst_bytes(rate):.0f}", "latency", "50ms")
+    for prefix in link.prefixes:
+        change = [*prefix, "tc", "qdisc", "change", "dev", link.interface, "root", "tbf", *tbf]
+        subprocess.run(change, check=True)
+
+
+def test_the_plan_follows_the_rate() -> None:
+    with shaped_link(2, 50e6) as link, Ranks(2, link, timeout=200) as ranks:
+        ranks(begin)
+
+        def phase(megabits: float, steps: int) -> dict[str, Any]:
+            limit_rate(link, megabits)
+            found = ranks(train, steps)
+            assert found[0]["plan"] == found[1]["plan"]
+            return found[0]  # type: ignore[no-any-return]
+
+        slow = phase(50, 60)
+        lossy = [row for row in slow["plan"]["rows"] if row["hook"] != "allreduce"]
+        assert sum(len(row["names"]) for row in lossy) >= 6  # of 8 matrices
+        same = phase(50, 60)
+        assert same["rate"] == pytest.approx(50, rel=0.4)
+        assert same["reasons"] == slow["reasons"]  # nothing has changed, so there is no new plan
+        fast = phase(500, 60)
+        assert fast["rate"] > 2 * same["rate"]  # the machine may be too busy for all of 500
+        assert fast["seconds"] < 0.7 * same["seconds"]
+        again = phase(50, 60)
+        assert again["rate"] == pytest.approx(50, rel=0.4)
+        assert again["seconds"] > 1.4 * fast["seconds"]
+        changes = again["reasons"][len(same["reasons"]) :]
+        assert sum("the link changed" in reason for reason in changes) >= 2

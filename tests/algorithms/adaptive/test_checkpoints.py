@@ -1,0 +1,96 @@
+"""Auto and guard in torch.distributed.checkpoint, loaded on the same and on other ranks."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from algorithms.adaptive.test_auto import PARAMETERS, Links, agree, train
+from torch import Tensor
+
+import commhooks
+from commhooks.integrations.checkpoint import HookState
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "auto": {"name": "auto", "error": 0.3, "candidates": ["int8", "int4"]},
+    "guard": {"name": "guard", "inner": "int4", "max_error": 0.01, "every": 2},
+}
+
+
+def trained(name: str, rank: int, steps: int) -> Trainer:
+    trainer = Trainer(commhooks.create(CONFIGS[name]), PARAMETERS, bucket_cap_mb=0.02)
+    train(trainer, rank, range(steps))
+    return trainer
+
+
+def unsent(hook: Any, size: int) -> dict[str, Tensor]:
+    """What this rank has yet to send of each parameter."""
+    hook._table.begin_step()
+    found = {name: hook._table.residual(name, p, size) for name, p in PARAMETERS.items()}
+    return {name: it.double() for name, it in found.items() if it is not None}
+
+
+def save(rank: int, size: int, folder: str) -> dict[str, Any]:
+    with ExitStack() as stack:
+        Links(stack)
+        auto, guard = trained("auto", rank, 30), trained("guard", rank, 2)
+        for name, trainer in (("auto", auto), ("guard", guard)):
+            dcp.save({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
+        hook: Any = auto.handle.hook
+        found = {
+            "plan": agree(hook).to_json(),
+            "history": hook.history,
+            "unsent": unsent(hook, size),
+            "since": guard.handle.state_dict()["state"],
+        }
+        # The same ranks go on with the same bits while the plan is the same one.
+        again = trained("auto", rank, 0)
+        dcp.load({"hook": HookState(again.handle)}, checkpoint_id=f"{folder}/auto")
+        assert same_bits(again.handle.state_dict()["state"], auto.handle.state_dict()["state"])
+        for step in range(31, 36):
+            gradients = draw_gradients(PARAMETERS, rank, step)
+            assert same_bits(again.step(gradients), auto.step(gradients)), step
+        assert again.handle.hook.history == found["history"]  # type: ignore[union-attr]
+    return found
+
+
+def load(rank: int, size: int, folder: str) -> dict[str, Any]:
+    with ExitStack() as stack:
+        Links(stack)
+        auto, guard = trained("auto", rank, 0), trained("guard", rank, 0)
+        for name, trainer in (("auto", auto), ("guard", guard)):
+            dcp.load({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
+        hook: Any = auto.handle.hook
+        inner: Any = guard.handle.hook
+        found = {
+            "plan": hook.plan.to_json(),
+            "history": hook.history,
+            "unsent": unsent(hook, size),
+            "is_fallback": inner.is_fallback,
+        }
+        for trainer in (auto, guard):
+            train(trainer, rank, range(30, 50))
+        if size > 1:
+            agree(hook)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_other_ranks_go_on_with_the_same_plan(run_ranks: Any, ranks: int, tmp_path: Path) -> None:
+    saved = run_ranks(save, 2, str(tmp_path))
+    assert {row["hook"] for row in saved[0]["plan"]["rows"]} > {"allreduce"}
+    for loaded in run_ranks(load, ranks, str(tmp_path)):
+        assert loaded["is_fallback"]
+        if ranks == 1:  # nothing is sent
+            assert "there is one rank" in json.dumps(loaded["plan"])
+            continue
+        assert loaded["plan"] == saved[0]["plan"]
+        assert loaded["history"] == saved[0]["history"]
+        for name, value in loaded["unsent"].items():
+            mean = sum(each["unsent"][name] for each in saved) / 2
+            torch.testing.assert_close(value, mean, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,140 @@
+"""The estimate of a link that lets bursts pass, without processes."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from commhooks.algorithms.adaptive.fit import Point
+from commhooks.algorithms.adaptive.link import Estimate, LinkTimes, backend_of, fit_link
+from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES, LinkWatch
+from commhooks.algorithms.adaptive.observation import Observed
+
+MB = 1e6
+LINE_RATE, ROUND = 1e9, 1e-4
+PAUSE = 0.05
+
+
+class Link:
+    """A token bucket, as that of ``tc tbf``. Rates are in bytes per second."""
+
+    def __init__(self, rate: float, burst: float = 0.25 * MB) -> None:
+        self.rate, self.burst = rate, burst
+        self.times = LinkTimes(backend_of("gloo"), 2)
+        self.now, self.tokens = 1.0, burst
+
+    def send(self, nbytes: float) -> None:
+        start = self.now
+        free = min(self.tokens, nbytes)
+        self.wait(ROUND + free / LINE_RATE + (nbytes - free) / self.rate, nbytes)
+        seen = Observed("all_gather", (), int(nbytes), int(start * 1e9), int(self.now * 1e9))
+        self.times.add(seen)
+
+    def wait(self, seconds: float, nbytes: float = 0.0) -> None:
+        self.now += seconds
+        self.tokens = min(max(self.tokens + self.rate * seconds - nbytes, 0.0), self.burst)
+
+    def report(self, sizes: Sequence[float], probe: float = 0.0) -> Estimate:
+        """Return the estimate after some steps, of which the first one probes."""
+        for _ in range(10):
+            self.send(8)
+            for nbytes in [*sizes, *[probe] * PROBE_MESSAGES]:
+                self.send(nbytes)
+            probe = 0.0
+            self.wait(PAUSE)
+        found = fit_link([self.times.encode()] * 2)
+        self.times.clear()
+        assert found is not None
+        return found
+
+
+EXACT, LOSSY, TINY = [1 * MB] * 8, [0.05 * MB] * 8, [0.02 * MB] * 8
+
+
+@pytest.mark.parametrize("rate", [5 * MB, 50 * MB])
+def test_exact_averages_show_the_rate_in_spite_of_a_burst(rate: float) -> None:
+    found = Link(rate, burst=1.5 * MB).report(EXACT)
+    assert 1 / found.cost(ROUND).per_byte == pytest.approx(rate, rel=0.05)
+
+
+def watching(
+    link: Link, watch: LinkWatch, sizes: Sequence[float], reports: int, most_steps: int = 1000
+) -> int:
+    """Return the number of probes."""
+    probes, probe = 0, 0.0
+    for i in range(reports):
+        watch.take(link.report(sizes, probe), i, most_steps=most_steps)
+        probe = watch.probe_bytes() if watch.wants_probe else 0.0
+        probes += probe > 0
+    return probes
+
+
+def test_the_estimate_stays_under_a_plan_of_small_messages_and_follows_the_rate() -> None:
+    link, watch = Link(5 * MB), LinkWatch()
+    assert not watching(link, watch, EXACT, 2)
+    exact = watch.cost
+    watch.expect_others()
+    assert not watching(link, watch, LOSSY, 20)
+    assert watch.cost == exact
+    for rate in (50 * MB, 5 * MB):
+        link.rate = rate
+        assert 1 <= watching(link, watch, LOSSY, 5) <= 2
+        assert watch.cost is not None
+        assert 1 / watch.cost.per_byte == pytest.approx(rate, rel=0.2)
+    watch.expect_others()
+    link.rate = 1 * MB
+    assert not watching(link, watch, EXACT, 1)  # long rows need no probe
+    assert 1 / watch.cost.per_byte == pytest.approx(1 * MB, rel=0.05)
+
+
+def test_what_messages_in_the_burst_do_not_show_a_probe_shows_now_and_then() -> None:
+    link, watch = Link(5 * MB), LinkWatch()
+    watching(link, watch, EXACT, 1)
+    watch.expect_others()
+    assert 1 / link.report(TINY).cost(ROUND).per_byte > 20 * MB
+    assert not watching(link, watch, TINY, 20)
+    link.rate = 1 * MB
+    assert 1 <= watching(link, watch, TINY, 20, most_steps=12) <= 2
+    assert watch.cost is not None
+    assert 1 / watch.cost.per_byte == pytest.approx(1 * MB, rel=0.2)
+
+
+def estimate(row: int, per_byte: float = 1e-6, rounds: float = 1e-4) -> Estimate:
+    return Estimate(rounds, row, Point(0.0, 1e6, 1e6 * per_byte))
+
+
+def test_which_estimates_count() -> None:
+    watch = LinkWatch()
+    watch.take(estimate(14), 0, most_steps=50)  # better than none
+    assert watch.probe_bytes() == 2**13  # exact averages of this model are no longer
+    watch.take(estimate(26, 2e-6), 10, most_steps=50)
+    watch.take(estimate(19, 1e-9), 20, most_steps=50)
+    assert watch.cost == pytest.approx((1e-4, 2e-6))
+    watch.take(estimate(20, 3e-6), 30, most_steps=50)
+    assert watch.cost == pytest.approx((1e-4, 3e-6))  # 1 MiB in a row is enough
+    watch.take(estimate(20, 1e-9), 40, most_steps=50)
+    watch.take(estimate(20, 1e-6), 50, most_steps=50)
+    assert watch.cost == pytest.approx((1e-4, 1e-9))  # but not if that takes a fast link no time
+    assert not watch.wants_probe
+    watch.take(None, 90, most_steps=50)
+    assert watch.wants_probe
+
+
+def test_a_resumed_run_probes_once() -> None:
+    saved, watch = LinkWatch(), LinkWatch()
+    saved.take(estimate(22), 0, most_steps=50)
+    watch.load(saved.to_json())
+    assert watch.cost == saved.cost
+    watch.take(estimate(14, 1e-9), 1, most_steps=50)
+    assert watch.wants_probe
+    watch.take(estimate(22, 5e-7), 2, most_steps=50)
+    assert not watch.wants_probe
+    assert watch.cost == pytest.approx((1e-4, 5e-7))
+
+
+def test_late_small_messages_do_not_make_the_link_faster() -> None:
+    watch, link = LinkWatch(), Link(5 * MB)
+    watch.take(link.report(EXACT), 0, most_steps=50)
+    exact = watch.cost
+    late = link.report(EXACT)._replace(round_seconds=0.2)
+    watch.take(late, 1, most_steps=50)
+    assert watch.cost == pytest.approx(exact, rel=0.05)
