@@ -114,8 +114,8 @@ class Auto(CommHook):
     """
 
     error: float | Candidate = "int4"  # type: ignore[assignment]  # becomes a hook
-    """The limit: relative to the norm of the exact average, or a hook whose error on the same
-    gradients is the limit."""
+    """The limit: relative to the norm of the exact average, or a hook whose error on the whole
+    model is the limit."""
     candidates: list[Candidate] | None = None
     """The hooks to choose from, besides plain averaging. None: those of candidates.py, and hooks of
     other packages with ``is_candidate``."""

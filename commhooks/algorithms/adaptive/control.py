@@ -346,14 +346,13 @@ class Controller:
         """Return the group and the hook of a trial.
 
         At first each hook on one of the largest groups. Then in turn: the hook in use, of each
-        group; and whatever has not been measured yet, or else everything.
+        group; and whatever has not been measured yet, or else everything. On groups that stay
+        exact, only the reference is tried.
         """
         assert self.layout is not None
         assert self.schedule is not None
-        groups = sorted(
-            (group for group in self.layout.groups if not group.is_exact),
-            key=lambda group: (-group.elements, group.names),
-        )
+        every = sorted(self.layout.groups, key=lambda group: (-group.elements, group.names))
+        groups = [group for group in every if not group.is_exact]
         tried = self.candidates.tried
         if not groups or not tried:
             return None
@@ -364,7 +363,9 @@ class Controller:
         in_use = [(group, i) for group in groups if (i := self._hook_in_use(group))]
         if not is_other and in_use:
             return in_use[turn % len(in_use)]
-        pairs = [(group, i) for group in groups for i in tried]
+        reference = self.candidates.reference
+        pairs = [(g, reference) for g in every if g.is_exact] if reference is not None else []
+        pairs += [(group, i) for group in groups for i in tried]
         missing = [pair for pair in pairs if not self.knowledge.is_measured(*pair)]
         choices = missing or pairs
         return choices[turn % len(choices)]

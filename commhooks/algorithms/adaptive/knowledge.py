@@ -93,12 +93,16 @@ class Knowledge:
         self._runs.setdefault(hook, deque(maxlen=_KEPT)).append(Point(1.0, elements, seconds))
 
     def limit(self, layout: Layout, norms: Sequence[float], reference: int) -> float:
-        """Return the error of the reference on all groups, those that stay exact counting 0."""
+        """Return the error of the reference on the whole model, also on groups that stay exact.
+
+        If all of them do, nothing is tried, and nothing may have an error.
+        """
+        if all(group.is_exact for group in layout.groups):
+            return 0.0
         wrong = right = 0.0
         for group, norm in zip(layout.groups, norms, strict=True):
             right += norm**2
-            if not group.is_exact:
-                wrong += (self.error(group, reference) * norm) ** 2
+            wrong += (self.error(group, reference) * norm) ** 2
         return math.sqrt(wrong / right) if right else math.nan
 
     def to_json(self) -> list[list[dict[str, Any]]]:

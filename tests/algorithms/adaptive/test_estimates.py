@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.fit import Cost, Point, fit
 from commhooks.algorithms.adaptive.groups import group_parameters
+from commhooks.algorithms.adaptive.knowledge import Knowledge
 from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, fit_link
 from commhooks.algorithms.adaptive.observation import Observed
+from commhooks.algorithms.adaptive.report import TrialRecord
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.schedule import Schedule
 from reducer import GradBucket
@@ -121,6 +124,34 @@ def test_what_is_not_known_changes_no_pace() -> None:
     nan = math.nan
     paced = schedule.paced(20, step_seconds=nan, trial_seconds=1.0, report_seconds=nan)
     assert (paced.trial_every, paced.report_every) == (7, 13)
+
+
+# ----------------------------------------------------------------------------------- the limit
+
+
+def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
+    """Also on the parameters that stay exact, where the reference alone would have an error."""
+    parameters = {name: torch.zeros(64, 64) for name in ("tokens", "w")}
+    layout = group_parameters([(tuple(parameters), 0)], parameters, {"tokens"}, {})
+    knowledge = Knowledge(hooks=3)
+    for group, error in zip(layout.groups, (0.1, 0.3), strict=True):
+        knowledge.add(group, 2, TrialRecord(error, 1.0, 4096, (), 0.0, 0.0))
+    norms = [3.0, 4.0]
+    limit = knowledge.limit(layout, norms, reference=2)
+    assert limit == pytest.approx(math.hypot(0.1 * 3.0, 0.3 * 4.0) / 5.0)
+
+
+def test_only_the_reference_is_tried_on_parameters_that_stay_exact() -> None:
+    parameters = {name: torch.zeros(64, 64) for name in ("tokens", "w")}
+    layout = group_parameters([(tuple(parameters), 0)], parameters, {"tokens"}, {})
+    tried = {}
+    for limit in (0.1, 2):  # a number, and the position of a hook
+        candidates = Candidates(("allreduce", "int8", "int4"), (True, False, False), (1, 2), limit)
+        control = Controller(candidates, replan=100, backend="gloo", size=2)
+        control.use_layout(layout, 0)
+        found = [trial[:2] for step in range(100) if (trial := control.trial(step))]
+        tried[limit] = {hook for group, hook in found if group.is_exact}
+    assert tried == {0.1: set(), 2: {2}}
 
 
 # --------------------------------------------------------------------------- groups and samples
