@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import steps
+from bench.load import busy_seconds, own_seconds
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import burst_bytes, shaped_link
 from commhooks.hook.spec import parse_hook_spec
@@ -103,9 +104,9 @@ def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
     timed: list[tuple[float, float]] = []
     end = time.monotonic() + _SECONDS
     while len(timed) < _STEPS.start or (len(timed) < _STEPS.stop and time.monotonic() < end):
-        before, start = _busy_seconds() - _own_seconds(pids), time.monotonic()
+        before, start = busy_seconds() - own_seconds(pids), time.monotonic()
         seconds = max(ranks(steps.backward, hook, True))
-        others = _busy_seconds() - _own_seconds(pids) - before
+        others = busy_seconds() - own_seconds(pids) - before
         timed.append((seconds, max(0.0, others) / (time.monotonic() - start)))
     return timed
 
@@ -170,26 +171,6 @@ def _measure(path: Path) -> None:
 
 def _pid(rank: int) -> int:
     return os.getpid()
-
-
-def _busy_seconds() -> float:
-    """Return the CPU seconds of all cores since the machine was started."""
-    ticks = list(map(int, _first_line("/proc/stat").split()[1:]))
-    idle, waiting = ticks[3:5]
-    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds(pids: list[int]) -> float:
-    """Return the CPU seconds that these processes have used."""
-    ticks = 0
-    for pid in pids:
-        fields = _first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _first_line(path: str) -> str:
-    return Path(path).read_text().partition("\n")[0]
 
 
 if __name__ == "__main__":

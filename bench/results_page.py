@@ -20,6 +20,7 @@ from typing import Any
 import pandas as pd
 
 from bench import summary
+from bench.auto import tables as auto_tables
 from bench.fidelity.record import Record
 from bench.fidelity.rows import mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
@@ -244,6 +245,27 @@ def _trainings(document: Document) -> Section:
     return section
 
 
+def _auto(document: Document) -> Section:
+    """Render what ``python -m bench.auto`` writes: the hook ``auto`` beside other choices."""
+    about = document["about"]
+    section = Section()
+    section.add(
+        f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch "
+        f"{about['torch']}. *auto to it*: the time of a step with `auto`, trials and plans "
+        "included, as a share of that with the setting; the median over turns, and its interval "
+        "of 95 %. A uniform setting is a hook for the whole model whose error is at most that of "
+        "`int4`."
+    )
+    for entry in document["points"].values():
+        section.add(f"### {auto_tables.title(entry)}")
+        section.add(auto_tables.circumstances(entry))
+        section.add_table(pd.DataFrame(auto_tables.point_rows(entry)))
+    for model, entry in document["rate_changes"].items():
+        section.add(f"### {model}, while the rate of the link changes")
+        section.add_table(pd.DataFrame(auto_tables.change_rows(entry)))
+    return section
+
+
 def _gpu_check(run: Document) -> Section:
     """Render a run of ``make gpu-check``: how its stages ended, and what they measured."""
     machine = run["machine"]
@@ -279,6 +301,7 @@ KINDS = [
     ),
     Kind("commhooks compare", lambda keys: {"rows", "model", "world_size"} <= keys, _comparison),
     Kind("bench.predictions", lambda keys: "cells" in keys, _predictions),
+    Kind("bench.auto", lambda keys: {"points", "rate_changes"} <= keys, _auto),
     Kind("bench.slow_link", lambda keys: "courses" in keys, _slow_link),
     Kind("make gpu-check", lambda keys: {"stages", "machine"} <= keys, _gpu_check),
 ]

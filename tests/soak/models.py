@@ -38,10 +38,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Hardtanh(0.0, 49.0), _Rounded(), nn.Embedding(50, 8), nn.Flatten(), nn.Linear(128, 4)
     ),
     "branches": Branches,
-    # Its messages are large enough for Note [Messages that never end] in comm/peer_watch.py.
-    "wide": lambda: nn.Sequential(
-        nn.Linear(16, 8192), nn.ReLU(), nn.AdaptiveAvgPool1d(24), nn.Linear(24, 4)
-    ),
 }
 
 

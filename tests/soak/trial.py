@@ -43,13 +43,6 @@ _PLAIN: tuple[Config, ...] = (
     {"name": "diloco", "period": 3, "start_step": 2},
     {"name": "diloco", "period": 4, "fragments": 2, "delay": 3, "merge": 0.5, "inner": "int4"},
     {"name": "diloco", "period": 2, "eager": True},
-    {
-        "name": "auto",
-        "error": 0.5,
-        "exact": [],
-        "candidates": ["int8", "topk:density=0.1"],
-        "replan": 2,
-    },
 )
 
 IN_HOOK = ("before", "in", "after")
@@ -99,18 +92,13 @@ class Trial:
         hooks = [self.hook] + ([self.replacement[1]] if self.replacement else [])
         return all(has_consensus(commhooks.create(hook)) for hook in hooks)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether a second run has the same numbers: ``auto`` chooses by what it measures."""
-        return "'auto'" not in f"{self.hook} {self.replacement}"
-
 
 def draw(seed: int) -> Trial:
     """Return the trial of this seed."""
     rng = random.Random(seed)
     world_size = rng.choice((2, 2, 3, 3, 4))
     steps = rng.randint(6, 12)
-    model = rng.choice(("mlp", "conv", "embedding", "branches", "wide"))
+    model = rng.choice(("mlp", "conv", "embedding", "branches"))
     resumes = rng.random() < 0.2
     torch_ddp = not resumes and rng.random() < 0.3
     options: Config = {
@@ -161,10 +149,8 @@ def _wrapped(rng: random.Random, world_size: int) -> Config:
         return _wrapped(rng, world_size) if rng.random() < 0.2 else rng.choice(_PLAIN)
 
     kind = rng.choice(
-        ("cast", "error_feedback", "guard", "hierarchical", "route", "schedule", "skip_nonfinite")
+        ("cast", "error_feedback", "hierarchical", "route", "schedule", "skip_nonfinite")
     )
-    if kind == "guard":
-        return {"name": kind, "inner": inner(), "max_error": 0.3, "every": 2, "cooldown": 3}
     if kind == "route":
         return {"name": kind, "rules": [["*weight", inner()]], "default": inner()}
     if kind == "schedule":

@@ -1,0 +1,1 @@
+"""What the hook ``auto`` is worth: ``python -m bench.auto``."""

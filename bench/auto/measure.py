@@ -1,0 +1,204 @@
+"""Measures one point: ``auto`` and what it is compared with, in turn, in the same processes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from bench.auto import remote
+from bench.auto.models import MODELS
+from bench.auto.plans import fewest_bytes, plan_of, predicted, random_of_bytes
+from bench.auto.points import Effort, Point
+from bench.auto.remote import Learned
+from bench.load import busy_seconds, own_seconds
+from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES
+from commhooks.cluster import Ranks
+from commhooks.hook.base import is_lossless
+from commhooks.hook.spec import parse_hook_spec
+from commhooks.planning import Plan
+from commhooks.planning.assignment import uniform
+
+__all__ = [
+    "AUTO",
+    "FEWEST_BYTES",
+    "RANDOM",
+    "REFERENCE",
+    "auto_config",
+    "errors_of",
+    "fixed_config",
+    "measure",
+    "slowest",
+]
+
+AUTO, FEWEST_BYTES, RANDOM = "auto", "fewest bytes", "random plan"
+REFERENCE = "int4"
+"""The uniform hook whose error is the limit."""
+ALWAYS = ("bf16", REFERENCE)
+_SLOW = 2.5
+"""Settings that take this many times as long as the fastest are timed in every fourth turn only."""
+
+Config = dict[str, Any]
+Row = dict[str, Any]
+
+
+def auto_config(model: str, effort: Effort) -> Config:
+    """Return the config of ``auto`` for a model."""
+    config: Config = {"name": "auto", "exact": list(MODELS[model].exact)}
+    if effort.candidates != DEFAULT_CANDIDATES:
+        config["candidates"] = [spec for spec in effort.candidates if spec != "allreduce"]
+    return config
+
+
+def fixed_config(model: str, plan: Plan) -> Config:
+    """Return the config of ``auto`` with a plan that stays."""
+    return {"name": "auto", "exact": list(MODELS[model].exact), "plan": plan.to_json()}
+
+
+def errors_of(model: str, size: int, effort: Effort) -> dict[str, float]:
+    """Return the error of each candidate alone, as the median over steps.
+
+    Over loopback, because the link does not change it.
+    """
+    found = {}
+    with Ranks(size) as ranks:
+        ranks(remote.prepare, model)
+        for spec in effort.candidates:
+            parsed = parse_hook_spec(spec)
+            found[spec] = 0.0
+            if not is_lossless(parsed.create()):
+                with _training(ranks, spec, dict(parsed.config), metered=True):
+                    ranks(remote.seconds, spec, effort.error_after)
+                    errors = ranks(remote.errors, spec, effort.error_steps)[0]
+                    found[spec] = statistics.median(errors)
+    return found
+
+
+def measure(point: Point, errors: Mapping[str, float], effort: Effort) -> Row:
+    """Measure a point. ``errors``: of the uniform settings; those beyond the limit are left out."""
+    with point.link() as link, Ranks(point.ranks, link) as ranks:
+        parameters = ranks(remote.prepare, point.model)[0]
+        load = [os.getloadavg()[0]]
+        before = _loads(ranks)
+        ranks(remote.add, AUTO, auto_config(point.model, effort), True)
+        warm_up = slowest(ranks, AUTO, effort.warm_up)
+        learned = ranks(remote.learned, AUTO)[0]
+        settings: dict[str, Row] = {AUTO: {}}
+        for spec in effort.candidates:
+            if errors[spec] <= errors[REFERENCE]:
+                ranks(remote.add, spec, dict(parse_hook_spec(spec).config), False)
+                settings[spec] = {"error": errors[spec]}
+        for name, plan in _other_plans(learned).items():
+            ranks(remote.add, name, fixed_config(point.model, plan), True)
+            settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
+        in_rounds = _take_turns(ranks, settings, effort)
+        others = _others(before, _loads(ranks))
+        load.append(os.getloadavg()[0])
+        learned = ranks(remote.learned, AUTO)[0]
+        for name in (AUTO, FEWEST_BYTES, RANDOM):
+            if name in settings:
+                measured = ranks(remote.errors, name, effort.error_steps)[0]
+                settings[name]["error"] = statistics.median(measured)
+        _add_predictions(settings, learned)
+    return {
+        "point": asdict(point),
+        "parameters": parameters,
+        "effort": asdict(effort),
+        "settings": settings,
+        "auto": {
+            "warm_up_seconds": warm_up,
+            "history": learned.history,
+            "metrics": learned.metrics,
+            "hooks": _shares(learned.plan),
+            "reason": learned.plan.reason,
+            "planning_share": learned.planning_seconds
+            / (sum(warm_up) + sum(sum(block) for block in in_rounds[AUTO])),
+        },
+        "load": load,
+        "others": others,
+    }
+
+
+def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> dict[str, Any]:
+    """Time all settings, block by block. The first block of each is not counted.
+
+    Each gets ``blocks``: for each turn the seconds of its steps, or None if it was left out.
+    """
+    blocks: dict[str, list[list[float] | None]] = {name: [] for name in settings}
+    bytes_before = {}
+    warm = {name: sum(slowest(ranks, name, effort.block_steps)) for name in settings}
+    for name in settings:
+        bytes_before[name] = ranks(remote.sent, name)[0]
+    slow = {name for name, each in warm.items() if each > _SLOW * min(warm.values())}
+    slow -= {AUTO, *ALWAYS}
+    names = list(settings)
+    for turn in range(effort.blocks):
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            is_left_out = name in slow and turn % 4
+            block = None if is_left_out else slowest(ranks, name, effort.block_steps)
+            blocks[name].append(block)
+    for name, row in settings.items():
+        steps, nbytes = (
+            now - then
+            for now, then in zip(ranks(remote.sent, name)[0], bytes_before[name], strict=True)
+        )
+        row["blocks"] = blocks[name]
+        row["wire_bytes"] = nbytes / steps
+    return {name: [block for block in each if block] for name, each in blocks.items()}
+
+
+def _other_plans(learned: Learned) -> dict[str, Plan]:
+    problem = learned.problem
+    if problem is None:
+        return {}
+    least = plan_of(problem, fewest_bytes(problem), "Sends least within the limit.")
+    nbytes = learned.plan.wire_bytes
+    drawn = plan_of(problem, random_of_bytes(problem, nbytes, 0), "Random, with as many bytes.")
+    return {FEWEST_BYTES: least, RANDOM: drawn}
+
+
+def _add_predictions(settings: dict[str, Row], learned: Learned) -> None:
+    problem = learned.problem
+    if problem is None:
+        return
+    settings[AUTO]["predicted_seconds"] = learned.plan.after.step_seconds
+    for i, spec in enumerate(problem.hooks):
+        if spec in settings:
+            timing = predicted(problem, uniform(problem, i))
+            settings[spec]["predicted_seconds"] = timing.step_seconds
+
+
+def _shares(plan: Plan) -> dict[str, float]:
+    """Return the share of the parameters that each hook has."""
+    found: dict[str, float] = {}
+    for row in plan.rows:
+        found[row.hook] = found.get(row.hook, 0.0) + row.elements / plan.elements
+    return found
+
+
+def slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
+    """Train, and return the seconds of each step on the slowest rank."""
+    return [max(each) for each in zip(*ranks(remote.seconds, name, steps), strict=True)]
+
+
+@contextmanager
+def _training(ranks: Ranks, name: str, config: Config, *, metered: bool) -> Iterator[None]:
+    ranks(remote.add, name, config, metered)
+    yield
+    ranks(remote.drop, name)
+
+
+def _loads(ranks: Ranks) -> tuple[float, float, float]:
+    """Return the time, and the CPU seconds so far of this machine and of these processes."""
+    pids = [os.getpid(), *ranks(remote.pid)]
+    return os.times().elapsed, busy_seconds(), own_seconds(pids)
+
+
+def _others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
+    """Return the cores that other processes have used in between."""
+    wall, busy, own = (now - then for now, then in zip(after, before, strict=True))
+    return max(0.0, busy - own) / wall

@@ -1,0 +1,105 @@
+"""The models, and the data that they train on. Nothing is downloaded.
+
+Batches are small: on one core per rank, a step would otherwise be all computation.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bench.slow_link.training import LENGTH, make_gpt
+from commhooks.lab.models import LSTMLanguageModel, ResNet50
+from examples.gpt import GPT, GPTConfig
+from examples.stdlib_text import load_corpus, train_batch
+
+__all__ = ["MODELS", "Model"]
+
+Batch = tuple[Tensor, Tensor]
+_NO_RANK = 999
+"""Whose data is for the first steps."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its data. Trained with AdamW at first, then with SGD without momentum.
+
+    At the very first, gradients have other norms and ranks than later.
+    """
+
+    factory: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch]
+    """Of a step and a rank."""
+    rate: float
+    """Of SGD."""
+    exact: tuple[str, ...] = ("@1d", "@embedding")
+    """The option of ``auto``."""
+    steps_before: int = 100
+
+    def make(self) -> nn.Module:
+        """Return the model after its first steps, the same one in each process."""
+        torch.manual_seed(0)
+        module = self.factory()
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+        for step in range(self.steps_before):
+            optimizer.zero_grad()
+            module(*self.batch(step, _NO_RANK)).backward()
+            optimizer.step()
+        return module
+
+
+def _text(length: int, step: int, rank: int) -> Batch:
+    """Return one sequence of bytes of the standard library."""
+    return train_batch(_corpus(), 1, length, seed=0, step=step, rank=rank)
+
+
+def _words(step: int, rank: int) -> Batch:
+    """Return two texts of 10 words of the standard library, by hashes."""
+    starts = np.random.default_rng((step, rank)).integers(0, len(_hashes()) - 11, size=2)
+    window = _hashes()[torch.from_numpy(starts) + torch.arange(11)[:, None]]
+    return window[:-1], window[1:]
+
+
+def _images(step: int, rank: int) -> Batch:
+    """Return two noisy images of 64 x 64 of ten classes."""
+    random = torch.Generator().manual_seed(2 * (step * 1000 + rank) + 1)
+    labels = torch.randint(10, (2,), generator=random)
+    noise = torch.randn(2, 3, 64, 64, generator=random)
+    return _patterns()[labels] + noise, labels
+
+
+@functools.cache
+def _corpus() -> Tensor:
+    return load_corpus().train
+
+
+@functools.cache
+def _hashes() -> Tensor:
+    words = re.findall(rb"\w+|[^\w\s]", _corpus()[:2_000_000].numpy().tobytes())
+    return torch.tensor([zlib.crc32(word) % 28869 for word in words])
+
+
+@functools.cache
+def _patterns() -> Tensor:
+    coarse = torch.randn(10, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return coarse.repeat_interleave(8, 2).repeat_interleave(8, 3)
+
+
+def _tiny_gpt() -> GPT:
+    return GPT(GPTConfig(layers=1, heads=2, width=32, block_size=16))
+
+
+MODELS = {
+    "gpt": Model(make_gpt, functools.partial(_text, LENGTH), 0.02),
+    # Its embedding is two thirds of the model and also the output, so its gradient is dense.
+    "lstm": Model(LSTMLanguageModel, _words, 0.1, exact=("@1d",), steps_before=50),
+    "resnet": Model(ResNet50, _images, 0.002, steps_before=50),
+    "tiny": Model(_tiny_gpt, functools.partial(_text, 16), 0.02, steps_before=1),
+}

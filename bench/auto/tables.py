@@ -1,0 +1,124 @@
+"""What the measurements say, for the page of results."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from bench.auto.intervals import Interval, median_interval
+from bench.auto.measure import AUTO, FEWEST_BYTES, RANDOM
+from bench.auto.points import Point
+from commhooks.lab.units import format_rate
+
+__all__ = [
+    "best_uniform",
+    "change_rows",
+    "circumstances",
+    "point_rows",
+    "ratio",
+    "steps_until_right",
+    "summary_of",
+    "title",
+]
+
+Row = dict[str, Any]
+_NEAR = 1.1
+
+
+def ratio(entry: Mapping[str, Any], name: str) -> Interval:
+    """Return the time of ``auto``, trials and plans included, as a share of that of a setting.
+
+    The median over turns in which both were timed.
+    """
+    own, other = (entry["settings"][each]["blocks"] for each in (AUTO, name))
+    pairs = zip(own, other, strict=True)
+    return median_interval([sum(a) / sum(b) for a, b in pairs if a and b])
+
+
+def best_uniform(entry: Mapping[str, Any]) -> str:
+    """Return the uniform setting within the limit whose steps were shortest, in hindsight."""
+    uniform = entry["settings"].keys() - {AUTO, FEWEST_BYTES, RANDOM}
+    return min(sorted(uniform), key=lambda name: _seconds(entry, name))
+
+
+def point_rows(entry: Mapping[str, Any]) -> list[Row]:
+    """Return a row for each setting of a point, the fastest first."""
+    best = best_uniform(entry)
+    rows = []
+    for name, setting in entry["settings"].items():
+        rows.append(
+            {
+                "setting": name + (" (the best uniform one)" if name == best else ""),
+                "step_seconds": _seconds(entry, name),
+                "auto_to_it": "" if name == AUTO else str(ratio(entry, name)),
+                "wire_bytes": setting["wire_bytes"],
+                "error": setting.get("error"),
+                "predicted_seconds": setting.get("predicted_seconds"),
+                "turns": sum(block is not None for block in setting["blocks"]),
+            }
+        )
+    return sorted(rows, key=lambda row: row["step_seconds"])
+
+
+def title(entry: Mapping[str, Any]) -> str:
+    """Return what was measured."""
+    point = Point(**entry["point"])
+    millions = entry["parameters"] / 1e6
+    return f"{point.model}, {millions:.1f} million parameters, {point.ranks} ranks, {point.place}"
+
+
+def circumstances(entry: Mapping[str, Any]) -> str:
+    """Return what the machine did besides, and what planning took and chose."""
+    auto = entry["auto"]
+    shares = sorted(auto["hooks"].items(), key=lambda each: -each[1])
+    hooks = ", ".join(f"`{hook}` {share:.0%}" for hook, share in shares) or "all exact"
+    first = auto["history"][0]["step"] if auto["history"] else None
+    return (
+        f"Other processes used {entry['others']:.1f} cores meanwhile. `auto` made its first plan "
+        f"in step {first}, and {len(auto['history'])} plans in all; measuring and planning took "
+        f"{auto['planning_share']:.1%} of its time. Its last plan, by parameters: {hooks}."
+    )
+
+
+def change_rows(entry: Mapping[str, Any]) -> list[Row]:
+    """Return a row for each change of the rate."""
+    rows = []
+    for change in entry["changes"]:
+        ratios = [sum(turn["auto"]) / sum(turn["right"]) for turn in change["turns"]]
+        steps = steps_until_right(change, entry["block_steps"])
+        after = "never" if steps is None else f"{steps} steps"
+        rows.append(
+            {
+                "to": format_rate(change["bits_per_second"]),
+                "within 10 % of the right plan after": after,
+                "auto to the right plan, turn by turn": ", ".join(f"{r:.2f}" for r in ratios),
+            }
+        )
+    return rows
+
+
+def summary_of(entry: Mapping[str, Any]) -> str:
+    """Return a line for the terminal."""
+    others = ", ".join(f"{name} {ratio(entry, name)}" for name in entry["settings"] if name != AUTO)
+    return (
+        f"{Point(**entry['point']).name}: auto {_seconds(entry, AUTO):.3f} s, best uniform "
+        f"{best_uniform(entry)}; auto to {others}"
+    )
+
+
+def steps_until_right(change: Mapping[str, Any], block_steps: int) -> int | None:
+    """Return after how many steps of ``auto`` the median of the rest is within 10 % of the plan.
+
+    None if it never is.
+    """
+    ratios = [sum(turn["auto"]) / sum(turn["right"]) for turn in change["turns"]]
+    for turn in range(len(ratios)):
+        if ratios[turn] <= _NEAR and statistics.median(ratios[turn:]) <= _NEAR:
+            return turn * block_steps
+    return None
+
+
+def _seconds(entry: Mapping[str, Any], name: str) -> float:
+    blocks = [block for block in entry["settings"][name]["blocks"] if block]
+    return statistics.median(sum(block) / len(block) for block in blocks)
