@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-__all__ = ["HOOKS", "PLAIN"]
+__all__ = ["ALL", "HOOKS", "PLAIN"]
 
 PLAIN = "allreduce"
 """The hook that all others are compared with."""
+
+HOOKS = (
+    "noop",
+    "bf16",
+    "int8",
+    "int4",
+    "onebit",
+    "topk:warmup_steps=0",
+    "powersgd:rank=4,start_step=0",
+    "powersgd:rank=8,start_step=0",
+    "auto",
+)
+"""Eight hooks, chosen before they were measured, and ``noop``, which a hook has to beat."""
 
 _AT_DEFAULTS = (
     "bf16 fp16 fp8 fp4 int8 int4 int2 natural qsgd terngrad onebit signsgd "
@@ -28,4 +41,4 @@ _VARIANTS = (
     'schedule:stages=[[0,"allreduce"],[5,"onebit"]]',
     "skip_nonfinite:inner=onebit",
 )
-HOOKS = (*_AT_DEFAULTS.split(), *_VARIANTS)
+ALL = (*_AT_DEFAULTS.split(), *_VARIANTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -16,10 +17,8 @@ from commhooks.lab.comparison import TrainingPoint, remote
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.models import Workload
 
-__all__ = ["BITS_PER_SECOND", "MODEL", "RANKS", "Limits", "race"]
+__all__ = ["MODEL", "Limits", "Setting", "race"]
 
-RANKS = 2
-BITS_PER_SECOND = 100e6
 MODEL = "bench.slow_link.training:make_gpt"
 TRAINING = "bench.slow_link.training:train"
 STRIDE = 10  # steps between validations
@@ -27,12 +26,21 @@ BARE_STEPS = 8
 
 
 @dataclass(frozen=True)
+class Setting:
+    """Where trainings run."""
+
+    ranks: int
+    bits_per_second: float
+    """Of the link of each rank."""
+
+
+@dataclass(frozen=True)
 class Limits:
     """Training ends after ``steps``, after ``seconds``, or at the validation loss ``loss``."""
 
     steps: int
-    seconds: float
-    loss: float
+    seconds: float = math.inf
+    loss: float = -math.inf
 
     def end(self, point: TrainingPoint) -> bool:
         """Whether training ends at this point."""
@@ -43,13 +51,16 @@ class Limits:
         )
 
 
-def race(hook: str, limits: Limits, report: Callable[[TrainingPoint], None]) -> Course:
+def race(
+    hook: str, setting: Setting, limits: Limits, report: Callable[[TrainingPoint], None]
+) -> Course:
     """Train with one hook from the first step, in new processes.
 
     Needs root, see :mod:`commhooks.cluster.links`.
     """
     spec = parse_hook_spec(hook)
-    with shaped_link(RANKS, BITS_PER_SECOND) as link, Ranks(RANKS, link) as ranks:
+    link = shaped_link(setting.ranks, setting.bits_per_second)
+    with link as hosts, Ranks(setting.ranks, hosts) as ranks:
         ranks(remote.prepare, Workload(MODEL))
         load, bare_seconds = os.getloadavg()[0], _bare_step_seconds(ranks)
         points = _train(ranks, Entry(spec.text, spec.config), limits, report)
