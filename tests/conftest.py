@@ -1,4 +1,7 @@
-"""Fixtures for tests on several ranks, samples of large parameter grids, and a summary of skips."""
+"""Fixtures for tests on several ranks, samples of large parameter grids, and a summary of skips.
+
+The parent of xdist's workers runs no tests, so it does not spend seconds on importing torch.
+"""
 
 import gc
 import socket
@@ -8,39 +11,49 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
 from support.covering import covering_sample
-from support.forking import can_fork, fork_worker
 from support.integrations import MISSING
 
-import commhooks.cluster.process
-from commhooks.testing import close_ranks
-from commhooks.testing import run_ranks as run
-
-# Most tensors are tiny here, and threads that wait for such work take CPU time from the ranks.
-torch.set_num_threads(1)
 hypothesis.settings.register_profile("default", deadline=None)  # no test is timed
 hypothesis.settings.load_profile("default")
 
-if can_fork():
-    commhooks.cluster.process.start_worker = fork_worker
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make torch use one thread, and fork ranks."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the parent of xdist's workers
+    import torch
+    from support.forking import can_fork, fork_worker
+
+    import commhooks.cluster.process
+
+    # Most tensors are tiny here, and threads that wait for such work take CPU time from the ranks.
+    torch.set_num_threads(1)
+    if can_fork():
+        commhooks.cluster.process.start_worker = fork_worker
 
 
 @pytest.fixture(scope="session")
 def _ranks_closed() -> Iterator[None]:
     yield
+    from commhooks.testing import close_ranks
+
     close_ranks()
 
 
 @pytest.fixture
 def run_ranks(_ranks_closed: None) -> Any:
     """:func:`commhooks.testing.run_ranks`, whose processes end with the session."""
-    return run
+    from commhooks.testing import run_ranks
+
+    return run_ranks
 
 
 @pytest.fixture(scope="module")
 def two_threads() -> Iterator[None]:
     """Two threads for the loops of the tests of a module."""
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -3,6 +3,7 @@
 With processes that are forked, as in all other tests, and with those that the package starts.
 """
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -19,7 +20,10 @@ import torch.distributed as dist
 from support.forking import can_fork, fork_worker, start_worker
 
 import commhooks.cluster.process
+from commhooks import CommHookError
 from commhooks.cluster import Ranks
+from commhooks.cluster.call import Call
+from commhooks.cluster.process import RankProcess
 from commhooks.testing import RankError, close_ranks
 
 
@@ -255,8 +259,17 @@ def test_warnings_are_treated_as_in_the_caller(run_ranks: Any) -> None:
         run_ranks(warn)
 
 
+def test_a_rank_that_imports_the_main_module_starts_no_ranks(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would import it as well, and so on."""
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(CommHookError, match='start ranks under `if __name__ == "__main__":`'):
+        Ranks(1)(number_of_threads)
+
+
+@pytest.mark.exhaustive
 def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
-    """Its ranks import it, and theirs, and so on."""
     script = tmp_path / "unguarded.py"
     script.write_text(
         "import os\n"
@@ -279,6 +292,19 @@ def test_a_script_that_starts_ranks_when_it_is_imported(tmp_path: Path) -> None:
     assert len((tmp_path / "imports").read_text()) <= 3
 
 
+def test_a_rank_that_hangs_ends_when_its_input_is_closed(start: Any) -> None:
+    """As when its parent is killed."""
+    rank = RankProcess((), {}, keep_log=False)
+    try:
+        assert rank.receive() is None  # ready
+        rank.send(Call(time.sleep, (600,), {}, 600.0))
+        rank._process.stdin.close()
+        assert rank._process.wait(30) == 1
+    finally:
+        rank.kill()
+
+
+@pytest.mark.exhaustive
 def test_no_process_outlives_a_killed_parent(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(
