@@ -28,7 +28,9 @@ class Observed:
 class Observation:
     """What a run of a hook has done. ``local_ns``: before, between and after ``collectives``.
 
-    The times are those of the host. On a GPU, they say how long launching took.
+    Local times are the CPU times of the hook's thread. The elapsed time would say how busy its core
+    was, with backward for example, and the timeline adds that. On a GPU, the times are those of the
+    host, and say how long launching took.
     """
 
     clock: Callable[[Observed], float] = lambda _: 0.0
@@ -60,14 +62,14 @@ def observe(
     """Await ``run``, and note in ``observation`` what it does."""
     resume, argument = run.send, cast("Any", None)
     while True:
-        start = time.monotonic_ns()
+        start = time.thread_time_ns()
         try:
             awaited = resume(argument)
         except StopIteration as stop:
-            observation.local_ns[-1] += time.monotonic_ns() - start
+            observation.local_ns[-1] += time.thread_time_ns() - start
             result: _Result = stop.value
             return result
-        observation.local_ns[-1] += time.monotonic_ns() - start
+        observation.local_ns[-1] += time.thread_time_ns() - start
         try:
             yield awaited
             resume, argument = run.send, None

@@ -2,6 +2,8 @@
 
 import math
 import random
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from commhooks.algorithms.adaptive.fit import Cost, Point, fit
 from commhooks.algorithms.adaptive.groups import group_parameters
 from commhooks.algorithms.adaptive.knowledge import Knowledge
 from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, fit_link
-from commhooks.algorithms.adaptive.observation import Observed
+from commhooks.algorithms.adaptive.observation import Observation, Observed, observe
 from commhooks.algorithms.adaptive.report import TrialRecord
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.schedule import Schedule
@@ -124,6 +126,19 @@ def test_what_is_not_known_changes_no_pace() -> None:
     nan = math.nan
     paced = schedule.paced(20, step_seconds=nan, trial_seconds=1.0, report_seconds=nan)
     assert (paced.trial_every, paced.report_every) == (7, 13)
+
+
+# --------------------------------------------------------------------------------- local seconds
+
+
+def test_a_core_that_others_use_does_not_make_a_hook_slower() -> None:
+    async def preempted() -> None:
+        time.sleep(0.3)  # as if another thread had the core
+
+    seen = Observation()
+    with suppress(StopIteration):
+        observe(preempted(), seen).send(None)
+    assert seen.local_seconds < 0.1
 
 
 # ----------------------------------------------------------------------------------- the limit
