@@ -304,6 +304,45 @@ def test_models_are_averaged_after_a_failed_step(run_ranks: Any, options: Any) -
     assert later == pytest.approx((mean - 2, mean - 6))
 
 
+def lose_a_local_step(rank: int, size: int, options: dict[str, Any]) -> list[tuple[int, bool]]:
+    """Fail in step 5 on rank 0. Return the number of steps that succeeded, after each one."""
+    probe = GradientProbe({"a": torch.zeros(8), "b": torch.zeros(8)})
+    model = commhooks.DistributedDataParallel(probe)
+    handle = commhooks.register(model, "diloco", period=4, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reduce = handle.hook.reduce  # type: ignore[union-attr]
+
+    async def fail(*_: Any) -> Tensor:
+        raise ValueError("broken")
+
+    found = []
+    for step in range(14):
+        handle.hook.reduce = fail if (rank, step) == (0, 5) else reduce  # type: ignore[union-attr]
+        optimizer.zero_grad()
+        loss = model({"a": torch.full((8,), 1.0 + rank), "b": torch.ones(8)})
+        has_failed = False
+        try:
+            loss.backward()
+            optimizer.step()
+        except commhooks.CommHookError:
+            has_failed = True
+        found.append((model.reducer.steps, has_failed))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2, "fragments": 2}, {"eager": True}], ids=str)
+def test_a_local_step_that_fails_on_one_rank_fails_once_on_each(
+    run_ranks: Any, options: Any
+) -> None:
+    """If the first rank sent before the other one has noticed, it would be a step behind."""
+    alone, other = run_ranks(lose_a_local_step, 2, options)
+    noticed = next(step for step, (_, has_failed) in enumerate(other) if has_failed)
+    assert alone[5] == (5, True)
+    assert noticed > 5
+    assert alone[noticed:] == [(steps, False) for steps, _ in other[noticed:]]
+    assert [has_failed for _, has_failed in alone + other].count(True) == 2
+
+
 def leave_out(rank: int, size: int) -> float:
     """Use b in all steps but that in which an average of b is to arrive."""
     probe = GradientProbe({name: torch.zeros(()) for name in "ab"})

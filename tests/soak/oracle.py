@@ -89,10 +89,7 @@ def _errors(trial: Trial, ends: Sequence[End]) -> Iterator[str]:
             if waited > TIMEOUT * (2 if fault.kind == "long stop" else 1) + _MARGIN:
                 yield f"rank {rank}: failed {waited:.1f} s after the fault"
         if soft and not (outcome.done and len(outcome.errors) == 1):
-            # A step in which nothing is sent fails on one rank only, which is then a step behind.
-            later = {kind for _, kind, _, _ in outcome.errors[1:]}
-            if trial.agrees or later != {"CommHookPeerError"}:
-                yield f"rank {rank} did not go on after the step that failed: {outcome.errors}"
+            yield f"rank {rank} did not go on after the step that failed: {outcome.errors}"
 
 
 def _models(trial: Trial, outcomes: Sequence[Outcome | None]) -> Iterator[str]:

@@ -72,9 +72,10 @@ class DiLoCo(LocalSteps):
     the inner hook sends for each fragment once per period; with ``ranks_per_node`` also one
     all-reduce of the gradients among a node's ranks per step. In step ``start_step`` an all-reduce
     of 16 bytes per bucket shows whether all ranks have the same parameters; otherwise these are
-    averaged, also after a failed step and at the end of ``join``, and the outer optimizer starts
-    from the beginning. Memory: two numbers per parameter element, one more while an average is
-    under way, and two more with ``eager``; and the inner hook's.
+    averaged. After a failed step, and after ``join``, that happens in the next step in which a
+    fragment is due, and the outer optimizer starts from the beginning. Memory: two numbers per
+    parameter element, one more while an average is under way, and two more with ``eager``; and the
+    inner hook's.
 
     If an average is not finite, no rank changes its parameters or state, and the gradients of the
     bucket become NaN on all ranks.
@@ -116,6 +117,7 @@ class DiLoCo(LocalSteps):
         default_factory=lambda: Progress(set()), init=False, repr=False, compare=False
     )
     _progress_step: int = field(default=-1, init=False, repr=False, compare=False)
+    _has_recovered: bool = field(default=False, init=False, repr=False, compare=False)
 
     wire = "nothing, except what the inner hook sends for the parameters once per period"
     paper = "https://arxiv.org/abs/2311.08105"
@@ -171,7 +173,8 @@ class DiLoCo(LocalSteps):
 
     async def synchronize(self, bucket: GradBucket, comm: Communicator) -> bool:
         parameters = dict(zip(bucket.names, parameters_of(bucket), strict=True))
-        new = {n: p for n, p in parameters.items() if n not in self.state}
+        may_anchor = not self._has_recovered or self._turns.is_any_due(bucket.step)
+        new = {n: p for n, p in parameters.items() if may_anchor and n not in self.state}
         due = {n: p for n, p in parameters.items() if self._sends(n, bucket.step)}
         part = self._part(bucket, due) if due else None  # numbered before the first await
         if new and not await self._anchor(new, bucket.step, comm):
@@ -333,8 +336,14 @@ class DiLoCo(LocalSteps):
         return self.inner.wire_bytes(part, size)
 
     def recover(self) -> None:
-        """Forget the anchors, which may have moved on some ranks only, and what is under way."""
+        """Forget the anchors, which may have moved on some ranks only, and what is under way.
+
+        New anchors are made in the next step in which a fragment is due. Ranks notice a failure in
+        the next step that sends at the latest; if one sent in an earlier step, others would answer
+        in a later one.
+        """
         super().recover()
+        self._has_recovered = True
         self.state = {}
         self._pending.clear()
 

@@ -46,6 +46,11 @@ class Turns:
         """Return whether the fragment of a parameter is due in a step."""
         return step > self.start and self.since(name, step) == 0
 
+    def is_any_due(self, step: int) -> bool:
+        """Return whether any fragment is due in a step."""
+        offsets = {fragment * self.period // self.fragments for fragment in range(self.fragments)}
+        return step > self.start and (step - self.start) % self.period in offsets
+
     def since(self, name: str, step: int) -> int:
         """Return how many steps ago the fragment of a parameter was due, or could have been."""
         offset = self._fragment_of.get(name, 0) * self.period // self.fragments
