@@ -25,7 +25,7 @@ from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of
 from commhooks.lab.simulation import BASELINE, NCCL, Job
 from commhooks.lab.units import format_duration, format_rate
-from commhooks.planning import Plan, Problem, solve
+from commhooks.planning import Plan, Problem, Row, merged, solve
 
 __all__ = ["plan"]
 
@@ -79,6 +79,7 @@ class _Error(click.ParamType):  # type: ignore[type-arg]
 )
 @cluster_options
 @click.option("--save", type=FILE, help="Write the plan to this file.")
+@click.option("--all-groups", is_flag=True, help="Show a row for each of several equal groups.")
 @click.option("--plot", type=IMAGE, help="Draw the step before and after.")
 def plan(
     model: str,
@@ -96,6 +97,7 @@ def plan(
     speed: float,
     bucket_cap_mb: float | None,
     save: Path | None,
+    all_groups: bool,
     plot: Path | None,
 ) -> None:
     """Choose a hook for each group of parameters, so that a step is short and its average close.
@@ -130,7 +132,9 @@ def plan(
         found.save(save)
     if plot is not None:
         _plot(problem, found, plot)
-    Console().print(_table(found, f"{model}, {world_size} ranks at {format_rate(link)}; predicted"))
+    title = f"{model}, {world_size} ranks at {format_rate(link)}; predicted"
+    rows = found.rows if all_groups else merged(found.rows)
+    Console().print(_table(rows, found.elements, title))
     Console().print(found.summary, highlight=False)
 
 
@@ -141,7 +145,7 @@ def _specs(candidates: Sequence[HookSpec]) -> list[HookSpec]:
     return list({str(spec): spec for spec in specs}.values())
 
 
-def _table(found: Plan, title: str) -> Table:
+def _table(rows: Sequence[Row], elements: int, title: str) -> Table:
     table = table_of_hooks(
         ("params", "hook", "MB", "error", "hidden", "exposed", "why"),
         title=title,
@@ -154,10 +158,10 @@ def _table(found: Plan, title: str) -> Table:
     group.min_width, hook.min_width, why.min_width = 16, 9, 11
     hook.no_wrap = why.no_wrap = False
     hook.overflow, why.justify = "fold", "left"
-    for row in found.rows:
+    for row in rows:
         table.add_row(
             row.label,
-            f"{row.elements / max(found.elements, 1):.1%}",
+            f"{row.elements / max(elements, 1):.1%}",
             row.hook,
             f"{row.wire_bytes / 1e6:.1f}",
             f"{row.error:.2g}",
@@ -169,7 +173,7 @@ def _table(found: Plan, title: str) -> Table:
 
 
 def _plot(problem: Problem, found: Plan, path: Path) -> None:
-    from commhooks.cli.plan_plot import draw_steps  # takes a second to import
+    from commhooks.planning.plot import draw_steps  # takes a second to import
 
     try:
         draw_steps(problem, found, path)

@@ -224,6 +224,14 @@ class CommHook:
             for name, value in hook.metrics().items()
         }
 
+    def notes(self) -> list[tuple[int, str]]:
+        """Return what the hook has decided so far, as texts with their steps, in order.
+
+        Called between two steps; the list only grows. By default, that of nested hooks.
+        """
+        found = [note for hook in self.nested().values() for note in hook.notes()]
+        return sorted(found)
+
     def nested(self) -> dict[str, "CommHook"]:
         """Return the hooks among the options by path: "stages.1.1" for ``stages[1][1]``."""
         options = {name: getattr(self, name) for name in option_names(type(self))}

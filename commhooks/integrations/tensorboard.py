@@ -18,9 +18,15 @@ except ImportError as error:
         "pip install 'commhooks[tensorboard]'"
     ) from error
 
+from weakref import WeakKeyDictionary
+
 from commhooks.adapters.handle import HookHandle
+from commhooks.hook.base import CommHook
 
 __all__ = ["log_stats"]
+
+_written: "WeakKeyDictionary[SummaryWriter, dict[str, int]]" = WeakKeyDictionary()
+"""The number of notes that each writer has, by prefix."""
 
 
 def log_stats(
@@ -36,6 +42,8 @@ def log_stats(
     The tags are ``prefix/wire_bytes`` and the other numbers of :class:`BucketStats` for the total,
     in bytes and seconds per step; ``prefix/metrics/<name>`` for the hook's own metrics; and with
     ``per_bucket`` also ``prefix/bucket <index>/wire_bytes`` and so on. Unknown values are left out.
+    What the hook has decided since the last call, such as why ``auto`` made a new plan, is the text
+    ``prefix/notes``, at the steps of the hook.
     """
     stats = handle.stats()
     for bucket in (stats.total, *(stats.buckets if per_bucket else ())):
@@ -44,3 +52,13 @@ def log_stats(
             writer.add_scalar(f"{where}/{name}", value, step)
     for name, metric in stats.metrics.items():
         writer.add_scalar(f"{prefix}/metrics/{name}", metric, step)
+    if isinstance(handle.hook, CommHook):
+        _write_notes(writer, handle.hook, prefix)
+
+
+def _write_notes(writer: SummaryWriter, hook: CommHook, prefix: str) -> None:
+    counts = _written.setdefault(writer, {})
+    notes = hook.notes()
+    for step, text in notes[counts.get(prefix, 0) :]:
+        writer.add_text(f"{prefix}/notes", text, step)
+    counts[prefix] = len(notes)

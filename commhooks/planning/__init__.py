@@ -10,8 +10,9 @@ docs/design/2026-11-22-auto.md.
 Imports: costs, errors.
 """
 
-from commhooks.planning.plan import Plan, Row
+from commhooks.planning.plan import Plan
 from commhooks.planning.problem import BucketTimes, Choice, Group, Problem
+from commhooks.planning.row import Row, merged
 from commhooks.planning.solver import solve, timelines
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Row",
+    "merged",
     "solve",
     "timelines",
 ]

@@ -10,34 +10,12 @@ from typing import Any
 
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.planning.row import Row, merged
 
-__all__ = ["Plan", "Row"]
+__all__ = ["Plan"]
 
 _FORMAT = 1
 """The version of the JSON that :meth:`Plan.to_json` returns."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """The hook of one group of parameters."""
-
-    names: tuple[str, ...]
-    label: str
-    bucket: int
-    hook: str
-    """A spec as on the command line."""
-    elements: int
-    wire_bytes: float
-    """Sent by rank 0 for this group in each step."""
-    error: float
-    """|average - exact| / |exact| of the group, when it was measured."""
-    norm: float
-    """|exact|."""
-    hidden_seconds: float
-    """The part of the group's communication that backward hides, an estimate."""
-    exposed_seconds: float
-    """The part that the step waits for, an estimate."""
-    why: str
 
 
 @dataclass(frozen=True)
@@ -78,8 +56,9 @@ class Plan:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:
+        """Return a table with a row for equal groups, such as those of a model's equal layers."""
         heads = ("group", "params", "hook", "MB sent", "error", "hidden ms", "exposed ms", "why")
-        table = [heads, *(self._cells(row) for row in self.rows)]
+        table = [heads, *(self._cells(row) for row in merged(self.rows))]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in table]
         return "\n".join([*lines, "", self.summary])

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from commhooks.costs.timeline import Span, replay
 from commhooks.planning.assignment import Assignment, chosen, step_trace
 from commhooks.planning.costs import sending_seconds
-from commhooks.planning.plan import Row
 from commhooks.planning.problem import Choice, Group, Problem
+from commhooks.planning.row import Row
 
 __all__ = ["rows_of"]
 

@@ -1,13 +1,16 @@
 """Plans as text and in files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.planning_problems import group, problem_of, random_problem
 
+from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookOptionError, CommHookStateError
-from commhooks.planning import Plan, solve
+from commhooks.planning import Plan, Row, merged, solve
+from commhooks.planning.row import label_of
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,9 @@ def test_the_digest_is_that_of_hooks_by_parameter_and_of_nothing_else(plan: Plan
 def test_a_plan_prints_as_a_table(plan: Plan):
     lines = str(plan).splitlines()
     assert lines[0].split()[:3] == ["group", "params", "hook"]
-    assert all(line.startswith(row.label) for line, row in zip(lines[1:], plan.rows, strict=False))
+    assert all(
+        line.startswith(row.label) for line, row in zip(lines[1:], merged(plan.rows), strict=False)
+    )
     assert plan.reason in lines
 
 
@@ -80,3 +85,38 @@ def test_numbers_that_do_not_belong_together_are_no_problem():
     ]:
         with pytest.raises(CommHookOptionError, match=found):
             problem_of(*groups, error=error)
+
+
+def test_equal_layers_are_one_row():
+    def row(layer: int, part: str, hook: str, error: float) -> Row:
+        name = f"h.{layer}.{part}"
+        return Row((name,), name, layer, hook, 10, 5.0, error, 2.0, 0.1, 0.2, f"saves {layer}%")
+
+    rows = [row(i, "mlp", "int4", 0.3 if i else 0.4) for i in range(12)]
+    rows += [row(3, "attention", "int4", 0.1), row(12, "mlp", "int8", 0.1)]
+    rows += [replace(row(13, "mlp", "int4", 0.1), elements=11)]
+    found = merged(rows)
+    times = "\N{MULTIPLICATION SIGN}"
+    assert [each.label for each in found] == [f"h.*.mlp {times}12", *(r.label for r in rows[12:])]
+    assert found[1:] == rows[12:]
+    together = found[0]
+    assert (together.elements, together.wire_bytes, together.names[11]) == (120, 60.0, "h.11.mlp")
+    assert together.hidden_seconds == pytest.approx(1.2)
+    assert together.exposed_seconds == pytest.approx(2.4)
+    assert together.norm == pytest.approx(2 * 12**0.5)
+    assert together.error == pytest.approx(((0.4**2 + 11 * 0.3**2) / 12) ** 0.5)
+    timing = Timing(0.0, 0.0, 0.0, 0)
+    lines = str(Plan(tuple(rows), timing, timing, 0.1, 0.2, "by hand")).splitlines()
+    assert sum("int4" in line for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (("head",), "head"),
+        (("h.0.w", "h.1.w"), "h.*.w x2"),
+        (("h.0.w", "h.1.w", "h.0.v"), "h.*.w ... x3"),
+    ],
+)
+def test_labels_have_what_names_have_in_common(names: tuple[str, ...], label: str):
+    assert label_of(names) == label.replace("x", "\N{MULTIPLICATION SIGN}")

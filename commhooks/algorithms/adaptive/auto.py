@@ -27,6 +27,7 @@ import json
 import time
 from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -104,7 +105,8 @@ class Auto(CommHook):
 
     Metrics: ``error`` of the plan and its ``limit``, ``predicted_seconds`` of a step, the number of
     ``plans`` made, the estimates ``link_megabits_per_second`` and ``link_round_microseconds``, and
-    ``planning_share``, what measuring and planning has taken of the time so far.
+    ``planning_share``, what measuring and planning has taken of the time so far. ``step_seconds``
+    is what a step takes on the slowest rank, to compare with the prediction.
 
     Raises:
         CommHookOptionError: a candidate changes parameters, has no consensus, or skips steps; or
@@ -178,6 +180,25 @@ class Auto(CommHook):
         """The plans that were made, with their steps and reasons."""
         return [] if self._control is None else self._control.history
 
+    def plot(self, path: Path | str) -> None:
+        """Draw a step with plain averaging and one with the plan, as they were last measured.
+
+        The type of the image follows from the name of ``path``. This does not communicate. It needs
+        matplotlib.
+
+        Raises:
+            CommHookStateError: Not enough has been measured, or the plan is fixed.
+        """
+        from commhooks.planning.plot import draw_steps  # takes a second to import
+
+        problem = self._control and self._control.problem()
+        if not problem or self.plan is None or not self.plan.rows:
+            raise CommHookStateError(
+                f"hook {self.name!r}: expected a plan that was made in this training, found none; "
+                "call plot after the first plan, or use `commhooks plan --plot`"
+            )
+        draw_steps(problem, self.plan, path)
+
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Prepare each candidate, and leave out those that cannot average this model.
 
@@ -227,6 +248,10 @@ class Auto(CommHook):
         if bucket.index() == 0 and (elements := control.probe_elements(bucket.step)):
             await self._probe(elements, bucket.buffer().device, comm, control)
         return average
+
+    def notes(self) -> list[tuple[int, str]]:
+        own = [(each.step, str(each)) for each in self.history]
+        return sorted(own + super().notes())
 
     def metrics(self) -> dict[str, float]:
         own = {} if self._control is None else self._control.metrics()

@@ -19,7 +19,7 @@ from commhooks.algorithms.adaptive.report import Agreed, Window, combine
 from commhooks.algorithms.adaptive.schedule import Schedule
 from commhooks.algorithms.adaptive.situation import Situation
 from commhooks.errors import CommHookMismatchError
-from commhooks.planning import Plan
+from commhooks.planning import Plan, Problem
 from commhooks.planning.solver import solve
 
 __all__ = ["Candidates", "Controller", "Decision"]
@@ -65,6 +65,12 @@ class Decision:
     limit: float
     predicted_seconds: float
     """Of a step."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}. {self.changes} parameters change their hook; error {self.error:.3g} "
+            f"of at most {self.limit:.3g}, predicted {self.predicted_seconds * 1e3:.1f} ms a step"
+        )
 
 
 @dataclass(frozen=True)
@@ -327,14 +333,29 @@ class Controller:
             self._norms[name] = [*self._norms.get(name, ()), of_each][-_NORMS:]
 
     def _norm(self, group: ParameterGroup) -> float:
+        """Return |exact| of a group, where ``exact`` averages gradient plus residual.
+
+        It is that of the average, or that of the newest sample of the hook in use if it is larger:
+        a sparse hook sends a small part of what it has.
+        """
         known = [median(self._norms.get(name, [math.nan])) for name in group.names]
-        return math.sqrt(math.fsum(norm**2 for norm in known))
+        norm, hook = _total(known), self._hook_in_use(group)
+        if hook and self.knowledge.is_measured(group, hook):
+            trial = self.knowledge.trial(group, hook)
+            assert trial is not None
+            norm = max(norm, trial.norm * math.sqrt(group.elements / max(trial.elements, 1)))
+        return norm
 
     def _limit(self, layout: Layout, norms: Sequence[float]) -> float:
         reference = self.candidates.reference
         if reference is None:
             return float(self.candidates.limit)
         return self.knowledge.limit(layout, norms, reference)
+
+    def problem(self) -> Problem | None:
+        """Return what the next plan would be made for; None if not enough is known."""
+        situation = self._situation()
+        return None if situation is None else situation.problem()
 
     # -------------------------------------------------------------------------------------- trials
 
@@ -387,6 +408,8 @@ class Controller:
         if self.plan is not None and self._basis is not None:
             found["error"], found["limit"] = self._basis.error, self._basis.limit
             found["predicted_seconds"] = self.plan.after.step_seconds
+        if self._agreed is not None and self._agreed.step_seconds > 0:
+            found["step_seconds"] = self._agreed.step_seconds
         return found
 
     def to_json(self) -> dict[str, Any]:

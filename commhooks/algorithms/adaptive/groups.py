@@ -8,6 +8,7 @@ from torch import Tensor
 
 from commhooks.algorithms.wrappers.route_rules import Matcher, Rule
 from commhooks.hook.base import Role
+from commhooks.planning.row import label_of
 
 __all__ = ["Layout", "ParameterGroup", "exact_names", "group_parameters"]
 
@@ -26,16 +27,7 @@ class ParameterGroup:
     @property
     def label(self) -> str:
         """A name for tables: what the parameters' names have in common."""
-        if len(self.names) == 1:
-            return self.names[0]
-        parts = [name.split(".") for name in self.names]
-        common = []
-        for of_level in zip(*(reversed(part) for part in parts), strict=False):
-            if len(set(of_level)) > 1:
-                break
-            common.append(of_level[0])
-        text = ".".join(reversed(common)) or f"{self.names[0]} ..."
-        return f"{text} \N{MULTIPLICATION SIGN}{len(self.names)}"
+        return label_of(self.names)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,9 @@ class Guard(CommHook):
     """What all ranks have measured in the last step."""
     _last_error: float = field(default=0.0, init=False, repr=False, compare=False)
     _fallbacks: int = field(default=0, init=False, repr=False, compare=False)
+    _notes: list[tuple[int, str]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     lossless = True
     wire = "what the hook in use sends, and in some steps a sample"
@@ -123,6 +126,9 @@ class Guard(CommHook):
     def is_fallback(self) -> bool:
         """Whether the fallback is in use."""
         return _STATE_KEY in self.state
+
+    def notes(self) -> list[tuple[int, str]]:
+        return sorted(self._notes + super().notes())
 
     def metrics(self) -> dict[str, float]:
         own = {
@@ -175,15 +181,12 @@ class Guard(CommHook):
         self._fallbacks += is_beyond
         hook = self.fallback if is_beyond else self.inner
         relation = "exceeds" if is_beyond else "is within"
-        _LOG.warning(
-            "guard, step %d: the error of %s, %.3g, %s %.3g; use %s from now on",
-            step,
-            self.inner.name,
-            error,
-            relation,
-            self.max_error,
-            hook.name,
+        note = (
+            f"the error of {self.inner.name}, {error:.3g}, {relation} {self.max_error:.3g}; "
+            f"use {hook.name} from now on"
         )
+        self._notes.append((step, note))
+        _LOG.warning("guard, step %d: %s", step, note)
         self._use()
 
     def _measures(self, step: int) -> bool:

@@ -22,7 +22,7 @@ from commhooks.algorithms.adaptive.link import Estimate
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import parse_hook_spec
 from commhooks.planning import Plan, Row
-from commhooks.testing.compare import disagreement, through_file
+from commhooks.testing.compare import disagreement, same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (96, 64), "b": (64, 96), "bias": (64,), "c": (48, 64)}
@@ -127,6 +127,9 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
         assert "nothing has been measured" in hook.plan.reason
         train(trainer, rank, range(30))
         plan = agree(hook)
+        step, note = hook.notes()[0]
+        assert step == hook.history[0].step
+        assert "the first plan. 3 parameters change their hook" in note
         assert hook.history[0].reason == "the first plan"
         assert hook.history[0].step <= 12  # after as many trials as candidates
         assert set(plan.hook_of()) == set(SHAPES)
@@ -136,6 +139,7 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
         metrics = trainer.handle.stats().metrics
         assert metrics["limit"] == 0.3
         assert metrics["plans"] >= 1
+        assert metrics["step_seconds"] > 0
         assert 0 < metrics["planning_share"] < 1
         assert metrics["link_megabits_per_second"] == pytest.approx(0.8)
 
@@ -194,6 +198,27 @@ def reconsider(rank: int, size: int) -> None:
 
 def test_reasons_for_new_plans(run_ranks: Any) -> None:
     run_ranks(reconsider, 2)
+
+
+def keep_most(rank: int, size: int) -> None:
+    """A sparse hook has far more to send than its average shows, and the limit is about that."""
+    with ExitStack() as stack:
+        Links(stack)
+        sparse = "topk:density=0.02,warmup_steps=0"
+        hook: Any = commhooks.create("auto", error=0.99, candidates=[sparse])
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        for step in range(80):
+            found = trainer.step(draw_gradients(PARAMETERS, rank, step))
+        own = hook._control
+        groups = [group for group in own.layout.groups if own._hook_in_use(group)]
+        assert groups
+        for group in groups:
+            sent = sum(float(found[name].norm()) ** 2 for name in group.names) ** 0.5
+            assert own._norm(group) > 1.5 * sent
+
+
+def test_the_norm_includes_what_has_not_been_sent(run_ranks: Any) -> None:
+    run_ranks(keep_most, 2)
 
 
 def part_ways(rank: int, size: int) -> None:
@@ -286,6 +311,29 @@ def send_all(rank: int, size: int) -> None:
 
 def test_residuals_follow_a_parameter_to_its_next_hook(run_ranks: Any) -> None:
     run_ranks(send_all, 2)
+
+
+def resume_fixed(rank: int, size: int) -> None:
+    """With a fixed plan nothing is measured, and a resumed run has the same bits."""
+    options = {
+        "plan": plan_of({"a": "int4", "b": "powersgd:rank=2", "bias": "allreduce", "c": "bf16"})
+    }
+    first = Trainer(commhooks.create("auto", **options), PARAMETERS, bucket_cap_mb=0.02)
+    train(first, rank, range(4))
+    saved = through_file(first.handle.state_dict())
+    again: Any = commhooks.create("auto", **options)
+    resumed = Trainer(again, PARAMETERS, bucket_cap_mb=0.02)
+    resumed.handle.load_state_dict(saved)
+    for step in range(4, 30):
+        found = [train(each, rank, range(step, step + 1)) for each in (first, resumed)]
+        assert same_bits(*found), step
+    assert again._control is None
+    assert again.metrics() == {}
+    assert set(again.plan.hook_of().values()) == {"int4", "powersgd:rank=2", "allreduce", "bf16"}
+
+
+def test_a_resumed_run_with_a_fixed_plan_has_the_same_bits(run_ranks: Any) -> None:
+    run_ranks(resume_fixed, 2)
 
 
 # ------------------------------------------------------------------------ other ways of training

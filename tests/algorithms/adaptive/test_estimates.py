@@ -192,7 +192,7 @@ def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
         ({"head"}, 0, False),
         ({"far"}, 1, False),
     ]
-    assert layout.groups[0].label == "w \N{MULTIPLICATION SIGN}2"
+    assert layout.groups[0].label == "h.*.w \N{MULTIPLICATION SIGN}2"
     assert layout.groups[3].label == "head"
 
 

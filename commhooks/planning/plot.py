@@ -1,22 +1,26 @@
-"""A step on the timeline, with plain averaging and with a plan."""
+"""Draws a step on the timeline, with plain averaging and with a plan."""
 
 from pathlib import Path
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError("drawing a plan needs matplotlib: pip install 'commhooks[cli]'") from error
 
-from commhooks.cli.colors import GRAY, color_of
 from commhooks.costs.timeline import Span
-from commhooks.planning import Plan, Problem, timelines
+from commhooks.planning.plan import Plan
+from commhooks.planning.problem import Problem
+from commhooks.planning.solver import timelines
 
 __all__ = ["draw_steps"]
 
 _LANES = ("backward", "hooks", "network")
-_COLORS = (color_of("allreduce"), color_of("bf16"))
-"""Of buckets, in turn."""
+_GRAY, _COLORS = "#7f8794", ("#3b82c4", "#5aa9e6")
+"""Of backward, and of buckets in turn: readable on light and on dark pages."""
 
 
-def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
+def draw_steps(problem: Problem, plan: Plan, path: Path | str) -> None:
     """Write an image, whose type follows from the name of ``path``.
 
     Raises ValueError for a type of image that matplotlib does not know.
@@ -38,13 +42,13 @@ def _draw(axes: Axes, spans: list[Span], title: str) -> None:
             (span.end - span.start) * 1e3,
             left=span.start * 1e3,
             height=0.7,
-            color=GRAY if lane == "backward" else _COLORS[span.bucket % 2],
+            color=_GRAY if lane == "backward" else _COLORS[span.bucket % 2],
             alpha=1.0 if lane == "backward" else 0.6,
             edgecolor="white",
             linewidth=0.5,
         )
     ends = [span.end for span in spans if span.work == "backward"]
-    axes.axvline(max(ends, default=0.0) * 1e3, color=GRAY, linestyle=":")
+    axes.axvline(max(ends, default=0.0) * 1e3, color=_GRAY, linestyle=":")
     axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, title=title)
     axes.invert_yaxis()
 
