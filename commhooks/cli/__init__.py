@@ -1,6 +1,6 @@
 """The command line, ``commhooks``; needs the extra ``commhooks[cli]``.
 
-Imports: algorithms.adaptive, costs, errors, extensions, hook, lab, lab.comparison, lab.models,
+Imports: algorithms.adaptive, errors, extensions, hook, lab, lab.comparison, lab.models,
 lab.planning, lab.simulation, planning.
 """
 
