@@ -73,7 +73,7 @@ def test_averages_are_native(run_ranks: Any) -> None:
     [(4, 2, AllReduce), (4, 2, Exact), (3, 1, AllReduce), (3, 3, AllReduce), (3, 3, Exact)],
 )
 def test_everything_that_people_set(run_ranks: Any, size: int, shards: int, hook: Any) -> None:
-    run_ranks(same_numbers, size, shards, list(FEATURES), hook)
+    run_ranks(same_numbers, size, shards, list(FEATURES), hook, timeout=240)
 
 
 # ------------------------------------------------------------------------------ hooks and handles
@@ -286,7 +286,8 @@ NEEDS: dict[str, Any] = {
 def test_every_hook_trains(run_ranks: Any) -> None:
     names = set(commhooks.available()) - {"skip_nonfinite"}
     own = [name for name in sorted(names) if not name.startswith("test_")]
-    run_ranks(train_each, 4, [{"name": name, **NEEDS.get(name, {})} for name in own])
+    hooks = [{"name": name, **NEEDS.get(name, {})} for name in own]
+    run_ranks(train_each, 4, hooks, timeout=240)
 
 
 def trace_and_return(rank: int, size: int, folder: Path) -> None:

@@ -96,14 +96,14 @@ def train(
 def test_gradients_are_averaged_with_no_more_graphs_than_torch(
     where: str, hook: str | None
 ) -> None:
-    for ours, theirs in run_ranks(train, 2, where, hook, 8, {}, timeout=120):
+    for ours, theirs in run_ranks(train, 2, where, hook, 8, {}, timeout=240):
         assert 0 < ours <= theirs
 
 
 def test_graphs_are_split_at_the_ends_of_buckets() -> None:
     """Otherwise communication could not overlap with a compiled backward."""
     options = {"bucket_cap_mb": 1}
-    for ours, theirs in run_ranks(train, 2, "wrapper", "bf16", 512, options, timeout=120):
+    for ours, theirs in run_ranks(train, 2, "wrapper", "bf16", 512, options, timeout=240):
         assert 1 < ours <= theirs
 
 
@@ -120,7 +120,7 @@ def small_buckets(rank: int, world_size: int) -> None:
 
 
 def test_buckets_may_be_smaller_than_the_compiler_accepts() -> None:
-    run_ranks(small_buckets, 2, timeout=120)
+    run_ranks(small_buckets, 2, timeout=240)
 
 
 def compiled_autograd(rank: int, world_size: int) -> None:
@@ -138,4 +138,4 @@ def compiled_autograd(rank: int, world_size: int) -> None:
 
 
 def test_compiled_autograd_raises() -> None:
-    run_ranks(compiled_autograd, 2, timeout=120)
+    run_ranks(compiled_autograd, 2, timeout=240)
