@@ -1,102 +1,36 @@
-"""Hooks that quantize: averages, errors, bytes on the wire, and state."""
+"""Hooks that quantize: averages, errors, bytes on the wire, and contributions."""
 
 import importlib
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.lockstep import LockstepCommunicator, lockstep, make_bucket
+from support.quantized_steps import (
+    ALL,
+    AVERAGE_BITS,
+    NUMEL,
+    SHAPES,
+    STATELESS,
+    UNBIASED,
+    WITH_ERRORS,
+    flat,
+    gradients_of,
+    make_hooks,
+    mean_of,
+    part_length,
+    take_step,
+    unsent,
+)
 from torch import Tensor
 
 import commhooks
-from commhooks import CommHook, CommHookOptionError
-from commhooks.hook.state import entry_problem
-from commhooks.testing.compare import same_bits, through_file
+from commhooks import CommHookOptionError
+from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from commhooks.testing.reference import quantized_two_shot
-
-SHAPES: dict[str, tuple[int, ...]] = {
-    "scalar": (),
-    "matrix": (23, 17),
-    "bias": (23,),
-    "empty": (0, 5),
-    "convolution": (9, 5, 3, 3),
-}
-NUMEL = 1 + 23 * 17 + 23 + 9 * 5 * 9
-
-# Options and bits per code of each hook, with small blocks so that there are many of them.
-WITH_ERRORS: dict[str, tuple[dict[str, Any], int]] = {
-    "int8": ({"block_size": 32}, 8),
-    "int4": ({"block_size": 32, "stochastic": True}, 4),
-    "int2": ({"block_size": 32}, 2),
-    "fp8": ({"block_size": 64, "format": "e5m2"}, 8),
-    "fp4": ({"format": "mxfp4"}, 4),
-    "onebit": ({"block_size": 32}, 1),
-    "signsgd": ({"block_size": 32}, 1),
-}
-STATELESS: dict[str, tuple[dict[str, Any], int]] = {
-    "int8": ({"block_size": 32, "stochastic": True, "error_feedback": False}, 8),
-    "int4": ({"block_size": 32, "error_feedback": False}, 4),
-    "int2": ({"block_size": 32, "error_feedback": False}, 2),
-    "fp8": ({"block_size": 32, "error_feedback": False}, 8),
-    "fp4": ({"error_feedback": False}, 4),
-    "qsgd": ({"block_size": 32, "levels": 5, "norm": "l2"}, 4),
-    "terngrad": ({"block_size": 32}, 2),
-    "natural": ({"block_size": 32}, 8),
-    "signsgd": ({"block_size": 32, "error_feedback": False}, 1),
-}
-AVERAGE_BITS = {"terngrad": 4}
-"""Bits per code of an average, if they differ."""
-ALL = [(name, *rest) for named in (WITH_ERRORS, STATELESS) for name, rest in named.items()]
-UNBIASED = [
-    ("int8", {"stochastic": True, "error_feedback": False}),
-    ("int4", {"stochastic": True, "error_feedback": False}),
-    ("qsgd", {}),
-    ("qsgd", {"levels": 1, "norm": "l2"}),
-    ("terngrad", {"clip": 0.0}),
-    ("natural", {}),
-]
-
-
-def make_hooks(name: str, options: dict[str, Any], size: int) -> list[CommHook]:
-    return [commhooks.create(name, **options) for _ in range(size)]
-
-
-def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        for name, shape in SHAPES.items()
-    }
-
-
-def take_step(hooks: list[CommHook], gradients: list[dict[str, Tensor]], step: int) -> list[Tensor]:
-    return lockstep(hooks, [make_bucket(named, step) for named in gradients])[0]
-
-
-def flat(named: dict[str, Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in named.values()]).double()
-
-
-def mean_of(gradients: list[dict[str, Tensor]]) -> Tensor:
-    return torch.stack([flat(named) for named in gradients]).mean(0)
-
-
-def unsent(hooks: list[CommHook], names: Iterator[str] | dict[str, Any]) -> dict[str, Tensor]:
-    """Return, by parameter, the mean of the ranks' own errors plus the errors of averages."""
-    total = {}
-    for name in names:
-        entries = [hook.state[name] for hook in hooks]
-        total[name] = torch.stack([e["error"].double() for e in entries]).mean(0).reshape(-1)
-        for entry in entries:
-            if "average_error" in entry:
-                start = int(entry["average_start"])
-                kept = entry["average_error"]
-                total[name][start : start + kept.numel()] += kept
-    return total
-
 
 # --------------------------------------------------------------------------------------- averages
 
@@ -261,11 +195,6 @@ def test_dtypes(name, options, bits, dtype):
 # --------------------------------------------------------------------------------------- the wire
 
 
-def part_length(numel: int, size: int) -> int:
-    """Return the length of a rank's part, rounded up to a multiple of 32."""
-    return min((numel + 32 * size - 1) // (32 * size) * 32, numel)
-
-
 def encoded_bytes(numel: int, bits: int, block: int, group: int = 0) -> int:
     scales = 4 * ((numel + block - 1) // block)
     words = (numel * bits + 31) // 32
@@ -317,179 +246,6 @@ def test_default_compression(name, ratio):
     bucket = make_bucket({"g": torch.zeros(1 << 20)})
     plain = 2 * 3 * (4 << 20) // 4
     assert plain / commhooks.create(name).wire_bytes(bucket, 4) >= ratio
-
-
-# ---------------------------------------------------------------------------------------- state
-
-
-@pytest.mark.parametrize("name", STATELESS)
-def test_there_is_no_state_without_error_feedback(name):
-    hooks = make_hooks(name, STATELESS[name][0], 2)
-    take_step(hooks, [gradients_of(rank, 0) for rank in range(2)], 0)
-    assert hooks[0].state == {}
-
-
-def test_state_holds_errors_and_a_part_of_the_average_errors():
-    hooks = make_hooks("int8", {}, 4)
-    take_step(hooks, [gradients_of(rank, 0) for rank in range(4)], 0)
-    length = part_length(NUMEL, 4)
-    for hook, own in zip(hooks, (length, length, length, NUMEL - 3 * length), strict=True):
-        entries = [tensor for entry in hook.state.values() for tensor in entry.values()]
-        tensors = [tensor for tensor in entries if tensor.is_floating_point()]
-        memories = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        assert sorted(memories.values()) == [4 * own, 4 * NUMEL]
-
-
-@pytest.mark.parametrize(("bad", "where"), [(torch.inf, "matrix"), (torch.nan, "scalar")])
-@pytest.mark.parametrize("step_of_bad", [0, 2])
-@pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_a_gradient_that_is_not_finite_changes_no_state(
-    name, options, bits, step_of_bad, bad, where
-):
-    hooks, twins = make_hooks(name, options, 3), make_hooks(name, options, 3)
-    for step in range(step_of_bad):
-        for hook_set in (hooks, twins):
-            take_step(hook_set, [gradients_of(rank, step) for rank in range(3)], step)
-    states = [hook.state_dict() for hook in hooks]
-    gradients = [gradients_of(rank, 50) for rank in range(3)]
-    gradients[1][where].view(-1)[-1] = bad
-    for result in take_step(hooks, gradients, step_of_bad):
-        assert result.isnan().all()
-    if step_of_bad:
-        assert same_bits([hook.state_dict() for hook in hooks], states)
-    results = [
-        take_step(hook_set, [gradients_of(rank, 51) for rank in range(3)], step_of_bad + 1)
-        for hook_set in (hooks, twins)
-    ]
-    assert same_bits(*results)
-    assert results[0][0].isfinite().all()
-
-
-@pytest.mark.parametrize("huge", [3e38, 1e38, 5e37])
-@pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_state_stays_finite_near_overflow(name, options, bits, huge):
-    hooks = make_hooks(name, options, 2)
-    for step in range(3):
-        gradients = [gradients_of(rank, step) for rank in range(2)]
-        gradients[0]["matrix"].fill_(huge)
-        take_step(hooks, gradients, step)
-        for hook in hooks:
-            for entry in hook.state.values():
-                assert all(tensor.isfinite().all() for tensor in entry.values())
-
-
-@pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_zeros_give_zeros(name, options, bits):
-    hooks = make_hooks(name, options, 3)
-    for step in range(2):
-        zeros = [{k: torch.zeros_like(g) for k, g in gradients_of(0, 0).items()} for _ in hooks]
-        for result in take_step(hooks, zeros, step):
-            assert torch.equal(result, torch.zeros(NUMEL))
-
-
-def buckets_of(gradients: list[dict[str, Tensor]], names: tuple[str, ...], step: int) -> list[Any]:
-    return [make_bucket({name: named[name] for name in names}, step) for named in gradients]
-
-
-@pytest.mark.parametrize("name", WITH_ERRORS)
-@pytest.mark.parametrize(
-    "rebuilt", [(("bias", "convolution"), ("matrix",)), (("convolution", "bias", "matrix"),)]
-)
-def test_errors_survive_rebuilt_buckets(name, rebuilt):
-    size = 3
-    hooks = make_hooks(name, WITH_ERRORS[name][0], size)
-    names = ("matrix", "bias", "convolution")
-    gradients = [gradients_of(rank, 0, torch.float64) for rank in range(size)]
-    lockstep(hooks, buckets_of(gradients, names, 0))
-    before = unsent(hooks, dict.fromkeys(names))
-    zeros = [{k: torch.zeros_like(g) for k, g in gradients[0].items()} for _ in hooks]
-    got: dict[str, Tensor] = {}
-    for bucket in rebuilt:
-        result = lockstep(hooks, buckets_of(zeros, bucket, 1))[0][0]
-        lengths = [torch.Size(SHAPES[k]).numel() for k in bucket]
-        got |= dict(zip(bucket, result.split(lengths), strict=True))
-    after = unsent(hooks, dict.fromkeys(names))
-    for k in names:
-        torch.testing.assert_close(got[k] + after[k], before[k], rtol=0, atol=64 * 2.0**-22)
-
-
-def test_errors_survive_a_change_of_the_number_of_ranks():
-    """Errors of averages become own errors, multiplied by the number of ranks."""
-    three = make_hooks("int4", {}, 3)
-    take_step(three, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
-    saved = three[1].state_dict()
-    alone = commhooks.create("int4")
-    alone.load_state_dict(through_file(saved))
-    zeros = {k: torch.zeros_like(g).double() for k, g in gradients_of(0, 0).items()}
-    result = take_step([alone], [zeros], 1)[0]
-    expected = flat(unsent([three[1]], SHAPES))
-    torch.testing.assert_close(
-        result + flat(unsent([alone], SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
-    )
-
-
-def test_errors_survive_registration_with_other_ranks():
-    """With fewer ranks, each one keeps errors of a larger part of the averages."""
-    hooks = make_hooks("int4", {}, 3)
-    take_step(hooks, [gradients_of(rank, 0, torch.float64) for rank in range(3)], 0)
-    hooks = hooks[:2]
-    expected = flat(unsent(hooks, SHAPES))
-    zeros = [
-        {k: torch.zeros_like(g).double() for k, g in gradients_of(0, 0).items()} for _ in hooks
-    ]
-    result = take_step(hooks, zeros, 1)[0]
-    torch.testing.assert_close(
-        result + flat(unsent(hooks, SHAPES)), expected, rtol=0, atol=64 * 2.0**-22
-    )
-
-
-@pytest.mark.parametrize(
-    ("start", "problem"),
-    [
-        (None, "expected both 'average_start' and 'average_error'"),
-        (-2, "expected 0 to 20, found -2"),
-        (21, "expected 0 to 20, found 21"),
-        (20, None),
-    ],
-)
-def test_the_kept_error_lies_inside_the_parameter(start, problem):
-    entry = {"error": torch.zeros(23), "average_error": torch.ones(3)}
-    if start is not None:
-        entry["average_start"] = torch.tensor(start)
-    found = entry_problem(entry, commhooks.create("int8").state_fields(torch.zeros(23)))
-    assert found is None if problem is None else problem in str(found)
-
-
-@pytest.mark.parametrize(("name", "options", "bits"), ALL)
-def test_resuming_from_a_file_gives_the_same_bits(name, options, bits):
-    hooks = make_hooks(name, options, 3)
-    for step in range(2):
-        take_step(hooks, [gradients_of(rank, step) for rank in range(3)], step)
-    resumed = make_hooks(name, options, 3)
-    for hook, other in zip(hooks, resumed, strict=True):
-        other.load_state_dict(through_file(hook.state_dict()))
-    for step in range(2, 4):
-        gradients = [gradients_of(rank, step) for rank in range(3)]
-        copies = [{k: g.clone() for k, g in named.items()} for named in gradients]
-        assert same_bits(take_step(hooks, gradients, step), take_step(resumed, copies, step))
-    assert same_bits([h.state_dict() for h in hooks], [h.state_dict() for h in resumed])
-
-
-@pytest.mark.parametrize("name", ["qsgd", "terngrad", "natural"])
-def test_random_numbers_depend_on_seed_step_rank_and_bucket(name):
-    def result(seed: int = 0, step: int = 0, parameter: str = "g") -> Tensor:
-        hooks = make_hooks(name, {"seed": seed}, 2)
-        gradients = [torch.linspace(-1, 1, 500) for _ in hooks]
-        return take_step(hooks, [{parameter: g} for g in gradients], step)[0]
-
-    assert torch.equal(result(), result())
-    assert not torch.equal(result(), result(seed=1))
-    assert not torch.equal(result(), result(step=1))
-    assert not torch.equal(result(), result(parameter="h"))
-    hooks = make_hooks(name, {}, 2)
-    buckets = [make_bucket({"g": torch.linspace(-1, 1, 500)}) for _ in hooks]
-    first, second = lockstep(hooks, buckets)[1]
-    assert not torch.equal(first.sent[0], second.sent[0])
 
 
 # ----------------------------------------------------------------------------------- contribution
