@@ -24,6 +24,7 @@ __all__ = [
 
 Row = dict[str, Any]
 _NEAR = 1.1
+_LEAST_TURNS = 5
 
 
 def ratio(entry: Mapping[str, Any], name: str) -> Interval:
@@ -51,7 +52,7 @@ def point_rows(entry: Mapping[str, Any]) -> list[Row]:
             {
                 "setting": name + (" (the best uniform one)" if name == best else ""),
                 "step_seconds": _seconds(entry, name),
-                "auto_to_it": "" if name == AUTO else str(ratio(entry, name)),
+                "auto_to_it": "" if name == AUTO else _text(entry, name),
                 "wire_bytes": setting["wire_bytes"],
                 "error": setting.get("error"),
                 "predicted_seconds": setting.get("predicted_seconds"),
@@ -117,6 +118,13 @@ def steps_until_right(change: Mapping[str, Any], block_steps: int) -> int | None
         if ratios[turn] <= _NEAR and statistics.median(ratios[turn:]) <= _NEAR:
             return turn * block_steps
     return None
+
+
+def _text(entry: Mapping[str, Any], name: str) -> str:
+    """Return the ratio, without its interval if there are too few turns for one."""
+    found = ratio(entry, name)
+    turns = sum(block is not None for block in entry["settings"][name]["blocks"])
+    return str(found) if turns >= _LEAST_TURNS else f"{found.median:.2f}"
 
 
 def _seconds(entry: Mapping[str, Any], name: str) -> float:
