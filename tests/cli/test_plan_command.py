@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("click")
 from click.testing import CliRunner
 
+from commhooks.algorithms.adaptive import candidates
 from commhooks.cli import plan as command
 from commhooks.cli.commands import commands
 from commhooks.lab.planning import Measured, measure_groups
@@ -80,6 +81,13 @@ def test_a_table_a_plan_and_a_picture(tmp_path: Path) -> None:
     assert all(hooks[name] == "allreduce" for name in hooks if name.endswith("bias"))
     assert any(hooks[name] != "allreduce" for name in hooks)
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_hooks_of_other_packages_may_be_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "declared_candidates", lambda: ["natural"])
+    specs = [str(spec) for spec in command._specs(())]
+    assert (specs[0], specs[-1]) == ("allreduce", "natural")
+    assert candidates.default_candidates()[-1].name == "natural"
 
 
 @pytest.mark.usefixtures("_measured_before")

@@ -40,7 +40,8 @@ from commhooks.algorithms.adaptive.candidates import (
     hook_of_spec,
     spec_of,
 )
-from commhooks.algorithms.adaptive.control import Candidates, Controller, Decision
+from commhooks.algorithms.adaptive.control import Candidates, Controller
+from commhooks.algorithms.adaptive.decision import Decision
 from commhooks.algorithms.adaptive.fixed_plan import (
     exact_plan,
     hooks_of_plan,

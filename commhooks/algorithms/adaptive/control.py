@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from commhooks.algorithms.adaptive.decision import Basis, Decision
 from commhooks.algorithms.adaptive.fit import Cost
 from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
 from commhooks.algorithms.adaptive.knowledge import Knowledge
@@ -22,14 +23,12 @@ from commhooks.errors import CommHookMismatchError
 from commhooks.planning import Plan, Problem
 from commhooks.planning.solver import solve
 
-__all__ = ["Candidates", "Controller", "Decision"]
+__all__ = ["Candidates", "Controller"]
 
 _LOG = logging.getLogger("commhooks")
 _DIGITS = 12
 """Of a plan's digest: as many as a float64 has room for."""
 _BEYOND_LIMIT = 1.5
-_OTHER_RATE = 0.2
-_OTHER_NORM = 0.5
 _NORMS = 3
 """Reports whose norms count: their median."""
 _PLANNING_SHARE = 0.005
@@ -50,39 +49,6 @@ class Candidates:
     @property
     def reference(self) -> int | None:
         return self.limit if isinstance(self.limit, int) else None
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A plan was made in this step, for this reason."""
-
-    step: int
-    reason: str
-    changes: int
-    """The number of parameters that got another hook."""
-    error: float
-    """Of the plan, as sampled."""
-    limit: float
-    predicted_seconds: float
-    """Of a step."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.reason}. {self.changes} parameters change their hook; error {self.error:.3g} "
-            f"of at most {self.limit:.3g}, predicted {self.predicted_seconds * 1e3:.1f} ms a step"
-        )
-
-
-@dataclass(frozen=True)
-class _Basis:
-    """What the plan in use was made for."""
-
-    step: int
-    link: Cost
-    norm: float
-    limit: float
-    error: float
-    """Of the plan, as last sampled."""
 
 
 class Controller:
@@ -109,7 +75,7 @@ class Controller:
         self.window = Window(LinkTimes(self._backend, size))
         self.knowledge = Knowledge(len(candidates.lossless))
         self._window_start = 0
-        self._basis: _Basis | None = None
+        self._basis: Basis | None = None
         self._agreed: Agreed | None = None
         self._link = LinkWatch()
         self._probe_step = -1
@@ -280,15 +246,7 @@ class Controller:
             return f"the error of the plan is {error:.3g}, its limit {situation.limit:.3g}"
         if not self._has_time(step):
             return None
-        if _differs(situation.link.per_byte, basis.link.per_byte, _OTHER_RATE):
-            rates = (8e-6 / max(c.per_byte, 1e-15) for c in (basis.link, situation.link))
-            return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
-        norm = _total(situation.norms)
-        if _differs(norm, basis.norm, _OTHER_NORM):
-            return f"the norm of the gradient changed from {basis.norm:.3g} to {norm:.3g}"
-        if step - basis.step >= self._replan:
-            return f"{self._replan} steps since the last plan"
-        return None
+        return basis.reason(situation.link, _total(situation.norms), step, self._replan)
 
     def _plan_probe(self, step: int) -> None:
         """Probe the link in the step after the next one, if that is needed."""
@@ -431,12 +389,12 @@ class Controller:
         self._norms = dict(data["norms"])
         self.history = [Decision(**decision) for decision in data["history"]]
         basis = data["basis"]
-        self._basis = basis and _Basis(**{**basis, "link": Cost(*basis["link"])})
+        self._basis = basis and Basis(**{**basis, "link": Cost(*basis["link"])})
         self._link.load(data["link"])
 
 
-def _basis(situation: Situation, step: int, error: float) -> _Basis:
-    return _Basis(step, situation.link, _total(situation.norms), situation.limit, error)
+def _basis(situation: Situation, step: int, error: float) -> Basis:
+    return Basis(step, situation.link, _total(situation.norms), situation.limit, error)
 
 
 def _check_equal(digests: Sequence[int]) -> None:
@@ -447,10 +405,6 @@ def _check_equal(digests: Sequence[int]) -> None:
             "all ranks, and use machines that compute the same floating-point results. From now "
             "on, all ranks average exactly, and begin to measure again"
         )
-
-
-def _differs(now: float, before: float, share: float) -> bool:
-    return abs(now - before) > share * before
 
 
 def _total(norms: Sequence[float]) -> float:

