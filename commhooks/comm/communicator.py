@@ -51,7 +51,7 @@ class PendingCollective:
     ``parallel``: see :meth:`Communicator.among`. ``is_vote``: issued after all buckets have
     finished, see Note [All ranks or none]. A collective that is dropped before it ``is_awaited``
     warns. ``issued_ns``: when it was issued, in nanoseconds of ``time.monotonic_ns()``, 0 before
-    that and for those that are never issued. ``nbytes``: of the tensor, the same on all ranks.
+    that and for those that are never issued.
     """
 
     operation: str
@@ -63,7 +63,6 @@ class PendingCollective:
     is_vote: bool = False
     is_awaited: bool = False
     issued_ns: int = 0
-    nbytes: int = 0
 
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
         self.is_awaited = True
@@ -171,7 +170,6 @@ class Communicator:
             lambda group: group.allreduce([tensor], options),
             tensor,
             lambda: wire.all_reduce_bytes(tensor.nbytes, self.size),
-            tensor.nbytes,
         )
 
     def all_gather(self, tensor: Tensor) -> PendingCollective:
@@ -190,7 +188,6 @@ class Communicator:
             start,
             gathered,
             lambda: wire.all_gather_bytes(tensor.nbytes, self.size),
-            tensor.nbytes,
         )
 
     def all_to_all(self, tensor: Tensor, *, with_own: bool = True) -> PendingCollective:
@@ -212,7 +209,6 @@ class Communicator:
             start,
             received,
             lambda: wire.all_to_all_bytes(tensor.nbytes, self.size),
-            tensor.nbytes,
         )
 
     def reduce_scatter(self, tensor: Tensor) -> PendingCollective:
@@ -226,7 +222,6 @@ class Communicator:
             lambda group: group._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
             part,
             lambda: wire.reduce_scatter_bytes(tensor.nbytes, self.size),
-            tensor.nbytes,
         )
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> PendingCollective:
@@ -240,7 +235,6 @@ class Communicator:
             lambda group: group.broadcast([tensor], options),
             tensor,
             lambda: wire.broadcast_bytes(tensor.nbytes, self.size, is_root=self.rank == root),
-            tensor.nbytes,
         )
 
     def exchange(self, tensor: Tensor, send_to: int, receive_from: int) -> PendingCollective:
@@ -319,11 +313,8 @@ class Communicator:
         start: Callable[[dist.ProcessGroup], Work],
         result: Tensor,
         count: Callable[[], int],
-        nbytes: int,
     ) -> PendingCollective:
-        return PendingCollective(
-            operation, start, result, count, self._ranks, self._parallel, nbytes=nbytes
-        )
+        return PendingCollective(operation, start, result, count, self._ranks, self._parallel)
 
     def _push(
         self, operation: str, tensor: Tensor, send_to: int, receive_from: Sequence[int]
@@ -353,11 +344,7 @@ class Communicator:
             return _send_to_all(group, tensor, send_to, received, receive_from)
 
         return self._pending(
-            operation,
-            start,
-            received,
-            lambda: 0 if send_to == self.rank else tensor.nbytes,
-            tensor.nbytes,
+            operation, start, received, lambda: 0 if send_to == self.rank else tensor.nbytes
         )
 
     def _check_parts(self, operation: str, tensor: Tensor) -> None:

@@ -7,9 +7,8 @@ on its way at that moment: nobody is told that it has ended, so its Work complet
 timeout (torch 2.13). A small message is on its way for no time, but one of megabytes over a slow
 link is for most of a step.
 
-Therefore, before ranks exchange a large message for the first time, each connects to its neighbors
-in the ring of these ranks by two more process groups, and posts a receive on each that is never
-satisfied::
+Therefore, before ranks communicate for the first time, each connects to its neighbors in the ring
+of these ranks by two more process groups, and posts a receive on each that is never satisfied::
 
     rank 0 ── rank 1 ── rank 2 ── rank 3 ── rank 0
 

@@ -65,6 +65,9 @@ class StageGroups:
         purpose: What else tells these groups from others with the same token.
     """
 
+    on_loss: Callable[[int], None] | None = None
+    """If it is set, it is called with the present epoch, on another thread, when a rank goes."""
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -83,7 +86,7 @@ class StageGroups:
         self._size = group.size()
         self._epoch = 0
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-        self._watches: dict[tuple[int, ...], PeerWatch] = {}
+        self._watches: list[PeerWatch] = []
         self._closed = threading.Event()
 
     @functools.cached_property
@@ -106,26 +109,8 @@ class StageGroups:
         """
         groups = self._groups.setdefault(ranks, [])
         while len(groups) <= stage:
-            name = f"collective {len(groups)} of a hook"
-            groups.append(self._connect(name, ranks or tuple(range(self._size))))
+            groups.append(self._connect(len(groups), ranks or tuple(range(self._size))))
         return groups[stage]
-
-    def watch(self, ranks: tuple[int, ...], on_loss: Callable[[int], None]) -> None:
-        """Call ``on_loss`` with the present epoch, on another thread, if one of ``ranks`` goes.
-
-        The first call for these ranks connects neighbors, and blocks until they do so as well:
-        Note [Messages that never end] in peer_watch.py.
-
-        Raises:
-            CommHookPeerError: As :meth:`open`.
-        """
-        members = ranks or tuple(range(self._size))
-        if ranks in self._watches or len(members) < 2:
-            return
-        # Other members may have the same neighbors.
-        what = f"the watch of ranks {','.join(map(str, members))}"
-        pairs = [self._connect(what, pair) for pair in ring_pairs(self._rank, members)]
-        self._watches[ranks] = PeerWatch(pairs, functools.partial(on_loss, self._epoch))
 
     def close_connections(self) -> None:
         """Close all connections. What is pending fails, here and on the peers, or never ends."""
@@ -177,8 +162,7 @@ class StageGroups:
     def disconnect(self) -> None:
         """Drop all groups within the epoch, in which none may be opened any more."""
         while self._watches:
-            _, watch = self._watches.popitem()
-            watch.close()
+            self._watches.pop().close()
         while self._groups:
             _, groups = self._groups.popitem()
             while groups:
@@ -188,20 +172,30 @@ class StageGroups:
         """Make :meth:`open` raise, on whatever thread it is waiting."""
         self._closed.set()
 
-    def _connect(self, what: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        name = f"{what} among {','.join(map(str, ranks))}"
+    def _connect(self, stage: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        name = f"{stage} among {','.join(map(str, ranks))}"
         try:
-            self._meet(what, name, ranks)
+            self._meet(stage, name, ranks)
             store = PrefixStore(self._key(name), self._store)
             group = self._make_group(store, ranks.index(self._rank), len(ranks))
+            if stage == 0 and self.on_loss is not None:
+                self._watch(self.on_loss, store, ranks)
             return cast("dist.ProcessGroup", group)
         except RuntimeError as error:
             if not is_peer_loss(error):
                 raise
             broken = str(error)  # the error itself refers to frames, which may keep groups
-        raise CommHookPeerError(f"the ranks of {what} cannot meet: {broken}")
+        raise CommHookPeerError(f"the ranks of collective {stage} of a hook cannot meet: {broken}")
 
-    def _meet(self, what: str, name: str, ranks: tuple[int, ...]) -> None:
+    def _watch(self, on_loss: Callable[[int], None], store: Store, ranks: tuple[int, ...]) -> None:
+        """Connect to the neighbors among ``ranks``: Note [Messages that never end]."""
+        pairs = [
+            self._make_group(PrefixStore(f"watch {pair}", store), pair.index(self._rank), 2)
+            for pair in ring_pairs(self._rank, ranks)
+        ]
+        self._watches.append(PeerWatch(pairs, functools.partial(on_loss, self._epoch)))
+
+    def _meet(self, stage: int, name: str, ranks: tuple[int, ...]) -> None:
         """Wait for ``ranks`` in the store: see Note [Meeting before connecting]."""
         keys = [self._key(f"{name}/rank {rank}") for rank in ranks]
         self._store.set(self._key(f"{name}/rank {self._rank}"), "here")
@@ -215,9 +209,9 @@ class StageGroups:
                     if not self._store.check([key])
                 ]
                 raise CommHookPeerError(
-                    f"[rank {self._rank}] ranks {late} did not come to {what} within "
-                    f"{self._timeout.total_seconds():.0f} s; do all ranks run the same number of "
-                    "steps, with the same collectives in the hook?"
+                    f"[rank {self._rank}] ranks {late} did not come to collective {stage} of a "
+                    f"hook within {self._timeout.total_seconds():.0f} s; do all ranks run the same "
+                    "number of steps, with the same collectives in the hook?"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 16 * _POLL_SECONDS)

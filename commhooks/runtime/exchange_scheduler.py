@@ -16,7 +16,7 @@ class ExchangeScheduler(Executor):
     """Runs exchanges in the order in which they begin.
 
     Args:
-        rank, groups, watch, on_loss: See :class:`Executor`.
+        rank, groups, watch: See :class:`Executor`.
         on_end: Called with each exchange that has ended, after its future has been set.
     """
 
@@ -26,9 +26,8 @@ class ExchangeScheduler(Executor):
         groups: StageGroups,
         watch: Watch,
         on_end: Callable[[ExchangeExecution], None],
-        on_loss: Callable[[int], None],
     ) -> None:
-        super().__init__(rank, groups, watch, itertools.count(), on_loss)
+        super().__init__(rank, groups, watch, itertools.count())
         self._on_end = on_end
         self._failure: CommHookError | None = None  # since the last step that failed
         self._when_idle: list[Callable[[], None]] = []

@@ -13,9 +13,6 @@ from commhooks.runtime.execution import HookExecution
 
 __all__ = ["Executor", "Watch"]
 
-_LARGE_BYTES = 1 << 16
-"""Smaller tensors fit into the buffers of sockets."""
-
 Watch = Callable[[Work, int, int], None]
 """Called with a work, a token and a stage. Must arrange that :meth:`Executor.complete` is called
 with the token when the work has completed, with or without an error."""
@@ -32,24 +29,13 @@ class Executor(ABC):
         groups: The stage groups to send through.
         watch: Tells when a collective has completed.
         tokens: Numbers that nobody else gives to ``watch``.
-        on_loss: Called on another thread, with the epoch of ``groups``, when a peer has gone while
-            nothing else may tell. Must see to it that :meth:`fail_without` and :meth:`give_up` are
-            called.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        groups: StageGroups,
-        watch: Watch,
-        tokens: Iterator[int],
-        on_loss: Callable[[int], None],
-    ) -> None:
+    def __init__(self, rank: int, groups: StageGroups, watch: Watch, tokens: Iterator[int]) -> None:
         self._rank = rank
         self._groups = groups
         self._watch = watch
         self._tokens = tokens
-        self._on_loss = on_loss
         self._given_up: set[int] = set()  # tokens, when connections were closed
         self._under_way: dict[int, HookExecution] = {}  # by the token of their collective
         self._unfinished: list[HookExecution] = []  # in bucket order
@@ -141,8 +127,6 @@ class Executor(ABC):
         if collective.is_vote:
             stage = 0
         try:
-            if collective.nbytes >= _LARGE_BYTES:
-                self._groups.watch(collective.members, self._on_loss)
             # No local variable may hold the stage group: abandon() has to drop its last reference.
             execution.work = collective.start(self._groups.open(stage, collective.members))
         except CommHookPeerError as error:

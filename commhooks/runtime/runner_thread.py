@@ -29,7 +29,7 @@ class RunnerThread:
         self.executor: Executor | None = None
         """What runs on this thread. Set it before the first call."""
         self._name = name
-        self._groups = groups
+        self.groups = groups
         self._stream = stream
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class RunnerThread:
     def stop(self) -> None:
         """Let the thread end, whatever it waits for."""
         self._is_stopped = True
-        self._groups.close()
+        self.groups.close()
         self.queue.put(_CALL)
 
     def join(self, timeout: float) -> None:
@@ -69,7 +69,7 @@ class RunnerThread:
                 except BaseException as error:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
                     self.executor.fail(self.executor.error("the runner failed", error))
-        self._groups.abandon()
+        self.groups.abandon()
 
     def _handle(self, token: int | None, executor: Executor) -> None:
         if token == _CALL:

@@ -23,7 +23,7 @@ If a hook has sent nothing in a step, there is no vote.
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch.distributed as dist
@@ -65,7 +65,6 @@ class HookScheduler(Executor):
         stream: The stream on which the executions run; the current one in all calls.
         collector: Gets the record of each execution that succeeds.
         exchanges: What runs the exchanges that the hook begins.
-        on_loss: See :class:`Executor`.
     """
 
     def __init__(
@@ -77,9 +76,8 @@ class HookScheduler(Executor):
         collector: StatsCollector,
         watch: Watch,
         exchanges: Exchanges,
-        on_loss: Callable[[int], None],
     ) -> None:
-        super().__init__(group.rank(), groups, watch, itertools.count(), on_loss)
+        super().__init__(group.rank(), groups, watch, itertools.count())
         self._hook = hook
         self._group = group
         self._stream = stream

@@ -1,5 +1,6 @@
 """Runs the coroutines of a hook on a thread of their own, while backward computes."""
 
+import functools
 import os
 import threading
 import weakref
@@ -27,7 +28,7 @@ __all__ = ["ThreadedRunner"]
 _GRACE_SECONDS = 2.0
 """Most of what is on its way when a peer goes fails or completes within this time."""
 
-_GRACE_OF_EXCHANGES = 30.0
+_EXCHANGE_GRACE_SECONDS = 30.0
 """Without a vote, a peer may have completed all, and leave, while this rank still receives."""
 
 
@@ -59,23 +60,14 @@ class ThreadedRunner:
         self._thread = thread = RunnerThread("commhooks", groups, self._stream)
 
         # No function may refer to self, because the threads must not keep the runner alive.
-        def lose_peer(epoch: int) -> None:
-            _end_without_peer(thread, scheduler, groups, epoch, _GRACE_SECONDS)
-
         def continue_after(exchange: ExchangeExecution) -> None:
             thread.call(lambda: scheduler.continue_after(exchange))
 
         self._exchanges = _Exchanges(group, token, self._stream, continue_after)
         self._scheduler = scheduler = HookScheduler(
-            hook,
-            group,
-            groups,
-            self._stream,
-            self.collector,
-            thread.queue.watch,
-            self._exchanges,
-            lose_peer,
+            hook, group, groups, self._stream, self.collector, thread.queue.watch, self._exchanges
         )
+        groups.on_loss = functools.partial(_end_without_peer, thread, scheduler, _GRACE_SECONDS)
         thread.executor = scheduler
         self._finalizer = weakref.finalize(
             self, _stop, (thread, self._exchanges.thread), os.getpid()
@@ -126,14 +118,13 @@ class _Exchanges:
     ) -> None:
         self._groups = groups = StageGroups(group, token, purpose="exchanges")
         self.thread = thread = RunnerThread("commhooks-exchange", groups, stream)
-
-        def lose_peer(epoch: int) -> None:
-            _end_without_peer(thread, scheduler, groups, epoch, _GRACE_OF_EXCHANGES)
-
         self._scheduler = scheduler = ExchangeScheduler(
-            group.rank(), groups, thread.queue.watch, on_end, lose_peer
+            group.rank(), groups, thread.queue.watch, on_end
         )
-        self.thread.executor = self._scheduler
+        groups.on_loss = functools.partial(
+            _end_without_peer, thread, scheduler, _EXCHANGE_GRACE_SECONDS
+        )
+        thread.executor = scheduler
         self._are_dropped = threading.Event()
         self._are_dropped.set()
 
@@ -166,9 +157,7 @@ class _Exchanges:
             function()
 
 
-def _end_without_peer(
-    thread: RunnerThread, executor: Executor, groups: StageGroups, epoch: int, grace: float
-) -> None:
+def _end_without_peer(thread: RunnerThread, executor: Executor, grace: float, epoch: int) -> None:
     """See Note [Messages that never end] in comm/peer_watch.py. Runs on a thread of its own."""
 
     def end() -> None:
@@ -177,8 +166,8 @@ def _end_without_peer(
         executor.fail_without(epoch)
 
     is_noticed = False
-    while not is_noticed and not groups.is_closed_within(grace):
-        is_noticed = groups.epoch != epoch
+    while not is_noticed and not thread.groups.is_closed_within(grace):
+        is_noticed = thread.groups.epoch != epoch
         thread.call(end)
 
 

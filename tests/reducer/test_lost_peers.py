@@ -398,7 +398,7 @@ def stop_halfway(received: Tensor, pid: int) -> None:
 
 
 def die_in_a_message(_: Die, hook: Any) -> None:
-    threaded_runner._GRACE_OF_EXCHANGES = 2.0
+    threaded_runner._EXCHANGE_GRACE_SECONDS = 2.0
     model = quiet()
     commhooks.register(model, hook)
     for _ in range(2):

@@ -165,8 +165,8 @@ def test_the_vote_needs_no_connection_of_its_own() -> None:
 def test_a_second_error_is_not_another_failure() -> None:
     """Peers count the failed step once, so this rank must as well."""
     groups, hook = mock.create_autospec(StageGroups, instance=True), mock.Mock()
-    exchanges, others = mock.Mock(), (mock.Mock() for _ in "scw")
-    scheduler = HookScheduler(hook, mock.Mock(), groups, *others, exchanges, mock.Mock())
+    exchanges = mock.Mock()
+    scheduler = HookScheduler(hook, mock.Mock(), groups, *(mock.Mock() for _ in "scw"), exchanges)
     scheduler.fail(CommHookError("first"))
     scheduler.fail(CommHookError("second"))
     groups.publish.assert_called_once_with("first")

@@ -342,19 +342,13 @@ class _Actor(ABC):
             self.completed.append(token)
 
 
-def _never(epoch: int) -> None:
-    """Messages here are small, so that nobody watches for the loss of peers."""
-
-
 class _Exchanges(_Actor):
     """The thread of exchanges of a rank, as :class:`ThreadedRunner` has it."""
 
     def __init__(self, rank: "_Rank") -> None:
         super().__init__(rank.world)
         self.groups = stage_groups.StageGroups(rank.group, token=7, purpose="exchanges")
-        self.scheduler = ExchangeScheduler(
-            rank.rank, self.groups, self._watch, rank.continue_after, _never
-        )
+        self.scheduler = ExchangeScheduler(rank.rank, self.groups, self._watch, rank.continue_after)
 
     @property
     def executor(self) -> Executor:
@@ -406,7 +400,6 @@ class _Rank(_Actor):
             StatsCollector(),
             self._watch,
             self.exchanges,
-            _never,
         )
 
     @property
