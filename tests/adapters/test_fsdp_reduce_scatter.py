@@ -39,12 +39,13 @@ def near_native(rank: int, size: int, features: list[str]) -> None:
 
 
 def test_gradients_are_near_those_of_torch(run_ranks: Any) -> None:
-    run_ranks(near_native, 3, ["units", "sums divided by a factor"])
+    run_ranks(near_native, 3, ["units", "sums divided by a factor"], timeout=240)
 
 
 @pytest.mark.exhaustive
 def test_everything_that_people_set(run_ranks: Any) -> None:
-    run_ranks(near_native, 3, [name for name in FEATURES if name != "zeros for unused parameters"])
+    names = [name for name in FEATURES if name != "zeros for unused parameters"]
+    run_ranks(near_native, 3, names, timeout=240)
 
 
 def same_everywhere(rank: int, size: int) -> None:
