@@ -4,6 +4,7 @@ The parent of xdist's workers runs no tests, so it does not spend seconds on imp
 """
 
 import gc
+import os
 import socket
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ hypothesis.settings.load_profile("default")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make torch use one thread, and fork ranks."""
+    # Each connection to a store asks a name server who ::ffff:127.0.0.1 is. Do not wait long.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the parent of xdist's workers
     import torch
@@ -33,8 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
         commhooks.cluster.process.start_worker = fork_worker
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _ranks_closed() -> Iterator[None]:
+    """End rank processes with each module: what its tests have left open costs CPU time.
+
+    The thread of a Gloo device wakes up a hundred times a second.
+    """
     yield
     from commhooks.testing import close_ranks
 
@@ -43,7 +50,7 @@ def _ranks_closed() -> Iterator[None]:
 
 @pytest.fixture
 def run_ranks(_ranks_closed: None) -> Any:
-    """:func:`commhooks.testing.run_ranks`, whose processes end with the session."""
+    """:func:`commhooks.testing.run_ranks`, whose processes end with the module of the test."""
     from commhooks.testing import run_ranks
 
     return run_ranks

@@ -227,6 +227,7 @@ def train(
     return flat, copy.deepcopy(saved), stats.total.wire_bytes, dict(stats.metrics)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("what", ["gradients", "parameters"])
 @pytest.mark.parametrize(("size", "stock"), [(1, False), (2, True), (3, False), (4, False)])
 def test_training_is_what_the_definition_says(

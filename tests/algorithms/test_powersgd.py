@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.lockstep import lockstep, make_bucket
+from support.lockstep import lockstep, make_bucket, take_step
 from support.powersgd_steps import (
     MATRICES,
     SHAPES,
@@ -15,7 +15,6 @@ from support.powersgd_steps import (
     gradients_of,
     mean_of,
     powersgd,
-    take_step,
     tensors_of,
 )
 from torch import Tensor

@@ -4,14 +4,13 @@ import io
 
 import pytest
 import torch
-from support.lockstep import lockstep, make_bucket
+from support.lockstep import lockstep, make_bucket, take_step
 from support.powersgd_steps import (
     SHAPES,
     assert_same_state,
     by_name,
     gradients_of,
     powersgd,
-    take_step,
     tensors_of,
 )
 from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lockstep import LockstepCommunicator, lockstep, make_bucket
+from support.lockstep import LockstepCommunicator, lockstep, make_bucket, take_step
 from support.quantized_steps import (
     ALL,
     AVERAGE_BITS,
@@ -21,7 +21,6 @@ from support.quantized_steps import (
     make_hooks,
     mean_of,
     part_length,
-    take_step,
     unsent,
 )
 from torch import Tensor
@@ -226,6 +225,7 @@ def bytes_of_training(rank: int, size: int, name: str) -> tuple[int, int]:
     return trainer.handle.stats().total.wire_bytes, sum(p.numel() for p in parameters.values())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("name", "bits", "block"), [("int8", 8, 256), ("terngrad", 2, 512), ("onebit", 1, 128)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.lockstep import lockstep, make_bucket
+from support.lockstep import lockstep, make_bucket, take_step
 from support.quantized_steps import (
     ALL,
     NUMEL,
@@ -15,7 +15,6 @@ from support.quantized_steps import (
     gradients_of,
     make_hooks,
     part_length,
-    take_step,
     unsent,
 )
 from torch import Tensor

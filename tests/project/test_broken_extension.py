@@ -51,7 +51,7 @@ sys.meta_path[:] = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the packages, but nothing compiled."""
-    left_out = shutil.ignore_patterns("*.so", "__pycache__", "built_with.json")
+    left_out = shutil.ignore_patterns("*.so", "built_with.json")
     for package in ("commhooks", "reducer"):
         shutil.copytree(SOURCE / package, tmp_path / package, ignore=left_out)
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_EDITABLE)

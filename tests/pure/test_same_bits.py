@@ -132,6 +132,7 @@ def test_random_numbers_beyond_four_billion_elements() -> None:
         assert (BlockRandom(SEED, first, 2, 64).bits()[0] == expected[0]).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [*KINDS, "integers"])
 def test_selections(kind: str, dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
 """Runs one hook per rank inside this process, in lockstep: fast, and easy to inspect."""
 
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,24 @@ def make_bucket(gradients: dict[str, Tensor], step: int = 0) -> GradBucket:
     tensors = list(gradients.values())
     buffer = torch.cat([_memory(tensor) for tensor in tensors])
     return GradBucket(buffer, tensors, list(gradients), step=step)
+
+
+def draw_gradients(
+    shapes: Mapping[str, Sequence[int]], rank: int, step: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Return random gradients, which differ by rank and step."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {
+        name: torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def take_step(
+    hooks: Sequence[CommHook], gradients: Sequence[dict[str, Tensor]], step: int
+) -> list[Tensor]:
+    """Return the results of all ranks for one bucket of these gradients."""
+    return lockstep(hooks, [make_bucket(named, step) for named in gradients])[0]
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks import CommHook
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
-from support.lockstep import lockstep, make_bucket
+from support.lockstep import draw_gradients
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
@@ -26,15 +26,7 @@ def powersgd(**options: object) -> PowerSGD:
 
 
 def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        for name, shape in SHAPES.items()
-    }
-
-
-def take_step(hooks: list[PowerSGD], gradients: list[dict[str, Tensor]], step: int) -> list[Tensor]:
-    return lockstep(hooks, [make_bucket(named, step) for named in gradients])[0]
+    return draw_gradients(SHAPES, rank, step, dtype)
 
 
 def by_name(flat: Tensor) -> dict[str, Tensor]:

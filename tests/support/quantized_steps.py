@@ -8,7 +8,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks import CommHook
-from support.lockstep import lockstep, make_bucket
+from support.lockstep import draw_gradients
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
@@ -58,15 +58,7 @@ def make_hooks(name: str, options: dict[str, Any], size: int) -> list[CommHook]:
 
 
 def gradients_of(rank: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-        for name, shape in SHAPES.items()
-    }
-
-
-def take_step(hooks: list[CommHook], gradients: list[dict[str, Tensor]], step: int) -> list[Tensor]:
-    return lockstep(hooks, [make_bucket(named, step) for named in gradients])[0]
+    return draw_gradients(SHAPES, rank, step, dtype)
 
 
 def flat(named: dict[str, Tensor]) -> Tensor:
