@@ -3,7 +3,7 @@
     python tests/mutation.py commhooks/hook --tests tests/hook --sample 60 --seed 0
 
 A mutant swaps a comparison or an operator, negates a condition, changes a constant, drops a call
-whose result is not used, or returns None. The tests run in a copy of the working tree. A mutant
+whose result is not used, or returns None. The tests run in copies of the working tree. A mutant
 that survives is either equivalent to the original, or shows a rule that no test holds.
 """
 
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 _SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
@@ -112,6 +114,13 @@ def survives(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> bo
         target.write_text(original)
 
 
+def _copy_tree(root: Path) -> Path:
+    for name in ("commhooks", "reducer", "tests"):
+        shutil.copytree(name, root / name)
+    shutil.copy("pyproject.toml", root)
+    return root
+
+
 def main() -> None:
     """Print the mutants that survive, and the share that was killed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -119,20 +128,31 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", required=True, help="arguments of pytest")
     parser.add_argument("--sample", type=int, default=60, help="number of mutants to try")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
+    parser.add_argument("--workers", type=int, default=1, help="number of mutants at a time")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for each mutant")
     given = parser.parse_args()
     modules = [m for p in given.paths for m in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]
     found = [mutant for module in modules for mutant in mutants(module)]
     sample = random.Random(given.seed).sample(found, min(given.sample, len(found)))
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("commhooks", "reducer", "tests"):
-            shutil.copytree(name, Path(folder, name))
-        shutil.copy("pyproject.toml", folder)
-        if not passes(Path(folder), given.tests, given.timeout):
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.workers) as pool:
+        roots = [_copy_tree(Path(folder, str(number))) for number in range(given.workers)]
+        if not passes(roots[0], given.tests, given.timeout):
             sys.exit("expected tests that pass without a mutant, found some that fail or take long")
-        survivors = 0
-        for mutant in sorted(sample):
-            if survives(mutant, Path(folder), given.tests, given.timeout):
+        free = SimpleQueue[Path]()
+        for root in roots:
+            free.put(root)
+
+        def try_one(mutant: Mutant) -> bool:
+            root = free.get()
+            try:
+                return survives(mutant, root, given.tests, given.timeout)
+            finally:
+                free.put(root)
+
+        ordered = sorted(sample)
+        for mutant, survived in zip(ordered, pool.map(try_one, ordered), strict=True):
+            if survived:
                 survivors += 1
                 print(
                     f"{mutant.path}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True

@@ -129,7 +129,7 @@ def learned(rank: int, name: str) -> Learned:
         situation and situation.problem(),
         [vars(decision) for decision in hook.history],
         hook.metrics(),
-        hook._spent_ns * 1e-9,
+        hook._measuring.spent_ns * 1e-9,
     )
 
 

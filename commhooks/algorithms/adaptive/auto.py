@@ -23,9 +23,9 @@ under the number of the present step is of a failed one, and dropped; all ranks 
 Reports have a hash of the plan in use as well.
 """
 
+import functools
 import json
-import time
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,13 +48,10 @@ from commhooks.algorithms.adaptive.fixed_plan import (
     plan_of,
     positions_of,
 )
-from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
-from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
-from commhooks.algorithms.adaptive.observation import Observation, observe
-from commhooks.algorithms.adaptive.sample import draw_sample
+from commhooks.algorithms.adaptive.groups import exact_names, group_parameters
+from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.trial import Trial
-from commhooks.algorithms.adaptive.watch import Watch
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.algorithms.wrappers.route_rules import Rule
 from commhooks.comm.communicator import Communicator
@@ -75,10 +72,8 @@ __all__ = ["Auto"]
 
 _STATE_KEY = "0000000000000000"
 """In the form of a bucket's key, because the state is that of no parameter."""
-_LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
 
 Candidate = Annotated[CommHook, Made(hook_of_spec)]
-_Trying = tuple[ParameterGroup, int, int]
 PlanOption = Annotated[Plan | None, Made(plan_of)]
 
 
@@ -134,21 +129,12 @@ class Auto(CommHook):
     _hooks: list[CommHook] = field(default_factory=list, init=False, repr=False, compare=False)
     """Plain averaging, then the candidates."""
     _table: HookTable = field(init=False, repr=False, compare=False)
-    _control: Controller | None = field(default=None, init=False, repr=False, compare=False)
+    _measuring: Measurement | None = field(default=None, init=False, repr=False, compare=False)
     """What measures and plans; None before :meth:`prepare`, and if the plan is fixed."""
-    _trials: dict[int, Trial] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _watch: Watch = field(default_factory=Watch, init=False, repr=False, compare=False)
     _parameters: Mapping[str, Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _gathered: "_Gathered" = field(
-        default_factory=lambda: _Gathered(), init=False, repr=False, compare=False
-    )
-    _trying: _Trying | None = field(default=None, init=False, repr=False, compare=False)
     _exact_names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    _first_ns: int = field(default=0, init=False, repr=False, compare=False)
-    _elapsed_ns: int = field(default=0, init=False, repr=False, compare=False)
-    _spent_ns: int = field(default=0, init=False, repr=False, compare=False)
 
     wire = "what the chosen hooks send, and now and then samples and a report"
 
@@ -175,6 +161,11 @@ class Auto(CommHook):
     def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
         """Whether one of the hooks checks."""
         return any(hook.checks_finite for hook in self._hooks)
+
+    @property
+    def _control(self) -> Controller | None:
+        """What decides."""
+        return None if self._measuring is None else self._measuring.control
 
     @property
     def history(self) -> list[Decision]:
@@ -205,11 +196,10 @@ class Auto(CommHook):
 
         Raises CommHookError for such a candidate if the user has named the candidates.
         """
-        is_same_model = self._parameters.keys() == parameters.keys()
-        former, self._control = self._control if is_same_model else None, None
+        former = self._control if self._parameters.keys() == parameters.keys() else None
+        self._measuring = None
         self._parameters = parameters
         usable = self._prepare_candidates(parameters, group)
-        self._watch, self._gathered, self._trying = Watch(), _Gathered(), None
         if self._is_frozen:
             assert self.plan is not None
             self._table.change(positions_of(self.plan, self._hooks, parameters, self.name))
@@ -218,46 +208,29 @@ class Auto(CommHook):
         if group.size() == 1:
             self.plan = exact_plan("Average exactly: there is one rank, so nothing is sent.")
             return
-        self._control = self._make_control(usable, group)
-        for i in self._control.candidates.tried:
-            self._trials[i].prepare(parameters, group, self.roles)
+        self._measuring = self._make_measuring(usable, parameters, group)
         if former is not None:
-            self._control.load(former.to_json())
-        self._use_plan(self._control)
+            self._measuring.control.load(former.to_json())
+        self._use_plan(self._measuring.control)
 
     def bucket_key(self, parameter: str) -> Hashable:
         """Return whether the parameter is always averaged exactly."""
         return parameter in self._exact_names
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        control = self._control
+        measuring = self._measuring
         if bucket.index() == 0:
             self._begin_step(bucket.step, comm.launched_ns)
-        if control is None:
+        if measuring is None:
             return await self._run_parts(bucket, comm)
-        self._watch.bucket(bucket, comm.launched_ns, control.window)
-        if bucket.index() == 0:
-            await self._gather(bucket, comm, control)
-        trying = self._trying_on(bucket)
-        sample = trying and self._sample(bucket, trying, comm.size)
-        average = await self._run_parts(bucket, comm)
-        self._watch.end_bucket()
-        if control.reports(bucket.step + 1):
-            self._measure_norms(bucket, average, control)
-        if sample is not None and trying is not None:
-            await self._try(trying, sample, comm, control)
-        if bucket.index() == 0 and (elements := control.probe_elements(bucket.step)):
-            await self._probe(elements, bucket.buffer().device, comm, control)
-        return average
+        return await measuring.around(self._run_parts, bucket, comm)
 
     def notes(self) -> list[tuple[int, str]]:
         own = [(each.step, str(each)) for each in self.history]
         return sorted(own + super().notes())
 
     def metrics(self) -> dict[str, float]:
-        own = {} if self._control is None else self._control.metrics()
-        if self._elapsed_ns:
-            own["planning_share"] = self._spent_ns / self._elapsed_ns
+        own = {} if self._measuring is None else self._measuring.metrics()
         return own | super().metrics()
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
@@ -273,11 +246,8 @@ class Auto(CommHook):
 
     def recover(self) -> None:
         super().recover()
-        self._watch.recover()
-        if self._control is not None:
-            self._control.recover()
-        for trial in self._trials.values():
-            trial.recover()
+        if self._measuring is not None:
+            self._measuring.recover()
         self._table.refresh()
 
     # ---------------------------------------------------------------------------- state and config
@@ -296,19 +266,19 @@ class Auto(CommHook):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._control is None:
+        if self._measuring is None:
             self._table.refresh()
             return
-        self._control = self._control.new()
+        self._measuring.control = control = self._measuring.control.new()
         if _STATE_KEY in self.state:
             text = bytes(self.state[_STATE_KEY]["json"].tolist())
             try:
-                self._control.load(json.loads(text))
+                control.load(json.loads(text))
             except (KeyError, TypeError, ValueError) as error:
                 raise CommHookStateError(
                     f"the saved plan of hook {self.name!r}: {error}"
                 ) from error
-        self._use_plan(self._control)
+        self._use_plan(control)
 
     def to_config(self) -> dict[str, Any]:
         plan = self.plan.to_json() if self._is_frozen and self.plan is not None else None
@@ -334,7 +304,9 @@ class Auto(CommHook):
             self.error.prepare(parameters, group)
         return usable
 
-    def _make_control(self, usable: Sequence[int], group: dist.ProcessGroup) -> Controller:
+    def _make_measuring(
+        self, usable: Sequence[int], parameters: Mapping[str, Tensor], group: dist.ProcessGroup
+    ) -> Measurement:
         hooks = list(self._hooks)
         limit: float | int = 0.0
         if not isinstance(self.error, CommHook):
@@ -345,14 +317,13 @@ class Auto(CommHook):
         tried = [i for i in usable if i > 0]
         if isinstance(limit, int) and limit not in tried:
             tried.append(limit)
-        self._trials = {i: Trial(hooks[i]) for i in tried}
         if not isinstance(group, dist.ProcessGroup):
             raise CommHookError(
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
-        backend = group._get_backend(_device_of(self._parameters)).name()  # noqa: SLF001
-        return Controller(
+        backend = group._get_backend(_device_of(parameters)).name()  # noqa: SLF001
+        control = Controller(
             Candidates(
                 tuple(map(spec_of, self._hooks)),
                 tuple(map(is_lossless, hooks)),
@@ -363,40 +334,30 @@ class Auto(CommHook):
             backend=backend,
             size=group.size(),
         )
+        trials = {i: Trial(hooks[i]) for i in tried}
+        for trial in trials.values():
+            trial.prepare(parameters, group, self.roles)
+        layout_of = functools.partial(
+            group_parameters,
+            parameters=parameters,
+            exact=self._exact_names,
+            roles=self.roles or {},
+        )
+        elements = sum(parameter.numel() for parameter in parameters.values())
+        return Measurement(control, trials, self._table, elements, layout_of)
 
     def _begin_step(self, step: int, launched_ns: int) -> None:
-        """Use what the last step has brought. Nothing here waits for another rank."""
-        control = self._control
-        if control is not None:
-            start = time.monotonic_ns()
-            self._first_ns = self._first_ns or start
-            self._elapsed_ns = start - self._first_ns
-            control = self._agree(control, step)
-            self._spent_ns += time.monotonic_ns() - start
-            buckets = self._watch.begin_step(step, launched_ns, control.window)
-            if buckets is not None and not control.has_buckets(buckets):
-                roles = self.roles or {}
-                layout = group_parameters(buckets, self._parameters, self._exact_names, roles)
-                control.use_layout(layout, step)
-            self._trying = control.trial(step)
+        """Use the plan of this step. Nothing here waits for another rank."""
+        measuring = self._measuring
+        if measuring is not None:
+            try:
+                has_new_plan = measuring.begin_step(step, launched_ns)
+            except CommHookMismatchError:
+                self._use_plan(measuring.control)
+                raise
+            if has_new_plan:
+                self._use_plan(measuring.control)
         self._table.begin_step()
-
-    def _agree(self, control: Controller, step: int) -> Controller:
-        """Use what ranks have gathered in the last step; see Note [The same plan]."""
-        gathered, self._gathered = self._gathered, _Gathered(step)
-        if gathered.step == step:
-            return control
-        try:
-            digests = gathered.digests
-            if digests is not None and control.confirm(digests.view(-1).tolist()):
-                self._use_plan(control)
-            if gathered.reports is not None:
-                control.take(gathered.reports.tolist(), gathered.step, step)
-        except CommHookMismatchError:
-            self._control = control.new()
-            self._use_plan(self._control)
-            raise
-        return control
 
     def _use_plan(self, control: Controller) -> None:
         plan = control.plan or exact_plan("Average exactly: nothing has been measured yet.")
@@ -410,109 +371,14 @@ class Auto(CommHook):
         for i, part in parts:
             own = self._table.next_bucket(i, part)
             run = self._table.run(i, own, comm.within(self._hooks[i], key=own.key))
-            found = await self._observed(run, i, own.buffer().numel())
+            if self._measuring is not None:
+                run = self._measuring.observed(run, i, own.buffer().numel())
+            found = await run
             if len(parts) == 1:
                 return found
             part.store(found, average)
         return average
 
-    async def _observed(self, run: Coroutine[Any, Any, Tensor], i: int, elements: int) -> Tensor:
-        """Await a run of hook ``i``, and note what it took."""
-        if self._control is None:
-            return await run
-        window = self._control.window
-        seen = Observation(window.links.add)
-        found: Tensor = await observe(run, seen)
-        window.runs.setdefault(i, []).append((elements, seen.local_seconds))
-        return found
-
-    async def _gather(self, bucket: GradBucket, comm: Communicator, control: Controller) -> None:
-        """Send what is due at the beginning of this step."""
-        device = bucket.buffer().device
-        if control.awaits_confirmation:
-            digest = torch.tensor([control.digest]).to(device)
-            self._gathered.digests = await comm.all_gather(digest)
-        if control.reports(bucket.step):
-            start = time.monotonic_ns()
-            numbers = torch.tensor(control.encode(bucket.step), dtype=torch.float64).to(device)
-            seconds = (time.monotonic_ns() - start) * 1e-9
-            seen = Observation(control.window.links.add)
-            self._gathered.reports = await observe(_all_gather(numbers, comm), seen)
-            self._spend(seconds + seen.link_seconds, control.window.report_seconds)
-
-    def _trying_on(self, bucket: GradBucket) -> _Trying | None:
-        """Return what to try on this bucket, if anything."""
-        trying = self._trying
-        if trying is None or not set(trying[0].names) <= set(bucket.names):
-            return None
-        self._trying = None
-        return trying
-
-    def _sample(self, bucket: GradBucket, trying: _Trying, size: int) -> GradBucket:
-        group, _, number = trying
-        elements = sum(parameter.numel() for parameter in self._parameters.values())
-        limit = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
-        return draw_sample(
-            bucket,
-            group.names,
-            lambda name, gradient: self._table.residual(name, gradient, size),
-            limit,
-            number,
-        )
-
-    async def _try(
-        self,
-        trying: _Trying,
-        sample: GradBucket,
-        comm: Communicator,
-        control: Controller,
-    ) -> None:
-        trial = self._trials[trying[1]]
-        outcome = await trial.run(sample, comm, control.window.links.add)
-        control.window.trials[sample.step] = outcome
-        self._spend(outcome.seconds, control.window.trial_seconds)
-
-    async def _probe(
-        self, elements: int, device: torch.device, comm: Communicator, control: Controller
-    ) -> None:
-        """Average zeros, so that the link can be seen; see link_watch.py."""
-        seen = Observation(control.window.links.add)
-        zeros = torch.zeros(elements, device=device)
-        for _ in range(PROBE_MESSAGES):
-            await observe(_all_reduce(zeros, comm), seen)
-        self._spend(seen.link_seconds, control.window.probe_seconds)
-
-    def _spend(self, seconds: float, noted: list[float]) -> None:
-        self._spent_ns += int(seconds * 1e9)
-        noted.append(seconds)
-
-    def _measure_norms(self, bucket: GradBucket, average: Tensor, control: Controller) -> None:
-        flat = average.view(-1)
-        values = zip(bucket.offsets, bucket.lengths, strict=True)
-        views = {n: flat[i : i + m] for n, (i, m) in zip(bucket.names, values, strict=True)}
-        for i, group in control.groups_of(bucket.names):
-            of_group = [views[name] for name in group.names]
-            norms = torch._foreach_norm(of_group)  # noqa: SLF001
-            control.window.squares[i] = torch.stack(norms).double().square().sum()
-
-
-async def _all_reduce(message: Tensor, comm: Communicator) -> Tensor:
-    return await comm.all_reduce(message)
-
-
-async def _all_gather(message: Tensor, comm: Communicator) -> Tensor:
-    return await comm.all_gather(message)
-
 
 def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
     return next((p.device for p in parameters.values()), torch.device("cpu"))
-
-
-@dataclass
-class _Gathered:
-    """What ranks have gathered in this step, of all ranks."""
-
-    step: int = -1
-    digests: Tensor | None = None
-    """Of the proposed plan and the schedule."""
-    reports: Tensor | None = None

@@ -14,6 +14,7 @@ from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive.candidates import check_candidate
 from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
+from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.observation import Observed
 from commhooks.algorithms.adaptive.report import Stage, TrialRecord
 from commhooks.errors import CommHookMismatchError, CommHookOptionError
@@ -171,7 +172,10 @@ def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path)
     assert isinstance(hook, Auto)
     with pytest.raises(commhooks.CommHookStateError, match="after the first plan"):
         hook.plot(tmp_path / "step.png")
-    hook._control, hook.plan = ranks.ranks[0], ranks.ranks[0].plan
+    control = ranks.ranks[0]
+    assert control.layout is not None
+    hook._measuring = Measurement(control, {}, hook._table, 0, {(): control.layout}.__getitem__)
+    hook.plan = control.plan
     hook.plot(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 

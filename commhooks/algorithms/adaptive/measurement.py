@@ -1,0 +1,204 @@
+"""What a rank measures in a step: it times the hooks in use, tries others, and gathers reports."""
+
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.algorithms.adaptive.control import Controller
+from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
+from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
+from commhooks.algorithms.adaptive.observation import Observation, observe
+from commhooks.algorithms.adaptive.sample import draw_sample
+from commhooks.algorithms.adaptive.table import HookTable
+from commhooks.algorithms.adaptive.trial import Trial
+from commhooks.algorithms.adaptive.watch import Buckets, Watch
+from commhooks.comm.communicator import Communicator
+from commhooks.errors import CommHookMismatchError
+from reducer import GradBucket
+
+__all__ = ["Measurement"]
+
+_LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
+
+_Run = Callable[[GradBucket, Communicator], Coroutine[Any, Any, Tensor]]
+
+
+@dataclass
+class _Gathered:
+    """What ranks have gathered in this step, of all ranks."""
+
+    step: int = -1
+    digests: Tensor | None = None
+    """Of the proposed plan and the schedule."""
+    reports: Tensor | None = None
+
+
+class Measurement:
+    """Does what ``control`` has decided for a step, and notes what it finds in its window.
+
+    Args:
+        control: Decides which step measures what.
+        trials: For each hook that is tried.
+        table: Which hook each parameter has.
+        elements: Of the model.
+        layout_of: Returns the layout of buckets.
+    """
+
+    def __init__(
+        self,
+        control: Controller,
+        trials: Mapping[int, Trial],
+        table: HookTable,
+        elements: int,
+        layout_of: Callable[[Buckets], Layout],
+    ) -> None:
+        self.control = control
+        self.spent_ns = 0
+        """What measuring and planning has taken so far, waiting for peers included."""
+        self._elapsed_ns = 0
+        self._first_ns = 0
+        self._trials = trials
+        self._table = table
+        self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
+        self._layout_of = layout_of
+        self._watch = Watch()
+        self._gathered = _Gathered()
+        self._trying: tuple[ParameterGroup, int, int] | None = None
+        """Of this step, until its bucket comes."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the controller knows, and the share of the time that this has taken."""
+        share = {"planning_share": self.spent_ns / self._elapsed_ns} if self._elapsed_ns else {}
+        return self.control.metrics() | share
+
+    def begin_step(self, step: int, launched_ns: int) -> bool:
+        """Use what the last step has brought, and return whether there is a new plan.
+
+        Nothing here waits for another rank. Raises CommHookMismatchError on all ranks, and forgets
+        everything, if they have different plans.
+        """
+        start = time.monotonic_ns()
+        self._first_ns = self._first_ns or start
+        self._elapsed_ns = start - self._first_ns
+        has_new_plan = self._agree(step)
+        self.spent_ns += time.monotonic_ns() - start
+        buckets = self._watch.begin_step(step, launched_ns, self.control.window)
+        if buckets is not None and not self.control.has_buckets(buckets):
+            self.control.use_layout(self._layout_of(buckets), step)
+        self._trying = self.control.trial(step)
+        return has_new_plan
+
+    async def around(self, run: _Run, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Await the average of a bucket, with what is to be measured before and after it."""
+        control, is_first = self.control, bucket.index() == 0
+        self._watch.bucket(bucket, comm.launched_ns, control.window)
+        if is_first:
+            await self._gather(bucket, comm)
+        trial = self._next_trial(bucket, comm.size)
+        average = await run(bucket, comm)
+        self._watch.end_bucket()
+        if control.reports(bucket.step + 1):
+            self._measure_norms(bucket, average)
+        if trial is not None:
+            await self._try(*trial, comm)
+        if is_first and (elements := control.probe_elements(bucket.step)):
+            await self._probe(elements, bucket.buffer().device, comm)
+        return average
+
+    async def observed(self, run: Coroutine[Any, Any, Tensor], hook: int, elements: int) -> Tensor:
+        """Await a run of a hook in use, and note what it took."""
+        window = self.control.window
+        seen = Observation(window.links.add)
+        found: Tensor = await observe(run, seen)
+        window.runs.setdefault(hook, []).append((elements, seen.local_seconds))
+        return found
+
+    def recover(self) -> None:
+        """Forget the step that has failed on some rank."""
+        self._watch.recover()
+        self.control.recover()
+        for trial in self._trials.values():
+            trial.recover()
+
+    def _agree(self, step: int) -> bool:
+        """Use what ranks have gathered in the last step; see Note [The same plan]."""
+        gathered, self._gathered = self._gathered, _Gathered(step)
+        if gathered.step == step:
+            return False
+        control, digests, reports = self.control, gathered.digests, gathered.reports
+        try:
+            has_new_plan = digests is not None and control.confirm(digests.view(-1).tolist())
+            if reports is not None:
+                control.take(reports.tolist(), gathered.step, step)
+        except CommHookMismatchError:
+            self.control = control.new()
+            raise
+        return has_new_plan
+
+    async def _gather(self, bucket: GradBucket, comm: Communicator) -> None:
+        """Send what is due at the beginning of this step."""
+        control, device = self.control, bucket.buffer().device
+        if control.awaits_confirmation:
+            digest = torch.tensor([control.digest]).to(device)
+            self._gathered.digests = await comm.all_gather(digest)
+        if control.reports(bucket.step):
+            start = time.monotonic_ns()
+            numbers = torch.tensor(control.encode(bucket.step), dtype=torch.float64).to(device)
+            seconds = (time.monotonic_ns() - start) * 1e-9
+            seen = Observation(control.window.links.add)
+            self._gathered.reports = await observe(_all_gather(numbers, comm), seen)
+            self._spend(seconds + seen.link_seconds, control.window.report_seconds)
+
+    def _next_trial(self, bucket: GradBucket, size: int) -> tuple[Trial, GradBucket] | None:
+        """Return what to try on this bucket, and a sample for it, if anything."""
+        if self._trying is None or not set(self._trying[0].names) <= set(bucket.names):
+            return None
+        (group, hook, number), self._trying = self._trying, None
+        sample = draw_sample(
+            bucket,
+            group.names,
+            lambda name, gradient: self._table.residual(name, gradient, size),
+            self._sample_size,
+            number,
+        )
+        return self._trials[hook], sample
+
+    async def _try(self, trial: Trial, sample: GradBucket, comm: Communicator) -> None:
+        window = self.control.window
+        outcome = await trial.run(sample, comm, window.links.add)
+        window.trials[sample.step] = outcome
+        self._spend(outcome.seconds, window.trial_seconds)
+
+    async def _probe(self, elements: int, device: torch.device, comm: Communicator) -> None:
+        """Average zeros, so that the link can be seen; see link_watch.py."""
+        window = self.control.window
+        seen = Observation(window.links.add)
+        zeros = torch.zeros(elements, device=device)
+        for _ in range(PROBE_MESSAGES):
+            await observe(_all_reduce(zeros, comm), seen)
+        self._spend(seen.link_seconds, window.probe_seconds)
+
+    def _spend(self, seconds: float, noted: list[float]) -> None:
+        self.spent_ns += int(seconds * 1e9)
+        noted.append(seconds)
+
+    def _measure_norms(self, bucket: GradBucket, average: Tensor) -> None:
+        flat = average.view(-1)
+        places = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
+        views = {name: flat[i : i + length] for name, i, length in places}
+        for i, group in self.control.groups_of(bucket.names):
+            of_group = [views[name] for name in group.names]
+            norms = torch._foreach_norm(of_group)  # noqa: SLF001
+            self.control.window.squares[i] = torch.stack(norms).double().square().sum()
+
+
+async def _all_reduce(message: Tensor, comm: Communicator) -> Tensor:
+    return await comm.all_reduce(message)
+
+
+async def _all_gather(message: Tensor, comm: Communicator) -> Tensor:
+    return await comm.all_gather(message)
