@@ -47,3 +47,22 @@ def connect_both(rank: int, size: int) -> list[int]:
 def test_a_thread_that_connects_does_not_lock_out_the_other_one(run_ranks: Any) -> None:
     """Each rank first connects what the other one connects last."""
     assert run_ranks(connect_both, 2) == [[2, 2]] * 2
+
+
+def open_two_stages(rank: int, size: int) -> list[list[int]]:
+    groups = StageGroups(dist.distributed_c10d._get_default_group(), 78)
+    groups.on_loss = lambda epoch: None
+    found = []
+    for stage in range(2):
+        groups.open(stage)
+        found.append([len(watch._pairs) for watch in groups._watches])
+    groups.abandon()
+    found.append([len(watch._pairs) for watch in groups._watches])
+    dist.barrier()
+    return found
+
+
+def test_neighbors_watch_each_other_from_the_first_stage_on(run_ranks: Any) -> None:
+    """Later, a bucket with a large message and one with a small one could wait for each other."""
+    assert run_ranks(open_two_stages, 2) == [[[1], [1], []]] * 2
+    assert run_ranks(open_two_stages, 3) == [[[2], [2], []]] * 3

@@ -100,25 +100,27 @@ def test_buckets_refuse_alike(numel: int, names: list[str], options: dict[str, i
     assert messages[0] == messages[1]
 
 
-class Work:
-    """Completes when the test says so."""
+class Work(torch._C._distributed_c10d.Work):
+    """Completes when the test says so. It has no future."""
 
     def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
         self.error = error
         self.may_end = threading.Event()
         self.timeouts: list[timedelta | None] = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.timeouts.append(timeout)
-        if timeout is None:
+        if not timeout:  # C++ says 0 for none
             self.may_end.wait()
         if self.error is not None:
             raise self.error
         return True
 
 
-def test_tokens_come_when_works_complete() -> None:
-    queue: Any = commhooks.pure.CompletionQueue()
+@pytest.mark.parametrize("module", [commhooks.pure, _C])
+def test_tokens_come_when_works_complete(module: Any) -> None:
+    queue: Any = module.CompletionQueue()
     first, second, other = Work(), Work(RuntimeError("lost")), Work()
     queue.watch(first, 1, 0)
     queue.watch(second, 2, 0)
@@ -134,8 +136,9 @@ def test_tokens_come_when_works_complete() -> None:
     assert queue.get() == 7
 
 
-def test_works_behind_one_that_never_completes_get_another_thread() -> None:
-    queue: Any = commhooks.pure.CompletionQueue()
+@pytest.mark.parametrize("module", [commhooks.pure, _C])
+def test_works_behind_one_that_never_completes_get_another_thread(module: Any) -> None:
+    queue: Any = module.CompletionQueue()
     never, later, last = Work(), Work(), Work()
     for token, work in enumerate([never, later]):
         queue.watch(work, token, 0)
