@@ -18,7 +18,7 @@ CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h' -o
 CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
 .DEFAULT_GOAL := help
-export PYTHONS TORCHES PYTEST_ARGS
+export PYTHONS TORCHES
 unexport PYTHONDONTWRITEBYTECODE # each process would compile the tests and the package again
 .PHONY: help demo test test-all test-pure torch-suite mutate sanitize soak build lint types format bench \
   results wheel wheel-pure sdist packages matrix gpu-check cuda docs check-site clean
@@ -91,6 +91,7 @@ sdist: ## Build a source distribution in dist/
 packages: $(INSTALLED) ## Build all packages, install each into a fresh environment and use it
 	PYTHON=$(BIN)/python .ci/packages check
 
+matrix: override export PYTEST_ARGS := $(WORKERS) $(PYTEST_ARGS)
 matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is installed), one by one
 	.ci/matrix
 
