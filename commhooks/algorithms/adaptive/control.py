@@ -98,10 +98,8 @@ class Controller:
             return
         self._origin = self._origin if self.layout else step
         self.layout = layout
-        unknown = [i for i in self.candidates.tried if not self.knowledge.is_known(i)]
-        has_groups = any(not group.is_exact for group in layout.groups)
         before = self.schedule.trials_before if self.schedule else 0
-        self.schedule = Schedule(step, len(unknown) if has_groups else 0, before)
+        self.schedule = Schedule(step, len(self._unknown()), before)
         self._window_start = step
         self.window.clear()
 
@@ -117,11 +115,14 @@ class Controller:
             if of_bucket.issuperset(group.names):
                 yield i, group
 
-    def trial(self, step: int) -> tuple[ParameterGroup, int, int] | None:
-        """Return the group and the hook to try in this step, and the number of the trial."""
-        number = self.schedule.trial(step) if self.schedule else None
-        chosen = None if number is None else self._choose(number, step)
-        return None if chosen is None or number is None else (*chosen, number)
+    def trials(self, step: int) -> list[tuple[ParameterGroup, int, int]]:
+        """Return the group and the hook of each trial in this step, and its number.
+
+        The group is the same in all of them.
+        """
+        numbers = self.schedule.trials(step) if self.schedule else ()
+        chosen = [(self._choose(number, step), number) for number in numbers]
+        return [(*pair, number) for pair, number in chosen if pair is not None]
 
     def probe_elements(self, step: int) -> int:
         """Return the elements of each message of the probe in this step, 0 if there is none."""
@@ -143,14 +144,14 @@ class Controller:
             buckets=len(self.layout.buckets),
             groups=len(self.layout.groups),
             hooks=len(self.candidates.specs),
-            trial_steps=self._trial_steps(step),
+            trials=[number for *_, number in self._trials_until(step)],
         )
         self.window.clear()
         return numbers
 
     def recover(self) -> None:
-        """Forget what a step has measured that has failed on some rank."""
-        self.window.clear()
+        """Forget times, because a step has failed on some rank. Its trials are repeated with it."""
+        self.window.clear_times()
 
     # ---------------------------------------------------------------------------------- agreement
 
@@ -161,19 +162,18 @@ class Controller:
         """
         assert self.layout is not None
         assert self.schedule is not None
-        steps = self._trial_steps(reported)
+        tried = self._trials_until(reported)  # before knowledge changes
         agreed = combine(
             rows,
             buckets=len(self.layout.buckets),
             groups=len(self.layout.groups),
             hooks=len(self.candidates.specs),
-            trials=len(steps),
+            trials=len(tried),
         )
         _check_equal(agreed.digests)
-        tried = [self.trial(each) for each in steps]  # before knowledge changes
-        for chosen, trial in zip(tried, agreed.trials, strict=True):
-            if chosen is not None and trial is not None:
-                self.knowledge.add(*chosen[:2], trial)
+        for (group, hook, _), trial in zip(tried, agreed.trials, strict=True):
+            if trial is not None:
+                self.knowledge.add(group, hook, trial)
         for hook, (elements, seconds) in enumerate(agreed.runs):
             if elements > 0:
                 self.knowledge.add_run(hook, elements, seconds)
@@ -190,7 +190,11 @@ class Controller:
             trial_seconds=agreed.trial_seconds,
             report_seconds=agreed.report_seconds,
         )
-        self._reconsider(step)
+        unknown = self._unknown()
+        if unknown and len(unknown) == len(self.candidates.tried):  # gradients were not finite
+            self.schedule = replace(self.schedule, burst=len(unknown))
+        else:
+            self._reconsider(step)
         self._plan_probe(step)
         self.awaits_confirmation = True
 
@@ -317,14 +321,14 @@ class Controller:
 
     # -------------------------------------------------------------------------------------- trials
 
-    def _trial_steps(self, end: int) -> list[int]:
-        """Return the steps of the trials that are reported in step ``end``."""
-        return [step for step in range(self._window_start, end) if self.trial(step) is not None]
+    def _trials_until(self, end: int) -> list[tuple[ParameterGroup, int, int]]:
+        """Return the trials that are reported in step ``end``."""
+        return [trial for step in range(self._window_start, end) for trial in self.trials(step)]
 
     def _choose(self, number: int, step: int) -> tuple[ParameterGroup, int] | None:
         """Return the group and the hook of a trial.
 
-        At first each hook on one of the largest groups. Then in turn: the hook in use, of each
+        At first each hook on the largest group. Then in turn: the hook in use, of each
         group; and whatever has not been measured yet, or else everything. On groups that stay
         exact, only the reference is tried.
         """
@@ -335,9 +339,8 @@ class Controller:
         tried = self.candidates.tried
         if not groups or not tried:
             return None
-        if step - self.schedule.start < self.schedule.burst:
-            unknown = [i for i in tried if not self.knowledge.is_known(i)]
-            return groups[0], unknown[(step - self.schedule.start) % len(unknown)]
+        if step == self.schedule.start:
+            return groups[0], self._unknown()[number - self.schedule.trials_before]
         turn, is_other = divmod(number, 2)
         in_use = [(group, i) for group in groups if (i := self._hook_in_use(group))]
         if not is_other and in_use:
@@ -348,6 +351,12 @@ class Controller:
         missing = [pair for pair in pairs if not self.knowledge.is_measured(*pair)]
         choices = missing or pairs
         return choices[turn % len(choices)]
+
+    def _unknown(self) -> list[int]:
+        """Return the hooks that were never tried; none if all groups stay exact."""
+        has_groups = self.layout and not all(group.is_exact for group in self.layout.groups)
+        tried = self.candidates.tried if has_groups else ()
+        return [i for i in tried if not self.knowledge.is_known(i)]
 
     def _hook_in_use(self, group: ParameterGroup) -> int:
         if self.plan is None:

@@ -14,7 +14,7 @@ from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
 from commhooks.algorithms.adaptive.observation import Observation, observe
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.trial import Trial
+from commhooks.algorithms.adaptive.trial import ExactAverage, Trial
 from commhooks.algorithms.adaptive.watch import Buckets, Watch
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookMismatchError
@@ -67,8 +67,8 @@ class Measurement:
         self._layout_of = layout_of
         self._watch = Watch()
         self._gathered = _Gathered()
-        self._trying: tuple[ParameterGroup, int, int] | None = None
-        """Of this step, until its bucket comes."""
+        self._trying: list[tuple[ParameterGroup, int, int]] = []
+        """The trials of this step, until their bucket comes."""
 
     def metrics(self) -> dict[str, float]:
         """Return what the controller knows, and the share of the time that this has taken."""
@@ -89,7 +89,7 @@ class Measurement:
         buckets = self._watch.begin_step(step, launched_ns, self.control.window)
         if buckets is not None and not self.control.has_buckets(buckets):
             self.control.use_layout(self._layout_of(buckets), step)
-        self._trying = self.control.trial(step)
+        self._trying = self.control.trials(step)
         return has_new_plan
 
     async def around(self, run: _Run, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -98,13 +98,13 @@ class Measurement:
         self._watch.bucket(bucket, comm.launched_ns, control.window)
         if is_first:
             await self._gather(bucket, comm)
-        trial = self._next_trial(bucket, comm.size)
+        trying, sample = self._next_trials(bucket, comm.size)
         average = await run(bucket, comm)
         self._watch.end_bucket()
         if control.reports(bucket.step + 1):
             self._measure_norms(bucket, average)
-        if trial is not None:
-            await self._try(*trial, comm)
+        if sample is not None:
+            await self._try(trying, sample, comm)
         if is_first and (elements := control.probe_elements(bucket.step)):
             await self._probe(elements, bucket.buffer().device, comm)
         return average
@@ -153,25 +153,33 @@ class Measurement:
             self._gathered.reports = await observe(_all_gather(numbers, comm), seen)
             self._spend(seconds + seen.link_seconds, control.window.report_seconds)
 
-    def _next_trial(self, bucket: GradBucket, size: int) -> tuple[Trial, GradBucket] | None:
-        """Return what to try on this bucket, and a sample for it, if anything."""
-        if self._trying is None or not set(self._trying[0].names) <= set(bucket.names):
-            return None
-        (group, hook, number), self._trying = self._trying, None
+    def _next_trials(
+        self, bucket: GradBucket, size: int
+    ) -> tuple[Mapping[int, int], GradBucket | None]:
+        """Return the hooks to try on this bucket, by the number of the trial, and a sample."""
+        if not self._trying or not set(self._trying[0][0].names) <= set(bucket.names):
+            return {}, None
+        group, _, first = self._trying[0]
+        hooks = {number: hook for _, hook, number in self._trying}
+        self._trying = []
         sample = draw_sample(
             bucket,
             group.names,
             lambda name, gradient: self._table.residual(name, gradient, size),
             self._sample_size,
-            number,
+            first,
         )
-        return self._trials[hook], sample
+        return hooks, sample
 
-    async def _try(self, trial: Trial, sample: GradBucket, comm: Communicator) -> None:
+    async def _try(self, hooks: Mapping[int, int], sample: GradBucket, comm: Communicator) -> None:
         window = self.control.window
-        outcome = await trial.run(sample, comm, window.links.add)
-        window.trials[sample.step] = outcome
-        self._spend(outcome.seconds, window.trial_seconds)
+        exact = await ExactAverage.of(sample, comm, window.links.add)
+        self.spent_ns += int(exact.seconds * 1e9)
+        for number, hook in hooks.items():
+            outcome = await self._trials[hook].run(sample, comm, window.links.add, exact)
+            window.trials[number] = outcome
+            self.spent_ns += int(outcome.seconds * 1e9)
+            window.trial_seconds.append(exact.seconds + outcome.seconds)  # as if it were alone
 
     async def _probe(self, elements: int, device: torch.device, comm: Communicator) -> None:
         """Average zeros, so that the link can be seen; see link_watch.py."""

@@ -97,16 +97,22 @@ class Window:
     squares: dict[int, Tensor] = field(default_factory=dict)
     """Of the norms of the averages, by group."""
     trials: dict[int, Outcome] = field(default_factory=dict)
-    """By step."""
+    """By number."""
 
     def clear(self) -> None:
         """Begin again."""
+        self.clear_times()
+        self.squares.clear()
+        self.trials.clear()
+
+    def clear_times(self) -> None:
+        """Begin again with all times."""
         self.links.clear()
         of_steps = (self.steps, self.forwards)
         for values in (*of_steps, self.trial_seconds, self.report_seconds, self.probe_seconds):
             values.clear()
-        for by_key in (self.launches, self.runs, self.squares, self.trials):
-            by_key.clear()
+        self.launches.clear()
+        self.runs.clear()
 
     def encode(
         self,
@@ -117,7 +123,7 @@ class Window:
         buckets: int,
         groups: int,
         hooks: int,
-        trial_steps: Sequence[int],
+        trials: Sequence[int],
     ) -> list[float]:
         """Return the numbers that this rank sends. Waits for the device."""
         squares = {i: float(value) for i, value in self.squares.items()}
@@ -134,7 +140,7 @@ class Window:
             *self.links.encode(),
             *(math.sqrt(squares.get(i, math.nan)) for i in range(groups)),
             *(number for i in range(hooks) for number in _mean_run(self.runs.get(i, ()))),
-            *(number for step in trial_steps for number in _encode_trial(self.trials.get(step))),
+            *(number for trial in trials for number in _encode_trial(self.trials.get(trial))),
         ]
 
 

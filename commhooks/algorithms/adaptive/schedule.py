@@ -8,6 +8,8 @@ __all__ = ["Schedule"]
 TRIAL_SHARE = 0.01
 REPORT_SHARE = 0.005
 """Shares of the time of training. With what planning takes, they stay below 2 %."""
+_STEPS_OF_BURST = 3
+"""Until the first report, the step with the trials included."""
 _LEAST_STEPS_PER_REPORT = 10
 _LEAST_STEPS_PER_TRIAL = 4
 _MOST_STEPS = 1000
@@ -17,32 +19,36 @@ _MOST_STEPS = 1000
 class Schedule:
     """Trials and reports of the steps from ``start`` on.
 
-    First a ``burst`` of trials, one in each step, so that there is a first plan soon. The report
-    that ends it comes in the step after the burst. From then on a trial every ``trial_every`` steps
-    and a report every ``report_every``, never both in one step.
+    First a ``burst`` of trials in one step, so that there is a first plan soon, some steps without
+    any, for their times, and a report. From then on a trial every ``trial_every`` steps and a
+    report every ``report_every``, never both in one step.
     """
 
     start: int
     burst: int = 0
+    """The number of trials in the first step; 0 if that is a step as any other."""
     trials_before: int = 0
     """The number of trials before ``start``."""
     trial_every: int = _LEAST_STEPS_PER_TRIAL
     report_every: int = _LEAST_STEPS_PER_REPORT
 
-    def trial(self, step: int) -> int | None:
-        """Return the number of the trial in this step, None if there is none."""
-        t = step - self.start
-        if 0 <= t < self.burst:
-            return self.trials_before + t
-        since = t - self.burst
+    def trials(self, step: int) -> range:
+        """Return the numbers of the trials in this step."""
+        if step == self.start:
+            return range(self.trials_before, self.trials_before + self.burst)
+        since = self._since_burst(step)
         if since <= 0 or since % self.trial_every or self.reports(step):
-            return None
-        return self.trials_before + self.burst + since // self.trial_every - 1
+            return range(0)
+        number = self.trials_before + self.burst + since // self.trial_every - 1
+        return range(number, number + 1)
 
     def reports(self, step: int) -> bool:
         """Return whether ranks report in this step what they have measured in earlier ones."""
-        since = step - self.start - self.burst
+        since = self._since_burst(step)
         return since >= 0 and since % self.report_every == 0 and step > self.start
+
+    def _since_burst(self, step: int) -> int:
+        return step - self.start - (_STEPS_OF_BURST if self.burst else 0)
 
     def paced(
         self, step: int, *, step_seconds: float, trial_seconds: float, report_seconds: float
@@ -51,7 +57,7 @@ class Schedule:
 
         Seconds that are not known are NaN, and change nothing.
         """
-        number = sum(self.trial(s) is not None for s in range(self.start, step))
+        number = sum(len(self.trials(s)) for s in range(self.start, step))
         return replace(
             self,
             start=step,

@@ -25,7 +25,7 @@ from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Clock", "Outcome", "Trial", "relative_error"]
+__all__ = ["Clock", "ExactAverage", "Outcome", "Trial", "relative_error"]
 
 
 Clock = Callable[[Observed], float]
@@ -34,6 +34,28 @@ Clock = Callable[[Observed], float]
 
 def _no_clock(_: Observed) -> float:
     return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExactAverage:
+    """The exact average of a sample, in float32 or float64, and what it took."""
+
+    value: Tensor
+    seen: Observation
+
+    @classmethod
+    async def of(
+        cls, sample: GradBucket, comm: Communicator, clock: Clock = _no_clock
+    ) -> "ExactAverage":
+        """Average the sample, which does not change."""
+        seen, buffer = Observation(clock), sample.buffer()
+        copy = buffer.to(at_least_float32(buffer.dtype), copy=True)
+        return cls(await observe(_average(copy, comm), seen), seen)
+
+    @property
+    def seconds(self) -> float:
+        """What it took on this rank, without waiting for other collectives."""
+        return self.seen.link_seconds + self.seen.local_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +68,7 @@ class Outcome:
     hook: Observation
     exact: Observation
     seconds: float
-    """What the trial took on this rank, without waiting for other collectives."""
+    """What the trial took on this rank besides the exact average, without waiting for others."""
 
     @property
     def error(self) -> float:
@@ -88,26 +110,29 @@ class Trial:
         prepare(self._hook, parameters, group, roles)
 
     async def run(
-        self, sample: GradBucket, comm: Communicator, clock: Clock = _no_clock
+        self,
+        sample: GradBucket,
+        comm: Communicator,
+        clock: Clock = _no_clock,
+        exact: ExactAverage | None = None,
     ) -> Outcome:
-        """Average a sample, whose buffer is lost. All ranks need the same parameters in it."""
-        p = sample.buffer().to(at_least_float32(sample.buffer().dtype), copy=True)
-        runs = [Observation(clock)]
-        exact = await observe(_average(p.clone(), comm), runs[0])
-        self._forget_errors(sample)
-        if self._learns(sample):
-            runs.append(Observation(clock))
-            await self._reduce(bucket_with(sample, sample.buffer().clone()), comm, runs[-1])
+        """Average a sample, which does not change. All ranks need the same parameters in it.
+
+        Several trials on a sample can share its exact average.
+        """
+        exact = exact or await ExactAverage.of(sample, comm, clock)
+        seen = [Observation(clock) for _ in range(1 + self._learns(sample))]
+        for each in seen:
             self._forget_errors(sample)
-        runs.append(Observation(clock))
-        average = await self._reduce(sample, comm, runs[-1])
-        wrong = (average.view(-1).to(exact.dtype) - exact).square().sum(dtype=torch.float64)
-        right = exact.square().sum(dtype=torch.float64)
-        squares, seconds = (
-            torch.stack([wrong, right]),
-            sum(r.link_seconds + r.local_seconds for r in runs),
+            copy = bucket_with(sample, sample.buffer().clone())
+            average = await self._reduce(copy, comm, each)
+        flat = average.view(-1).to(exact.value.dtype)
+        wrong = (flat - exact.value).square().sum(dtype=torch.float64)
+        right = exact.value.square().sum(dtype=torch.float64)
+        seconds = sum(each.link_seconds + each.local_seconds for each in seen)
+        return Outcome(
+            torch.stack([wrong, right]), exact.value.numel(), seen[-1], exact.seen, seconds
         )
-        return Outcome(squares, p.numel(), runs[-1], runs[0], seconds)
 
     def recover(self) -> None:
         """Begin without state, because a step has failed on some rank."""

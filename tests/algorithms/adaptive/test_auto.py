@@ -1,6 +1,7 @@
 """Auto: plans, what they are made of, and that all ranks have the same."""
 
 import json
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -262,6 +263,22 @@ def fail_and_recover(rank: int, size: int) -> None:
 
 def test_failed_steps_leave_the_same_plan_on_all_ranks(run_ranks: Any) -> None:
     run_ranks(fail_and_recover, 2)
+
+
+def begin_without_numbers(rank: int, size: int) -> None:
+    with ExitStack() as stack:
+        Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        for _ in range(4):
+            trainer.step({name: torch.full_like(p, math.nan) for name, p in PARAMETERS.items()})
+        assert not hook.history
+        train(trainer, rank, range(4, 20))
+        assert set(agree(hook).hook_of().values()) > {"allreduce"}
+
+
+def test_there_is_no_plan_until_a_trial_has_succeeded(run_ranks: Any) -> None:
+    run_ranks(begin_without_numbers, 2)
 
 
 async def fail(*_: object) -> Tensor:
