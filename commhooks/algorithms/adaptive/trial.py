@@ -121,11 +121,12 @@ class Trial:
         Several trials on a sample can share its exact average.
         """
         exact = exact or await ExactAverage.of(sample, comm, clock)
+        self._forget_errors(sample)  # of former trials that have failed, or had other shapes
         seen = [Observation(clock) for _ in range(1 + self._learns(sample))]
         for each in seen:
-            self._forget_errors(sample)
             copy = bucket_with(sample, sample.buffer().clone())
             average = await self._reduce(copy, comm, each)
+            self._forget_errors(sample)
         flat = average.view(-1).to(exact.value.dtype)
         wrong = (flat - exact.value).square().sum(dtype=torch.float64)
         right = exact.value.square().sum(dtype=torch.float64)
