@@ -47,20 +47,25 @@ class Mutant(NamedTuple):
     line: int
     before: str
     after: str
-    source: str
+    number: int
+    """Of the node, in the order of ``ast.walk``."""
+    change: int
+
+    def source(self) -> str:
+        """Return the source of the module with this change."""
+        tree = ast.parse(self.path.read_text())
+        _mutate(list(ast.walk(tree))[self.number], self.change)
+        return ast.unparse(ast.fix_missing_locations(tree))
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
     """Yield all mutants of a module."""
-    tree = ast.parse(path.read_text())
-    for number, node in enumerate(ast.walk(tree)):
+    for number, node in enumerate(ast.walk(ast.parse(path.read_text()))):
         for change in range(3):
-            mutated = copy.deepcopy(tree)
-            target = list(ast.walk(mutated))[number]
-            if _mutate(target, change):
-                ast.fix_missing_locations(mutated)
+            changed = copy.deepcopy(node)
+            if _mutate(changed, change):
                 line = getattr(node, "lineno", 0)
-                yield Mutant(path, line, _text(node), _text(target), ast.unparse(mutated))
+                yield Mutant(path, line, _text(node), _text(changed), number, change)
 
 
 def _mutate(node: ast.AST, change: int) -> bool:
@@ -107,7 +112,7 @@ def survives(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> bo
     """Return whether all tests pass with the mutant in the copy ``root``."""
     target = root / mutant.path
     original = target.read_text()
-    target.write_text(mutant.source)
+    target.write_text(mutant.source())
     try:
         return passes(root, tests, timeout)
     finally:
