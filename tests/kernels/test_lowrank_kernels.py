@@ -156,6 +156,7 @@ def test_halves_are_widened_and_narrowed_as_torch_does(dtype):
 TALL = [(1, 1, 1, 1), (3, 4, 4, 4), (2, 5, 5, 1), (2, 700, 6, 4), (1, 600, 9, 9)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("side", Side)

@@ -76,6 +76,7 @@ def train(rank: int, size: int, torch_ddp: bool, inline: bool) -> list[bool]:
     return right
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("torch_ddp", [False, True])
 def test_two_levels_average_exactly_with_random_delays(
