@@ -206,8 +206,7 @@ class HookExecution:
         self._check(result)
         if self.bucket.is_last():
             await _vote()
-        result = result.detach()
-        return result if result.dim() == 1 else result.reshape(-1)
+        return result.detach().reshape(-1)
 
     def _check(self, result: Any) -> None:
         buffer = self.bucket.buffer()

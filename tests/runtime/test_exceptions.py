@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,5 +160,27 @@ def leave(rank: int, size: int) -> int:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_system_exit_keeps_its_code(run_ranks: Any, size: int) -> None:
-    """On one rank the hook runs on the thread of backward."""
     assert run_ranks(leave, size) == [3] * size
+
+
+def thread_of_hook(rank: int, size: int) -> bool:
+    """Return whether the hook runs on the thread of backward."""
+    found = []
+
+    @dataclass
+    class Named(commhooks.CommHook):
+        async def reduce(
+            self, bucket: commhooks.GradBucket, comm: commhooks.Communicator
+        ) -> Tensor:
+            found.append(threading.current_thread())
+            return await comm.all_reduce(bucket.buffer())
+
+    model = commhooks.DistributedDataParallel(nn.Linear(2, 2))
+    commhooks.register(model, Named())
+    model(torch.ones(1, 2)).sum().backward()
+    return found == [threading.current_thread()]
+
+
+def test_one_rank_needs_no_thread(run_ranks: Any) -> None:
+    assert run_ranks(thread_of_hook, 1) == [True]
+    assert run_ranks(thread_of_hook, 2) == [False] * 2
