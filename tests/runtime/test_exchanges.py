@@ -144,9 +144,11 @@ def fail_late(rank: int, size: int, keeps: bool) -> None:
     check(trainer, size, found[first:], 4 + first)
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_failure_shows_where_the_result_is_awaited(run_ranks: Any, keeps: bool) -> None:
-    run_ranks(fail_late, 2, keeps)
+@pytest.mark.parametrize(("size", "keeps"), [(1, False), (2, False), (2, True)])
+def test_a_failure_shows_where_the_result_is_awaited(
+    run_ranks: Any, size: int, keeps: bool
+) -> None:
+    run_ranks(fail_late, size, keeps)
 
 
 @dataclass
