@@ -30,6 +30,9 @@ ENDS = {
     "a rank fails for no reason": ("slow", "in", [good(), failed(OURS)], "although nothing did"),
     "a death": ("kill", "in", [End(None, -9, 1.0), failed(OURS)], ""),
     "another error": ("kill", "in", [End(None, -9, 1.0), failed("RuntimeError")], "expected Comm"),
+    "a death after the end": (
+        "kill at any time", "in", [good(injected_at=1.0), good()], "",
+    ),
     "no error": ("kill", "in", [End(None, -9, 1.0), good()], "did not notice"),
     "a late error": (
         "kill", "in", [End(None, -9, 1.0), good(errors=[(1, OURS, "", 0.0)], failed_at=60.0)],

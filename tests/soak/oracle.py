@@ -52,8 +52,10 @@ def complaints(trial: Trial, ends: Sequence[End], reference: Sequence[End] | Non
 
 
 def _errors(trial: Trial, ends: Sequence[End]) -> Iterator[str]:
-    fault = trial.fault
-    injected = ends[fault.rank].outcome.injected_at if ends[fault.rank].outcome else None
+    fault, victim = trial.fault, ends[trial.fault.rank].outcome
+    if fault.kind == "kill at any time" and victim is not None and victim.done:
+        return  # it had trained to the end before that
+    injected = victim.injected_at if victim else None
     happened = injected is not None or (fault.kind in ABRUPT and ends[fault.rank].code != 0)
     soft = fault.kind in RAISED and fault.place in IN_HOOK
     if not happened or fault.kind in (*DELAYS, "nan", "none"):
