@@ -62,6 +62,14 @@ def test_models_tend_to_the_mean_and_weights_keep_their_sum(topology: str, size:
         assert all(hook.metrics().get("consensus_distance", 0) < 1e-6 for hook in hooks)
 
 
+def test_consensus_distance_of_two_ranks_is_exact() -> None:
+    hooks, parameters = [PushSum("ring") for _ in range(2)], [draw(rank, 99) for rank in range(2)]
+    distances = (rows(parameters) - rows(parameters).mean(0)).norm(dim=1)
+    push(hooks, parameters, 0)
+    found = [hook.metrics()["consensus_distance"] for hook in hooks]
+    assert found == pytest.approx(distances.tolist())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_half_precision_models_lose_nothing_on_the_way(dtype: torch.dtype) -> None:
     """Messages are float32, so the mean does not drift as that of rounded models would."""
