@@ -18,7 +18,7 @@ class Effort:
 
     candidates: tuple[str, ...] = DEFAULT_CANDIDATES
     warm_up: int = 60
-    """Steps of ``auto`` before it is timed. The first plan is in use after 7."""
+    """Steps of ``auto`` before it is timed. The first plan is in use after about 7."""
     blocks: int = 10
     """Of each setting, in turn."""
     block_steps: int = 3
