@@ -120,7 +120,7 @@ def survives(mutant: Mutant, root: Path, tests: list[str], timeout: float) -> bo
 
 
 def _copy_tree(root: Path) -> Path:
-    for name in ("commhooks", "reducer", "tests"):
+    for name in ("bench", "commhooks", "docs", "examples", "reducer", "tests"):
         shutil.copytree(name, root / name)
     shutil.copy("pyproject.toml", root)
     return root
