@@ -9,7 +9,16 @@ from typing import TypeAlias
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.planning.problem import Choice, Group, Problem
 
-__all__ = ["Assignment", "chosen", "exact", "loss", "relative_error", "step_trace", "uniform"]
+__all__ = [
+    "Assignment",
+    "chosen",
+    "exact",
+    "loss",
+    "relative_error",
+    "squared_error",
+    "step_trace",
+    "uniform",
+]
 
 Assignment: TypeAlias = tuple[int, ...]
 """For each group, the position of its choice in ``Group.choices``."""
@@ -39,11 +48,22 @@ def uniform(problem: Problem, hook: int) -> Assignment:
 
 def loss(group: Group, choice: Choice) -> float:
     """Return the group's part of the sum of squared errors."""
-    return 0.0 if group.norm == 0 else (choice.error * group.norm) ** 2
+    return squared_error(choice.error, group.norm)
+
+
+def squared_error(error: float, norm: float) -> float:
+    """Return |average - exact|^2 of a hook with error feedback, after many steps.
+
+    It averages p = g + r, where r is the error of the step before, so |r| = ``error`` |p|. If r
+    does not depend on the gradient g, whose average has this ``norm``, |p|^2 = |g|^2 + |r|^2.
+    """
+    if norm == 0 or error == 0:
+        return 0.0
+    return (error * norm) ** 2 / (1 - error**2) if error < 1 else math.inf
 
 
 def relative_error(problem: Problem, assignment: Assignment) -> float:
-    """Return |average - exact| / |exact| over all groups."""
+    """Return |average - exact| over all groups, relative to the norm of the average gradient."""
     total = math.fsum(group.norm**2 for group in problem.groups)
     lost = math.fsum(loss(*pair) for pair in chosen(problem, assignment))
     return math.sqrt(lost / total) if total else 0.0

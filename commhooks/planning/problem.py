@@ -42,7 +42,7 @@ class Group:
     """What to call the group in a table, such as ``attention.weight x12``."""
     elements: int
     norm: float
-    """|exact|: the norm of the exact average of gradient plus residual."""
+    """Of the average gradient."""
     choices: tuple[Choice, ...]
     """At most one per hook; at least one has an error of 0."""
 
@@ -65,8 +65,8 @@ class BucketTimes:
 class Problem:
     """Choose a hook for each group so that a step is short and its average is close enough.
 
-    The limit on errors is ``sum((error * norm)**2) <= limit**2 * sum(norm**2)`` over all groups,
-    where ``limit`` is the ``error`` of the problem.
+    The limit on errors is ``sum(loss(group, choice)) <= limit**2 * sum(norm**2)`` over all groups,
+    where ``limit`` is the ``error`` of the problem; see assignment.py for ``loss``.
 
     Raises CommHookOptionError for numbers that do not belong together.
     """

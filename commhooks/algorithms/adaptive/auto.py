@@ -23,7 +23,6 @@ under the number of the present step is of a failed one, and dropped; all ranks 
 Reports have a hash of the plan in use as well.
 """
 
-import functools
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,10 +47,16 @@ from commhooks.algorithms.adaptive.fixed_plan import (
     plan_of,
     positions_of,
 )
-from commhooks.algorithms.adaptive.groups import exact_names, group_parameters
+from commhooks.algorithms.adaptive.groups import (
+    Layout,
+    exact_names,
+    group_parameters,
+    with_wire_bytes,
+)
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.trial import Trial
+from commhooks.algorithms.adaptive.watch import Buckets
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.algorithms.wrappers.route_rules import Rule
 from commhooks.comm.communicator import Communicator
@@ -337,12 +342,12 @@ class Auto(CommHook):
         trials = {i: Trial(hooks[i]) for i in tried}
         for trial in trials.values():
             trial.prepare(parameters, group, self.roles)
-        layout_of = functools.partial(
-            group_parameters,
-            parameters=parameters,
-            exact=self._exact_names,
-            roles=self.roles or {},
-        )
+        exact, roles, size = self._exact_names, self.roles or {}, group.size()
+
+        def layout_of(buckets: Buckets) -> Layout:
+            layout = group_parameters(buckets, parameters, exact, roles)
+            return with_wire_bytes(layout, parameters, {i: hooks[i] for i in tried}, size)
+
         elements = sum(parameter.numel() for parameter in parameters.values())
         return Measurement(control, trials, self._table, elements, layout_of)
 

@@ -115,6 +115,10 @@ class Controller:
             if of_bucket.issuperset(group.names):
                 yield i, group
 
+    def is_lossy(self, group: ParameterGroup) -> bool:
+        """Return whether the hook in use of a group has an error."""
+        return not self.candidates.lossless[self._hook_in_use(group)]
+
     def trials(self, step: int) -> list[tuple[ParameterGroup, int, int]]:
         """Return the group and the hook of each trial in this step, and its number.
 
@@ -177,9 +181,12 @@ class Controller:
         for hook, (elements, seconds) in enumerate(agreed.runs):
             if elements > 0:
                 self.knowledge.add_run(hook, elements, seconds)
-        for group, norm in zip(self.layout.groups, agreed.norms, strict=True):
+        found = zip(self.layout.groups, agreed.norms, agreed.errors, strict=True)
+        for group, norm, error in found:
             if math.isfinite(norm):
                 self._add_norm(group, norm)
+            if math.isfinite(error):
+                self.knowledge.add_check(group, self._hook_in_use(group), error)
         self._agreed = agreed
         self._link.take(agreed.link, step, most_steps=self._replan)
         self._probe_seconds += agreed.probe_seconds if agreed.probe_seconds > 0 else 0.0
@@ -295,18 +302,12 @@ class Controller:
             self._norms[name] = [*self._norms.get(name, ()), of_each][-_NORMS:]
 
     def _norm(self, group: ParameterGroup) -> float:
-        """Return |exact| of a group, where ``exact`` averages gradient plus residual.
+        """Return the norm of the average gradient of a group.
 
-        It is that of the average, or that of the newest sample of the hook in use if it is larger:
-        a sparse hook sends a small part of what it has.
+        It is that of what hooks have returned. With error feedback they send, in the mean, as much
+        as there is.
         """
-        known = [median(self._norms.get(name, [math.nan])) for name in group.names]
-        norm, hook = _total(known), self._hook_in_use(group)
-        if hook and self.knowledge.is_measured(group, hook):
-            trial = self.knowledge.trial(group, hook)
-            assert trial is not None
-            norm = max(norm, trial.norm * math.sqrt(group.elements / max(trial.elements, 1)))
-        return norm
+        return _total([median(self._norms.get(name, [math.nan])) for name in group.names])
 
     def _limit(self, layout: Layout, norms: Sequence[float]) -> float:
         reference = self.candidates.reference
@@ -328,9 +329,8 @@ class Controller:
     def _choose(self, number: int, step: int) -> tuple[ParameterGroup, int] | None:
         """Return the group and the hook of a trial.
 
-        At first each hook on the largest group. Then in turn: the hook in use, of each
-        group; and whatever has not been measured yet, or else everything. On groups that stay
-        exact, only the reference is tried.
+        At first each hook on the largest group. Then whatever has not been measured yet, or else
+        everything. On groups that stay exact, only the reference is tried.
         """
         assert self.layout is not None
         assert self.schedule is not None
@@ -339,18 +339,14 @@ class Controller:
         tried = self.candidates.tried
         if not groups or not tried:
             return None
-        if step == self.schedule.start:
+        if self.schedule.is_burst(step):
             return groups[0], self._unknown()[number - self.schedule.trials_before]
-        turn, is_other = divmod(number, 2)
-        in_use = [(group, i) for group in groups if (i := self._hook_in_use(group))]
-        if not is_other and in_use:
-            return in_use[turn % len(in_use)]
         reference = self.candidates.reference
         pairs = [(g, reference) for g in every if g.is_exact] if reference is not None else []
         pairs += [(group, i) for group in groups for i in tried]
         missing = [pair for pair in pairs if not self.knowledge.is_measured(*pair)]
         choices = missing or pairs
-        return choices[turn % len(choices)]
+        return choices[number % len(choices)]
 
     def _unknown(self) -> list[int]:
         """Return the hooks that were never tried; none if all groups stay exact."""

@@ -2,15 +2,20 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from commhooks.algorithms.wrappers.route_rules import Matcher, Rule
-from commhooks.hook.base import Role
+from commhooks.hook.base import CommHook, Role
 from commhooks.planning.row import label_of
+from reducer import GradBucket
 
-__all__ = ["Layout", "ParameterGroup", "exact_names", "group_parameters"]
+__all__ = ["Layout", "ParameterGroup", "exact_names", "group_parameters", "with_wire_bytes"]
+
+_AFTER_WARM_UPS = 1 << 30
+"""A step in which hooks send what they send for most of the training."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class ParameterGroup:
     elements: int
     is_exact: bool
     """Whether the user wants plain averages of them."""
+    wire_bytes: Mapping[int, int] = field(default_factory=dict, hash=False)
+    """What a rank sends of them by the formula of a hook, by the position of the hook."""
 
     @property
     def label(self) -> str:
@@ -83,3 +90,24 @@ def group_parameters(
     return Layout(
         tuple(tuple(names) for names, _ in buckets), tuple(size for _, size in buckets), groups
     )
+
+
+def with_wire_bytes(
+    layout: Layout, parameters: Mapping[str, Tensor], hooks: Mapping[int, CommHook], size: int
+) -> Layout:
+    """Return the layout with what each of the prepared ``hooks`` sends among ``size`` ranks."""
+
+    def known(group: ParameterGroup) -> dict[int, int]:
+        bucket = _bucket_of([parameters[name] for name in group.names], group.names)
+        found = {i: hook.wire_bytes(bucket, size) for i, hook in hooks.items()}
+        return {i: nbytes for i, nbytes in found.items() if nbytes is not None}
+
+    groups = tuple(replace(group, wire_bytes=known(group)) for group in layout.groups)
+    return replace(layout, groups=groups)
+
+
+def _bucket_of(parameters: Sequence[Tensor], names: Sequence[str]) -> GradBucket:
+    """Return a bucket that has shapes, but no numbers."""
+    like = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+    flat = torch.empty(sum(p.numel() for p in like), dtype=like[0].dtype, device="meta")
+    return GradBucket(flat, like, list(names), step=_AFTER_WARM_UPS)

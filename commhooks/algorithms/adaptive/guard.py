@@ -7,6 +7,7 @@
     otherwise:      average = inner(gradient)
 """
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ class Guard(CommHook):
         return draw_sample(
             bucket,
             bucket.names,
-            lambda name, gradient: self._table.residual(name, gradient, size),
+            functools.partial(self._table.residual, size),
             _MOST_SAMPLE,
             bucket.step // self.every,
         )

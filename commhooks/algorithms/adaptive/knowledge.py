@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
@@ -14,19 +14,21 @@ from commhooks.algorithms.adaptive.report import Stage, TrialRecord
 __all__ = ["Knowledge"]
 
 _KEPT = 3
-"""Trials of the same hook and group; their median counts."""
+"""Trials or checks of the same hook and group; their median counts."""
 
 
 @dataclass
 class _Known:
-    """The trials of a hook on a group, the newest last."""
+    """What is known of a hook on a group, the newest last."""
 
     names: tuple[str, ...]
-    trials: deque[TrialRecord]
+    trials: deque[TrialRecord] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    checks: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """Errors of the hook when it was in use, which trials without a residual underestimate."""
 
     @property
     def error(self) -> float:
-        return median(trial.error for trial in self.trials)
+        return median(self.checks or [trial.error for trial in self.trials])
 
 
 class Knowledge:
@@ -39,17 +41,24 @@ class Knowledge:
 
     def add(self, group: ParameterGroup, hook: int, trial: TrialRecord) -> None:
         """Add the result of a trial. It replaces those of other groups with these parameters."""
+        self._own(group, hook).trials.append(trial)
+
+    def add_check(self, group: ParameterGroup, hook: int, error: float) -> None:
+        """Add the error that a hook in use had on a group. Errors of its trials no longer count."""
+        self._own(group, hook).checks.append(error)
+
+    def _own(self, group: ParameterGroup, hook: int) -> _Known:
         known = self._of_hooks[hook]
         own = next((each for each in known if each.names == group.names), None)
         if own is None:
             names = set(group.names)
             known[:] = [each for each in known if names.isdisjoint(each.names)]
-            own = _Known(group.names, deque(maxlen=_KEPT))
+            own = _Known(group.names)
             known.append(own)
-        own.trials.append(trial)
+        return own
 
     def is_measured(self, group: ParameterGroup, hook: int) -> bool:
-        """Return whether there was a trial of this hook on this group."""
+        """Return whether there was a trial or a check of this hook on this group."""
         return any(each.names == group.names for each in self._of_hooks[hook])
 
     def is_known(self, hook: int) -> bool:
@@ -57,18 +66,28 @@ class Knowledge:
         return bool(self._of_hooks[hook])
 
     def error(self, group: ParameterGroup, hook: int) -> float:
-        """Return the relative error of a hook on a group; NaN if there was no trial of the hook.
+        """Return the relative error of a hook on a group; NaN if the hook was never tried.
 
         Until it is measured, that of other groups with some of its parameters, or else the mean of
-        all other groups.
+        all other groups. Until the hook was in use on this group, at least what it has lost on
+        others.
         """
-        near = self._near(group, hook)
-        return fmean(each.error for each in near) if near else math.nan
+        known, near = self._of_hooks[hook], self._near(group, hook)
+        if not near:
+            return math.nan
+        error = fmean(each.error for each in near)
+        if any(each.checks for each in near):
+            return error
+        in_use = [each.error for each in known if each.checks]
+        return max(error, fmean(in_use)) if in_use else error
 
     def trial(self, group: ParameterGroup, hook: int) -> TrialRecord | None:
         """Return the newest trial of the hook, on this group if possible, else on the largest."""
-        near = self._near(group, hook)
-        return max((each.trials[-1] for each in near), key=lambda t: t.elements, default=None)
+        for known in (self._near(group, hook), self._of_hooks[hook]):
+            newest = [each.trials[-1] for each in known if each.trials]
+            if newest:
+                return max(newest, key=lambda trial: trial.elements)
+        return None
 
     def local_cost(self, hook: int) -> Cost:
         """Return the local seconds of a run of a hook, and per element.
@@ -108,7 +127,10 @@ class Knowledge:
     def to_json(self) -> list[list[dict[str, Any]]]:
         """Return what is known in JSON's types."""
         return [
-            [{"names": k.names, "trials": [asdict(t) for t in k.trials]} for k in known]
+            [
+                {"names": k.names, "trials": [*map(asdict, k.trials)], "checks": [*k.checks]}
+                for k in known
+            ]
             for known in self._of_hooks
         ]
 
@@ -117,7 +139,14 @@ class Knowledge:
         if len(data) != len(self._of_hooks):
             raise ValueError(f"expected {len(self._of_hooks)} hooks, found {len(data)}")
         self._of_hooks = [
-            [_Known(tuple(k["names"]), deque(map(_trial, k["trials"]), _KEPT)) for k in known]
+            [
+                _Known(
+                    tuple(k["names"]),
+                    deque(map(_trial, k["trials"]), _KEPT),
+                    deque(k["checks"], _KEPT),
+                )
+                for k in known
+            ]
             for known in data
         ]
 

@@ -1,5 +1,6 @@
-"""What a rank measures in a step: it times the hooks in use, tries others, and gathers reports."""
+"""What a rank measures in a step: it times and checks hooks, tries others, and gathers reports."""
 
+import functools
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.adaptive.check import Check
 from commhooks.algorithms.adaptive.control import Controller
 from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
 from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
@@ -99,10 +101,14 @@ class Measurement:
         if is_first:
             await self._gather(bucket, comm)
         trying, sample = self._next_trials(bucket, comm.size)
+        is_checked = control.reports(bucket.step + 1)
+        check = self._draw_check(bucket, comm.size) if is_checked else None
         average = await run(bucket, comm)
         self._watch.end_bucket()
-        if control.reports(bucket.step + 1):
+        if is_checked:
             self._measure_norms(bucket, average)
+        if check is not None:
+            await self._finish_check(check, average, comm)
         if sample is not None:
             await self._try(trying, sample, comm)
         if is_first and (elements := control.probe_elements(bucket.step)):
@@ -165,11 +171,30 @@ class Measurement:
         sample = draw_sample(
             bucket,
             group.names,
-            lambda name, gradient: self._table.residual(name, gradient, size),
+            functools.partial(self._table.residual, size),
             self._sample_size,
             first,
         )
         return hooks, sample
+
+    def _draw_check(self, bucket: GradBucket, size: int) -> Check | None:
+        start = time.thread_time_ns()
+        groups = [
+            each for each in self.control.groups_of(bucket.names) if self.control.is_lossy(each[1])
+        ]
+        check = Check.of(bucket, groups, functools.partial(self._table.residual, size))
+        self._spend_on_checks((time.thread_time_ns() - start) * 1e-9)
+        return check
+
+    async def _finish_check(self, check: Check, average: Tensor, comm: Communicator) -> None:
+        seen = Observation(self.control.window.links.add)
+        squares = await observe(check.squares(average.view(-1), comm), seen)
+        self.control.window.checks.update(squares)
+        self._spend_on_checks(seen.link_seconds + seen.local_seconds)
+
+    def _spend_on_checks(self, seconds: float) -> None:
+        self.spent_ns += int(seconds * 1e9)
+        self.control.window.check_seconds += seconds
 
     async def _try(self, hooks: Mapping[int, int], sample: GradBucket, comm: Communicator) -> None:
         window = self.control.window

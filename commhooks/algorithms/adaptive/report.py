@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks.algorithms.adaptive import link
 from commhooks.algorithms.adaptive.link import Estimate, LinkTimes
-from commhooks.algorithms.adaptive.trial import Outcome
+from commhooks.algorithms.adaptive.trial import Outcome, relative_error
 
 __all__ = ["Agreed", "Stage", "TrialRecord", "Window", "combine"]
 
@@ -27,8 +27,8 @@ _OPERATIONS = (
     "push",
 )
 _MOST_STAGES = 6
-_TRIAL = 4 + 3 * _MOST_STAGES + 2
-"""Numbers of a trial: error, norm, elements, stages; then those of each stage."""
+_TRIAL = 3 + 3 * _MOST_STAGES + 2
+"""Numbers of a trial: error, elements, stages; then those of each stage."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class TrialRecord:
     """What all ranks know of a trial."""
 
     error: float
-    norm: float
     elements: int
     stages: tuple[Stage, ...]
     last_seconds: float
@@ -76,6 +75,8 @@ class Agreed:
     link: Estimate | None
     norms: tuple[float, ...]
     """Of the average of each group."""
+    errors: tuple[float, ...]
+    """Of the hook in use on each group."""
     runs: tuple[tuple[float, float], ...]
     """Of each hook that was used: the elements of a bucket and the local seconds, in the mean."""
     trials: tuple[TrialRecord | None, ...]
@@ -96,6 +97,9 @@ class Window:
     """Elements and local seconds of each run, by the position of the hook."""
     squares: dict[int, Tensor] = field(default_factory=dict)
     """Of the norms of the averages, by group."""
+    checks: dict[int, Tensor] = field(default_factory=dict)
+    """Of the norms of the error and of the exact average of the hook in use, by group."""
+    check_seconds: float = 0.0
     trials: dict[int, Outcome] = field(default_factory=dict)
     """By number."""
 
@@ -103,6 +107,7 @@ class Window:
         """Begin again."""
         self.clear_times()
         self.squares.clear()
+        self.checks.clear()
         self.trials.clear()
 
     def clear_times(self) -> None:
@@ -113,6 +118,7 @@ class Window:
             values.clear()
         self.launches.clear()
         self.runs.clear()
+        self.check_seconds = 0.0
 
     def encode(
         self,
@@ -127,18 +133,20 @@ class Window:
     ) -> list[float]:
         """Return the numbers that this rank sends. Waits for the device."""
         squares = {i: float(value) for i, value in self.squares.items()}
+        errors = {i: relative_error(*value.tolist()) for i, value in self.checks.items()}
         return [
             float(digest),
             _median(self.steps),
             _median(self.forwards),
             _median(self.trial_seconds),
-            _median(self.report_seconds),
+            _median(self.report_seconds) + self.check_seconds,
             planning_seconds,
             sum(self.probe_seconds),
             cores,
             *(_median(self.launches.get(i, ())) for i in range(buckets)),
             *self.links.encode(),
             *(math.sqrt(squares.get(i, math.nan)) for i in range(groups)),
+            *(errors.get(i, math.nan) for i in range(groups)),
             *(number for i in range(hooks) for number in _mean_run(self.runs.get(i, ()))),
             *(number for trial in trials for number in _encode_trial(self.trials.get(trial))),
         ]
@@ -163,6 +171,7 @@ def combine(
         cores,
         tuple(_each(take(buckets), max)),
         link.fit_link(list(zip(*take(link.NUMBERS), strict=True))),
+        tuple(_each(take(groups), max)),
         tuple(_each(take(groups), max)),
         tuple(_pair(_each(take(2), max)) for _ in range(hooks)),
         tuple(_trial(take(_TRIAL)) for _ in range(trials)),
@@ -209,7 +218,6 @@ def _encode_trial(outcome: Outcome | None) -> list[float]:
         stages += [local_ns * 1e-9, float(operation), float(collective.wire_bytes)]
     return [
         outcome.error,
-        outcome.norm,
         float(outcome.elements),
         float(len(outcome.hook.collectives)),
         *stages,
@@ -221,12 +229,12 @@ def _encode_trial(outcome: Outcome | None) -> list[float]:
 
 def _trial(columns: Sequence[Sequence[float]]) -> TrialRecord | None:
     """Return a trial that all ranks have finished, with the same collectives; else None."""
-    counts = set(columns[3])
-    if any(v != v for column in columns[:4] for v in column) or len(counts) > 1:
+    counts = set(columns[2])
+    if any(v != v for column in columns[:3] for v in column) or len(counts) > 1:
         return None
     slowest = [max(column) for column in columns]
     stages = [
         Stage(slowest[i], _OPERATIONS[int(slowest[i + 1])], slowest[i + 2])
-        for i in range(4, 4 + 3 * int(slowest[3]), 3)
+        for i in range(3, 3 + 3 * int(slowest[2]), 3)
     ]
-    return TrialRecord(slowest[0], slowest[1], int(slowest[2]), tuple(stages), *slowest[-2:])
+    return TrialRecord(slowest[0], int(slowest[1]), tuple(stages), *slowest[-2:])

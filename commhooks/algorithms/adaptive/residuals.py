@@ -21,14 +21,18 @@ from commhooks.hook.base import CommHook, tree
 
 __all__ = ["forget", "known_parameters", "residual_of"]
 
+_ALL = slice(None)
+
 _FIELD = "error"
 
 
-def residual_of(hook: CommHook, parameter: str, gradient: Tensor, size: int) -> Tensor | None:
+def residual_of(
+    hook: CommHook, parameter: str, gradient: Tensor, size: int, where: slice = _ALL
+) -> Tensor | None:
     """Return the residual of a parameter as it lies in memory, flat; None if there is none.
 
     ``gradient`` has the shape and strides of those in ``bucket.gradients()``. ``size``: the number
-    of ranks.
+    of ranks. ``where``: the elements that are wanted.
     """
     total = None
     for each in tree(hook):
@@ -36,10 +40,11 @@ def residual_of(hook: CommHook, parameter: str, gradient: Tensor, size: int) -> 
         fields = each.state_fields(gradient) if _FIELD in entry else ()
         shared = {field.name for field in fields or () if field.across_ranks == "averageable"}
         if _FIELD in shared:
-            of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
-            own = {name: value for name, value in entry.items() if name not in shared}
-            each.keep_own(of_mean, own)
-            residual = _flat(entry[_FIELD]).add(_flat(of_mean[_FIELD]), alpha=size)
+            residual = _flat(entry[_FIELD])[where].clone()
+            if own := {name: value for name, value in entry.items() if name not in shared}:
+                of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
+                each.keep_own(of_mean, own)
+                residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)
             total = residual if total is None else total.add_(residual)
     return total
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Schedule"]
 
-TRIAL_SHARE = 0.01
-REPORT_SHARE = 0.005
-"""Shares of the time of training. With what planning takes, they stay below 2 %."""
+TRIAL_SHARE = 0.005
+REPORT_SHARE = 0.01
+"""Shares of the time of training, of reports with checks. With plans, they stay below 2 %."""
 _STEPS_OF_BURST = 3
 """Until the first report, the step with the trials included."""
 _LEAST_STEPS_PER_REPORT = 10
@@ -29,26 +29,40 @@ class Schedule:
     """The number of trials in the first step; 0 if that is a step as any other."""
     trials_before: int = 0
     """The number of trials before ``start``."""
+    last_trial: int = -_MOST_STEPS
+    """The last step before ``start`` with a trial."""
     trial_every: int = _LEAST_STEPS_PER_TRIAL
     report_every: int = _LEAST_STEPS_PER_REPORT
 
+    def is_burst(self, step: int) -> bool:
+        """Return whether this is the step with the burst of trials."""
+        return self.burst > 0 and step == self.start
+
     def trials(self, step: int) -> range:
         """Return the numbers of the trials in this step."""
-        if step == self.start:
+        if self.is_burst(step):
             return range(self.trials_before, self.trials_before + self.burst)
-        since = self._since_burst(step)
-        if since <= 0 or since % self.trial_every or self.reports(step):
+        since = step - self._first_trial
+        if since < 0 or since % self.trial_every or self.reports(step):
             return range(0)
-        number = self.trials_before + self.burst + since // self.trial_every - 1
+        number = self.trials_before + self.burst + since // self.trial_every
         return range(number, number + 1)
 
     def reports(self, step: int) -> bool:
         """Return whether ranks report in this step what they have measured in earlier ones."""
-        since = self._since_burst(step)
+        since = step - self._after_burst
         return since >= 0 and since % self.report_every == 0 and step > self.start
 
-    def _since_burst(self, step: int) -> int:
-        return step - self.start - (_STEPS_OF_BURST if self.burst else 0)
+    @property
+    def _after_burst(self) -> int:
+        return self.start + (_STEPS_OF_BURST if self.burst else 0)
+
+    @property
+    def _first_trial(self) -> int:
+        """Of those that come alone. It may have been due in an earlier step."""
+        if self.burst:
+            return self._after_burst + self.trial_every
+        return max(self.start, self.last_trial + self.trial_every)
 
     def paced(
         self, step: int, *, step_seconds: float, trial_seconds: float, report_seconds: float
@@ -57,12 +71,13 @@ class Schedule:
 
         Seconds that are not known are NaN, and change nothing.
         """
-        number = sum(len(self.trials(s)) for s in range(self.start, step))
+        steps = [s for s in range(self.start, step) for _ in self.trials(s)]
         return replace(
             self,
             start=step,
             burst=0,
-            trials_before=self.trials_before + number,
+            trials_before=self.trials_before + len(steps),
+            last_trial=steps[-1] if steps else self.last_trial,
             trial_every=_every(
                 trial_seconds, step_seconds, TRIAL_SHARE, _LEAST_STEPS_PER_TRIAL, self.trial_every
             ),

@@ -11,6 +11,7 @@ from commhooks.algorithms.adaptive.link import network_of, tensor_bytes
 from commhooks.algorithms.adaptive.report import Agreed
 from commhooks.costs.network import Backend
 from commhooks.costs.step_trace import Collective, Members
+from commhooks.planning.assignment import squared_error
 from commhooks.planning.plan import Plan
 from commhooks.planning.problem import BucketTimes, Choice, Group, Problem
 
@@ -63,7 +64,7 @@ class Situation:
         for group, norm in zip(self.layout.groups, self.norms, strict=True):
             hook = self.hooks.index(hook_of.get(group.names[0], self.hooks[0]))
             right += norm**2
-            wrong += (self._error(group, hook) * norm) ** 2
+            wrong += squared_error(self._error(group, hook), norm)
         return math.sqrt(wrong / right) if right else 0.0
 
     def _choices(self, group: ParameterGroup, costs: Sequence[Cost]) -> list[Choice]:
@@ -84,7 +85,11 @@ class Situation:
         trial = self.knowledge.trial(group, hook)
         if trial is None:
             return None
-        factor = group.elements / max(trial.elements, 1)
+        sent = math.fsum(stage.wire_bytes for stage in trial.stages)
+        if hook in group.wire_bytes and sent > 0:  # rows of a matrix do not show a low rank's bytes
+            factor = group.wire_bytes[hook] / sent
+        else:
+            factor = group.elements / max(trial.elements, 1)
         total = math.fsum(trial.local_seconds) or 1.0
         seconds = cost.per_byte * group.elements
         return Choice(

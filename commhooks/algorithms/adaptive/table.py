@@ -13,6 +13,8 @@ from reducer import GradBucket
 
 __all__ = ["HookTable"]
 
+_ALL = slice(None)
+
 
 class HookTable(Routing):
     """A table of parameters and hooks. Residuals follow a parameter to its next hook.
@@ -42,10 +44,16 @@ class HookTable(Routing):
                 if self.table.get(name, i) != i:
                     self._moving.setdefault(name, []).append(i)
 
-    def residual(self, parameter: str, gradient: Tensor, size: int) -> Tensor | None:
-        """Return what this rank has yet to send of a parameter, None if nothing."""
+    def residual(
+        self, size: int, parameter: str, gradient: Tensor, where: slice = _ALL
+    ) -> Tensor | None:
+        """Return what this rank has yet to send of a parameter, None if nothing.
+
+        ``size``: the number of ranks. ``where``: the elements that are wanted, of the parameter as
+        it lies in memory.
+        """
         positions = [self.table[parameter], *self._moving.get(parameter, ())]
-        found = [residual_of(self._hooks[i], parameter, gradient, size) for i in positions]
+        found = [residual_of(self._hooks[i], parameter, gradient, size, where) for i in positions]
         known = [residual for residual in found if residual is not None]
         return sum(known[1:], known[0]) if known else None
 

@@ -5,6 +5,7 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -16,10 +17,11 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Auto
-from commhooks.algorithms.adaptive import control, link, schedule
+from commhooks.algorithms.adaptive import check, control, link, schedule
 from commhooks.algorithms.adaptive.control import Controller
 from commhooks.algorithms.adaptive.fit import Cost, Point
 from commhooks.algorithms.adaptive.link import Estimate
+from commhooks.algorithms.adaptive.trial import relative_error
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import parse_hook_spec
 from commhooks.planning import Plan, Row
@@ -191,6 +193,7 @@ def reconsider(rank: int, size: int) -> None:
         # Errors far beyond the limit: the next report leaves the plan.
         for each in [each for known in own.knowledge._of_hooks for each in known]:
             each.trials.extend([replace(each.trials[-1], error=0.99)] * 3)
+            each.checks.extend([0.99] * 3)
         own.candidates = replace(own.candidates, limit=0.01)
         train(trainer, rank, range(180, 205), scale=3.0)
         assert set(agree(hook).hook_of().values()) == {"allreduce"}
@@ -201,25 +204,54 @@ def test_reasons_for_new_plans(run_ranks: Any) -> None:
     run_ranks(reconsider, 2)
 
 
-def keep_most(rank: int, size: int) -> None:
-    """A sparse hook has far more to send than its average shows, and the limit is about that."""
+def low_rank_gradients(step: int) -> dict[str, Tensor]:
+    """Gradients with another subspace of rank 2 in each step, the same on all ranks."""
+    random = torch.Generator().manual_seed(step)
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        columns = torch.randn(math.prod(shape[:-1]), 2, generator=random)
+        return (columns @ torch.randn(2, shape[-1], generator=random)).view(shape)
+
+    return {name: draw(shape) for name, shape in SHAPES.items()}
+
+
+def compare_errors(rank: int, size: int) -> None:
+    """A step shows the error of a hook with the factors and errors of many steps."""
     with ExitStack() as stack:
         Links(stack)
-        sparse = "topk:density=0.02,warmup_steps=0"
-        hook: Any = commhooks.create("auto", error=0.99, candidates=[sparse])
+        stack.enter_context(patch.object(check, "_ELEMENTS", 1 << 20))  # all of them
+        low_rank = "powersgd:rank=2,start_step=0"
+        hook: Any = commhooks.create("auto", error=9.0, candidates=[low_rank])
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
-        for step in range(80):
-            found = trainer.step(draw_gradients(PARAMETERS, rank, step))
-        own = hook._control
-        groups = [group for group in own.layout.groups if own._hook_in_use(group)]
-        assert groups
-        for group in groups:
-            sent = sum(float(found[name].norm()) ** 2 for name in group.names) ** 0.5
-            assert own._norm(group) > 1.5 * sent
+        checked = 0
+        for step in range(60):
+            gradients = low_rank_gradients(step)
+            rests = {name: hook._table.residual(size, name, g) for name, g in gradients.items()}
+            found = trainer.step(gradients)
+            own = hook._control
+            for i, squares in own.window.checks.items() if own.reports(step + 1) else ():
+                wrong = right = 0.0
+                for name in own.layout.groups[i].names:
+                    rest = rests[name]
+                    p = (
+                        gradients[name]
+                        if rest is None
+                        else gradients[name] + rest.view(SHAPES[name])
+                    )
+                    dist.all_reduce(p.div_(size))
+                    wrong += float((found[name] - p).square().sum())
+                    right += float(p.square().sum())
+                error = relative_error(wrong, right)
+                assert relative_error(*squares.tolist()) == pytest.approx(error, rel=1e-3, abs=1e-4)
+                checked += error > 0.6
+        assert checked >= 6
+        for group in filter(own.is_lossy, own.layout.groups):
+            (known,) = own.knowledge._near(group, 1)
+            assert own.knowledge.error(group, 1) == median(known.checks) > 0.6
 
 
-def test_the_norm_includes_what_has_not_been_sent(run_ranks: Any) -> None:
-    run_ranks(keep_most, 2)
+def test_errors_are_those_of_hooks_in_use(run_ranks: Any) -> None:
+    run_ranks(compare_errors, 2)
 
 
 def part_ways(rank: int, size: int) -> None:

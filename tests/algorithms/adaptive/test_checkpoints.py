@@ -31,7 +31,7 @@ def trained(name: str, rank: int, steps: int) -> Trainer:
 def unsent(hook: Any, size: int) -> dict[str, Tensor]:
     """What this rank has yet to send of each parameter."""
     hook._table.begin_step()
-    found = {name: hook._table.residual(name, p, size) for name, p in PARAMETERS.items()}
+    found = {name: hook._table.residual(size, name, p) for name, p in PARAMETERS.items()}
     return {name: it.double() for name, it in found.items() if it is not None}
 
 

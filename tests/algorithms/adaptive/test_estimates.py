@@ -1,23 +1,27 @@
 """What `auto` derives from measurements, without processes."""
 
+import json
 import math
 import random
 import time
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+import commhooks
 from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.fit import Cost, Point, fit
-from commhooks.algorithms.adaptive.groups import group_parameters
+from commhooks.algorithms.adaptive.groups import group_parameters, with_wire_bytes
 from commhooks.algorithms.adaptive.knowledge import Knowledge
 from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, fit_link
 from commhooks.algorithms.adaptive.observation import Observation, Observed, observe
-from commhooks.algorithms.adaptive.report import TrialRecord
+from commhooks.algorithms.adaptive.report import Agreed, Stage, TrialRecord
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.schedule import Schedule
+from commhooks.algorithms.adaptive.situation import Situation
 from reducer import GradBucket
 
 # ---------------------------------------------------------------------------------------- fits
@@ -109,6 +113,22 @@ def test_trials_are_numbered_without_gaps_and_never_in_a_step_with_a_report() ->
     assert after[0] == 10 + len(before)
 
 
+@pytest.mark.parametrize("trial_every", [4, 10, 31])
+def test_reports_do_not_put_trials_off(trial_every: int) -> None:
+    nan = math.nan
+    schedule, trials = Schedule(5, burst=3, trial_every=trial_every), list[int]()
+    for step in range(5, 200):
+        trials += [step for _ in schedule.trials(step)]
+        if schedule.reports(step):
+            schedule = schedule.paced(
+                step + 1, step_seconds=nan, trial_seconds=nan, report_seconds=nan
+            )
+    pauses = [after - before for before, after in pairwise(trials[2:])]
+    assert min(pauses) >= trial_every
+    assert max(pauses) <= trial_every + 1  # none in a step with a report
+    assert max(trials) >= 200 - trial_every - 1
+
+
 @pytest.mark.parametrize("trial_seconds", [0.001, 0.01, 0.2])
 def test_trials_and_reports_take_less_than_two_percent(trial_seconds: float) -> None:
     schedule = Schedule(0).paced(
@@ -149,10 +169,29 @@ def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
     layout = group_parameters([(tuple(parameters), 0)], parameters, {"tokens"}, {})
     knowledge = Knowledge(hooks=3)
     for group, error in zip(layout.groups, (0.1, 0.3), strict=True):
-        knowledge.add(group, 2, TrialRecord(error, 1.0, 4096, (), 0.0, 0.0))
+        knowledge.add(group, 2, TrialRecord(error, 4096, (), 0.0, 0.0))
     norms = [3.0, 4.0]
     limit = knowledge.limit(layout, norms, reference=2)
     assert limit == pytest.approx(math.hypot(0.1 * 3.0, 0.3 * 4.0) / 5.0)
+
+
+def test_what_hooks_in_use_have_lost_counts_more_than_trials() -> None:
+    parameters = {name: torch.zeros(size, 64) for name, size in (("a", 1), ("b", 64), ("c", 4096))}
+    layout = group_parameters([(tuple(parameters), 0)], parameters, set(), {})
+    a, b, c = layout.groups
+    knowledge = Knowledge(hooks=2)
+    for group, error in ((a, 0.1), (b, 0.5)):
+        knowledge.add(group, 1, TrialRecord(error, 64, (), 0.0, 0.0))
+    assert [knowledge.error(group, 1) for group in (a, b, c)] == pytest.approx([0.1, 0.5, 0.3])
+    for error in (0.4, 0.2, 0.3):
+        knowledge.add_check(a, 1, error)
+    knowledge.add(a, 1, TrialRecord(0.1, 64, (), 0.0, 0.0))
+    assert [knowledge.error(group, 1) for group in (a, b, c)] == pytest.approx([0.3, 0.5, 0.4])
+    knowledge.add_check(b, 1, 0.05)
+    assert knowledge.error(b, 1) == 0.05
+    loaded = Knowledge(hooks=2)
+    loaded.load(json.loads(json.dumps(knowledge.to_json())))
+    assert loaded.to_json() == knowledge.to_json()
 
 
 def test_only_the_reference_is_tried_on_parameters_that_stay_exact() -> None:
@@ -169,6 +208,27 @@ def test_only_the_reference_is_tried_on_parameters_that_stay_exact() -> None:
 
 
 # --------------------------------------------------------------------------- groups and samples
+
+
+def test_bytes_of_a_group_are_those_of_the_formula() -> None:
+    """A sample has some rows of a matrix, and as many columns: of a low rank it sends too much."""
+    parameters = {"w": torch.zeros(4096, 64)}
+    hook = commhooks.create("powersgd", rank=2, start_step=0)
+    layout = group_parameters([(("w",), 4 * 4096 * 64)], parameters, (), {})
+    layout = with_wire_bytes(layout, parameters, {1: hook}, size=2)
+    of_matrix = 4 * 2 * (4096 + 64)
+    assert layout.groups[0].wire_bytes == {1: of_matrix}  # two ranks: each number once
+    rows = 4096 // 16
+    stages = tuple(Stage(1e-4, "all_reduce", 4.0 * 2 * n) for n in (rows, 64))
+    knowledge = Knowledge(hooks=2)
+    knowledge.add(layout.groups[0], 1, TrialRecord(0.1, rows * 64, stages, 1e-4, 1e-4))
+    nan = math.nan
+    agreed = Agreed((), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, (1.0,), (nan,), (), ())
+    link = Cost(1e-4, 1e-9)
+    specs, lossless = ("allreduce", "powersgd"), (True, False)
+    situation = Situation(specs, lossless, layout, knowledge, agreed, link, (1.0,), 0.2, "gloo", 2)
+    ((_, choice),) = (group.choices for group in situation.problem().groups)
+    assert sum(c.wire_bytes(2) for c in choice.collectives) == pytest.approx(of_matrix)
 
 
 def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
