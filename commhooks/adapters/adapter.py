@@ -36,6 +36,9 @@ class Adapter(ABC):
         names: The names that recorded gradients refer to by index.
     """
 
+    steps: int
+    """The number of synchronized backward passes so far. A resumed run sets it."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -75,15 +78,6 @@ class Adapter(ABC):
     def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
         """Return the shape of a shared parameter, and the dimension that it is cut in."""
         return None
-
-    @property
-    @abstractmethod
-    def steps(self) -> int:
-        """The number of synchronized backward passes so far. A resumed run sets it."""
-
-    @steps.setter
-    @abstractmethod
-    def steps(self, steps: int) -> None: ...
 
     def agree(self, what: str, value: str) -> int:
         """Raise CommHookMismatchError on all ranks unless they have the same text ``value``.

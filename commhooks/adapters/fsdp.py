@@ -62,7 +62,7 @@ class FSDPAdapter(Adapter):
         self._rows = _distinct([unit.shards for unit in self._units])
         parameters = self._present_parameters()
         super().__init__(model, self._units[0].device, parameters, list(parameters))
-        self._steps = 0
+        self.steps = 0
         self._launched = 0  # buckets, in this step
         self._error: BaseException | None = None  # of the runner, in this step
         self._is_attached = False
@@ -95,14 +95,6 @@ class FSDPAdapter(Adapter):
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
         return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())
-
-    @property
-    def steps(self) -> int:
-        return self._steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._steps = steps
 
     def agree(self, what: str, value: str) -> int:
         """Check a column, then the rows: see Note [Rows and columns]."""
@@ -193,11 +185,11 @@ class FSDPAdapter(Adapter):
             list(shards),
             index=self._launched,
             count=self._launched + 2,  # none is the last
-            step=self._steps,
+            step=self.steps,
         )
 
     def _average(self, bucket: GradBucket, operation: Any, start_ns: int) -> None:
-        with collective(self.group, f"the average between replicas at step {self._steps}"):
+        with collective(self.group, f"the average between replicas at step {self.steps}"):
             dist.all_reduce(bucket.buffer(), operation, group=self.group)
         sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
         self._collector.record(Run(bucket, sent, start_ns, time.monotonic_ns()))
@@ -227,13 +219,13 @@ class FSDPAdapter(Adapter):
         if self._runner is not None:
             self._end_step(self._runner, launched)
         if self.recording is not None:
-            self.recording.spans.append(_backward(self.recording.spans[-launched:], self._steps))
-        self._steps += 1
+            self.recording.spans.append(_backward(self.recording.spans[-launched:], self.steps))
+        self.steps += 1
 
     def _end_step(self, runner: Runner, launched: int) -> None:
         """Raise on all ranks if the hook has failed on any."""
         try:
-            runner.end_step(launched, self._steps).wait()
+            runner.end_step(launched, self.steps).wait()
         except BaseException as error:
             self._error = self._error or error.with_traceback(None)
         failure, self._error = self._error, None

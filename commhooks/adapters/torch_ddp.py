@@ -28,7 +28,7 @@ from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
 from reducer.peers import peer_error
 
-__all__ = ["TorchAdapter", "TorchDDPAdapter"]
+__all__ = ["TorchAdapter", "TorchDDPAdapter", "with_names"]
 
 
 class TorchAdapter(Adapter):
@@ -63,7 +63,7 @@ class TorchAdapter(Adapter):
         super().__init__(model, device, parameters, list(parameters))
         self._group = group
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
-        self._steps = 0
+        self.steps = 0
         self._launched = 0  # buckets, in this step
         self._has_last = False  # one of them was the last
         self._function: TorchHook = self._average
@@ -78,14 +78,6 @@ class TorchAdapter(Adapter):
     @property
     def group(self) -> dist.ProcessGroup:
         return self._group
-
-    @property
-    def steps(self) -> int:
-        return self._steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._steps = steps
 
     def install(self, hook: CommHook, token: int) -> None:
         self._set(make_runner(hook, self.group, self.device, token), self._average)
@@ -167,17 +159,17 @@ class TorchAdapter(Adapter):
         error, self._error = self._error, None
         runs, self._runs = self._runs, []
         if error is not None:
-            raise peer_error(self.group, f"the average at step {self._steps}", error)
+            raise peer_error(self.group, f"the average at step {self.steps}", error)
         for run in runs:
             self._collector.record(run)
         if self.recording is not None:
             self.recording.spans.append(self._backward(self.recording))
-        self._steps += 1
+        self.steps += 1
 
     def _vote(self, runner: Runner) -> None:
         """End the step of a runner that torch did not give its last bucket."""
         try:
-            runner.end_step(self._launched, self._steps).wait()
+            runner.end_step(self._launched, self.steps).wait()
         except BaseException as error:
             self._error = self._error or error
 
@@ -196,23 +188,14 @@ class TorchAdapter(Adapter):
         """Return the span from the first gradient of this backward to its end."""
         last_end = max((s.end_ns for s in recording.spans if s.activity == "backward"), default=0)
         start = min(s.start_ns for s in recording.spans if s.start_ns > last_end)
-        return Span("backward", self._steps, start, time.monotonic_ns())
+        return Span("backward", self.steps, start, time.monotonic_ns())
 
     def _set(self, runner: Runner | None, function: TorchHook) -> None:
         self._use_runner(runner)
         self._function = function
 
     def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
-        """Return our bucket for torch's, numbered without gaps even if torch leaves out buckets."""
-        parameters = bucket.parameters()
-        return GradBucket(
-            bucket.buffer(),
-            parameters,
-            [self._name_of[id(parameter)] for parameter in parameters],
-            index=index,
-            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
-            step=self._steps,
-        )
+        return with_names(bucket, self._name_of, index, self.steps)
 
     def _average(self, bucket: TorchBucket) -> Future[Tensor]:
         return allreduce_hook(self.group, cast("Any", bucket))
@@ -274,3 +257,22 @@ def _completed(tensor: Tensor) -> Future[Tensor]:
 
 def _queue_callback(callback: Any) -> None:
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+
+
+def with_names(
+    bucket: TorchBucket, name_of: Mapping[int, str], index: int, step: int
+) -> GradBucket:
+    """Return our bucket for torch's.
+
+    ``name_of`` has the names of parameters by ``id``. ``index`` counts without gaps, even if torch
+    leaves out buckets.
+    """
+    parameters = bucket.parameters()
+    return GradBucket(
+        bucket.buffer(),
+        parameters,
+        [name_of[id(parameter)] for parameter in parameters],
+        index=index,
+        count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
+        step=step,
+    )

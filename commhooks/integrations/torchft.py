@@ -39,6 +39,7 @@ except ImportError as error:
         "commhooks.integrations.torchft needs the package torchft: pip install torchft-nightly"
     ) from error
 
+from commhooks.adapters.torch_ddp import with_names
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, Role, tree
 from commhooks.hook.nesting import check_nesting
@@ -169,7 +170,7 @@ class _Averager:
         return self._runner.collector.stats(self._replicas.size())
 
     def _average(self, bucket: TorchBucket, flat: Tensor) -> None:
-        own = self._with_names(bucket)
+        own = with_names(bucket, self._name_of, bucket.index(), self._manager.current_step())
         runner = self._follow_members(own)
         average = runner(own).wait().view(-1)
         if average is not flat:
@@ -188,17 +189,6 @@ class _Averager:
             self._hook.recover()
         self._members = self._replicas.parent
         return self._runner
-
-    def _with_names(self, bucket: TorchBucket) -> GradBucket:
-        parameters, index = bucket.parameters(), bucket.index()
-        return GradBucket(
-            bucket.buffer(),
-            parameters,
-            [self._name_of[id(parameter)] for parameter in parameters],
-            index=index,
-            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
-            step=self._manager.current_step(),
-        )
 
 
 def _run(averager: _Averager, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

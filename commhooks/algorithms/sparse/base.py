@@ -57,7 +57,12 @@ __all__ = [
 
 @dataclass
 class SparseHook(CommHook):
-    """Base of hooks that send some elements of each bucket and can keep the others for later."""
+    """Base of hooks that send some elements of each bucket and can keep the others for later.
+
+    A subclass may make ``error_feedback`` an option.
+    """
+
+    error_feedback = True  # without a type, or it would be an option of all
 
     _errors: BucketMemory = field(
         default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
@@ -70,7 +75,11 @@ class SparseHook(CommHook):
         super().prepare(parameters, group)
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return (self._errors.field(gradient),)
+        return (self._errors.field(gradient),) if self.error_feedback else ()
+
+    def _error(self, bucket: GradBucket) -> Tensor | None:
+        """Return what was not sent of a bucket, to be changed; None without error feedback."""
+        return self._errors.of(bucket, self.state) if self.error_feedback else None
 
 
 def to_memory_dtype(buffer: Tensor) -> Tensor:

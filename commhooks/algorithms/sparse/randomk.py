@@ -18,7 +18,6 @@ Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 201
 https://arxiv.org/abs/1710.09854 (without, unbiased).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -35,7 +34,6 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Gt, Le
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -74,12 +72,9 @@ class RandomK(SparseHook):
     wire = "one all-reduce of k elements"
     paper = "https://arxiv.org/abs/1809.07599"
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return super().state_fields(gradient) if self.error_feedback else ()
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._errors.of(bucket, self.state) if self.error_feedback else None
+        error = self._error(bucket)
         total = to_memory_dtype(buffer)
         flag = add_and_check(total, error)
         n, k = buffer.numel(), self._k(bucket)

@@ -15,7 +15,6 @@ https://arxiv.org/abs/2108.00951.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -27,7 +26,6 @@ from commhooks.algorithms.sparse.selection import select_above
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Gt, Lt
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 __all__ = ["Threshold"]
@@ -65,12 +63,9 @@ class Threshold(SparseHook):
         """Whether the hook keeps no error: another error feedback would count it twice."""
         return not self.error_feedback
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return super().state_fields(gradient) if self.error_feedback else ()
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._errors.of(bucket, self.state) if self.error_feedback else None
+        error = self._error(bucket)
         total = to_memory_dtype(buffer)
         indices = select_above(total, error, self.value)  # also adds the error to the total
         own = SparseVector.of(total, indices, buffer.dtype)

@@ -14,7 +14,6 @@ https://arxiv.org/abs/1704.05021; Stich, Cordonnier, Jaggi: Sparsified SGD with 
 2018, https://arxiv.org/abs/1809.07599.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -43,7 +42,6 @@ from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -122,12 +120,9 @@ class TopK(SparseHook):
         """Whether the hook keeps no error: another error feedback would count it twice."""
         return not self.error_feedback
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return super().state_fields(gradient) if self.error_feedback else ()
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        error = self._errors.of(bucket, self.state) if self.error_feedback else None
+        error = self._error(bucket)
         total = to_memory_dtype(buffer)
         if self.indices == "shared":
             return await self._reduce_shared(bucket, comm, total, error)

@@ -1,6 +1,9 @@
 """Rules for the results of a hook."""
 
+from collections.abc import Iterator
+
 import torch
+from torch import Tensor
 
 from commhooks.testing.compare import differences, disagreement, layout_of, same_bits
 from commhooks.testing.probe import Trainer, draw_gradients
@@ -18,16 +21,12 @@ __all__ = ["alone", "consensus", "deterministic", "mean", "result", "sizes", "ze
 def result(context: RuleContext) -> None:
     """Return finite results with the dtype, shape, device and memory layout of the gradients."""
     problems = []
-    for dtype in DTYPES:
-        parameters = context.parameters(dtype)
-        trainer = Trainer(context.make_hook(), parameters)
-        for step in range(3):
-            found = trainer.step(draw_gradients(parameters, context.rank, step))
-            problems += not_finite(found)
-            for name, gradient in found.items():
-                expected = layout_of(parameters[name])
-                if layout_of(gradient) != expected:
-                    problems.append(f"{name}: expected {expected}, found {layout_of(gradient)}")
+    for parameters, _, found in _steps(context):
+        problems += not_finite(found)
+        for name, gradient in found.items():
+            expected = layout_of(parameters[name])
+            if layout_of(gradient) != expected:
+                problems.append(f"{name}: expected {expected}, found {layout_of(gradient)}")
     require(not problems, "; ".join(problems))
 
 
@@ -51,12 +50,8 @@ def sizes(context: RuleContext) -> None:
 def mean(context: RuleContext) -> None:
     """Return the mean over ranks, up to rounding, if lossless = True."""
     problems = []
-    for dtype in DTYPES:
-        parameters = context.parameters(dtype)
-        trainer = Trainer(context.make_hook(), parameters)
-        for step in range(3):
-            found = trainer.step(draw_gradients(parameters, context.rank, step))
-            problems += differences(found, context.mean(parameters, step), context.size)
+    for parameters, step, found in _steps(context):
+        problems += differences(found, context.mean(parameters, step), context.size)
     require(not problems, "; ".join(problems))
 
 
@@ -102,3 +97,12 @@ def zeros(context: RuleContext) -> None:
             if g.numel() and not (g == 0).all()
         ]
     require(not problems, "; ".join(problems))
+
+
+def _steps(context: RuleContext) -> Iterator[tuple[dict[str, Tensor], int, dict[str, Tensor]]]:
+    """Yield the parameters, the number and the results of three steps, for each dtype."""
+    for dtype in DTYPES:
+        parameters = context.parameters(dtype)
+        trainer = Trainer(context.make_hook(), parameters)
+        for step in range(3):
+            yield parameters, step, trainer.step(draw_gradients(parameters, context.rank, step))
