@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.torchs_wrapper import without_unknown
 from test_wrapper_options import WRAPPERS, inputs_of, make_net
 from torch import nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
@@ -138,7 +139,7 @@ def buffers_as_torch(rank: int, world_size: int, options: dict[str, Any]) -> Non
     "options", [{}, {"broadcast_buffers": False}, {"forward_sync_buffers": False}]
 )
 def test_buffers_are_broadcast_when_torch_does(options: dict[str, Any]) -> None:
-    run_ranks(buffers_as_torch, 2, options)
+    run_ranks(buffers_as_torch, 2, without_unknown(options))
 
 
 def sync_batch_norm(rank: int, world_size: int) -> None:

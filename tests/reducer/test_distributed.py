@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.torchs_wrapper import without_unknown
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -173,7 +174,7 @@ def initial_buffers(rank: int, world_size: int, options: dict[str, bool]) -> Non
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated")
 @pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
 def test_buffers_are_broadcast_at_the_start_when_torch_does(option: str) -> None:
-    run_ranks(initial_buffers, 2, {option: False})
+    run_ranks(initial_buffers, 2, without_unknown({option: False}))
 
 
 # --------------------------------------------------------------------------------------- groups

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torchs_wrapper import without_unknown
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -111,7 +112,7 @@ def attributes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     ],
 )
 def test_attributes_have_torchs_values(options: dict[str, Any]) -> None:
-    run_ranks(attributes, 1, options)
+    run_ranks(attributes, 1, without_unknown(options))
 
 
 def options_are_replaced(rank: int, world_size: int) -> None:
