@@ -129,7 +129,9 @@ def _die(how: str) -> None:
 
 
 def _set_timeout(seconds: float) -> None:
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+    newest = getattr(dist, "set_timeout", None)  # from torch 2.15 on
+    change = newest or dist.distributed_c10d._set_pg_timeout
+    change(timedelta(seconds=seconds), dist.group.WORLD)
 
 
 def _leave() -> None:
