@@ -28,7 +28,7 @@ class Plan:
     after: Timing
     """A step with this plan."""
     error: float
-    """|average - exact| / |exact| over all groups."""
+    """|average - exact| over all groups, relative to the norm of the average gradient."""
     limit: float
     """The largest ``error`` allowed."""
     reason: str

@@ -24,7 +24,7 @@ class Row:
     error: float
     """|average - exact| / |exact| of the group, when it was measured."""
     norm: float
-    """|exact|."""
+    """Of the average gradient of the group."""
     hidden_seconds: float
     """The part of the group's communication that backward hides, an estimate."""
     exposed_seconds: float

@@ -3,7 +3,8 @@
 ::
 
     every bucket:   parameters ── plan ──► parts, one per hook; their collectives are timed
-    some steps:     try one hook on a sample of one group: its error, bytes and seconds
+    some steps:     try one hook on a sample of one group: its error and seconds
+    before reports: check hooks in use, on some elements of all their parameters: their errors
     every k steps:  all_gather(what was measured); plan = solve(problem)    # the same on all ranks
     next step:      parts follow the new plan; residuals are added to the gradients once
 

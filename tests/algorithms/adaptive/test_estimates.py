@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import commhooks
+from commhooks.algorithms.adaptive import check
 from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.fit import Cost, Point, fit
-from commhooks.algorithms.adaptive.groups import group_parameters, with_wire_bytes
+from commhooks.algorithms.adaptive.groups import (
+    ParameterGroup,
+    group_parameters,
+    with_wire_bytes,
+)
 from commhooks.algorithms.adaptive.knowledge import Knowledge
 from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, fit_link
 from commhooks.algorithms.adaptive.observation import Observation, Observed, observe
@@ -22,6 +28,7 @@ from commhooks.algorithms.adaptive.report import Agreed, Stage, TrialRecord
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.schedule import Schedule
 from commhooks.algorithms.adaptive.situation import Situation
+from commhooks.hook.derived_bucket import bucket_with
 from reducer import GradBucket
 
 # ---------------------------------------------------------------------------------------- fits
@@ -285,3 +292,41 @@ def test_a_sample_has_what_has_not_been_sent() -> None:
     assert torch.equal(sample.gradients()[0], 2 * bucket.gradients()[0])
     assert torch.equal(sample.gradients()[1], bucket.gradients()[1])
     assert torch.equal(bucket.buffer(), before)
+
+
+class OneRank:
+    """A communicator of one rank."""
+
+    size = 1
+
+    async def all_reduce(self, message: Tensor) -> Tensor:
+        return message
+
+
+def test_a_check_compares_the_same_elements_of_each_parameter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(check, "_ELEMENTS", 100)
+    bucket = bucket_of({"a": (8, 6), "b": (5,), "c": (100, 10)})
+    bucket = bucket_with(bucket, bucket.buffer(), step=3)
+    groups = [
+        (2, ParameterGroup(("a", "c"), 0, 1048, is_exact=False)),  # every 11th, from the 3rd on
+        (4, ParameterGroup(("b",), 0, 5, is_exact=False)),
+    ]
+    residuals = {"a": 2.0, "b": 3.0, "c": None}
+
+    def residual(name: str, gradient: Tensor, where: slice) -> Tensor | None:
+        found = residuals[name]
+        return None if found is None else torch.full((gradient.numel(),), found)[where]
+
+    flat = bucket.buffer().clone()
+    drawn = check.Check.of(bucket, groups, residual)
+    assert drawn is not None
+    p = [flat[3:48:11] + 2, flat[48:53] + 3, flat[56::11]]
+    assert torch.equal(drawn.p, torch.cat(p))
+    with pytest.raises(StopIteration) as end:
+        drawn.squares(flat, OneRank()).send(None)  # type: ignore[arg-type]
+    squares = {i: found.tolist() for i, found in end.value.value.items()}
+    of_two = float(torch.cat([p[0], p[2]]).double().square().sum())
+    assert squares == {2: [4.0 * 5, of_two], 4: [9.0 * 5, float(p[1].square().sum())]}
+    assert check.Check.of(bucket, [], residual) is None
