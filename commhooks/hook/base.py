@@ -180,7 +180,8 @@ class CommHook:
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:  # noqa: ARG002
         """Return the bytes that each of ``size`` ranks sends for ``bucket``; None if they vary.
 
-        The conformance kit compares them with the bytes that are sent.
+        Use shapes, dtypes and the step only: ``bucket`` may be on the meta device. The conformance
+        kit compares the bytes with those that are sent.
         """
         return None
 
