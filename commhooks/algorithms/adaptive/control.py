@@ -241,6 +241,8 @@ class Controller:
         exact = self.candidates.specs[0]
         changed = [n for n, hook in plan.hook_of().items() if before.get(n, exact) != hook]
         self.proposal = plan
+        if changed and self.schedule is not None:
+            self.schedule = self.schedule.with_new_plan(step)
         self.history.append(
             Decision(step, reason, len(changed), plan.error, plan.limit, plan.after.step_seconds)
         )

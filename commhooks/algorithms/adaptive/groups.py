@@ -99,11 +99,19 @@ def with_wire_bytes(
 
     def known(group: ParameterGroup) -> dict[int, int]:
         bucket = _bucket_of([parameters[name] for name in group.names], group.names)
-        found = {i: hook.wire_bytes(bucket, size) for i, hook in hooks.items()}
+        found = {i: _wire_bytes(hook, bucket, size) for i, hook in hooks.items()}
         return {i: nbytes for i, nbytes in found.items() if nbytes is not None}
 
     groups = tuple(replace(group, wire_bytes=known(group)) for group in layout.groups)
     return replace(layout, groups=groups)
+
+
+def _wire_bytes(hook: CommHook, bucket: GradBucket, size: int) -> int | None:
+    """Return what the hook says, or None if it reads numbers, against the rules of the formula."""
+    try:
+        return hook.wire_bytes(bucket, size)
+    except RuntimeError:  # what operations on the meta device raise
+        return None
 
 
 def _bucket_of(parameters: Sequence[Tensor], names: Sequence[str]) -> GradBucket:

@@ -21,7 +21,8 @@ class Schedule:
 
     First a ``burst`` of trials in one step, so that there is a first plan soon, some steps without
     any, for their times, and a report. From then on a trial every ``trial_every`` steps and a
-    report every ``report_every``, never both in one step.
+    report every ``report_every``, never both in one step. A new plan rests on trials, so it is
+    checked soon.
     """
 
     start: int
@@ -33,6 +34,8 @@ class Schedule:
     """The last step before ``start`` with a trial."""
     trial_every: int = _LEAST_STEPS_PER_TRIAL
     report_every: int = _LEAST_STEPS_PER_REPORT
+    early_report: int = -1
+    """A step with a report whatever the pace, for the check of a new plan."""
 
     def is_burst(self, step: int) -> bool:
         """Return whether this is the step with the burst of trials."""
@@ -51,7 +54,12 @@ class Schedule:
     def reports(self, step: int) -> bool:
         """Return whether ranks report in this step what they have measured in earlier ones."""
         since = step - self._after_burst
-        return since >= 0 and since % self.report_every == 0 and step > self.start
+        is_due = since >= 0 and since % self.report_every == 0 and step > self.start
+        return is_due or step == self.early_report
+
+    def with_new_plan(self, step: int) -> "Schedule":
+        """Return the schedule with a check of the plan that is made in ``step``."""
+        return replace(self, early_report=step + _LEAST_STEPS_PER_REPORT)
 
     @property
     def _after_burst(self) -> int:

@@ -107,6 +107,18 @@ def test_a_plan_beyond_one_and_a_half_of_the_limit_is_left(ranks: TwoRanks) -> N
     assert plan.hook_of() == {"w": "allreduce"}
 
 
+def test_a_new_plan_is_checked_soon_however_rare_reports_are() -> None:
+    """It rests on trials, which have no residual."""
+    ranks = TwoRanks()
+    for rank in ranks.ranks:
+        rank.window.report_seconds.append(3.0)  # so they are due every 150 steps
+    assert ranks.report(10) == "the first plan"
+    (rank, _) = ranks.ranks
+    assert [step for step in range(12, 400) if rank.reports(step)] == [21, 161, 311]
+    assert ranks.report(20) is None
+    assert [step for step in range(22, 400) if rank.reports(step)] == [171, 321]
+
+
 @pytest.mark.parametrize(("small", "large"), [(1.15, 1.25), (1 / 1.15, 1 / 1.35)])
 def test_a_fifth_of_the_rate_is_a_reason(ranks: TwoRanks, small: float, large: float) -> None:
     assert ranks.report(20, rate=1e7 * small) is None

@@ -28,6 +28,7 @@ from commhooks.algorithms.adaptive.report import Agreed, Stage, TrialRecord
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.schedule import Schedule
 from commhooks.algorithms.adaptive.situation import Situation
+from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.hook.derived_bucket import bucket_with
 from reducer import GradBucket
 
@@ -236,6 +237,19 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     situation = Situation(specs, lossless, layout, knowledge, agreed, link, (1.0,), 0.2, "gloo", 2)
     ((_, choice),) = (group.choices for group in situation.problem().groups)
     assert sum(c.wire_bytes(2) for c in choice.collectives) == pytest.approx(of_matrix)
+
+
+def test_a_formula_that_reads_numbers_is_not_used() -> None:
+    """It is another package's, and against the rules; the bytes of trials take its place."""
+
+    class Counting(AllReduce):
+        def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+            return size * int(bucket.buffer().count_nonzero())
+
+    parameters = {"w": torch.zeros(8, 8)}
+    layout = group_parameters([(("w",), 256)], parameters, (), {})
+    layout = with_wire_bytes(layout, parameters, {1: Counting(), 2: AllReduce()}, size=2)
+    assert layout.groups[0].wire_bytes == {2: 256}
 
 
 def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
