@@ -16,6 +16,7 @@ __all__ = [
     "NativeHook",
     "NoopHook",
     "Reducer",
+    "has_kernels",
     "instruction_sets",
     "locks_taken_with_gil",
     "use_instruction_set",
@@ -139,6 +140,11 @@ class Reducer:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         ENGINE.require("reducer.Reducer")
+
+
+def has_kernels(device: str) -> bool:  # noqa: ARG001
+    """Return False: nothing is compiled."""
+    return False
 
 
 def instruction_sets() -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from commhooks.precision import at_least_float32, saturating_cast
+from commhooks.precision import at_least_float32, saturating_cast, scaled_cast
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -27,3 +27,19 @@ def test_float32_and_float64_are_not_clamped(dtype):
 def test_the_dtype_of_sums():
     wide = [at_least_float32(d) for d in (torch.float16, torch.bfloat16, torch.float64)]
     assert wide == [torch.float32, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [2, 3])
+def test_scaled_cast_rounds_as_two_operations_of_torch_do(
+    dtype: torch.dtype, wide: torch.dtype, size: int
+) -> None:
+    values = torch.randn(10_001, dtype=wide, generator=torch.Generator().manual_seed(1))
+    values[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30])
+    for given in (values, values[::2]):
+        before = given.clone()
+        found = scaled_cast(given, 1 / size, dtype)
+        assert found.dtype == dtype
+        assert torch.equal(found.nan_to_num(7), (given * (1 / size)).to(dtype).nan_to_num(7))
+        assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))

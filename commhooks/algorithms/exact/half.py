@@ -21,6 +21,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
+from commhooks.precision import scaled_cast
 from reducer import GradBucket
 from reducer._C import AverageHook, NativeHook
 
@@ -38,7 +39,7 @@ class _Half(CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        sent = buffer.div_(comm.size).to(self.wire_dtype)
+        sent = scaled_cast(buffer, 1 / comm.size, self.wire_dtype)
         comm.contribute(sent)
         return buffer.copy_(await comm.all_reduce(sent))
 
