@@ -116,8 +116,9 @@ class Communicator:
         """
         self.begun: list[Exchange] = []
         """The exchanges that the hook has begun on this bucket, nested hooks included."""
-        self.launched_ns = 0
-        """When the bucket was handed over, in nanoseconds of ``time.monotonic_ns()``."""
+        self.launched: int | torch.Event = 0
+        """When the bucket was handed over: on the CPU in nanoseconds of ``time.monotonic_ns()``, on
+        a device an event on the stream of backward; with times if the hook ``times_launches``."""
         self._key = key
         self._seed = seed
         self._ranks = ranks
@@ -304,7 +305,7 @@ class Communicator:
             self.group, step=self.step, key=key, seed=seed, ranks=ranks, parallel=parallel
         )
         derived.begun = self.begun
-        derived.launched_ns = self.launched_ns
+        derived.launched = self.launched
         return derived
 
     def _pending(

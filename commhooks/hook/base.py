@@ -198,6 +198,11 @@ class CommHook:
         """
         return any(hook.has_exchanges for hook in self.nested().values())
 
+    @property
+    def times_launches(self) -> bool:
+        """Whether this hook or a nested one uses the time of ``Communicator.launched``."""
+        return any(hook.times_launches for hook in self.nested().values())
+
     def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
         """Return the same hook in C++ for our reducer, or None if there is none."""
         return None

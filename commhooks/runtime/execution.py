@@ -18,6 +18,7 @@ from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Run, Stage
+from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
@@ -33,7 +34,7 @@ class HookExecution:
     Attributes:
         bucket: The bucket that the hook gets.
         comm: The communicator that the hook gets.
-        mark: Where backward's stream was when the bucket had been packed; set by the runner.
+        mark: Where backward's stream was when the bucket had been packed; see :meth:`launch`.
         future: The future of the average.
         pending: The collective that the hook awaits and that has not been issued.
         exchange: The exchange that the hook awaits.
@@ -56,9 +57,15 @@ class HookExecution:
         self.work: Work | None = None
         self.exchange: Exchange | None = None
         self._stages: list[Stage] = []
-        self._start_ns = self._awaited_ns = self.comm.launched_ns = time.monotonic_ns()
+        self._start_ns = self._awaited_ns = self.comm.launched = time.monotonic_ns()
         self._hook = hook
         self._coroutine: Coroutine[PendingCollective | Exchange, None, Tensor] = self._run()
+
+    def launch(self, stream: SideStream) -> None:
+        """Mark the place of the bucket on the current stream, which is that of backward."""
+        self.mark = stream.mark(timed=self._hook.times_launches)
+        if self.mark is not None:
+            self.comm.launched = self.mark
 
     @property
     def operation(self) -> str:

@@ -28,11 +28,13 @@ class SideStream:
         self._device = device
         self._stream: Any = None if device.type == "cpu" else torch.Stream(device=device)
 
-    def mark(self) -> torch.Event | None:
-        """Record the position of the current stream."""
+    def mark(self, *, timed: bool = False) -> torch.Event | None:
+        """Record the position of the current stream, and when it gets there if it is ``timed``."""
         if self._stream is None:
             return None
-        return torch.accelerator.current_stream(self._device).record_event()
+        event = torch.Event(device=self._device, enable_timing=timed)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
 
     def end(self) -> torch.Event | None:
         """Record the position of the separate stream."""

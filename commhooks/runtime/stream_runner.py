@@ -53,7 +53,8 @@ class StreamRunner:
         """Run the hook on ``bucket``. Errors are set in the future."""
         execution = HookExecution(self._hook, bucket, self._group)
         future = execution.future
-        self._stream.follow(self._stream.mark(), bucket.buffer())
+        execution.launch(self._stream)
+        self._stream.follow(execution.mark, bucket.buffer())
         try:
             self._recover()
             with self._stream, torch.no_grad():

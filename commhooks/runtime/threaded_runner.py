@@ -100,7 +100,7 @@ class ThreadedRunner:
         self._finalizer()
 
     def _launch(self, execution: HookExecution) -> Future[Tensor]:
-        execution.mark = self._stream.mark()
+        execution.launch(self._stream)
         scheduler, future = self._scheduler, execution.future
         self._thread.call(lambda: scheduler.launch(execution))
         return future

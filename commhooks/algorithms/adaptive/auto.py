@@ -56,6 +56,7 @@ from commhooks.algorithms.adaptive.groups import (
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.table import HookTable
+from commhooks.algorithms.adaptive.timing import Moment, times_of
 from commhooks.algorithms.adaptive.trial import Trial
 from commhooks.algorithms.adaptive.watch import Buckets
 from commhooks.algorithms.exact.allreduce import AllReduce
@@ -169,6 +170,11 @@ class Auto(CommHook):
         return any(hook.checks_finite for hook in self._hooks)
 
     @property
+    def times_launches(self) -> bool:
+        """Whether steps are measured."""
+        return not self._is_frozen
+
+    @property
     def _control(self) -> Controller | None:
         """What decides."""
         return None if self._measuring is None else self._measuring.control
@@ -226,7 +232,7 @@ class Auto(CommHook):
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         measuring = self._measuring
         if bucket.index() == 0:
-            self._begin_step(bucket.step, comm.launched_ns)
+            self._begin_step(bucket.step, comm.launched)
         if measuring is None:
             return await self._run_parts(bucket, comm)
         return await measuring.around(self._run_parts, bucket, comm)
@@ -328,7 +334,8 @@ class Auto(CommHook):
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
-        backend = group._get_backend(_device_of(parameters)).name()  # noqa: SLF001
+        device = _device_of(parameters)
+        backend = group._get_backend(device).name()  # noqa: SLF001
         control = Controller(
             Candidates(
                 tuple(map(spec_of, self._hooks)),
@@ -350,14 +357,14 @@ class Auto(CommHook):
             return with_wire_bytes(layout, parameters, {i: hooks[i] for i in tried}, size)
 
         elements = sum(parameter.numel() for parameter in parameters.values())
-        return Measurement(control, trials, self._table, elements, layout_of)
+        return Measurement(control, trials, self._table, elements, layout_of, times_of(device))
 
-    def _begin_step(self, step: int, launched_ns: int) -> None:
+    def _begin_step(self, step: int, launched: Moment) -> None:
         """Use the plan of this step. Nothing here waits for another rank."""
         measuring = self._measuring
         if measuring is not None:
             try:
-                has_new_plan = measuring.begin_step(step, launched_ns)
+                has_new_plan = measuring.begin_step(step, launched)
             except CommHookMismatchError:
                 self._use_plan(measuring.control)
                 raise

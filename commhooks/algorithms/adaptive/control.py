@@ -3,11 +3,11 @@
 import hashlib
 import logging
 import math
-import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from commhooks.algorithms.adaptive.decision import Basis, Decision
@@ -31,6 +31,8 @@ _DIGITS = 12
 _BEYOND_LIMIT = 1.5
 _NORMS = 3
 """Reports whose norms count: their median."""
+_TRIALS = 8
+"""Reports whose trials count for their pace: some groups and hooks take ten times as long."""
 _PLANNING_SHARE = 0.005
 """Of the time of training, for plans and probes."""
 
@@ -82,6 +84,7 @@ class Controller:
         self._probe_seconds = 0.0
         """What all probes have taken."""
         self._norms: dict[str, list[float]] = {}
+        self._trial_seconds = deque[float](maxlen=_TRIALS)
         self._planning_seconds = math.nan
         self._plans = 0
         self._origin = 0
@@ -138,12 +141,12 @@ class Controller:
         """Return whether ranks report at the beginning of this step."""
         return self.schedule is not None and self.schedule.reports(step)
 
-    def encode(self, step: int) -> list[float]:
-        """Return this rank's report, and forget what is in it."""
+    def encode(self, step: int, cores: float) -> list[float]:
+        """Return this rank's report, and forget what is in it. ``cores``: of this rank."""
         assert self.layout is not None
         numbers = self.window.encode(
             digest=self.digest,
-            cores=_cores(),
+            cores=cores,
             planning_seconds=self._planning_seconds,
             buckets=len(self.layout.buckets),
             groups=len(self.layout.groups),
@@ -191,10 +194,12 @@ class Controller:
         self._link.take(agreed.link, step, most_steps=self._replan)
         self._probe_seconds += agreed.probe_seconds if agreed.probe_seconds > 0 else 0.0
         self._window_start = step
+        if agreed.trial_seconds >= 0:
+            self._trial_seconds.append(agreed.trial_seconds)
         self.schedule = self.schedule.paced(
             step,
             step_seconds=agreed.step_seconds,
-            trial_seconds=agreed.trial_seconds,
+            trial_seconds=fmean(self._trial_seconds or [math.nan]),
             report_seconds=agreed.report_seconds,
         )
         unknown = self._unknown()
@@ -416,10 +421,3 @@ def _check_equal(digests: Sequence[int]) -> None:
 
 def _total(norms: Sequence[float]) -> float:
     return math.sqrt(math.fsum(norm**2 for norm in norms))
-
-
-def _cores() -> float:
-    """Return the cores for each rank of this machine."""
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
-    available = len(own) or os.cpu_count() or 1
-    return max(1.0, available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -16,7 +16,8 @@ from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
 from commhooks.algorithms.adaptive.observation import Observation, observe
 from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.trial import ExactAverage, Trial
+from commhooks.algorithms.adaptive.timing import Moment, Times
+from commhooks.algorithms.adaptive.trial import ExactAverage, Outcome, Trial
 from commhooks.algorithms.adaptive.watch import Buckets, Watch
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookMismatchError
@@ -48,6 +49,7 @@ class Measurement:
         table: Which hook each parameter has.
         elements: Of the model.
         layout_of: Returns the layout of buckets.
+        times: Of the device of the gradients.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Measurement:
         table: HookTable,
         elements: int,
         layout_of: Callable[[Buckets], Layout],
+        times: Times,
     ) -> None:
         self.control = control
         self.spent_ns = 0
@@ -67,7 +70,8 @@ class Measurement:
         self._table = table
         self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
         self._layout_of = layout_of
-        self._watch = Watch()
+        self._times = times
+        self._watch = Watch(times)
         self._gathered = _Gathered()
         self._trying: list[tuple[ParameterGroup, int, int]] = []
         """The trials of this step, until their bucket comes."""
@@ -77,7 +81,7 @@ class Measurement:
         share = {"planning_share": self.spent_ns / self._elapsed_ns} if self._elapsed_ns else {}
         return self.control.metrics() | share
 
-    def begin_step(self, step: int, launched_ns: int) -> bool:
+    def begin_step(self, step: int, launched: Moment) -> bool:
         """Use what the last step has brought, and return whether there is a new plan.
 
         Nothing here waits for another rank. Raises CommHookMismatchError on all ranks, and forgets
@@ -88,8 +92,10 @@ class Measurement:
         self._elapsed_ns = start - self._first_ns
         has_new_plan = self._agree(step)
         self.spent_ns += time.monotonic_ns() - start
-        buckets = self._watch.begin_step(step, launched_ns, self.control.window)
+        self._times.settle(wait=False)
+        buckets = self._watch.begin_step(step, launched, self.control.window)
         if buckets is not None and not self.control.has_buckets(buckets):
+            self._times.forget()
             self.control.use_layout(self._layout_of(buckets), step)
         self._trying = self.control.trials(step)
         return has_new_plan
@@ -97,7 +103,7 @@ class Measurement:
     async def around(self, run: _Run, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Await the average of a bucket, with what is to be measured before and after it."""
         control, is_first = self.control, bucket.index() == 0
-        self._watch.bucket(bucket, comm.launched_ns, control.window)
+        self._watch.bucket(bucket, comm.launched, control.window)
         if is_first:
             await self._gather(bucket, comm)
         trying, sample = self._next_trials(bucket, comm.size)
@@ -117,14 +123,18 @@ class Measurement:
 
     async def observed(self, run: Coroutine[Any, Any, Tensor], hook: int, elements: int) -> Tensor:
         """Await a run of a hook in use, and note what it took."""
-        window = self.control.window
-        seen = Observation(window.links.add)
+        window, seen = self.control.window, self._observation()
+
+        def note() -> None:
+            window.runs.setdefault(hook, []).append((elements, seen.local_seconds))
+
         found: Tensor = await observe(run, seen)
-        window.runs.setdefault(hook, []).append((elements, seen.local_seconds))
+        self._times.when_known((), note)
         return found
 
     def recover(self) -> None:
         """Forget the step that has failed on some rank."""
+        self._times.forget()
         self._watch.recover()
         self.control.recover()
         for trial in self._trials.values():
@@ -152,12 +162,16 @@ class Measurement:
             digest = torch.tensor([control.digest]).to(device)
             self._gathered.digests = await comm.all_gather(digest)
         if control.reports(bucket.step):
+            self._times.settle(wait=True)
             start = time.monotonic_ns()
-            numbers = torch.tensor(control.encode(bucket.step), dtype=torch.float64).to(device)
-            seconds = (time.monotonic_ns() - start) * 1e-9
-            seen = Observation(control.window.links.add)
+            found = control.encode(bucket.step, self._times.cores())
+            numbers = torch.tensor(found, dtype=torch.float64).to(device)
+            seconds, seen = (time.monotonic_ns() - start) * 1e-9, self._observation()
             self._gathered.reports = await observe(_all_gather(numbers, comm), seen)
-            self._spend(seconds + seen.link_seconds, control.window.report_seconds)
+            self._spend(lambda: seconds + seen.link_seconds, control.window.report_seconds)
+
+    def _observation(self) -> Observation:
+        return Observation(self.control.window.links.add, self._times)
 
     def _next_trials(
         self, bucket: GradBucket, size: int
@@ -178,46 +192,60 @@ class Measurement:
         return hooks, sample
 
     def _draw_check(self, bucket: GradBucket, size: int) -> Check | None:
-        start = time.thread_time_ns()
+        start = self._times.work()
         groups = [
             each for each in self.control.groups_of(bucket.names) if self.control.is_lossy(each[1])
         ]
         check = Check.of(bucket, groups, functools.partial(self._table.residual, size))
-        self._spend_on_checks((time.thread_time_ns() - start) * 1e-9)
+        noted = self.control.window.check_seconds
+        self._times.when_known(
+            (start, self._times.work()),
+            lambda start_ns, end_ns: self._note(1e-9 * (end_ns - start_ns), noted),
+        )
         return check
 
     async def _finish_check(self, check: Check, average: Tensor, comm: Communicator) -> None:
-        seen = Observation(self.control.window.links.add)
+        seen = self._observation()
         squares = await observe(check.squares(average.view(-1), comm), seen)
         self.control.window.checks.update(squares)
-        self._spend_on_checks(seen.link_seconds + seen.local_seconds)
-
-    def _spend_on_checks(self, seconds: float) -> None:
-        self.spent_ns += int(seconds * 1e9)
-        self.control.window.check_seconds += seconds
+        self._spend(
+            lambda: seen.link_seconds + seen.local_seconds, self.control.window.check_seconds
+        )
 
     async def _try(self, hooks: Mapping[int, int], sample: GradBucket, comm: Communicator) -> None:
         window = self.control.window
-        exact = await ExactAverage.of(sample, comm, window.links.add)
-        self.spent_ns += int(exact.seconds * 1e9)
+        add, times = window.links.add, self._times
+        exact = await ExactAverage.of(sample, comm, add, times)
+        self._spend(lambda: exact.seconds)
         for number, hook in hooks.items():
-            outcome = await self._trials[hook].run(sample, comm, window.links.add, exact)
+            outcome = await self._trials[hook].run(sample, comm, add, exact, times)
             window.trials[number] = outcome
-            self.spent_ns += int(outcome.seconds * 1e9)
-            window.trial_seconds.append(exact.seconds + outcome.seconds)  # as if it were alone
+            self._note_trial(exact, outcome)
+
+    def _note_trial(self, exact: ExactAverage, outcome: Outcome) -> None:
+        noted = self.control.window.trial_seconds
+        self._spend(lambda: outcome.seconds)
+        self._times.when_known(
+            (),
+            lambda: noted.append(exact.seconds + outcome.seconds),  # as if it were alone
+        )
 
     async def _probe(self, elements: int, device: torch.device, comm: Communicator) -> None:
         """Average zeros, so that the link can be seen; see link_watch.py."""
-        window = self.control.window
-        seen = Observation(window.links.add)
+        seen = self._observation()
         zeros = torch.zeros(elements, device=device)
         for _ in range(PROBE_MESSAGES):
             await observe(_all_reduce(zeros, comm), seen)
-        self._spend(seen.link_seconds, window.probe_seconds)
+        self._spend(lambda: seen.link_seconds, self.control.window.probe_seconds)
 
-    def _spend(self, seconds: float, noted: list[float]) -> None:
+    def _spend(self, seconds: Callable[[], float], noted: list[float] | None = None) -> None:
+        """Note, once they are known, seconds that measuring has taken."""
+        self._times.when_known((), lambda: self._note(seconds(), noted))
+
+    def _note(self, seconds: float, noted: list[float] | None) -> None:
         self.spent_ns += int(seconds * 1e9)
-        noted.append(seconds)
+        if noted is not None:
+            noted.append(seconds)
 
     def _measure_norms(self, bucket: GradBucket, average: Tensor) -> None:
         flat = average.view(-1)

@@ -99,7 +99,7 @@ class Window:
     """Of the norms of the averages, by group."""
     checks: dict[int, Tensor] = field(default_factory=dict)
     """Of the norms of the error and of the exact average of the hook in use, by group."""
-    check_seconds: float = 0.0
+    check_seconds: list[float] = field(default_factory=list)
     trials: dict[int, Outcome] = field(default_factory=dict)
     """By number."""
 
@@ -113,12 +113,11 @@ class Window:
     def clear_times(self) -> None:
         """Begin again with all times."""
         self.links.clear()
-        of_steps = (self.steps, self.forwards)
-        for values in (*of_steps, self.trial_seconds, self.report_seconds, self.probe_seconds):
+        own = (self.trial_seconds, self.report_seconds, self.probe_seconds, self.check_seconds)
+        for values in (self.steps, self.forwards, *own):
             values.clear()
         self.launches.clear()
         self.runs.clear()
-        self.check_seconds = 0.0
 
     def encode(
         self,
@@ -139,7 +138,7 @@ class Window:
             _median(self.steps),
             _median(self.forwards),
             _median(self.trial_seconds),
-            _median(self.report_seconds) + self.check_seconds,
+            _median(self.report_seconds) + sum(self.check_seconds),
             planning_seconds,
             sum(self.probe_seconds),
             cores,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.observation import Observation, Observed, observe
+from commhooks.algorithms.adaptive.timing import HOST, Times
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, Role, tree
 from commhooks.hook.derived_bucket import bucket_with
@@ -45,10 +46,14 @@ class ExactAverage:
 
     @classmethod
     async def of(
-        cls, sample: GradBucket, comm: Communicator, clock: Clock = _no_clock
+        cls,
+        sample: GradBucket,
+        comm: Communicator,
+        clock: Clock = _no_clock,
+        times: Times = HOST,
     ) -> "ExactAverage":
         """Average the sample, which does not change."""
-        seen, buffer = Observation(clock), sample.buffer()
+        seen, buffer = Observation(clock, times), sample.buffer()
         copy = buffer.to(at_least_float32(buffer.dtype), copy=True)
         return cls(await observe(_average(copy, comm), seen), seen)
 
@@ -65,10 +70,18 @@ class Outcome:
     squares: Tensor
     """(2,) float64: of the norm of the error, and of the norm of the exact average."""
     elements: int
-    hook: Observation
+    runs: tuple[Observation, ...]
     exact: Observation
-    seconds: float
-    """What the trial took on this rank besides the exact average, without waiting for others."""
+
+    @property
+    def hook(self) -> Observation:
+        """What the hook has done in the run that counts."""
+        return self.runs[-1]
+
+    @property
+    def seconds(self) -> float:
+        """What it took on this rank besides the exact average, without waiting for others."""
+        return sum(run.link_seconds + run.local_seconds for run in self.runs)
 
     @property
     def error(self) -> float:
@@ -115,14 +128,15 @@ class Trial:
         comm: Communicator,
         clock: Clock = _no_clock,
         exact: ExactAverage | None = None,
+        times: Times = HOST,
     ) -> Outcome:
         """Average a sample, which does not change. All ranks need the same parameters in it.
 
         Several trials on a sample can share its exact average.
         """
-        exact = exact or await ExactAverage.of(sample, comm, clock)
+        exact = exact or await ExactAverage.of(sample, comm, clock, times)
         self._forget_errors(sample)  # of former trials that have failed, or had other shapes
-        seen = [Observation(clock) for _ in range(1 + self._learns(sample))]
+        seen = tuple(Observation(clock, times) for _ in range(1 + self._learns(sample)))
         for each in seen:
             copy = bucket_with(sample, sample.buffer().clone())
             average = await self._reduce(copy, comm, each)
@@ -130,10 +144,7 @@ class Trial:
         flat = average.view(-1).to(exact.value.dtype)
         wrong = (flat - exact.value).square().sum(dtype=torch.float64)
         right = exact.value.square().sum(dtype=torch.float64)
-        seconds = sum(each.link_seconds + each.local_seconds for each in seen)
-        return Outcome(
-            torch.stack([wrong, right]), exact.value.numel(), seen[-1], exact.seen, seconds
-        )
+        return Outcome(torch.stack([wrong, right]), exact.value.numel(), seen, exact.seen)
 
     def recover(self) -> None:
         """Begin without state, because a step has failed on some rank."""

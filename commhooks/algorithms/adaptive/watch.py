@@ -1,8 +1,9 @@
 """Notes what happens in each step, and when the same buckets have come twice."""
 
-import time
+import functools
 
 from commhooks.algorithms.adaptive.report import Window
+from commhooks.algorithms.adaptive.timing import Moment, Times
 from reducer import GradBucket
 
 __all__ = ["Watch"]
@@ -14,7 +15,8 @@ Buckets = tuple[tuple[tuple[str, ...], int], ...]
 class Watch:
     """The step in progress, and the one before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: Times) -> None:
+        self._times = times
         self._step = -1
         self._current: list[tuple[tuple[str, ...], int]] = []
         self._previous: Buckets = ()
@@ -22,7 +24,7 @@ class Watch:
         self._last_launch_ns = 0
         self._end_ns = 0
 
-    def begin_step(self, step: int, launched_ns: int, window: Window) -> Buckets | None:
+    def begin_step(self, step: int, launched: Moment, window: Window) -> Buckets | None:
         """Begin a step. Return the buckets of the one before if they came twice in a row.
 
         A step that has failed begins again under the same number, and is forgotten: some ranks have
@@ -35,22 +37,33 @@ class Watch:
         is_repeated = bool(finished) and finished == self._previous
         if finished:
             self._previous = finished
-        if is_repeated and self._first_ns:
+        self._times.when_known(
+            (launched,), functools.partial(self._note_first, window if is_repeated else None)
+        )
+        return finished if is_repeated else None
+
+    def _note_first(self, window: Window | None, launched_ns: int) -> None:
+        if window is not None and self._first_ns:
             window.steps.append((launched_ns - self._first_ns) * 1e-9)
             window.forwards.append(max(launched_ns - self._end_ns, 0) * 1e-9)
         self._first_ns = self._last_launch_ns = launched_ns
-        return finished if is_repeated else None
 
-    def bucket(self, bucket: GradBucket, launched_ns: int, window: Window) -> None:
+    def bucket(self, bucket: GradBucket, launched: Moment, window: Window) -> None:
         """Note that a bucket has come."""
+        launches = window.launches.setdefault(len(self._current), [])
         self._current.append((tuple(bucket.names), bucket.buffer().nbytes))
-        seconds = (launched_ns - self._last_launch_ns) * 1e-9
-        window.launches.setdefault(len(self._current) - 1, []).append(seconds)
+        self._times.when_known((launched,), functools.partial(self._note_launch, launches))
+
+    def _note_launch(self, launches: list[float], launched_ns: int) -> None:
+        launches.append((launched_ns - self._last_launch_ns) * 1e-9)
         self._last_launch_ns = launched_ns
 
     def end_bucket(self) -> None:
         """Note that the average of a bucket is there."""
-        self._end_ns = time.monotonic_ns()
+        self._times.when_known((self._times.now(),), self._note_end)
+
+    def _note_end(self, now_ns: int) -> None:
+        self._end_ns = now_ns
 
     def recover(self) -> None:
         """Do not time the step that has failed."""

@@ -17,6 +17,7 @@ from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.observation import Observed
 from commhooks.algorithms.adaptive.report import Stage, TrialRecord
+from commhooks.algorithms.adaptive.timing import HOST
 from commhooks.errors import CommHookMismatchError, CommHookOptionError
 
 ELEMENTS = 1_000_000
@@ -57,7 +58,7 @@ class TwoRanks:
             rank.window.launches[0] = [0.01]
             if i == 1:  # the other one does not know
                 rank.window.squares[0] = torch.tensor(norm**2)
-        rows = [rank.encode(step) for rank in self.ranks]
+        rows = [rank.encode(step, 2.0) for rank in self.ranks]
         before = len(self.ranks[0].history)
         for rank in self.ranks:
             rank.take(rows, step, step + 1)
@@ -119,6 +120,17 @@ def test_a_new_plan_is_checked_soon_however_rare_reports_are() -> None:
     assert [step for step in range(22, 400) if rank.reports(step)] == [171, 321]
 
 
+def test_a_cheap_trial_does_not_bring_the_next_one_forward(ranks: TwoRanks) -> None:
+    """The next one may be that of another group and hook, and take ten times as long."""
+    for step, seconds in ((20, 1.0), (30, 0.0)):
+        for rank in ranks.ranks:
+            rank.window.trial_seconds.append(seconds)
+        assert ranks.report(step) is None
+    schedule = ranks.ranks[0].schedule
+    assert schedule is not None
+    assert schedule.trial_every == 50  # half a second, of two in each step
+
+
 @pytest.mark.parametrize(("small", "large"), [(1.15, 1.25), (1 / 1.15, 1 / 1.35)])
 def test_a_fifth_of_the_rate_is_a_reason(ranks: TwoRanks, small: float, large: float) -> None:
     assert ranks.report(20, rate=1e7 * small) is None
@@ -142,7 +154,7 @@ def test_plans_that_differ_are_not_used(ranks: TwoRanks) -> None:
     one.proposal = one.plan
     with pytest.raises(CommHookMismatchError, match="expected the same plan on all ranks"):
         one.confirm([one.digest, one.digest + 1])
-    rows = [each.encode(70) for each in ranks.ranks]
+    rows = [each.encode(70, 2.0) for each in ranks.ranks]
     rows[1][0] += 1
     with pytest.raises(CommHookMismatchError, match="expected the same plan on all ranks"):
         one.take(rows, 70, 71)
@@ -167,7 +179,7 @@ def test_probes_have_to_be_cheap(step_seconds: float) -> None:
 
 def test_a_reader_of_a_report_knows_what_nobody_measured() -> None:
     ranks = TwoRanks()
-    rows = [rank.encode(10) for rank in ranks.ranks]
+    rows = [rank.encode(10, 2.0) for rank in ranks.ranks]
     ranks.ranks[0].take(rows, 10, 11)
     agreed: Any = ranks.ranks[0]._agreed
     assert math.isnan(agreed.step_seconds)
@@ -183,7 +195,9 @@ def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path)
         hook.plot(tmp_path / "step.png")
     control = ranks.ranks[0]
     assert control.layout is not None
-    hook._measuring = Measurement(control, {}, hook._table, 0, {(): control.layout}.__getitem__)
+    hook._measuring = Measurement(
+        control, {}, hook._table, 0, {(): control.layout}.__getitem__, HOST
+    )
     hook.plan = control.plan
     hook.plot(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
