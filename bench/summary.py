@@ -22,6 +22,7 @@ from commhooks.lab.units import format_rate
 __all__ = ["page", "plots"]
 
 _TEMPLATE = Path(__file__).with_name("results_template.md")
+_SLOW_LINK = "*-100mbit*.json"
 _LIMIT = 0.02
 """The change of the loss that counts as a loss."""
 
@@ -30,7 +31,7 @@ def plots(results: Path) -> dict[str, Draw]:
     """Return the plots, by file name."""
     return {
         "fidelity.svg": figures.fidelity(_by_task(results)),
-        "slow-link.svg": figures.slow_link(courses_of(_newest(results, "*-100mbit.json"))),
+        "slow-link.svg": figures.slow_link(courses_of(_newest(results, _SLOW_LINK))),
         "scaling.svg": figures.scaling(_newest(results, "*-links.json")["cells"]),
         "kernels.svg": figures.kernels(_newest(results, "*-kernels.json")["benchmarks"]),
     }
@@ -107,7 +108,7 @@ def _front(found: list[Row]) -> str:
 
 
 def _slow_link(results: Path) -> dict[str, Any]:
-    document = _newest(results, "*-100mbit.json")
+    document = _newest(results, _SLOW_LINK)
     courses, about = courses_of(document), document["about"]
     plain = courses[PLAIN].lowest
     arrivals = {
@@ -116,14 +117,17 @@ def _slow_link(results: Path) -> dict[str, Any]:
         if hook != PLAIN and (arrival := course.first_at(plain.validation_loss))
     }
     best = min(arrivals.keys() - {"noop"}, key=arrivals.__getitem__)
+    of_noop = f"{arrivals['noop']:.0f} s" if "noop" in arrivals else "never"
     return {
+        "slow_ranks": about["ranks"],
+        "plain_steps": plain.step,
         "parameters": f"{about['parameters'] / 1e6:.1f}",
         "rate": format_rate(about["bits_per_second"]),
         "plain_seconds": f"{plain.seconds:.0f}",
         "best": best,
         "best_seconds": f"{arrivals[best]:.0f}",
         "factor": f"{plain.seconds / arrivals[best]:.1f}",
-        "noop_seconds": f"{arrivals['noop']:.0f}",
+        "noop_arrival": of_noop,
         "arrived": len(arrivals),
         "arrived_names": ", ".join(f"`{h}`" for h in sorted(arrivals, key=arrivals.__getitem__)),
         "raced": len(courses) - 1,
