@@ -102,9 +102,9 @@ class Measurement:
 
     async def around(self, run: _Run, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Await the average of a bucket, with what is to be measured before and after it."""
-        control, is_first = self.control, bucket.index() == 0
+        control = self.control
         self._watch.bucket(bucket, comm.launched, control.window)
-        if is_first:
+        if bucket.index() == 0:
             await self._gather(bucket, comm)
         trying, sample = self._next_trials(bucket, comm.size)
         is_checked = control.reports(bucket.step + 1)
@@ -117,7 +117,8 @@ class Measurement:
             await self._finish_check(check, average, comm)
         if sample is not None:
             await self._try(trying, sample, comm)
-        if is_first and (elements := control.probe_elements(bucket.step)):
+        # Backward has ended: where it shares cores with the backend, messages would seem slower.
+        if bucket.is_last() and (elements := control.probe_elements(bucket.step)):
             await self._probe(elements, bucket.buffer().device, comm)
         return average
 
