@@ -95,8 +95,9 @@ class Measurement:
         self._times.settle(wait=False)
         buckets = self._watch.begin_step(step, launched, self.control.window)
         if buckets is not None and not self.control.has_buckets(buckets):
-            self._times.forget()
             self.control.use_layout(self._layout_of(buckets), step)
+            # With what a device has yet to tell of the steps before.
+            self._times.when_known((), self.control.window.clear_times)
         self._trying = self.control.trials(step)
         return has_new_plan
 
