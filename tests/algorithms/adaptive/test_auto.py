@@ -21,15 +21,12 @@ from commhooks.algorithms.adaptive import check, control, link, schedule
 from commhooks.algorithms.adaptive.control import Controller
 from commhooks.algorithms.adaptive.fit import Cost, Point
 from commhooks.algorithms.adaptive.link import Estimate
-from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.trial import relative_error
-from commhooks.comm.communicator import Communicator
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import parse_hook_spec
 from commhooks.planning import Plan, Row
 from commhooks.testing.compare import disagreement, same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
-from reducer import GradBucket
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (96, 64), "b": (64, 96), "bias": (64,), "c": (48, 64)}
 PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -172,36 +169,6 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
 @pytest.mark.parametrize("torch_ddp", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_the_plan_follows_the_link(run_ranks: Any, torch_ddp: bool) -> None:
     run_ranks(adapt, 2, torch_ddp)
-
-
-def probe(rank: int, size: int) -> None:
-    is_last: dict[str, bool] = {}
-    probed: list[str] = []
-    around = Measurement.around
-
-    async def watch(of: Measurement, run: Any, bucket: GradBucket, comm: Communicator) -> Tensor:
-        is_last[bucket.key] = bucket.is_last()
-        return await around(of, run, bucket, comm)
-
-    async def note(_: Measurement, elements: int, device: object, comm: Communicator) -> None:
-        probed.append(comm._key)
-
-    with ExitStack() as stack:
-        Links(stack)
-        stack.enter_context(patch.object(Controller, "probe_elements", lambda *_: 8))
-        stack.enter_context(patch.object(Measurement, "around", watch))
-        stack.enter_context(patch.object(Measurement, "_probe", note))
-        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
-        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
-        train(trainer, rank, range(6))
-        assert len(hook._control.layout.buckets) > 1
-        assert len(probed) == 6
-        assert all(is_last[key] for key in probed)
-
-
-def test_the_link_is_probed_when_backward_has_ended(run_ranks: Any) -> None:
-    """Before, backward may hold the cores that the messages need."""
-    run_ranks(probe, 2)
 
 
 def reconsider(rank: int, size: int) -> None:
