@@ -122,11 +122,10 @@ def learned(rank: int, name: str) -> Learned:
     """Return what ``auto`` has found out."""
     hook = cast("Auto", _rank.sides[name].handle.hook)
     control = hook._control
-    situation = control and control._situation()
     assert hook.plan is not None
     return Learned(
         hook.plan,
-        situation and situation.problem(),
+        control and control.problem(),
         [vars(decision) for decision in hook.history],
         hook.metrics(),
         hook._measuring.spent_ns * 1e-9,

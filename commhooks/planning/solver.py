@@ -5,6 +5,7 @@ decides among its proposals, all uniform plans, plain averaging and the plan in 
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from commhooks.costs.timeline import Span, Timing, replay
 from commhooks.planning.assignment import (
@@ -21,7 +22,7 @@ from commhooks.planning.problem import Choice, Group, Problem
 from commhooks.planning.program import propose
 from commhooks.planning.rows import rows_of
 
-__all__ = ["solve", "timelines"]
+__all__ = ["solve", "timelines", "without_contention"]
 
 _LEAST_SAVING = 0.05
 """The part of a step that a plan saves over the one in use, or it is not taken."""
@@ -29,6 +30,8 @@ _TIE = 1e-2
 """Steps whose times differ by a smaller part are as long as each other: the timeline is not more
 accurate than that, and a faster plan must not cost much error for so little."""
 _ROUNDING = 1e-9
+_ITERATIONS = 6
+"""Each leaves a share of the difference that is smaller than that of communication in backward."""
 
 
 def solve(problem: Problem, in_use: Mapping[str, str] | None = None) -> Plan:
@@ -72,6 +75,38 @@ def timelines(problem: Problem, plan: Plan) -> tuple[list[Span], list[Span]]:
         trace = step_trace(problem, each)
         replay(trace, problem.network, problem.backend, problem.cores, spans)
     return before, after
+
+
+def without_contention(problem: Problem, in_use: Mapping[str, str] | None) -> Problem:
+    """Return ``problem`` with the launches of a backward that shares its cores with nothing.
+
+    They were measured beside the hooks in use and their messages, which the timeline adds once
+    more. So all are made shorter, until with these hooks the timeline launches the last bucket
+    when it was measured. ``in_use`` is as in :func:`solve`.
+    """
+    assignment = exact(problem) if in_use is None else _assignment_of(problem, in_use)
+    measured = sum(bucket.backward_seconds for bucket in problem.buckets)
+    if assignment is None or not measured > 0:
+        return problem
+    found, share = problem, 1.0
+    for _ in range(_ITERATIONS):
+        share = min(share * measured / _launched(found, assignment), 1.0)
+        found = replace(
+            problem,
+            buckets=tuple(
+                replace(bucket, backward_seconds=bucket.backward_seconds * share)
+                for bucket in problem.buckets
+            ),
+        )
+    return found
+
+
+def _launched(problem: Problem, assignment: Assignment) -> float:
+    """Return when the last bucket is launched on the timeline."""
+    spans: list[Span] = []
+    trace = step_trace(problem, assignment)
+    replay(trace, problem.network, problem.backend, problem.cores, spans)
+    return max(span.end for span in spans if span.work == "backward")
 
 
 class _Search:

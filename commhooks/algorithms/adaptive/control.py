@@ -35,6 +35,8 @@ _TRIALS = 8
 """Reports whose trials count for their pace: some groups and hooks take ten times as long."""
 _PLANNING_SHARE = 0.005
 """Of the time of training, for plans and probes."""
+_FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES = 1 / 32, 1 << 23
+"""Of the model, and at most, in each message of the first probe."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,9 @@ class Controller:
         self.schedule: Schedule | None = None
         self._size = size
         self._replan = replan
-        self._backend = backend_of(backend)
-        self.window = Window(LinkTimes(self._backend, size))
+        self._backend = backend
+        own = backend_of(backend)
+        self.window = Window(LinkTimes(own, size), LinkTimes(own, size))
         self.knowledge = Knowledge(len(candidates.lossless))
         self._window_start = 0
         self._basis: Basis | None = None
@@ -84,6 +87,8 @@ class Controller:
         self._probe_seconds = 0.0
         """What all probes have taken."""
         self._norms: dict[str, list[float]] = {}
+        self._trials = 0
+        """That all ranks have finished."""
         self._trial_seconds = deque[float](maxlen=_TRIALS)
         self._planning_seconds = math.nan
         self._plans = 0
@@ -133,9 +138,12 @@ class Controller:
 
     def probe_elements(self, step: int) -> int:
         """Return the elements of each message of the probe in this step, 0 if there is none."""
-        if step != self._probe_step:
+        nbytes = self._link.probe_bytes()
+        if not nbytes and self.layout and self.schedule and self.schedule.probes(step):
+            nbytes = min(sum(self.layout.bucket_bytes) * _FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES)
+        elif step != self._probe_step:
             return 0
-        return math.ceil(tensor_bytes("all_reduce", self._link.probe_bytes(), self._size) / 4)
+        return math.ceil(tensor_bytes("all_reduce", nbytes, self._size) / 4)
 
     def reports(self, step: int) -> bool:
         """Return whether ranks report at the beginning of this step."""
@@ -181,6 +189,7 @@ class Controller:
         for (group, hook, _), trial in zip(tried, agreed.trials, strict=True):
             if trial is not None:
                 self.knowledge.add(group, hook, trial)
+                self._trials += 1
         for hook, (elements, seconds) in enumerate(agreed.runs):
             if elements > 0:
                 self.knowledge.add_run(hook, elements, seconds)
@@ -191,7 +200,7 @@ class Controller:
             if math.isfinite(error):
                 self.knowledge.add_check(group, self._hook_in_use(group), error)
         self._agreed = agreed
-        self._link.take(agreed.link, step, most_steps=self._replan)
+        self._link.take(agreed, step, most_steps=self._replan)
         self._probe_seconds += agreed.probe_seconds if agreed.probe_seconds > 0 else 0.0
         self._window_start = step
         if agreed.trial_seconds >= 0:
@@ -238,10 +247,17 @@ class Controller:
             return
         start = time.monotonic()
         in_use = None if self.plan is None else self.plan.hook_of()
-        plan = solve(situation.problem(), in_use)
+        plan = solve(situation.problem(in_use), in_use)
         self._planning_seconds = time.monotonic() - start
         self._plans += 1
-        self._basis = _basis(situation, step, plan.error)
+        self._basis = Basis(
+            step,
+            situation.link,
+            _total(situation.norms),
+            situation.limit,
+            plan.error,
+            self._trials,
+        )
         before = self.plan.hook_of() if self.plan else {}
         exact = self.candidates.specs[0]
         changed = [n for n, hook in plan.hook_of().items() if before.get(n, exact) != hook]
@@ -264,7 +280,8 @@ class Controller:
             return f"the error of the plan is {error:.3g}, its limit {situation.limit:.3g}"
         if not self._has_time(step):
             return None
-        return basis.reason(situation.link, _total(situation.norms), step, self._replan)
+        norm = _total(situation.norms)
+        return basis.reason(situation.link, norm, self._trials, step, self._replan)
 
     def _plan_probe(self, step: int) -> None:
         """Probe the link in the step after the next one, if that is needed."""
@@ -298,7 +315,7 @@ class Controller:
             link,
             norms,
             limit,
-            self._backend,
+            backend_of(self._backend, self._link.byte_cpu_seconds),
             self._size,
         )
 
@@ -325,7 +342,8 @@ class Controller:
     def problem(self) -> Problem | None:
         """Return what the next plan would be made for; None if not enough is known."""
         situation = self._situation()
-        return None if situation is None else situation.problem()
+        in_use = None if self.plan is None else self.plan.hook_of()
+        return None if situation is None else situation.problem(in_use)
 
     # -------------------------------------------------------------------------------------- trials
 
@@ -390,6 +408,7 @@ class Controller:
             "norms": self._norms,
             "history": [vars(decision) for decision in self.history],
             "basis": self._basis and vars(self._basis),
+            "trials": self._trials,
             "link": self._link.to_json(),
         }
 
@@ -400,13 +419,10 @@ class Controller:
         self.knowledge.load(data["knowledge"])
         self._norms = dict(data["norms"])
         self.history = [Decision(**decision) for decision in data["history"]]
+        self._trials = int(data["trials"])
         basis = data["basis"]
         self._basis = basis and Basis(**{**basis, "link": Cost(*basis["link"])})
         self._link.load(data["link"])
-
-
-def _basis(situation: Situation, step: int, error: float) -> Basis:
-    return Basis(step, situation.link, _total(situation.norms), situation.limit, error)
 
 
 def _check_equal(digests: Sequence[int]) -> None:

@@ -41,14 +41,18 @@ class Basis:
     limit: float
     error: float
     """Of the plan, as last sampled."""
+    trials: int
+    """So many had been made."""
 
-    def reason(self, link: Cost, norm: float, step: int, replan: int) -> str | None:
+    def reason(self, link: Cost, norm: float, trials: int, step: int, replan: int) -> str | None:
         """Return why to make a new plan for what is known now, or None."""
         if _differs(link.per_byte, self.link.per_byte, _OTHER_RATE):
             rates = (8e-6 / max(cost.per_byte, 1e-15) for cost in (self.link, link))
             return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
         if _differs(norm, self.norm, _OTHER_NORM):
             return f"the norm of the gradient changed from {self.norm:.3g} to {norm:.3g}"
+        if trials >= 2 * max(self.trials, 1):
+            return f"{trials} trials, twice as many as for the last plan"
         if step - self.step >= replan:
             return f"{replan} steps since the last plan"
         return None

@@ -26,6 +26,8 @@ from reducer import GradBucket
 __all__ = ["Measurement"]
 
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
+_LEAST_CPU_BYTES = 1 << 20
+"""Of a probe whose time on cores counts. Of a smaller one, much of it is that of messages."""
 
 _Run = Callable[[GradBucket, Communicator], Coroutine[Any, Any, Tensor]]
 
@@ -234,11 +236,21 @@ class Measurement:
 
     async def _probe(self, elements: int, device: torch.device, comm: Communicator) -> None:
         """Average zeros, so that the link can be seen; see link_watch.py."""
-        seen = self._observation()
+        window = self.control.window
+        seen = Observation(window.probes.add, self._times)
         zeros = torch.zeros(elements, device=device)
+        start = time.process_time()
         for _ in range(PROBE_MESSAGES):
             await observe(_all_reduce(zeros, comm), seen)
-        self._spend(lambda: seen.link_seconds, self.control.window.probe_seconds)
+        cpu_seconds = time.process_time() - start
+
+        def note() -> None:
+            self._note(seen.link_seconds, window.probe_seconds)
+            sent = sum(each.wire_bytes for each in seen.collectives)
+            if sent >= _LEAST_CPU_BYTES:
+                window.byte_cpu_seconds.append(cpu_seconds / sent)
+
+        self._times.when_known((), note)
 
     def _spend(self, seconds: Callable[[], float], noted: list[float] | None = None) -> None:
         """Note, once they are known, seconds that measuring has taken."""

@@ -73,6 +73,11 @@ class Agreed:
     launches: tuple[float, ...]
     """For each bucket, from the launch of the one before it."""
     link: Estimate | None
+    """From the collectives of steps."""
+    probe: Estimate | None
+    """From probes; see link_watch.py."""
+    byte_cpu_seconds: float
+    """Of a core, for sending and receiving a byte in a probe."""
     norms: tuple[float, ...]
     """Of the average of each group."""
     errors: tuple[float, ...]
@@ -87,12 +92,14 @@ class Window:
     """What this rank has measured since the last report."""
 
     links: LinkTimes
+    probes: LinkTimes
     steps: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
     launches: dict[int, list[float]] = field(default_factory=dict)
     trial_seconds: list[float] = field(default_factory=list)
     report_seconds: list[float] = field(default_factory=list)
     probe_seconds: list[float] = field(default_factory=list)
+    byte_cpu_seconds: list[float] = field(default_factory=list)
     runs: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Elements and local seconds of each run, by the position of the hook."""
     squares: dict[int, Tensor] = field(default_factory=dict)
@@ -113,8 +120,9 @@ class Window:
     def clear_times(self) -> None:
         """Begin again with all times."""
         self.links.clear()
+        self.probes.clear()
         own = (self.trial_seconds, self.report_seconds, self.probe_seconds, self.check_seconds)
-        for values in (self.steps, self.forwards, *own):
+        for values in (self.steps, self.forwards, self.byte_cpu_seconds, *own):
             values.clear()
         self.launches.clear()
         self.runs.clear()
@@ -144,6 +152,8 @@ class Window:
             cores,
             *(_median(self.launches.get(i, ())) for i in range(buckets)),
             *self.links.encode(),
+            *self.probes.encode(),
+            min(self.byte_cpu_seconds, default=math.nan),
             *(math.sqrt(squares.get(i, math.nan)) for i in range(groups)),
             *(errors.get(i, math.nan) for i in range(groups)),
             *(number for i in range(hooks) for number in _mean_run(self.runs.get(i, ()))),
@@ -169,12 +179,18 @@ def combine(
         probes,
         cores,
         tuple(_each(take(buckets), max)),
-        link.fit_link(list(zip(*take(link.NUMBERS), strict=True))),
+        _estimate(take),
+        _estimate(take),
+        _each(take(1), min)[0],
         tuple(_each(take(groups), max)),
         tuple(_each(take(groups), max)),
         tuple(_pair(_each(take(2), max)) for _ in range(hooks)),
         tuple(_trial(take(_TRIAL)) for _ in range(trials)),
     )
+
+
+def _estimate(take: "_Reader") -> Estimate | None:
+    return link.fit_link(list(zip(*take(link.NUMBERS), strict=True)))
 
 
 class _Reader:

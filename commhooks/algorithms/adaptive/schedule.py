@@ -41,6 +41,10 @@ class Schedule:
         """Return whether this is the step with the burst of trials."""
         return self.burst > 0 and step == self.start
 
+    def probes(self, step: int) -> bool:
+        """Return whether the link is probed in this step, after that with the burst."""
+        return self.burst > 0 and step == self.start + 1
+
     def trials(self, step: int) -> range:
         """Return the numbers of the trials in this step."""
         if self.is_burst(step):

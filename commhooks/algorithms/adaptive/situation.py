@@ -1,7 +1,7 @@
 """Turns what is known of the run into the problem that the solver takes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from commhooks.algorithms.adaptive.fit import Cost
@@ -14,6 +14,7 @@ from commhooks.costs.step_trace import Collective, Members
 from commhooks.planning.assignment import squared_error
 from commhooks.planning.plan import Plan
 from commhooks.planning.problem import BucketTimes, Choice, Group, Problem
+from commhooks.planning.solver import without_contention
 
 __all__ = ["Situation"]
 
@@ -35,11 +36,11 @@ class Situation:
     backend: Backend
     size: int
 
-    def problem(self) -> Problem:
-        """Return the problem to solve."""
+    def problem(self, in_use: Mapping[str, str] | None) -> Problem:
+        """Return the problem to solve. ``in_use``: the hooks of the steps that were measured."""
         costs = [self.knowledge.local_cost(i) for i in range(len(self.hooks))]
         launches = [_known(seconds) for seconds in self.agreed.launches]
-        return Problem(
+        problem = Problem(
             hooks=self.hooks,
             overheads=tuple(cost.per_unit for cost in costs),
             groups=tuple(
@@ -57,6 +58,7 @@ class Situation:
             cores=self.agreed.cores,
             error=self.limit,
         )
+        return without_contention(problem, in_use)
 
     def error_of(self, plan: Plan) -> float:
         """Return the error of a plan by what is known now."""

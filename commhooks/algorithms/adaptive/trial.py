@@ -107,11 +107,12 @@ class Trial:
     Each trial begins without errors, which are not those of the training. It keeps what is the same
     on all ranks, such as the factors of PowerSGD: with new random ones, errors would be larger than
     in a training that has gone on for some steps. The first trial of some parameters runs twice for
-    that reason.
+    that reason; and the first of all, because only later runs take the usual time.
     """
 
     def __init__(self, hook: CommHook) -> None:
         self._hook = create(hook.to_config())
+        self._has_run = False
 
     def prepare(
         self,
@@ -136,7 +137,11 @@ class Trial:
         """
         exact = exact or await ExactAverage.of(sample, comm, clock, times)
         self._forget_errors(sample)  # of former trials that have failed, or had other shapes
-        seen = tuple(Observation(clock, times) for _ in range(1 + self._learns(sample)))
+        seen = tuple(
+            Observation(clock, times)
+            for _ in range(1 + (self._learns(sample) or not self._has_run))
+        )
+        self._has_run = True
         for each in seen:
             copy = bucket_with(sample, sample.buffer().clone())
             average = await self._reduce(copy, comm, each)

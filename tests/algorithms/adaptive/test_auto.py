@@ -186,7 +186,7 @@ def reconsider(rank: int, size: int) -> None:
         train(trainer, rank, range(30, 70), scale=3.0)
         agree(hook)
         assert any("the norm of the gradient" in decision.reason for decision in hook.history)
-        train(trainer, rank, range(70, 180), scale=3.0)
+        train(trainer, rank, range(70, 190), scale=3.0)
         agree(hook)
         assert any("60 steps since" in decision.reason for decision in hook.history)
 
@@ -195,7 +195,7 @@ def reconsider(rank: int, size: int) -> None:
             each.trials.extend([replace(each.trials[-1], error=0.99)] * 3)
             each.checks.extend([0.99] * 3)
         own.candidates = replace(own.candidates, limit=0.01)
-        train(trainer, rank, range(180, 205), scale=3.0)
+        train(trainer, rank, range(190, 215), scale=3.0)
         assert set(agree(hook).hook_of().values()) == {"allreduce"}
         assert any("the error of the plan is" in decision.reason for decision in hook.history)
 

@@ -44,7 +44,7 @@ def save(rank: int, size: int, folder: str) -> dict[str, Any]:
         hook: Any = auto.handle.hook
         found = {
             "plan": agree(hook).to_json(),
-            "history": hook.history,
+            "history": list(hook.history),
             "unsent": unsent(hook, size),
             "since": guard.handle.state_dict()["state"],
         }
@@ -69,7 +69,7 @@ def load(rank: int, size: int, folder: str) -> dict[str, Any]:
         inner: Any = guard.handle.hook
         found = {
             "plan": hook.plan.to_json(),
-            "history": hook.history,
+            "history": list(hook.history),
             "unsent": unsent(hook, size),
             "is_fallback": inner.is_fallback,
         }

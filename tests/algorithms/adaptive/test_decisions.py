@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,7 +167,8 @@ def test_probes_have_to_be_cheap(step_seconds: float) -> None:
     ranks.report(10, step_seconds=step_seconds)
     ranks.report(20, step_seconds=step_seconds)
     for rank in ranks.ranks:
-        rank._link.take(None, 1000, most_steps=50)
+        nothing: Any = SimpleNamespace(link=None, probe=None, byte_cpu_seconds=math.nan)
+        rank._link.take(nothing, 1000, most_steps=50)
         assert rank._link.wants_probe
         rank._plan_probe(30)
     elements = {rank.probe_elements(31) for rank in ranks.ranks}

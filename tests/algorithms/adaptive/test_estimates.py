@@ -231,11 +231,13 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     knowledge = Knowledge(hooks=2)
     knowledge.add(layout.groups[0], 1, TrialRecord(0.1, rows * 64, stages, 1e-4, 1e-4))
     nan = math.nan
-    agreed = Agreed((), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, (1.0,), (nan,), (), ())
+    agreed = Agreed(
+        (), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, None, nan, (1.0,), (nan,), (), ()
+    )
     link = Cost(1e-4, 1e-9)
     specs, lossless = ("allreduce", "powersgd"), (True, False)
     situation = Situation(specs, lossless, layout, knowledge, agreed, link, (1.0,), 0.2, "gloo", 2)
-    ((_, choice),) = (group.choices for group in situation.problem().groups)
+    ((_, choice),) = (group.choices for group in situation.problem(None).groups)
     assert sum(c.wire_bytes(2) for c in choice.collectives) == pytest.approx(of_matrix)
 
 
