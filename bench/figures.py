@@ -92,33 +92,11 @@ def slow_link(courses: dict[str, Course]) -> Draw:
         axes.set_xlim(1, 1300)
         lows = [min(p.validation_loss for p in course.points) for course in courses.values()]
         axes.set_ylim(min(lows) - 0.1, 4.2)
-        _label_ends(
-            axes,
-            {
-                _short(hook): (course.points[-1].seconds, course.points[-1].validation_loss)
-                for hook, course in courses.items()
-                if hook in MAIN
-            },
-        )
+        main = {hook: course.points[0] for hook, course in courses.items() if hook in MAIN}
+        starts = [(_short(hook), p.seconds, p.validation_loss) for hook, p in main.items()]
+        label_points(axes, starts, [*map(color_of, main)], [(-4, 4), (0, 7)])
 
     return plot(4.2, 1, 1, fill)
-
-
-def _label_ends(axes: Any, ends: dict[str, tuple[float, float]]) -> None:
-    """Write names to the right of the ends of lines, moved apart where they would overlap."""
-    low, high = axes.get_ylim()
-    gap, last = 0.05 * (high - low), -float("inf")
-    for name, (x, y) in sorted(ends.items(), key=lambda end: end[1][1]):
-        last = max(y, last + gap)
-        axes.annotate(
-            name,
-            (x, y),
-            (x * 1.12, last),
-            color=color_of(name),
-            va="center",
-            fontsize=8.5,
-            arrowprops={"arrowstyle": "-", "color": color_of(name), "linewidth": 0.5},
-        )
 
 
 def scaling(cells: Sequence[dict[str, Any]]) -> Draw:

@@ -18,6 +18,10 @@ Draw = Callable[[Path], None]
 """Writes a plot to a file."""
 
 _WIDTH = 6.4
+_PLACES = (
+    *((5, 0), (-5, 0), (0, 7), (0, -7), (5, 7), (5, -7), (-5, 7), (-5, -7)),
+    *((dx, dy) for dy in (15, -15, 24, -24, 33) for dx in (5, -5)),
+)
 
 
 def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) -> Draw:
@@ -52,13 +56,16 @@ def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) ->
 
 
 def label_points(
-    axes: Any, points: Sequence[tuple[str, float, float]], colors: Sequence[str]
+    axes: Any,
+    points: Sequence[tuple[str, float, float]],
+    colors: Sequence[str],
+    places: Sequence[tuple[int, int]] = _PLACES,
 ) -> None:
-    """Write a name beside each point, where it covers no other name and no point."""
-    figure = axes.figure
-    figure.canvas.draw()
-    places = [(5, 0), (-5, 0), (0, 7), (0, -7), (5, 7), (5, -7), (-5, 7), (-5, -7)]
-    places += [(dx, dy) for dy in (15, -15, 24, -24, 33) for dx in (5, -5)]
+    """Write a name beside each point, at the first place where it covers no other name or point.
+
+    ``places`` are relative to the point.
+    """
+    axes.figure.canvas.draw()
     taken = [_dot(axes, x, y) for _, x, y in points]
     for (name, x, y), color in zip(points, colors, strict=True):
         for dx, dy in places:

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planning_problems import everyone, group, problem_of, random_problem
 
+from commhooks.costs.gloo import Gloo
 from commhooks.costs.step_trace import Collective
-from commhooks.costs.timeline import replay
+from commhooks.costs.timeline import Span, replay
 from commhooks.planning import Choice, Plan, Problem, solve
 from commhooks.planning.assignment import Assignment, relative_error, step_trace
 from commhooks.planning.costs import latency_seconds, sending_seconds
 from commhooks.planning.program import propose
+from commhooks.planning.solver import without_contention
 from commhooks.planning.tables import GRID
 
 seeds = st.integers(0, 10_000)
@@ -154,6 +156,35 @@ def test_a_plan_in_use_goes_when_plain_averaging_is_as_fast():
     last = group("last", 1, bucket=1)
     problem = problem_of(one, last, error=0.1, backward=(0.01, 1.0))
     assert specs(solve(problem, {"one": "half", "last": "allreduce"})) == ["allreduce"] * 2
+
+
+@pytest.mark.parametrize("in_use", [None, {"a": "half", "b": "half"}])
+def test_launches_that_were_measured_beside_messages_are_not_slowed_down_twice(
+    in_use: dict[str, str] | None,
+):
+    def launches(problem: Problem, assignment: Assignment) -> list[float]:
+        spans: list[Span] = []
+        trace = step_trace(problem, assignment)
+        replay(trace, problem.network, problem.backend, problem.cores, spans)
+        return [span.end for span in spans if span.work == "backward"]
+
+    two = (group(name, 10**7, half(10**7, 0.01), bucket=i) for i, name in enumerate("ab"))
+    alone = replace(
+        problem_of(*two, error=0.1, backward=(0.1, 0.1)),
+        backend=Gloo(0.0, 0.0, byte_cpu_seconds=5e-9),
+        cores=1.0,
+    )
+    assignment = (1, 1) if in_use else (0, 0)
+    first, last = launches(alone, assignment)
+    assert last > 2.2 * first  # the second bucket shares its core with the messages of the first
+    measured = replace(
+        alone,
+        buckets=tuple(replace(bucket, backward_seconds=last / 2) for bucket in alone.buckets),
+    )
+    found = without_contention(measured, in_use)
+    assert launches(found, assignment)[-1] == pytest.approx(last, rel=0.01)
+    assert without_contention(replace(measured, cores=8.0), in_use).buckets == measured.buckets
+    assert without_contention(measured, {"a": "unknown"}) == measured
 
 
 def test_a_hook_that_several_groups_choose_runs_once():

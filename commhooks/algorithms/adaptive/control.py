@@ -34,7 +34,7 @@ _NORMS = 3
 _TRIALS = 8
 """Reports whose trials count for their pace: some groups and hooks take ten times as long."""
 _PLANNING_SHARE = 0.005
-"""Of the time of training, for plans and probes."""
+"""Of the time of training, for plans and probes after the first ones."""
 _FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES = 1 / 32, 1 << 23
 """Of the model, and at most, in each message of the first probe."""
 
@@ -85,7 +85,7 @@ class Controller:
         self._link = LinkWatch()
         self._probe_step = -1
         self._probe_seconds = 0.0
-        """What all probes have taken."""
+        """What all probes after the first plan have taken."""
         self._norms: dict[str, list[float]] = {}
         self._trials = 0
         """That all ranks have finished."""
@@ -201,7 +201,8 @@ class Controller:
                 self.knowledge.add_check(group, self._hook_in_use(group), error)
         self._agreed = agreed
         self._link.take(agreed, step, most_steps=self._replan)
-        self._probe_seconds += agreed.probe_seconds if agreed.probe_seconds > 0 else 0.0
+        if self.plan is not None and agreed.probe_seconds > 0:
+            self._probe_seconds += agreed.probe_seconds
         self._window_start = step
         if agreed.trial_seconds >= 0:
             self._trial_seconds.append(agreed.trial_seconds)
@@ -249,7 +250,7 @@ class Controller:
         in_use = None if self.plan is None else self.plan.hook_of()
         plan = solve(situation.problem(in_use), in_use)
         self._planning_seconds = time.monotonic() - start
-        self._plans += 1
+        self._plans += self.plan is not None
         self._basis = Basis(
             step,
             situation.link,

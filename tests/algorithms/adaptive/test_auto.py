@@ -189,6 +189,7 @@ def reconsider(rank: int, size: int) -> None:
         train(trainer, rank, range(70, 190), scale=3.0)
         agree(hook)
         assert any("60 steps since" in decision.reason for decision in hook.history)
+        assert any("trials, twice as many" in decision.reason for decision in hook.history)
 
         # Errors far beyond the limit: the next report leaves the plan.
         for each in [each for known in own.knowledge._of_hooks for each in known]:

@@ -47,7 +47,13 @@ class TwoRanks:
                 rank.knowledge.add(GROUP, 1, record)
 
     def report(
-        self, step: int, *, rate: float = 1e7, norm: float = 1.0, step_seconds: float = 1.0
+        self,
+        step: int,
+        *,
+        rate: float = 1e7,
+        norm: float = 1.0,
+        step_seconds: float = 1.0,
+        byte_cpu_seconds: float = 0.0,
     ) -> str | None:
         """Report in ``step``; return why there is a new plan, if there is one."""
         for i, rank in enumerate(self.ranks):
@@ -57,6 +63,7 @@ class TwoRanks:
             rank.window.steps.append(step_seconds * (1 + i))
             rank.window.forwards.append(0.01)
             rank.window.launches[0] = [0.01]
+            rank.window.byte_cpu_seconds = [byte_cpu_seconds * (1 + i)]
             if i == 1:  # the other one does not know
                 rank.window.squares[0] = torch.tensor(norm**2)
         rows = [rank.encode(step, 2.0) for rank in self.ranks]
@@ -91,6 +98,17 @@ def test_what_all_ranks_know_together(ranks: TwoRanks) -> None:
     assert agreed.norms == (1.0,)  # of the rank that knows
     last = agreed.link.last
     assert last.seconds / last.bytes == pytest.approx(1e-7, rel=1e-6)  # of the fastest
+
+
+@pytest.mark.parametrize(("byte_cpu_seconds", "hook"), [(0.0, "allreduce"), (1e-7, "int4")])
+def test_messages_that_keep_cores_busy_are_worth_less(byte_cpu_seconds: float, hook: str) -> None:
+    """On a link that takes no time."""
+    ranks = TwoRanks()
+    ranks.report(10, rate=1e15, byte_cpu_seconds=byte_cpu_seconds)
+    (rank, _) = ranks.ranks
+    assert rank._link.byte_cpu_seconds == byte_cpu_seconds  # of the rank that was less busy
+    assert rank.plan is not None
+    assert rank.plan.hook_of() == {"w": hook}
 
 
 def test_nothing_changes_without_a_reason(ranks: TwoRanks) -> None:

@@ -110,6 +110,8 @@ def test_a_burst_of_trials_and_a_report_come_first() -> None:
     schedule = Schedule(5, burst=3)
     assert [[*schedule.trials(step)] for step in range(4, 9)] == [[], [0, 1, 2], [], [], []]
     assert [step for step in range(40) if schedule.reports(step)] == [8, 18, 28, 38]
+    assert [step for step in range(40) if schedule.probes(step)] == [6]  # beside no trial
+    assert not any(Schedule(5).probes(step) for step in range(40))
 
 
 def test_trials_are_numbered_without_gaps_and_never_in_a_step_with_a_report() -> None:

@@ -16,6 +16,7 @@ from commhooks.algorithms.adaptive.groups import group_parameters
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.timing import StreamTimes
+from commhooks.algorithms.adaptive.trial import ExactAverage, Outcome
 from commhooks.comm.communicator import Communicator
 from commhooks.testing.probe import Trainer
 from reducer import GradBucket
@@ -49,6 +50,59 @@ def probe(rank: int, size: int) -> None:
 def test_the_link_is_probed_when_backward_has_ended(run_ranks: Any) -> None:
     """Before, backward may hold the cores that the messages need."""
     run_ranks(probe, 2)
+
+
+def first_probe(rank: int, size: int, width: int) -> list[float]:
+    parameters = {"a": torch.zeros(width, 1024), "b": torch.zeros(width, 1024)}
+    probed: list[tuple[int, int]] = []
+    in_process = Measurement._probe
+
+    async def note(of: Measurement, elements: int, device: Any, comm: Communicator) -> None:
+        probed.append((of._watch._step, elements))
+        await in_process(of, elements, device, comm)
+
+    with patch.object(Measurement, "_probe", note):
+        hook: Any = commhooks.create("auto", error=0.3, candidates=["int8"])
+        trainer = Trainer(hook, parameters, bucket_cap_mb=4 * width * 1024 / 2**20)
+        for _ in range(8):
+            trainer.step({name: torch.randn_like(p) for name, p in parameters.items()})
+            if hook._control.schedule and probed:
+                break
+        ((step, elements),) = probed
+        assert hook._control.schedule.probes(step)
+        assert elements == 2 * width * 1024 // 32
+        return hook._control.window.byte_cpu_seconds
+
+
+def test_the_first_probe_measures_what_cores_do_for_a_byte(run_ranks: Any) -> None:
+    """But not with small messages, whose costs are not those of bytes."""
+    assert run_ranks(first_probe, 2, 64) == [[], []]
+    for found in run_ranks(first_probe, 2, 2 * 1024):
+        (seconds,) = found
+        assert 1e-11 < seconds < 1e-7
+
+
+def first_trials(rank: int, size: int) -> list[int]:
+    runs: list[int] = []
+    note_trial = Measurement._note_trial
+
+    def note(of: Measurement, exact: ExactAverage, outcome: Outcome) -> None:
+        runs.append(len(outcome.runs))
+        note_trial(of, exact, outcome)
+
+    with ExitStack() as stack:
+        Links(stack)
+        stack.enter_context(patch.object(Measurement, "_note_trial", note))
+        hook: Any = commhooks.create("auto", error=0.3, candidates=["int8"])
+        train(Trainer(hook, PARAMETERS), rank, range(20))
+    return runs
+
+
+def test_the_first_trial_of_a_hook_runs_twice(run_ranks: Any) -> None:
+    """The first run takes longer than later ones. ``int8`` has nothing to learn."""
+    for runs in run_ranks(first_trials, 2):
+        assert runs[0] == 2
+        assert set(runs[1:]) == {1}
 
 
 def test_a_new_layout_forgets_what_a_device_has_yet_to_tell() -> None:
