@@ -18,8 +18,8 @@ class Effort:
 
     candidates: tuple[str, ...] = DEFAULT_CANDIDATES
     warm_up: int = 120
-    """Steps of ``auto`` before it is timed. The first plan is in use after about 7, and rests on one
-    trial of each hook."""
+    """Steps of ``auto`` before it is timed. The first plan is in use after about 7, with one trial
+    of each hook."""
     blocks: int = 10
     """Of each setting, in turn."""
     block_steps: int = 3

@@ -76,8 +76,7 @@ class Controller:
         self._size = size
         self._replan = replan
         self._backend = backend
-        own = backend_of(backend)
-        self.window = Window(LinkTimes(own, size), LinkTimes(own, size))
+        self.window = Window(LinkTimes(backend_of(backend), size))
         self.knowledge = Knowledge(len(candidates.lossless))
         self._window_start = 0
         self._basis: Basis | None = None

@@ -234,7 +234,7 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     knowledge.add(layout.groups[0], 1, TrialRecord(0.1, rows * 64, stages, 1e-4, 1e-4))
     nan = math.nan
     agreed = Agreed(
-        (), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, None, nan, (1.0,), (nan,), (), ()
+        (), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, nan, (1.0,), (nan,), (), ()
     )
     link = Cost(1e-4, 1e-9)
     specs, lossless = ("allreduce", "powersgd"), (True, False)
