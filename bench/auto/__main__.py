@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     record = Record(options.result)
     points = [Point("tiny", 0)] if options.quick else _chosen(options.point, options.rate_change)
-    effort = QUICK if options.quick else replace(Effort(), blocks=options.blocks)
+    effort = QUICK if options.quick else _effort(options)
     for point in points:
         group = f"{point.model}-{point.ranks}"
         if group not in record["errors"]:
@@ -34,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(summary_of(record["points"][point.name]), flush=True)
     for model in options.rate_change:
         record.add("rate_changes", model, measure_change(model, effort))
+
+
+def _effort(options: argparse.Namespace) -> Effort:
+    return replace(Effort(), blocks=options.blocks, block_steps=options.block_steps)
 
 
 def _chosen(names: Sequence[str], rate_change: Sequence[str]) -> list[Point]:
@@ -51,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("point", nargs="*", metavar="POINT", help="such as gpt-100mbit-2")
     parser.add_argument("--rate-change", action="append", default=[], metavar="MODEL")
     parser.add_argument("--blocks", type=int, default=Effort.blocks, help="of each setting")
+    parser.add_argument("--block-steps", type=int, default=Effort.block_steps)
     parser.add_argument("--again", action="store_true", help="measure also what is in the file")
     parser.add_argument("--quick", action="store_true", help="a tiny model over loopback")
     return parser

@@ -20,10 +20,11 @@ class Effort:
     warm_up: int = 120
     """Steps of ``auto`` before it is timed. The first plan is in use after about 7, with one trial
     of each hook."""
-    blocks: int = 10
+    blocks: int = 5
     """Of each setting, in turn."""
-    block_steps: int = 3
-    """At least 3, or most steps of ``auto`` follow a pause, during which it believes to train."""
+    block_steps: int = 6
+    """At least 3, or most steps of ``auto`` follow a pause, during which it believes to train. The
+    models of the other settings are in the caches at first, so messages seem slower."""
     error_steps: int = 4
     error_after: int = 15
     """Steps before the error of a uniform setting is measured."""
