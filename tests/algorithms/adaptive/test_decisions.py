@@ -197,6 +197,20 @@ def test_probes_have_to_be_cheap(step_seconds: float) -> None:
         assert {rank.probe_elements(32) for rank in ranks.ranks} == {0}
 
 
+def test_the_first_plan_and_probe_do_not_put_off_the_second_plan() -> None:
+    """The first plan rests on one trial of each hook."""
+    ranks = TwoRanks()
+    for rank in ranks.ranks:
+        rank.window.probe_seconds.append(100.0)
+    assert ranks.report(10) == "the first plan"
+    for rank in ranks.ranks:
+        rank._planning_seconds = 100.0
+    assert "the link changed" in str(ranks.report(20, rate=5e6))
+    for rank in ranks.ranks:
+        rank._planning_seconds = 100.0
+    assert ranks.report(30, rate=1e7) is None
+
+
 def test_a_reader_of_a_report_knows_what_nobody_measured() -> None:
     ranks = TwoRanks()
     rows = [rank.encode(10, 2.0) for rank in ranks.ranks]
