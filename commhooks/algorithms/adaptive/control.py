@@ -76,7 +76,8 @@ class Controller:
         self._size = size
         self._replan = replan
         self._backend = backend
-        self.window = Window(LinkTimes(backend_of(backend), size))
+        own = backend_of(backend)
+        self.window = Window(LinkTimes(own, size), LinkTimes(own, size))
         self.knowledge = Knowledge(len(candidates.lossless))
         self._window_start = 0
         self._basis: Basis | None = None

@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from statistics import fmean
 from typing import NamedTuple
 
 from commhooks.algorithms.adaptive.fit import Cost, Point
@@ -160,14 +161,18 @@ class LinkTimes:
         self._row = []
 
 
-def fit_link(of_ranks: Iterable[Sequence[float]]) -> Estimate | None:
-    """Return what all ranks encoded says together; None if nothing."""
+def fit_link(of_ranks: Iterable[Sequence[float]], *, is_probe: bool = False) -> Estimate | None:
+    """Return what all ranks encoded says together; None if nothing.
+
+    In a probe, no rank waits for another one's backward. There the mean counts, because a rank that
+    begins late finds bytes that its peer has sent before.
+    """
     rows = [[Point(*row[i : i + 3]) for i in range(0, NUMBERS, 3)] for row in of_ranks]
     points: dict[int, Point] = {}
     for i, of_class in enumerate(zip(*rows, strict=True)):
         known = [point for point in of_class if point.seconds == point.seconds]
         if known:
-            points[i] = min(known, key=_slowness)
+            points[i] = _mean(known) if is_probe else min(known, key=_slowness)
     if not points:
         return None
     small = [p.seconds / p.units for p in points.values() if 0 < p.bytes < _SMALL_BYTES]
@@ -177,6 +182,10 @@ def fit_link(of_ranks: Iterable[Sequence[float]]) -> Estimate | None:
 
 def _sum(points: Sequence[Point]) -> Point:
     return Point(*map(math.fsum, zip(*points, strict=True))) if points else Point(0.0, 0.0, 0.0)
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return Point(*map(fmean, zip(*points, strict=True)))
 
 
 def _slowness(point: Point) -> float:

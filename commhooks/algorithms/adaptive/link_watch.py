@@ -2,15 +2,15 @@
 
 ::
 
-    from a long row         counts, whatever it is
-    from a shorter row      does not count; if it differs from the first such estimate, something
-                            has changed, and ranks probe: they average zeros, in a long row
+    after the first trials  ranks probe: after backward they average zeros, in a long row
+    a probe, if long        counts
+    other collectives       count while no probe has, if their row is long. Afterwards: if they
+                            differ from the first such estimate, something has changed, and ranks
+                            probe again
 
-So a plan with small messages does not take the speed of buffers for the rate of the link. See
-Note [Bytes in a row] in link.py. All ranks have the same estimates, so they decide the same.
-
-Probes also measure the time of cores that messages take. So there is one after the first trials,
-when nothing is known of the link.
+So a plan with small messages does not take the speed of buffers for the rate of the link; see
+Note [Bytes in a row] in link.py. Nor does one whose messages wait for a core that backward holds.
+All ranks have the same estimates, so they decide the same.
 """
 
 from collections import deque
@@ -31,8 +31,8 @@ _LONG_SECONDS = 5e-3
 our tests and benchmarks let 256 kB pass, or what they send in 1 ms."""
 _OTHER_TIME = 0.2
 _KEPT = 5
-"""Reports whose latencies count, and probes whose time of cores does: the least of them. Of few
-small messages, some are late; and the process may do other work beside a probe."""
+"""Reports whose latencies count, and probes whose CPU time does: the least of them. Of few small
+messages, some are late; and the process may do other work beside a probe."""
 
 
 class LinkWatch:
@@ -41,10 +41,14 @@ class LinkWatch:
     def __init__(self) -> None:
         self.wants_probe = False
         self._counting: Estimate | None = None
+        self._is_probed = False
+        """Whether that is from a probe."""
         self._step = 0
         """When it was measured."""
+        self._longest = 0
+        """The class of the longest row so far."""
         self._first: Estimate | None = None
-        """The first one from a shorter row since then, or since the last change."""
+        """The first one from other collectives since then, or since the last change."""
         self._latest: Estimate | None = None
         """The latest one, from any row."""
         self._rounds: deque[float] = deque(maxlen=_KEPT)
@@ -62,21 +66,30 @@ class LinkWatch:
 
     def take(self, agreed: Agreed, step: int, *, most_steps: int) -> None:
         """Take what was measured until ``step``. Ask for a probe after ``most_steps`` without."""
-        former, new = self._counting, agreed.link
+        new, probe = agreed.link, agreed.probe
+        self._latest = new or probe or self._latest
         if agreed.byte_cpu_seconds >= 0:
             self._byte_cpu_seconds.append(agreed.byte_cpu_seconds)
-        self._latest = new or self._latest
         if new is not None and new.round_seconds >= 0:
             self._rounds.append(new.round_seconds)
-        if new is not None and (former is None or new.row_class >= self._long_class):
-            longest = max(new.row_class, former.row_class if former else 0)
-            self._counting, self._step = new._replace(row_class=longest), step
-            self._first, self.wants_probe = None, False
+        self._longest = max([self._longest, *(each.row_class for each in (new, probe) if each)])
+        if probe is not None and self._is_long(probe):
+            self._use(probe, step)
+            self._is_probed = True
+        elif new is not None and not self._is_probed and self._is_long(new):
+            self._use(new, step)
         elif new is not None:
             self._first = self._first or new
             if _differ(new, self._first):
                 self._first, self.wants_probe = new, True
-        self.wants_probe |= former is not None and step - self._step >= most_steps
+        self.wants_probe |= self._counting is not None and step - self._step >= most_steps
+
+    def _use(self, estimate: Estimate, step: int) -> None:
+        self._counting, self._step = estimate, step
+        self._first, self.wants_probe = None, False
+
+    def _is_long(self, estimate: Estimate) -> bool:
+        return estimate.row_class >= self._long_class(self._counting or estimate)
 
     def expect_others(self) -> None:
         """Do not compare the next messages with those before, which another plan has sent."""
@@ -84,7 +97,7 @@ class LinkWatch:
 
     def probe_bytes(self) -> float:
         """Return the bytes of each message of a probe; 0 if nothing is known of the link."""
-        return 2.0**self._long_class / 2 if self._counting else 0.0
+        return 2.0 ** self._long_class(self._counting) / 2 if self._counting else 0.0
 
     def probe_seconds(self) -> float:
         """Return what a probe takes, by the latest estimate."""
@@ -92,12 +105,10 @@ class LinkWatch:
             return 0.0
         return PROBE_MESSAGES * self._latest.cost(0.0).seconds(1.0, self.probe_bytes())
 
-    @property
-    def _long_class(self) -> int:
+    def _long_class(self, estimate: Estimate) -> int:
         """The class of a row that is long enough: no longer than those of exact averages."""
-        assert self._counting is not None
-        rate = 1 / max(self._counting.cost(0.0).per_byte, 1e-15)
-        return min(self._counting.row_class, row_class(max(_LONG_BYTES, _LONG_SECONDS * rate)))
+        rate = 1 / max(estimate.cost(0.0).per_byte, 1e-15)
+        return min(self._longest, row_class(max(_LONG_BYTES, _LONG_SECONDS * rate)))
 
     def to_json(self) -> dict[str, Any] | None:
         """Return the estimate that counts, in JSON's types."""
@@ -105,9 +116,10 @@ class LinkWatch:
             return None
         return {
             "round_seconds": min(self._rounds, default=0.0),
-            "row_class": self._counting.row_class,
-            "last": [*self._counting.last],
             "byte_cpu_seconds": self.byte_cpu_seconds,
+            "is_probed": self._is_probed,
+            "longest": self._longest,
+            "last": [*self._counting.last],
         }
 
     def load(self, data: Mapping[str, Any] | None) -> None:
@@ -116,8 +128,9 @@ class LinkWatch:
             return
         self._rounds.append(float(data["round_seconds"]))
         self._byte_cpu_seconds.append(float(data["byte_cpu_seconds"]))
-        row = int(data["row_class"])
-        self._counting = Estimate(self._rounds[0], row, Point(*data["last"]))
+        self._is_probed = bool(data["is_probed"])
+        self._longest = int(data["longest"])
+        self._counting = Estimate(self._rounds[0], self._longest, Point(*data["last"]))
         self.wants_probe = True
 
 

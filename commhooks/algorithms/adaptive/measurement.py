@@ -236,7 +236,8 @@ class Measurement:
 
     async def _probe(self, elements: int, device: torch.device, comm: Communicator) -> None:
         """Average zeros, so that the link can be seen; see link_watch.py."""
-        window, seen = self.control.window, self._observation()
+        window = self.control.window
+        seen = Observation(window.probes.add, self._times)
         zeros = torch.zeros(elements, device=device)
         start = time.process_time()
         for _ in range(PROBE_MESSAGES):

@@ -73,6 +73,9 @@ class Agreed:
     launches: tuple[float, ...]
     """For each bucket, from the launch of the one before it."""
     link: Estimate | None
+    """From the collectives of steps."""
+    probe: Estimate | None
+    """From probes; see link_watch.py."""
     byte_cpu_seconds: float
     """Of a core, for sending and receiving a byte in a probe."""
     norms: tuple[float, ...]
@@ -89,6 +92,7 @@ class Window:
     """What this rank has measured since the last report."""
 
     links: LinkTimes
+    probes: LinkTimes
     steps: list[float] = field(default_factory=list)
     forwards: list[float] = field(default_factory=list)
     launches: dict[int, list[float]] = field(default_factory=dict)
@@ -116,6 +120,7 @@ class Window:
     def clear_times(self) -> None:
         """Begin again with all times."""
         self.links.clear()
+        self.probes.clear()
         own = (self.trial_seconds, self.report_seconds, self.probe_seconds, self.check_seconds)
         for values in (self.steps, self.forwards, self.byte_cpu_seconds, *own):
             values.clear()
@@ -147,6 +152,7 @@ class Window:
             cores,
             *(_median(self.launches.get(i, ())) for i in range(buckets)),
             *self.links.encode(),
+            *self.probes.encode(),
             min(self.byte_cpu_seconds, default=math.nan),
             *(math.sqrt(squares.get(i, math.nan)) for i in range(groups)),
             *(errors.get(i, math.nan) for i in range(groups)),
@@ -173,13 +179,18 @@ def combine(
         probes,
         cores,
         tuple(_each(take(buckets), max)),
-        link.fit_link(list(zip(*take(link.NUMBERS), strict=True))),
+        link.fit_link(_rows(take)),
+        link.fit_link(_rows(take), is_probe=True),
         _each(take(1), min)[0],
         tuple(_each(take(groups), max)),
         tuple(_each(take(groups), max)),
         tuple(_pair(_each(take(2), max)) for _ in range(hooks)),
         tuple(_trial(take(_TRIAL)) for _ in range(trials)),
     )
+
+
+def _rows(take: "_Reader") -> list[tuple[float, ...]]:
+    return list(zip(*take(link.NUMBERS), strict=True))
 
 
 class _Reader:

@@ -93,7 +93,7 @@ class Links:
         stack.enter_context(patch.object(schedule, "_every", lambda *of: of[3]))  # the least
         stack.enter_context(patch.object(Controller, "_has_time", lambda *_: True))
 
-    def estimate(self, rows: object) -> Estimate | None:
+    def estimate(self, rows: object, **_: object) -> Estimate | None:
         if self.cost is None:
             return None
         return Estimate(self.cost.per_unit, 30, Point(0.0, 1e6, 1e6 * self.cost.per_byte))

@@ -185,7 +185,7 @@ def test_probes_have_to_be_cheap(step_seconds: float) -> None:
     ranks.report(10, step_seconds=step_seconds)
     ranks.report(20, step_seconds=step_seconds)
     for rank in ranks.ranks:
-        nothing: Any = SimpleNamespace(link=None, byte_cpu_seconds=math.nan)
+        nothing: Any = SimpleNamespace(link=None, probe=None, byte_cpu_seconds=math.nan)
         rank._link.take(nothing, 1000, most_steps=50)
         assert rank._link.wants_probe
         rank._plan_probe(30)

@@ -87,6 +87,18 @@ def test_the_link_is_estimated_from_the_rank_that_others_wait_for() -> None:
         assert found.cost(found.round_seconds) == pytest.approx(cost, rel=0.05)
 
 
+def test_a_rank_that_is_late_in_a_probe_does_not_make_the_link_faster() -> None:
+    """It finds what its peer has sent before, and the other one has waited as long."""
+    rows = []
+    for end in (3_000_000, 5_000_000):
+        links = LinkTimes(backend_of("gloo"), 2)
+        links.add(Observed("all_reduce", (), 4_000_000, 1, 1 + end))
+        rows.append(links.encode())
+    found = fit_link(rows, is_probe=True)
+    assert found is not None
+    assert found.cost(0.0).per_byte == pytest.approx(1e-9)
+
+
 def test_a_collective_that_queues_behind_another_is_not_charged_for_it() -> None:
     links = LinkTimes(backend_of("gloo"), 2)
     for nbytes, end in ((1_000_000, 10_000_000), (1_000_001, 20_000_000)):
@@ -234,7 +246,7 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     knowledge.add(layout.groups[0], 1, TrialRecord(0.1, rows * 64, stages, 1e-4, 1e-4))
     nan = math.nan
     agreed = Agreed(
-        (), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, nan, (1.0,), (nan,), (), ()
+        (), nan, nan, nan, nan, nan, nan, 1.0, (nan,), None, None, nan, (1.0,), (nan,), (), ()
     )
     link = Cost(1e-4, 1e-9)
     specs, lossless = ("allreduce", "powersgd"), (True, False)

@@ -1,7 +1,7 @@
 """The estimate of a link that lets bursts pass, without processes."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -35,29 +35,35 @@ class Link:
         self.now += seconds
         self.tokens = min(max(self.tokens + self.rate * seconds - nbytes, 0.0), self.burst)
 
-    def report(self, sizes: Sequence[float], probe: float = 0.0) -> Estimate:
-        """Return the estimate after some steps, of which the first one probes."""
+    def report(self, sizes: Sequence[float], probe: float = 0.0) -> "Found":
+        """Return the estimates after some steps, of which the first one probes."""
+        probed = LinkTimes(backend_of("gloo"), 2)
         for _ in range(10):
             self.send(8)
-            for nbytes in [*sizes, *[probe] * PROBE_MESSAGES]:
+            for nbytes in sizes:
                 self.send(nbytes)
-            probe = 0.0
+            self.times, times = probed, self.times
+            for _ in range(PROBE_MESSAGES if probe else 0):
+                self.send(probe)
+            self.times, probe = times, 0.0
             self.wait(PAUSE)
         found = fit_link([self.times.encode()] * 2)
         self.times.clear()
         assert found is not None
-        return found
+        return Found(found, fit_link([probed.encode()] * 2))
 
 
-def take(
-    watch: LinkWatch,
-    found: Estimate | None,
-    step: int = 0,
-    most_steps: int = 50,
-    byte_cpu_seconds: float = float("nan"),
-) -> None:
-    agreed: Any = SimpleNamespace(link=found, byte_cpu_seconds=byte_cpu_seconds)
-    watch.take(agreed, step, most_steps=most_steps)
+@dataclass(frozen=True)
+class Found:
+    """What the watch takes of an Agreed."""
+
+    link: Estimate | None
+    probe: Estimate | None = None
+    byte_cpu_seconds: float = float("nan")
+
+
+def take(watch: LinkWatch, found: Any, step: int = 0, most_steps: int = 50) -> None:
+    watch.take(found, step, most_steps=most_steps)
 
 
 EXACT, LOSSY, TINY = [1 * MB] * 8, [0.05 * MB] * 8, [0.02 * MB] * 8
@@ -65,7 +71,8 @@ EXACT, LOSSY, TINY = [1 * MB] * 8, [0.05 * MB] * 8, [0.02 * MB] * 8
 
 @pytest.mark.parametrize("rate", [5 * MB, 50 * MB])
 def test_exact_averages_show_the_rate_in_spite_of_a_burst(rate: float) -> None:
-    found = Link(rate, burst=1.5 * MB).report(EXACT)
+    found = Link(rate, burst=1.5 * MB).report(EXACT).link
+    assert found is not None
     assert 1 / found.cost(ROUND).per_byte == pytest.approx(rate, rel=0.05)
 
 
@@ -93,17 +100,32 @@ def test_the_estimate_stays_under_a_plan_of_small_messages_and_follows_the_rate(
         assert 1 <= watching(link, watch, LOSSY, 5) <= 2
         assert watch.cost is not None
         assert 1 / watch.cost.per_byte == pytest.approx(rate, rel=0.2)
-    watch.expect_others()
+
+
+def test_long_rows_count_until_a_probe_does() -> None:
+    """Rows of steps may have waited for a core, so that the link seems slower."""
+    link, watch = Link(5 * MB), LinkWatch()
+    for rate in (5 * MB, 1 * MB):
+        link.rate = rate
+        assert not watching(link, watch, EXACT, 1)
+        assert watch.cost is not None
+        assert 1 / watch.cost.per_byte == pytest.approx(rate, rel=0.05)
+    take(watch, link.report(EXACT, 2 * MB))
+    probed = watch.cost
+    link.rate = 5 * MB
+    assert watching(link, watch, EXACT, 1) == 0  # the first since
+    assert watch.cost == probed
     link.rate = 1 * MB
-    assert not watching(link, watch, EXACT, 1)  # long rows need no probe
-    assert 1 / watch.cost.per_byte == pytest.approx(1 * MB, rel=0.05)
+    assert watching(link, watch, EXACT, 1) == 1
 
 
 def test_what_messages_in_the_burst_do_not_show_a_probe_shows_now_and_then() -> None:
     link, watch = Link(5 * MB), LinkWatch()
     watching(link, watch, EXACT, 1)
     watch.expect_others()
-    assert 1 / link.report(TINY).cost(ROUND).per_byte > 20 * MB
+    tiny = link.report(TINY).link
+    assert tiny is not None
+    assert 1 / tiny.cost(ROUND).per_byte > 20 * MB
     assert not watching(link, watch, TINY, 20)
     link.rate = 1 * MB
     assert 1 <= watching(link, watch, TINY, 20, most_steps=12) <= 2
@@ -117,19 +139,23 @@ def estimate(row: int, per_byte: float = 1e-6, rounds: float = 1e-4) -> Estimate
 
 def test_which_estimates_count() -> None:
     watch = LinkWatch()
-    take(watch, estimate(14), 0)  # better than none
+    take(watch, Found(estimate(14)))  # better than none
     assert watch.probe_bytes() == 2**13  # exact averages of this model are no longer
-    take(watch, estimate(26, 2e-6), 10)
-    take(watch, estimate(20, 1e-9), 20)
+    take(watch, Found(estimate(26, 2e-6)), 10)
+    take(watch, Found(estimate(20, 1e-9)), 20)
     assert watch.cost == pytest.approx((1e-4, 2e-6))
-    take(watch, estimate(21, 3e-6), 30)
+    take(watch, Found(estimate(21, 3e-6)), 30)
     assert watch.cost == pytest.approx((1e-4, 3e-6))  # 2 MiB in a row are enough
-    take(watch, estimate(21, 1e-9), 40)
-    take(watch, estimate(21, 1e-6), 50)
+    take(watch, Found(estimate(21, 1e-9)), 40)
+    take(watch, Found(estimate(21, 1e-6)), 50)
     assert watch.cost == pytest.approx((1e-4, 1e-9))  # but not if that takes a fast link no time
     assert not watch.wants_probe
-    take(watch, None, 90)
+    take(watch, Found(None), 90)
     assert watch.wants_probe
+    take(watch, Found(None, estimate(20, 1e-6)), 100)
+    assert watch.cost == pytest.approx((1e-4, 1e-9))  # nor is a short probe
+    take(watch, Found(None, estimate(24, 1e-8)), 110)
+    assert watch.cost == pytest.approx((1e-4, 1e-8))
 
 
 def test_the_least_time_of_a_core_counts() -> None:
@@ -137,27 +163,31 @@ def test_the_least_time_of_a_core_counts() -> None:
     watch = LinkWatch()
     assert watch.byte_cpu_seconds == 0
     for seconds in (3e-9, 1e-9, float("nan"), 2e-9):
-        take(watch, None, byte_cpu_seconds=seconds)
+        take(watch, Found(None, byte_cpu_seconds=seconds))
     assert watch.byte_cpu_seconds == 1e-9
 
 
-def test_a_resumed_run_probes_once() -> None:
+@pytest.mark.parametrize("is_probed", [False, True])
+def test_a_resumed_run_probes_once(is_probed: bool) -> None:
     saved, watch = LinkWatch(), LinkWatch()
-    take(saved, estimate(22), 0, byte_cpu_seconds=1e-9)
+    take(saved, Found(estimate(22), estimate(22), 1e-9) if is_probed else Found(estimate(22)))
     watch.load(saved.to_json())
     assert watch.cost == saved.cost
     assert watch.byte_cpu_seconds == saved.byte_cpu_seconds
-    take(watch, estimate(14, 1e-9), 1)
+    take(watch, Found(estimate(14, 1e-9)), 1)
     assert watch.wants_probe
-    take(watch, estimate(22, 5e-7), 2)
+    take(watch, Found(estimate(23, 1e-9)), 2)
+    assert watch.wants_probe == is_probed
+    take(watch, Found(None, estimate(23, 5e-7)), 3)
     assert not watch.wants_probe
     assert watch.cost == pytest.approx((1e-4, 5e-7))
 
 
 def test_late_small_messages_do_not_make_the_link_faster() -> None:
     watch, link = LinkWatch(), Link(5 * MB)
-    take(watch, link.report(EXACT), 0)
+    take(watch, link.report(EXACT))
     exact = watch.cost
-    late = link.report(EXACT)._replace(round_seconds=0.2)
-    take(watch, late, 1)
+    late = link.report(EXACT).link
+    assert late is not None
+    take(watch, Found(late._replace(round_seconds=0.2)), 1)
     assert watch.cost == pytest.approx(exact, rel=0.05)
