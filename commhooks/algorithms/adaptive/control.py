@@ -35,7 +35,7 @@ _TRIALS = 8
 """Reports whose trials count for their pace: some groups and hooks take ten times as long."""
 _PLANNING_SHARE = 0.005
 """Of the time of training, for plans and probes after the first ones."""
-_FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES = 1 / 32, 1 << 23
+_FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES = 1 / 8, 1 << 24
 """Of the model, and at most, in each message of the first probe."""
 
 

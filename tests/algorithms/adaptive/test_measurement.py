@@ -70,7 +70,7 @@ def first_probe(rank: int, size: int, width: int) -> list[float]:
                 break
         ((step, elements),) = probed
         assert hook._control.schedule.probes(step)
-        assert elements == 2 * width * 1024 // 32
+        assert elements == 2 * width * 1024 // 8
         return hook._control.window.byte_cpu_seconds
 
 
