@@ -90,15 +90,20 @@ class LinkWatch:
         self._first, self.wants_probe = None, False
 
     def _is_long(self, estimate: Estimate) -> bool:
-        return estimate.row_class >= self._long_class(self._counting or estimate)
+        return estimate.row_class >= self._long_class(estimate)
 
     def expect_others(self) -> None:
         """Do not compare the next messages with those before, which another plan has sent."""
         self._first = None
 
     def probe_bytes(self) -> float:
-        """Return the bytes of each message of a probe; 0 if nothing is known of the link."""
-        return 2.0 ** self._long_class(self._counting) / 2 if self._counting else 0.0
+        """Return the bytes of each message of a probe; 0 if nothing is known of the link.
+
+        By the latest estimate: on a link that has become slow, a probe for the former rate would
+        take too long.
+        """
+        latest = self._latest or self._counting
+        return 2.0 ** self._long_class(latest) / 2 if latest else 0.0
 
     def probe_seconds(self) -> float:
         """Return what a probe takes, by the latest estimate."""
@@ -107,7 +112,7 @@ class LinkWatch:
         return PROBE_MESSAGES * self._latest.cost(0.0).seconds(1.0, self.probe_bytes())
 
     def _long_class(self, estimate: Estimate) -> int:
-        """The class of a row that is long enough: no longer than those of exact averages."""
+        """The class of a row that is long enough at this rate: no longer than the longest."""
         rate = 1 / max(estimate.cost(0.0).per_byte, 1e-15)
         return min(self._longest, row_class(max(_LONG_BYTES, _LONG_SECONDS * rate)))
 

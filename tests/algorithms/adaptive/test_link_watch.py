@@ -147,14 +147,23 @@ def test_which_estimates_count() -> None:
     take(watch, Found(estimate(21, 3e-6)), 30)
     assert watch.cost == pytest.approx((1e-4, 3e-6))  # 2 MiB in a row are enough
     take(watch, Found(estimate(21, 1e-9)), 40)
-    take(watch, Found(estimate(21, 1e-6)), 50)
-    assert watch.cost == pytest.approx((1e-4, 1e-9))  # but not if that takes a fast link no time
+    assert watch.cost == pytest.approx((1e-4, 3e-6))  # but not if they take no time
     assert not watch.wants_probe
-    take(watch, Found(None), 90)
+    take(watch, Found(None), 80)
     assert watch.wants_probe
     take(watch, Found(None, estimate(20, 1e-6)), 100)
-    assert watch.cost == pytest.approx((1e-4, 1e-9))  # nor is a short probe
+    assert watch.cost == pytest.approx((1e-4, 3e-6))  # nor is a short probe
     take(watch, Found(None, estimate(24, 1e-8)), 110)
+    assert watch.cost == pytest.approx((1e-4, 1e-8))
+
+
+def test_a_link_that_has_become_slow_is_not_probed_for_its_former_rate() -> None:
+    watch = LinkWatch()
+    take(watch, Found(estimate(26, 1e-9), estimate(25, 1e-9)))
+    assert watch.probe_bytes() == 2**23  # 20 ms of 1 GB/s
+    take(watch, Found(estimate(21, 1e-8)), 10)
+    assert watch.probe_bytes() == 2**20
+    take(watch, Found(None, estimate(21, 1e-8)), 20)
     assert watch.cost == pytest.approx((1e-4, 1e-8))
 
 
