@@ -32,6 +32,7 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
     "fp8 e5m2": (Fp8Codec("e5m2", block_size=256), "0.5"),
     "fp4 mxfp4": (Fp4Codec("mxfp4"), "0.5"),
     "fp4 nvfp4": (Fp4Codec("nvfp4"), "0.5"),
+    "fp4 e3m0": (Fp4Codec("e3m0"), "0.5"),
     "natural": (NaturalCodec(block_size=512), "0.5"),
     "qsgd": (LevelCodec(4, stochastic=True, block_size=128), "any"),
     "terngrad": (LevelCodec(2, clip=2.5, stochastic=True, block_size=512), "any"),

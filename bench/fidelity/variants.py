@@ -14,6 +14,7 @@ _SPARSE = {
     "decay": 0.95,
     "inner": {"name": "topk", **_CHUNKS, "error_feedback": False},
 }
+_E3M0 = {"name": "fp4", "format": "e3m0", "error_feedback": False}
 _DELAYED = {"fragments": 5, "delay": 5, "merge": 0.5, "outer_lr": 0.4}
 
 
@@ -25,7 +26,7 @@ _VARIANTS = [
     # The recipes of docs/hooks/diloco.md, all with the same period: 1,000 steps are 33 of 30 steps.
     # DiLoCo itself is the hook's default.
     _diloco("INTELLECT-1", inner="int8"),
-    _diloco("Streaming DiLoCo", inner="int4", **_DELAYED),
+    _diloco("Streaming DiLoCo", inner=_E3M0, **_DELAYED),
     _diloco("Eager updates", inner="int4", eager=True),
     _diloco("MuLoCo", "Muon", inner="int2"),
     _diloco("SparseLoCo", outer_lr=1.0, outer_momentum=0.0, inner=_SPARSE),

@@ -16,7 +16,7 @@ __all__ = ["SOURCE", "BlockKernels", "Norm"]
 _TYPES = {torch.float32: "float", torch.float64: "double"}
 _ENCODERS = (
     *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
-    *("E4M3", "E5M2", "Mxfp4", "Nvfp4", "Natural", "Sign"),
+    *("E4M3", "E5M2", "E3M0", "Mxfp4", "Nvfp4", "Natural", "Sign"),
 )
 _DECODERS = tuple(codec for codec in _ENCODERS if "true" not in codec)
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from commhooks.pure.block_scales import find_scales
 from commhooks.pure.codes import (
+    E3M0,
     E4M3,
     E5M2,
+    BlockFloat,
     Codes,
-    Fp8,
     GroupCodes,
     Levels,
     Mxfp4,
@@ -298,15 +299,15 @@ def fp8_codec(number_format: str, block_size: int) -> CpuBlockCodec:
         number_format in formats,
         f"Expected format to be 'e4m3' or 'e5m2', found '{number_format}'.",
     )
-    return CpuBlockCodec(Fp8(formats[number_format]), block_size)
+    return CpuBlockCodec(BlockFloat(formats[number_format]), block_size)
 
 
 def fp4_codec(number_format: str, block_size: int) -> CpuBlockCodec:
-    """Return a codec for 4-bit floating point with a scale per group: mxfp4 or nvfp4."""
-    formats: dict[str, Codes] = {"mxfp4": Mxfp4(), "nvfp4": Nvfp4()}
+    """Return a codec for 4-bit floating point: mxfp4 or nvfp4, with a scale per group, or e3m0."""
+    formats: dict[str, Codes] = {"mxfp4": Mxfp4(), "nvfp4": Nvfp4(), "e3m0": BlockFloat(E3M0)}
     require(
         number_format in formats,
-        f"Expected format to be 'mxfp4' or 'nvfp4', found '{number_format}'.",
+        f"Expected format to be 'mxfp4', 'nvfp4' or 'e3m0', found '{number_format}'.",
     )
     return CpuBlockCodec(formats[number_format], block_size)
 

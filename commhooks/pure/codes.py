@@ -12,10 +12,11 @@ import numpy as np
 from commhooks.pure.random import BlockRandom, Floats, Words
 
 __all__ = [
+    "E3M0",
     "E4M3",
     "E5M2",
+    "BlockFloat",
     "Codes",
-    "Fp8",
     "GroupCodes",
     "Levels",
     "Mxfp4",
@@ -113,6 +114,7 @@ class SmallFloat:
     """Floating point in a few bits, rounded to nearest even."""
 
     def __init__(self, bits: int, mantissa: int, bias: int, largest: int) -> None:
+        self.bits = bits
         self.largest = np.float32(largest)
         self._sign = np.uint32(1 << (bits - 1))
         self._to_sign = np.uint32(32 - bits)
@@ -147,17 +149,18 @@ class SmallFloat:
 
 
 E2M1 = SmallFloat(4, 1, 1, 6)
+E3M0 = SmallFloat(4, 0, 3, 16)
 E4M3 = SmallFloat(8, 3, 7, 448)
 E5M2 = SmallFloat(8, 2, 15, 57344)
 
 
-class Fp8:
-    """8-bit floating point."""
+class BlockFloat:
+    """Numbers of a format, times the scale of their block."""
 
-    bits = 8
     norm = Norm.LARGEST
 
     def __init__(self, number_format: SmallFloat) -> None:
+        self.bits = number_format.bits
         self._format = number_format
 
     def scale(self, largest: Floats, norm: Floats) -> Floats:  # noqa: ARG002
@@ -170,7 +173,7 @@ class Fp8:
         return self._format.decode(codes)
 
 
-class _Fp4:
+class _GroupedE2M1:
     """4-bit floating point in groups."""
 
     bits = 4
@@ -183,7 +186,7 @@ class _Fp4:
         return E2M1.decode(codes)
 
 
-class Mxfp4(_Fp4):
+class Mxfp4(_GroupedE2M1):
     """Scales of groups are powers of two."""
 
     group = 32
@@ -200,7 +203,7 @@ class Mxfp4(_Fp4):
         return (codes << np.uint32(23)).view(np.float32)
 
 
-class Nvfp4(_Fp4):
+class Nvfp4(_GroupedE2M1):
     """Scales of groups are e4m3, times the scale of the block."""
 
     group = 16

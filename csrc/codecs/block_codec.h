@@ -66,7 +66,7 @@ std::unique_ptr<BlockLoops> level_loops(
     int64_t bits, int64_t levels, const std::string& norm, double clip, bool stochastic);
 // format: "e4m3" or "e5m2".
 std::unique_ptr<BlockLoops> fp8_loops(const std::string& format);
-// format: "mxfp4" or "nvfp4".
+// format: "mxfp4", "nvfp4" or "e3m0".
 std::unique_ptr<BlockLoops> fp4_loops(const std::string& format);
 std::unique_ptr<BlockLoops> natural_loops();
 // norm: "mean" or "root_mean". majority: several messages are decoded to the sign that most of them

@@ -30,11 +30,12 @@ def two_shot(bits: int, block: int) -> int:
 
 TOPK = {"name": "topk", "chunk": 4096, "density": 1 / 64, "bits": 2, "warmup_steps": 0}
 SPARSE = {"name": "error_feedback", "decay": 0.95, "inner": {**TOPK, "error_feedback": False}}
+E3M0 = {"name": "fp4", "format": "e3m0", "error_feedback": False}
 STREAMING = {"delay": 5, "merge": 0.5, "outer_lr": 0.4, "fragments": FRAGMENTS}
 RECIPES: dict[str, tuple[dict[str, Any], int]] = {
     "DiLoCo": ({"period": 500}, 2 * (N - 1) * 4 * ELEMENTS // N),
     "INTELLECT-1": ({"period": 100, "inner": "int8"}, two_shot(8, 256)),
-    "Streaming DiLoCo": ({"period": 100, "inner": "int4", **STREAMING}, two_shot(4, 128)),
+    "Streaming DiLoCo": ({"period": 100, "inner": E3M0, **STREAMING}, two_shot(4, 1024)),
     "Eager updates": ({"period": 100, "inner": "int4", "eager": True}, two_shot(4, 128)),
     "MuLoCo": ({"period": 30, "inner": "int2"}, two_shot(2, 64)),
     # Per chunk a bitmap of 64 bits; 64 indices with one more bit in it and 6 others; 64 values of 2

@@ -209,7 +209,7 @@ def test_messages_have_the_length_of_the_formula(name, options, bits, size):
     bucket = [make_bucket(gradients_of(rank, 0)) for rank in range(size)]
     _, comms = lockstep(hooks, bucket)
     length, block = part_length(NUMEL, size), options.get("block_size", 1024)
-    group = {"mxfp4": 32, "nvfp4": 16}[hooks[0].format] if name == "fp4" else 0
+    group = {"mxfp4": 32, "nvfp4": 16, "e3m0": 0}[hooks[0].format] if name == "fp4" else 0
     own = encoded_bytes(length, bits, block, group)
     average = encoded_bytes(length, AVERAGE_BITS.get(name, bits), block, group)
     for comm in comms:

@@ -10,30 +10,35 @@ from torch import Tensor
 from commhooks.algorithms.quantized import fp4
 from commhooks.codecs.fp4 import Fp4Codec
 
-NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+NUMBERS = {"mxfp4": E2M1, "nvfp4": E2M1, "e3m0": [0, 0.25, 0.5, 1, 2, 4, 8, 16]}
 BLOCK = 128
 GROUPS = {"mxfp4": 32, "nvfp4": 16}
+FORMATS = {**GROUPS, "e3m0": BLOCK}
 
 
-def to_e2m1(ratios: Tensor) -> Tensor:
+def nearest(ratios: Tensor, number_format: str) -> Tensor:
     """Return the nearest of the numbers; of two, the one with the even code."""
-    distance = (ratios.abs()[..., None] - NUMBERS).abs()
+    numbers = torch.tensor(NUMBERS[number_format], dtype=torch.float64)
+    distance = (ratios.abs()[..., None] - numbers).abs()
     is_odd = torch.arange(8) % 2
     nearest = (distance.min(-1, keepdim=True).values == distance) * (2 - is_odd)
-    return NUMBERS[nearest.argmax(-1)] * ratios.sign()
+    return numbers[nearest.argmax(-1)] * ratios.sign()
 
 
 def quantize(x: Tensor, number_format: str) -> Tensor:
     """Quantize blocks in float64, as the formats are defined."""
-    groups = x.double().unflatten(1, (-1, GROUPS[number_format]))
+    groups = x.double().unflatten(1, (-1, FORMATS[number_format]))
     largest = groups.abs().amax(2, keepdim=True)
     if number_format == "mxfp4":
         scale = torch.exp2(largest.clamp(min=1e-30).log2().floor() - 2)
+    elif number_format == "e3m0":
+        scale = largest / 16
     else:
         of_block = x.double().abs().amax(1)[:, None, None] / (6 * 448)
         scale = (largest / 6 / of_block).to(torch.float8_e4m3fn).double() * of_block
     ratios = torch.where(scale > 0, groups / scale.clamp(min=1e-300), 0.0)
-    return (to_e2m1(ratios) * scale).flatten(1)
+    return (nearest(ratios, number_format) * scale).flatten(1)
 
 
 def encode_and_decode(values: Tensor, number_format: str, block_size: int = BLOCK) -> Tensor:
@@ -45,7 +50,7 @@ def encode_and_decode(values: Tensor, number_format: str, block_size: int = BLOC
     return decoded
 
 
-@pytest.mark.parametrize("number_format", GROUPS)
+@pytest.mark.parametrize("number_format", FORMATS)
 @pytest.mark.parametrize("exponent", [1, 3, 9])
 def test_decoded_numbers_are_those_of_the_format(number_format: str, exponent: int) -> None:
     """With heavy tails, some groups are so small beside others that their scale is 0."""
@@ -71,17 +76,26 @@ def test_the_documented_algorithm_gives_the_decoded_numbers() -> None:
     assert is_same.double().mean() > 0.9995
 
 
-@pytest.mark.parametrize("number_format", GROUPS)
-def test_each_code_and_each_tie(number_format: str) -> None:
-    middles = (NUMBERS[1:] + NUMBERS[:-1]) / 2
-    numbers = torch.cat([NUMBERS.flip(0), middles, torch.zeros(1)]).float()  # 16 of them
+@pytest.mark.parametrize(
+    ("number_format", "of_middles"),
+    [
+        ("mxfp4", [0, 1, 1, 2, 2, 4, 4]),
+        ("nvfp4", [0, 1, 1, 2, 2, 4, 4]),
+        ("e3m0", [0, 0.5, 0.5, 2, 2, 8, 8]),
+    ],
+)
+def test_each_code_and_each_tie(number_format: str, of_middles: list[float]) -> None:
+    each = torch.tensor(NUMBERS[number_format])
+    middles = (each[1:] + each[:-1]) / 2
+    numbers = torch.cat([each.flip(0), middles, torch.zeros(1)])  # 16 of them
     values = torch.cat([numbers, -numbers] * (BLOCK // 32))
     values[-32:] = 0.0
-    values[-1] = 6 * 448.0  # so that the scale of the block is 1 in nvfp4, and those of groups are
+    # So that the scale of the block is 1 in nvfp4 and e3m0, and those of groups are.
+    values[-1] = 16.0 if number_format == "e3m0" else 6 * 448.0
     found = encode_and_decode(values, number_format).double()
-    expected = to_e2m1(values.double())[:-32]
+    expected = nearest(values.double(), number_format)[:-32]
     assert torch.equal(found[:-32], expected)
-    assert found[8:15].tolist() == [0, 1, 1, 2, 2, 4, 4]
+    assert found[8:15].tolist() == of_middles
 
 
 def test_mxfp4_has_powers_of_two_as_scales_and_clamps() -> None:
@@ -95,7 +109,8 @@ def test_mxfp4_has_powers_of_two_as_scales_and_clamps() -> None:
 
 
 def test_lengths() -> None:
-    mxfp4, nvfp4 = Fp4Codec("mxfp4"), Fp4Codec("nvfp4")
+    mxfp4, nvfp4, e3m0 = Fp4Codec("mxfp4"), Fp4Codec("nvfp4"), Fp4Codec("e3m0")
+    assert e3m0.encoded_bytes(2000) == 2 * 4 + 1000
     assert mxfp4.encoded_bytes(2000) == 2 * 4 + 64 + 1000  # 63 groups
     assert nvfp4.encoded_bytes(2000) == 2 * 4 + 128 + 1000  # 125 groups
     assert nvfp4.encoded_bytes(1) == 4 + 4 + 4

@@ -34,6 +34,7 @@ CODECS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "e5m2": ("fp8_codec", ("e5m2",)),
     "mxfp4": ("fp4_codec", ("mxfp4",)),
     "nvfp4": ("fp4_codec", ("nvfp4",)),
+    "e3m0": ("fp4_codec", ("e3m0",)),
     "natural": ("natural_codec", ()),
     **{
         f"sign {norm}{' vote' * vote}": ("sign_codec", (norm, vote))
@@ -72,7 +73,7 @@ def run(module: Any, name: str, block_size: int, given: Tensor, error: Tensor | 
     """All that a codec writes and returns for some numbers."""
     make, arguments = CODECS[name]
     parts = SIZES[block_size][1]
-    if make == "fp4_codec":  # blocks are multiples of 128
+    if name in ("mxfp4", "nvfp4"):  # blocks are multiples of 128
         block_size = -(-block_size // 128) * 128
     codec = getattr(module, make)(*arguments, block_size)
     length = -(-given.numel() // parts)
@@ -110,13 +111,14 @@ def test_messages_and_results(name: str, block_size: int) -> None:
             assert same_bits(expected, written), (kind, what)
 
 
-@pytest.mark.parametrize("number_format", ["e4m3", "e5m2"])
-def test_fp8_of_every_exponent(number_format: str) -> None:
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e3m0"])
+def test_floats_of_every_exponent(name: str) -> None:
     bits = torch.arange(0, 0x3F800000, 0x3FFF1, dtype=torch.int32)  # numbers from 0 to 1
     given = torch.cat([torch.ones(32), bits.view(torch.float32), -bits.view(torch.float32)])
     messages = []
+    make, arguments = CODECS[name]
     for module in (_C, pure):
-        codec = module.fp8_codec(number_format, 4096)  # type: ignore[attr-defined]
+        codec = getattr(module, make)(*arguments, 4096)
         messages.append(torch.zeros(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8))
         codec.encode(given.clone(), messages[-1], given.numel(), None, 0, False)
     assert torch.equal(*messages)

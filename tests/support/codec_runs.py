@@ -23,6 +23,7 @@ CODECS = {
     "ternary, clipped": lambda block: LevelCodec(2, 1, clip=2.5, stochastic=True, block_size=block),
     "e4m3": lambda block: Fp8Codec("e4m3", block_size=block),
     "e5m2": lambda block: Fp8Codec("e5m2", block_size=block),
+    "e3m0": lambda block: Fp4Codec("e3m0", block_size=block),
     # Blocks of these are multiples of 128.
     "mxfp4": lambda block: Fp4Codec("mxfp4", block_size=-(-block // 128) * 128),
     "nvfp4": lambda block: Fp4Codec("nvfp4", block_size=-(-block // 128) * 128),

@@ -62,7 +62,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"period": 1, "inner": POWERSGD},
     ],
     "fp8": [{}, {"format": "e5m2", "error_feedback": False}],
-    "fp4": [{}, {"format": "mxfp4", "error_feedback": False}],
+    "fp4": [{}, {"format": "mxfp4", "error_feedback": False}, {"format": "e3m0"}],
     "int2": [{}, {"error_feedback": False}],
     "int4": [{}, {"stochastic": True, "error_feedback": False}],
     "int8": [{}, {"stochastic": True, "error_feedback": False}],

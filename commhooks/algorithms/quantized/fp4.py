@@ -1,4 +1,4 @@
-"""fp4: 4-bit floating point, with one 8-bit scale per group, and error feedback.
+"""fp4: 4-bit floating point, with a scale per group or block, and error feedback.
 
 ::
 
@@ -20,9 +20,11 @@
 
 This is NVFP4, with a tensor scale for each 1024 numbers instead of one for all, so that a bucket is
 read once. MXFP4 has groups of 32, and powers of two as scales. NVFP4 costs a quarter of a bit more
-per number.
+per number. E3M0 has no groups, only a scale for each 1024 numbers, and the levels 0, 0.25, 0.5, 1,
+2, 4, 8, 16.
 
-Formats: OCP Microscaling Formats (MX) Specification 1.0; NVFP4 as in NVIDIA's Transformer Engine.
+Formats: OCP Microscaling Formats (MX) Specification 1.0; NVFP4 as in NVIDIA's Transformer Engine;
+E3M0 as in Douillard et al.: Streaming DiLoCo, https://arxiv.org/abs/2501.18512.
 """
 
 from dataclasses import dataclass
@@ -39,18 +41,19 @@ __all__ = ["Fp4"]
 @register_hook("fp4")
 @dataclass
 class Fp4(Quantized):
-    """Average in 4-bit floating point with a scale per group: 1/7 of the bytes of float32.
+    """Average in 4-bit floating point: 1/7 of the bytes of float32.
 
     Biased in each step but exact over steps, because errors are sent later.
     """
 
-    format: Literal["nvfp4", "mxfp4"] = "nvfp4"
+    format: Literal["nvfp4", "mxfp4", "e3m0"] = "nvfp4"
     """nvfp4 has a scale with 3 bits of mantissa for each 16 numbers, mxfp4 a power of two for each
-    32: fewer bytes, larger errors."""
+    32, and e3m0 one scale for each 1024: fewer bytes, larger errors. e3m0 has powers of two only.
+    """
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
 
-    wire = "1/2 byte per element and 1 per 16 or 32, in an all-to-all and an all-gather"
+    wire = "1/2 byte per element and a scale of 1 per 16 or 32, in an all-to-all and an all-gather"
 
     @property
     def uses_error_feedback(self) -> bool:

@@ -1,5 +1,6 @@
-// 4-bit floating point, e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, with a scale of 8
-// bits per group of numbers.
+// 4-bit floating point. E3M0, as Streaming DiLoCo sends it: 0, 0.25, 0.5, 1, 2, 4, 8, 16 and their
+// negatives. MXFP4 and NVFP4 are E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, with a scale
+// of 8 bits per group of numbers.
 //
 //                group  scale of a group  scale of a block
 //     MXFP4        32   a power of two    1                  (OCP Microscaling Formats, 1.0)
@@ -13,7 +14,9 @@
 
 namespace commhooks::codecs {
 
-struct Fp4 {
+using E3M0 = BlockFloat<E3M0Format>;
+
+struct GroupedE2M1 {
   using Format = E2M1Format;
   static constexpr int kBits = Format::kBits;
   static constexpr Norm norm = Norm::kLargest;
@@ -31,7 +34,7 @@ struct Fp4 {
   }
 };
 
-struct Mxfp4 : Fp4 {
+struct Mxfp4 : GroupedE2M1 {
   static constexpr int kGroup = 32;
 
   COMMHOOKS_HD float scale(float /*largest*/, float /*norm*/) const {
@@ -50,7 +53,7 @@ struct Mxfp4 : Fp4 {
   }
 };
 
-struct Nvfp4 : Fp4 {
+struct Nvfp4 : GroupedE2M1 {
   using GroupFormat = E4M3Format;
   static constexpr int kGroup = 16;
 

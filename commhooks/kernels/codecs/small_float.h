@@ -45,7 +45,30 @@ struct SmallFloat {
 
 // The formats of fp4.h and fp8.h.
 using E2M1Format = SmallFloat<4, 1, 1, 6>;
+using E3M0Format = SmallFloat<4, 0, 3, 16>;
 using E4M3Format = SmallFloat<8, 3, 7, 448>;
 using E5M2Format = SmallFloat<8, 2, 15, 57344>;
+
+// Numbers of a format, times the scale of their block. The scale maps the largest number of the
+// block to the largest number of the format, so overflow and the codes of infinity and NaN do not
+// occur.
+template <typename Format>
+struct BlockFloat {
+  static constexpr int kBits = Format::kBits;
+  static constexpr int kGroup = 0;
+  static constexpr Norm norm = Norm::kLargest;
+
+  COMMHOOKS_HD float scale(float largest, float /*norm*/) const {
+    return largest / Format::kLargest;
+  }
+
+  COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
+    return Format::encode(ratio);
+  }
+
+  COMMHOOKS_HD float value(u32 code) const {
+    return Format::decode(code);
+  }
+};
 
 }  // namespace commhooks::codecs

@@ -46,7 +46,7 @@ If a message is not finite, write NaN to values, do not change `kept`, and retur
         return CpuBlockCodec(fp4_loops(number_format), block_size);
       },
       py::arg("number_format"), py::arg("block_size"),
-      "Return a codec for 4-bit floating point with a scale per group: mxfp4 or nvfp4.");
+      "Return a codec for 4-bit floating point: mxfp4 or nvfp4, with a scale per group, or e3m0.");
   module.def(
       "natural_codec",
       [](int64_t block_size) { return CpuBlockCodec(natural_loops(), block_size); },
