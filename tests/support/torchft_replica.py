@@ -51,6 +51,8 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
     manager = torchft.Manager(
         pg=replicas,
         min_replica_size=1,
+        # Otherwise, if both begin in one quorum, one contributes zeros and is counted.
+        init_sync=False,
         timeout=timedelta(seconds=30),
         load_state_dict=lambda state: net.load_state_dict(state["net"]),
         state_dict=lambda: {"net": net.state_dict()},
