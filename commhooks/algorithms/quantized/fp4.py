@@ -53,7 +53,7 @@ class Fp4(Quantized):
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
 
-    wire = "1/2 byte per element and a scale of 1 per 16 or 32, in an all-to-all and an all-gather"
+    wire = "1/2 byte per element and scales of groups, in an all-to-all and an all-gather"
 
     @property
     def uses_error_feedback(self) -> bool:
