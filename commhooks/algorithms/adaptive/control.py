@@ -136,6 +136,10 @@ class Controller:
         chosen = [(self._choose(number, step), number) for number in numbers]
         return [(*pair, number) for pair, number in chosen if pair is not None]
 
+    def are_first_trials(self, step: int) -> bool:
+        """Return whether the hooks that are tried in this step were never tried before."""
+        return self.schedule is not None and self.schedule.is_burst(step)
+
     def probe_elements(self, step: int) -> int:
         """Return the elements of each message of the probe in this step, 0 if there is none."""
         nbytes = self._link.probe_bytes()

@@ -119,7 +119,7 @@ class Measurement:
         if check is not None:
             await self._finish_check(check, average, comm)
         if sample is not None:
-            await self._try(trying, sample, comm)
+            await self._try(trying, sample, comm, are_first=control.are_first_trials(bucket.step))
         # Backward has ended: where it shares cores with the backend, messages would seem slower.
         if bucket.is_last() and (elements := control.probe_elements(bucket.step)):
             await self._probe(elements, bucket.buffer().device, comm)
@@ -216,13 +216,16 @@ class Measurement:
             lambda: seen.link_seconds + seen.local_seconds, self.control.window.check_seconds
         )
 
-    async def _try(self, hooks: Mapping[int, int], sample: GradBucket, comm: Communicator) -> None:
+    async def _try(
+        self, hooks: Mapping[int, int], sample: GradBucket, comm: Communicator, *, are_first: bool
+    ) -> None:
         window = self.control.window
         add, times = window.links.add, self._times
         exact = await ExactAverage.of(sample, comm, add, times)
         self._spend(lambda: exact.seconds)
         for number, hook in hooks.items():
-            outcome = await self._trials[hook].run(sample, comm, add, exact, times)
+            trial = self._trials[hook]
+            outcome = await trial.run(sample, comm, add, exact, times, twice=are_first)
             window.trials[number] = outcome
             self._note_trial(exact, outcome)
 

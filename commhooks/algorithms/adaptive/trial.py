@@ -107,12 +107,14 @@ class Trial:
     Each trial begins without errors, which are not those of the training. It keeps what is the same
     on all ranks, such as the factors of PowerSGD: with new random ones, errors would be larger than
     in a training that has gone on for some steps. The first trial of some parameters runs twice for
-    that reason; and the first of all, because only later runs take the usual time.
+    that reason.
+
+    What a failed step leaves behind may differ between ranks: :meth:`recover` forgets all of it, or
+    ranks would run the hook a different number of times.
     """
 
     def __init__(self, hook: CommHook) -> None:
         self._hook = create(hook.to_config())
-        self._has_run = False
 
     def prepare(
         self,
@@ -130,18 +132,18 @@ class Trial:
         clock: Clock = _no_clock,
         exact: ExactAverage | None = None,
         times: Times = HOST,
+        *,
+        twice: bool = False,
     ) -> Outcome:
         """Average a sample, which does not change. All ranks need the same parameters in it.
 
-        Several trials on a sample can share its exact average.
+        Several trials on a sample can share its exact average. The first run of a hook takes longer
+        than the usual time, so with ``twice`` the second one counts.
         """
         exact = exact or await ExactAverage.of(sample, comm, clock, times)
         self._forget_errors(sample)  # of former trials that have failed, or had other shapes
-        seen = tuple(
-            Observation(clock, times)
-            for _ in range(1 + (self._learns(sample) or not self._has_run))
-        )
-        self._has_run = True
+        runs = 2 if twice or self._learns(sample) else 1
+        seen = tuple(Observation(clock, times) for _ in range(runs))
         for each in seen:
             copy = bucket_with(sample, sample.buffer().clone())
             average = await self._reduce(copy, comm, each)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, train
+from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, train
 from algorithms.adaptive.test_timing import event_at
 from torch import Tensor
 
@@ -103,6 +103,34 @@ def test_the_first_trial_of_a_hook_runs_twice(run_ranks: Any) -> None:
     for runs in run_ranks(first_trials, 2):
         assert runs[0] == 2
         assert set(runs[1:]) == {1}
+
+
+def fail_in_the_first_trials(rank: int, size: int) -> None:
+    """Rank 0 fails when rank 1 has begun with its first trial; then both repeat the step."""
+    of = ExactAverage.of
+
+    async def average_and_fail(*arguments: Any) -> ExactAverage:
+        await of(*arguments)
+        raise ValueError("by the test")
+
+    with ExitStack() as stack:
+        Links(stack)
+        hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
+        trainer = Trainer(hook, PARAMETERS)
+        train(trainer, rank, range(2))
+        with (
+            patch.object(ExactAverage, "of", average_and_fail if rank == 0 else of),
+            pytest.raises(commhooks.CommHookError, match="by the test"),
+        ):
+            train(trainer, rank, range(2, 3))
+        assert hook._control.are_first_trials(2)
+        train(trainer, rank, range(2, 12))
+        assert set(agree(hook).hook_of().values()) > {"allreduce"}
+
+
+def test_ranks_repeat_their_first_trials_alike(run_ranks: Any) -> None:
+    """Or they would wait for each other's collectives."""
+    run_ranks(fail_in_the_first_trials, 2)
 
 
 def test_a_new_layout_forgets_what_a_device_has_yet_to_tell() -> None:
