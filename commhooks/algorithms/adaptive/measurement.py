@@ -113,7 +113,6 @@ class Measurement:
         is_checked = control.reports(bucket.step + 1)
         check = self._draw_check(bucket, comm.size) if is_checked else None
         average = await run(bucket, comm)
-        self._watch.end_bucket()
         if is_checked:
             self._measure_norms(bucket, average)
         if check is not None:
@@ -123,6 +122,7 @@ class Measurement:
         # Backward has ended: where it shares cores with the backend, messages would seem slower.
         if bucket.is_last() and (elements := control.probe_elements(bucket.step)):
             await self._probe(elements, bucket.buffer().device, comm)
+        self._watch.end_bucket()  # what has been measured here is not part of the next forward
         return average
 
     async def observed(self, run: Coroutine[Any, Any, Tensor], hook: int, elements: int) -> Tensor:

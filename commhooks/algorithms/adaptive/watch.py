@@ -59,7 +59,7 @@ class Watch:
         self._last_launch_ns = launched_ns
 
     def end_bucket(self) -> None:
-        """Note that the average of a bucket is there."""
+        """Note that the average of a bucket is there, and nothing more is measured on it."""
         self._times.when_known((self._times.now(),), self._note_end)
 
     def _note_end(self, now_ns: int) -> None:

@@ -1,5 +1,6 @@
 """What a rank measures in a step, and when."""
 
+import time
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -50,6 +51,26 @@ def probe(rank: int, size: int) -> None:
 def test_the_link_is_probed_when_backward_has_ended(run_ranks: Any) -> None:
     """Before, backward may hold the cores that the messages need."""
     run_ranks(probe, 2)
+
+
+def probe_slowly(rank: int, size: int) -> list[float]:
+    async def sleep(*_: object) -> None:
+        time.sleep(0.4)
+
+    with ExitStack() as stack:
+        Links(stack)
+        stack.enter_context(patch.object(Controller, "probe_elements", lambda *_: 8))
+        stack.enter_context(patch.object(Measurement, "_probe", sleep))
+        hook: Any = commhooks.create("auto", error=0.3, candidates=["int8"])
+        trainer = Trainer(hook, PARAMETERS)
+        train(trainer, rank, range(5))
+        return list(hook._control.window.forwards)
+
+
+def test_what_is_measured_after_backward_is_not_part_of_the_next_forward(run_ranks: Any) -> None:
+    for forwards in run_ranks(probe_slowly, 2):
+        assert len(forwards) >= 2
+        assert min(forwards) < 0.3
 
 
 def first_probe(rank: int, size: int, width: int) -> list[float]:
