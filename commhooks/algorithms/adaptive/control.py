@@ -251,7 +251,7 @@ class Controller:
         if situation is None or not reason:
             return
         start = time.monotonic()
-        in_use = None if self.plan is None else self.plan.hook_of()
+        in_use = self._hooks_in_use()
         plan = solve(situation.problem(in_use), in_use)
         self._planning_seconds = time.monotonic() - start
         self._plans += self.plan is not None
@@ -263,7 +263,7 @@ class Controller:
             plan.error,
             self._trials,
         )
-        before = self.plan.hook_of() if self.plan else {}
+        before = in_use or {}
         exact = self.candidates.specs[0]
         changed = [n for n, hook in plan.hook_of().items() if before.get(n, exact) != hook]
         self.proposal = plan
@@ -347,8 +347,7 @@ class Controller:
     def problem(self) -> Problem | None:
         """Return what the next plan would be made for; None if not enough is known."""
         situation = self._situation()
-        in_use = None if self.plan is None else self.plan.hook_of()
-        return None if situation is None else situation.problem(in_use)
+        return None if situation is None else situation.problem(self._hooks_in_use())
 
     # -------------------------------------------------------------------------------------- trials
 
@@ -383,6 +382,10 @@ class Controller:
         has_groups = self.layout and not all(group.is_exact for group in self.layout.groups)
         tried = self.candidates.tried if has_groups else ()
         return [i for i in tried if not self.knowledge.is_known(i)]
+
+    def _hooks_in_use(self) -> dict[str, str] | None:
+        """Return the hook of each parameter, None before the first plan."""
+        return None if self.plan is None else self.plan.hook_of()
 
     def _hook_in_use(self, group: ParameterGroup) -> int:
         if self.plan is None:

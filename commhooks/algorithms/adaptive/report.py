@@ -170,22 +170,22 @@ def combine(
     step, forward = _each(take(2), max)
     trial, report, planning, probes, cores = _each(take(5), min)
     return Agreed(
-        digests,
-        step,
-        forward,
-        trial,
-        report,
-        planning,
-        probes,
-        cores,
-        tuple(_each(take(buckets), max)),
-        link.fit_link(_rows(take)),
-        link.fit_link(_rows(take), is_probe=True),
-        _each(take(1), min)[0],
-        tuple(_each(take(groups), max)),
-        tuple(_each(take(groups), max)),
-        tuple(_pair(_each(take(2), max)) for _ in range(hooks)),
-        tuple(_trial(take(_TRIAL)) for _ in range(trials)),
+        digests=digests,
+        step_seconds=step,
+        forward_seconds=forward,
+        trial_seconds=trial,
+        report_seconds=report,
+        planning_seconds=planning,
+        probe_seconds=probes,
+        cores=cores,
+        launches=tuple(_each(take(buckets), max)),
+        link=link.fit_link(_rows(take)),
+        probe=link.fit_link(_rows(take), is_probe=True),
+        byte_cpu_seconds=_each(take(1), min)[0],
+        norms=tuple(_each(take(groups), max)),
+        errors=tuple(_each(take(groups), max)),
+        runs=tuple(_pair(_each(take(2), max)) for _ in range(hooks)),
+        trials=tuple(_trial(take(_TRIAL)) for _ in range(trials)),
     )
 
 
