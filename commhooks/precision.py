@@ -26,13 +26,12 @@ def saturating_cast(values: Tensor, dtype: torch.dtype, headroom: int = 1) -> Te
     return values.to(dtype)
 
 
-def scaled_cast(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return ``scale * values`` in ``dtype``, in one pass over the memory.
+def scaled_cast(values: Tensor, scale: float, out: Tensor) -> Tensor:
+    """Write ``scale * values`` to ``out`` in its dtype, in one pass over the memory; return it.
 
     On the CPU as the reducer packs buckets for its own hooks: torch would write the product first.
     """
-    cast = torch.empty_like(values, dtype=dtype)
     if values.is_cpu and values.is_contiguous() and _C.has_kernels("cpu"):
-        _C.pack([values], cast, scale)
-        return cast
-    return torch.mul(values, scale, out=cast)
+        _C.pack([values], out, scale)
+        return out
+    return torch.mul(values, scale, out=out)

@@ -39,7 +39,7 @@ def test_scaled_cast_rounds_as_two_operations_of_torch_do(
     values[:4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30])
     for given in (values, values[::2]):
         before = given.clone()
-        found = scaled_cast(given, 1 / size, dtype)
+        found = scaled_cast(given, 1 / size, torch.empty_like(given, dtype=dtype))
         assert found.dtype == dtype
         assert torch.equal(found.nan_to_num(7), (given * (1 / size)).to(dtype).nan_to_num(7))
         assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))

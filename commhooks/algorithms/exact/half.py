@@ -9,13 +9,14 @@ gradients do. In float16, numbers beyond 65504 become infinite on all ranks, as 
 expects; bfloat16 has the range of float32, and 2 digits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
@@ -27,24 +28,49 @@ from reducer._C import AverageHook, NativeHook
 
 __all__ = ["Bfloat16", "Float16"]
 
+_LARGE = 1 << 25
+"""Bytes from which glibc gets memory from the system at each allocation, and returns it then. The
+pages of new memory take longer than the cast."""
+
 
 @dataclass
 class _Half(CommHook):
     """Average in ``wire_dtype``; the base class of the hooks below."""
 
     wire_dtype: ClassVar[torch.dtype]
+    _large: PerBucketCache[Tensor] = field(
+        default_factory=PerBucketCache, init=False, repr=False, compare=False
+    )
+    """What large buckets on the CPU send."""
+
     tells_contribution = True
     state_fields = no_state
     wire = "one all-reduce of 2 bytes per element"
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        sent = scaled_cast(buffer, 1 / comm.size, self.wire_dtype)
+        sent = scaled_cast(buffer, 1 / comm.size, self._memory(bucket))
         comm.contribute(sent)
         return buffer.copy_(await comm.all_reduce(sent))
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         return all_reduce_bytes(2 * bucket.buffer().numel(), size)
+
+    def recover(self) -> None:
+        """Use other memory than a failed step, whose messages may still be on their way."""
+        super().recover()
+        self._large = PerBucketCache()
+
+    def _memory(self, bucket: GradBucket) -> Tensor:
+        """Return memory for what the bucket sends."""
+        buffer = bucket.buffer()
+        kept = self._large.get(bucket, self.state)
+        if kept is not None and (kept.shape, kept.device) == (buffer.shape, buffer.device):
+            return kept
+        memory = torch.empty_like(buffer, dtype=self.wire_dtype)
+        if memory.is_cpu and memory.nbytes >= _LARGE:
+            self._large.put(bucket, memory)
+        return memory
 
     def native(self, group: dist.ProcessGroup) -> NativeHook:
         return AverageHook(group, self.wire_dtype)

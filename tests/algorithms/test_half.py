@@ -1,0 +1,37 @@
+"""Half precision in Python: inside other hooks, and on torch's wrapper."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import commhooks
+from commhooks.algorithms.exact import half
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+
+@patch.object(half, "_LARGE", 1)
+def keep_memory(rank: int, size: int, name: str) -> None:
+    python: Any = commhooks.create(name)
+    ours, torchs = Trainer(commhooks.create(name)), Trainer(python, torch_ddp=True)
+    places: list[set[int]] = []
+    for step in range(6):
+        gradients = draw_gradients(probe_parameters(), rank, step)
+        expected, found = ours.step(gradients), torchs.step(gradients)
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        places.append({memory.data_ptr() for _, memory in python._large._values.values()})
+        if step == 3:
+            before = python._large
+            python.recover()
+            assert not python._large._values
+    assert before._values
+    assert places[2] == places[3] != set()
+    assert places[4] == places[5]
+    assert places[4].isdisjoint(places[3])
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_large_buckets_send_from_the_same_memory_in_each_step(run_ranks: Any, name: str) -> None:
+    """But not after a failure, when messages of the failed step may still be on their way."""
+    run_ranks(keep_memory, 2, name)
