@@ -1,4 +1,4 @@
 """Hooks that average exactly, up to rounding, and a hook that communicates nothing.
 
-Imports: comm, hook, precision, reducer.
+Imports: algorithms, comm, hook, precision, reducer.
 """
