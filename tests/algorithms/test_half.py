@@ -1,5 +1,6 @@
 """Half precision in Python: inside other hooks, and on torch's wrapper."""
 
+import math
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch
 import commhooks
 from commhooks.algorithms.exact import half
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+from reducer import GradBucket
 
 
 @patch.object(half, "_LARGE", 1)
@@ -35,3 +37,14 @@ def keep_memory(rank: int, size: int, name: str) -> None:
 def test_large_buckets_send_from_the_same_memory_in_each_step(run_ranks: Any, name: str) -> None:
     """But not after a failure, when messages of the failed step may still be on their way."""
     run_ranks(keep_memory, 2, name)
+
+
+@patch.object(half, "_LARGE", 1)
+def test_memory_of_another_shape_is_not_sent() -> None:
+    """Names identify a bucket, and a parameter may change its shape."""
+    hook: Any = commhooks.create("bf16")
+    for shape in ((2, 3), (2, 2), (2, 2)):
+        bucket = GradBucket(torch.zeros(math.prod(shape)), [torch.zeros(shape)], ["w"])
+        memory = hook._memory(bucket)
+        assert memory.shape == (math.prod(shape),)
+    assert hook._memory(bucket) is memory
