@@ -71,6 +71,11 @@ class Adapter(ABC):
         return self.group.size()
 
     @property
+    def units(self) -> Sequence[Sequence[str]] | None:
+        """The names of each bucket's parameters, if buckets never change; otherwise None."""
+        return None
+
+    @property
     def row(self) -> dist.ProcessGroup | None:
         """The ranks that share each parameter with this one; None if ranks have whole ones."""
         return None

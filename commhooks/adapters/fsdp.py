@@ -85,6 +85,10 @@ class FSDPAdapter(Adapter):
         return self.group.size() * self._row_size
 
     @property
+    def units(self) -> list[list[str]]:
+        return [list(unit.parameters()) for unit in self._units]
+
+    @property
     def row(self) -> dist.ProcessGroup | None:
         if len(self._rows) > 1:
             raise CommHookError(

@@ -348,7 +348,7 @@ def _check_backend(hook: CommHook, adapter: Adapter) -> None:
 
 def _prepare(hook: CommHook, adapter: Adapter) -> None:
     try:
-        prepare(hook, adapter.parameters, adapter.group, adapter.roles)
+        prepare(hook, adapter.parameters, adapter.group, adapter.roles, adapter.units)
     except CommHookError:
         raise
     except Exception as error:

@@ -135,6 +135,11 @@ class CommHook:
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
     roles: Mapping[str, Role] | None = field(default=None, init=False, repr=False, compare=False)
     """The roles of the parameters that have one. Set before :meth:`prepare`, if they are known."""
+    units: Sequence[Sequence[str]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
+    """The parameters of each bucket, if they never change: the units of a model that is sharded
+    with FSDP2, in its order. Set before :meth:`prepare`; None on other models."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

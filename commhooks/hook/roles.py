@@ -1,6 +1,6 @@
 """The roles that parameters have in a model, for hooks that treat some of them differently."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -36,10 +36,12 @@ def prepare(
     parameters: Mapping[str, Tensor],
     group: dist.ProcessGroup,
     roles: Mapping[str, Role] | None,
+    units: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Prepare a hook, and those nested in it, for a model. ``roles``: None if unknown."""
     for each in tree(hook):
         object.__setattr__(each, "roles", roles)  # its class may be frozen
+        object.__setattr__(each, "units", units)
     hook.prepare(parameters, group)
 
 

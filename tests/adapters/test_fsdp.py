@@ -15,7 +15,8 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
 import commhooks
-from commhooks.adapters.fsdp_units import _groups
+from commhooks.adapters.fsdp_units import _groups, units_of
+from commhooks.algorithms.averaging.diloco import DiLoCo
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.hook.base import has_consensus
 from commhooks.integrations import fsdp
@@ -174,6 +175,22 @@ def train_as_nodes(rank: int, size: int) -> None:
 def test_diloco_trains_replicas_as_it_trains_nodes(run_ranks: Any) -> None:
     """The shards of a replica average their gradients in each step, as the ranks of a node do."""
     run_ranks(train_as_nodes, 4)
+
+
+def divide_into_fragments(rank: int, size: int) -> None:
+    net = build(mesh_of(2, 2))
+    units = {tuple(unit.parameters()) for unit in units_of(net)}
+    with pytest.raises(commhooks.CommHookError, match="as units of the sharded model, 3, found"):
+        commhooks.register(net, "diloco", fragments=4)
+    inner = Exact()
+    commhooks.register(net, DiLoCo(period=3, fragments=2, inner=inner))
+    train(net, rank, 7)
+    assert {tuple(names) for *_, names in inner.seen} == units
+    assert len(inner.seen) == 2 * len(units)  # one exchange each in two periods
+
+
+def test_fragments_are_units(run_ranks: Any) -> None:
+    run_ranks(divide_into_fragments, 4)
 
 
 def fail(rank: int, size: int, shards: int) -> None:

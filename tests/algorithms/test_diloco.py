@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.algorithms.averaging.diloco import DiLoCo
-from commhooks.algorithms.averaging.fragments import runs_of
+from commhooks.algorithms.averaging.fragments import Turns, runs_of
 from commhooks.testing.probe import GradientProbe
 
 
@@ -210,6 +210,15 @@ def test_fragments_are_runs_of_about_equal_size() -> None:
     assert runs_of([5, 0, 0], 2) == [1, 1, 1]
     assert runs_of([0, 0], 2) == [0, 0]
     assert runs_of([3, 4, 5], 1) == [0, 0, 0]
+
+
+def test_units_are_in_one_fragment_each() -> None:
+    parameters = {name: torch.empty(size) for name, size in zip("abcd", [6, 1, 1, 4], strict=True)}
+    turns = Turns(start=0, period=2, fragments=2)
+    turns.divide(parameters, [["x", "a"], ["b"], ["c", "d"], ["y"]])
+    assert [turns.is_due(name, 2) for name in "abcd"] == [True, False, False, False]
+    turns.divide({name: parameters[name] for name in "cd"})
+    assert [turns.is_due(name, 2) for name in "cd"] == [True, False]
 
 
 def in_half_precision(rank: int, size: int) -> dict[str, Tensor]:

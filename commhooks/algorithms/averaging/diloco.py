@@ -154,9 +154,9 @@ class DiLoCo(LocalSteps):
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raise CommHookError for unequal nodes, and for more fragments than parameters."""
+        """Raise CommHookError for unequal nodes, and for more fragments than parts of a model."""
         super().prepare(parameters, group)
-        self._turns.divide(parameters)
+        self._turns.divide(parameters, self.units)
 
     def bucket_key(self, parameter: str) -> Hashable:  # noqa: ARG002
         """Return the same key for all: the inner hook gets buckets of its own."""

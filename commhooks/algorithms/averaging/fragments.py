@@ -23,19 +23,29 @@ class Turns:
     fragments: int
     _fragment_of: dict[str, int] = field(default_factory=dict)
 
-    def divide(self, parameters: Mapping[str, Tensor]) -> None:
+    def divide(
+        self, parameters: Mapping[str, Tensor], units: Sequence[Sequence[str]] | None = None
+    ) -> None:
         """Divide the parameters, in the model's order, into fragments of about equal size.
 
+        ``units``: names of parameters that share a bucket in each step, and so share a fragment.
+
         Raises:
-            CommHookError: There are more fragments than parameters.
+            CommHookError: There are more fragments than units, or than parameters.
         """
-        if self.fragments > len(parameters):
+        parts = [[name for name in unit if name in parameters] for unit in units or ()]
+        parts = [part for part in parts if part] or [[name] for name in parameters]
+        if self.fragments > len(parts):
+            kind = "parameters" if units is None else "units of the sharded model"
             raise CommHookError(
-                f"expected at most as many fragments as parameters, {len(parameters)}, found "
+                f"expected at most as many fragments as {kind}, {len(parts)}, found "
                 f"fragments={self.fragments}"
             )
-        runs = runs_of([parameter.numel() for parameter in parameters.values()], self.fragments)
-        self._fragment_of = dict(zip(parameters, runs, strict=True))
+        sizes = [sum(parameters[name].numel() for name in part) for part in parts]
+        runs = runs_of(sizes, self.fragments)
+        self._fragment_of = {
+            name: run for part, run in zip(parts, runs, strict=True) for name in part
+        }
 
     @property
     def names(self) -> list[str]:
