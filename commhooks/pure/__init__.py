@@ -23,6 +23,7 @@ from commhooks.pure.block_codec import (
 )
 from commhooks.pure.indices import draw_indices, pack_indices, scatter_add, unpack_indices
 from commhooks.pure.kernel_arguments import write_arguments
+from commhooks.pure.rotation import rotate
 from commhooks.pure.selection import select_above, select_largest, select_largest_of_chunks
 from commhooks.pure.works import CompletionQueue, join_works, ring_gather
 
@@ -40,6 +41,7 @@ __all__ = [
     "natural_codec",
     "pack_indices",
     "ring_gather",
+    "rotate",
     "scatter_add",
     "select_above",
     "select_largest",

@@ -134,6 +134,18 @@ def test_random_numbers_beyond_four_billion_elements() -> None:
         assert (BlockRandom(SEED, first, 2, 64).bits()[0] == expected[0]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("numel", "part_length"), [(0, 0), (5, 32), (1000, 352), (4096, 1376)])
+def test_rotations(numel: int, part_length: int, dtype: torch.dtype) -> None:
+    for kind in KINDS:
+        given, error = draw(numel, dtype, kind, numel), draw(numel, dtype, "normal", 1)
+        for added, inverse in itertools.product((None, error), (False, True)):
+            one, other = given.clone(), given.clone()
+            _C.rotate(one, added, part_length, inverse)
+            pure.rotate(other, added, part_length, inverse)
+            assert same_bits(one, other), kind
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [*KINDS, "integers"])

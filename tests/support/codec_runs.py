@@ -11,6 +11,7 @@ from commhooks.codecs.fp4 import Fp4Codec
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.levels import LevelCodec
 from commhooks.codecs.natural import NaturalCodec
+from commhooks.codecs.rotated import RotatedCodec
 from commhooks.codecs.sign import SignCodec
 
 CODECS = {
@@ -30,6 +31,8 @@ CODECS = {
     "natural": lambda block: NaturalCodec(block_size=block),
     "sign, mean": lambda block: SignCodec("mean", block_size=block),
     "sign, root mean": lambda block: SignCodec("root_mean", block_size=block),
+    "int4, rotated": lambda block: RotatedCodec(LevelCodec(4, block_size=block)),
+    "int2, rotated": lambda block: RotatedCodec(LevelCodec(2, norm="signed_max", block_size=block)),
     "majority": lambda block: SignCodec("mean", majority=True, block_size=block),
 }
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from commhooks.algorithms.quantized.base import Quantized
 from commhooks.codecs.block import BlockCodec, BlockSize
 from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.rotated import RotatedCodec
 from commhooks.hook.registry import register_hook
 
 __all__ = ["Int2"]
@@ -41,6 +42,8 @@ class Int2(Quantized):
     """How many numbers share a scale. Smaller blocks: closer to the average, more bytes."""
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
+    rotate: bool = False
+    """Rotate every 128 numbers before they are quantized, as ``int4`` does."""
 
     wire = "1/4 byte per element and 4 per block, in an all-to-all and an all-gather"
 
@@ -49,4 +52,5 @@ class Int2(Quantized):
         return self.error_feedback
 
     def make_codec(self) -> BlockCodec:
-        return LevelCodec(2, norm="signed_max", block_size=self.block_size)
+        codec = LevelCodec(2, norm="signed_max", block_size=self.block_size)
+        return RotatedCodec(codec) if self.rotate else codec

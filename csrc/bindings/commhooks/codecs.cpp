@@ -1,5 +1,6 @@
 #include "bindings/commhooks/register.h"
 #include "codecs/block_codec.h"
+#include "codecs/rotation.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -57,6 +58,10 @@ If a message is not finite, write NaN to values, do not change `kept`, and retur
         return CpuBlockCodec(sign_loops(norm, majority), block_size);
       },
       py::arg("norm"), py::arg("majority"), py::arg("block_size"), "Return a codec for signs.");
+  module.def(
+      "rotate", &rotate, no_gil, py::arg("values"), py::arg("added"), py::arg("part_length"),
+      py::arg("inverse"), R"(
+Set values to the rotation of values + added, part by part; with inverse, rotate back.)");
 }
 
 }  // namespace commhooks
