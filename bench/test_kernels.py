@@ -16,6 +16,7 @@ from commhooks.codecs.fp4 import Fp4Codec
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.levels import LevelCodec
 from commhooks.codecs.natural import NaturalCodec
+from commhooks.codecs.rotated import RotatedCodec
 from commhooks.codecs.sign import SignCodec
 
 NUMEL = 38_000_000  # 152 MB
@@ -27,6 +28,7 @@ CODECS: dict[str, tuple[BlockCodec, str]] = {
     "int8": (LevelCodec(8, block_size=256), "0.5"),
     "int8, stochastic": (LevelCodec(8, stochastic=True, block_size=256), "any"),
     "int4": (LevelCodec(4, block_size=128), "0.5"),
+    "int4, rotated": (RotatedCodec(LevelCodec(4, block_size=128)), "any"),
     "int2": (LevelCodec(2, norm="signed_max", block_size=64), "0.5"),
     "fp8 e4m3": (Fp8Codec("e4m3", block_size=256), "0.5"),
     "fp8 e5m2": (Fp8Codec("e5m2", block_size=256), "0.5"),

@@ -16,11 +16,11 @@ class RotatedCodec(BlockCodec):
     A large number makes the scale of its block large, and all others inexact. The rotation, random
     signs and then a Hadamard matrix, spreads it over the block: Note [Rotation] in
     kernels/codecs/rotation.h. It is the same in every step, and has the same bits on every machine.
-    Messages are as long as those of the codec. An addition to its passes over the memory: two for
-    encoding, one more for the residual, and one for decoding.
+    Messages are as long as those of the codec. Encoding takes one more pass over the memory, and
+    another one for the residual; decoding takes one more.
 
     Croci et al.: QuaRot, NeurIPS 2024, https://arxiv.org/abs/2404.00456; for gradients Jia et al.:
-    SDP4Bit, NeurIPS 2024, https://arxiv.org/abs/2410.15526, section 3.2.
+    SDP4Bit, NeurIPS 2024, https://arxiv.org/abs/2410.15526.
     """
 
     def __init__(self, codec: BlockCodec) -> None:

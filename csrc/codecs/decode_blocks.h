@@ -35,7 +35,7 @@ class TileSum {
     }
   }
 
-  COMMHOOKS_INLINE void add(const uint8_t* packed, const float (&weights)[kTile / kSpan]) {
+  COMMHOOKS_INLINE void add(const uint8_t* packed, const float* weights) {
     if constexpr (kLooksUp) {
       look_up(packed, weights);
     } else if constexpr (kWidens) {
@@ -69,7 +69,7 @@ class TileSum {
   using Words = typename Vectors<Set>::Words;
   using Places = typename Vectors<Set>::Places;
 
-  COMMHOOKS_INLINE void look_up(const uint8_t* packed, const float (&weights)[kTile / kSpan]) {
+  COMMHOOKS_INLINE void look_up(const uint8_t* packed, const float* weights) {
     for (int64_t span = 0; span < kTile / kSpan; ++span) {
       Floats tables[kTables];
       for (int64_t i = 0; i < kTables; ++i) {
@@ -103,7 +103,7 @@ class TileSum {
     }
   }
 
-  COMMHOOKS_INLINE void compute(const uint8_t* packed, const float (&weights)[kTile / kSpan]) {
+  COMMHOOKS_INLINE void compute(const uint8_t* packed, const float* weights) {
     uint32_t codes[kTile];  // as wide as the numbers; otherwise compilers compute in bytes and then
                             // widen
     for (int64_t i = 0; i < kTile * kBits / 8; ++i) {
@@ -129,29 +129,60 @@ class TileSum {
 // How several messages are combined: by their mean, or by a vote on the sign.
 enum class Several { kMean, kMajority };
 
-// The share of one message in a block.
+// The share of one message in a block: its codes, and the weights of its numbers. Codecs with
+// groups have one weight per group, others a single one.
+template <typename Codec>
 struct Share {
+  static constexpr int64_t kMost =
+      Codec::kGroup == 0 ? 1 : kMaxBlockSize / std::max(1, Codec::kGroup);
   const uint8_t* codes;
-  const uint8_t* groups;
-  float weight;
+  float weights[kMost];
+
+  const float* weights_from(int64_t number) const {
+    return Codec::kGroup == 0 ? weights : weights + number / std::max(1, Codec::kGroup);
+  }
 };
+
+// Finds the weights of the first `count` groups of a block; those up to the end of a tile are
+// zeros.
+template <typename Codec>
+COMMHOOKS_INLINE void weigh_groups(
+    const Codec& codec,
+    const uint8_t* __restrict codes,
+    int64_t count,
+    float weight,
+    float* __restrict weights) {
+  for (int64_t i = 0; i < count; ++i) {
+    weights[i] = codec.group_scale(codes[i]) * weight;
+  }
+  constexpr int64_t per_tile = kTile / Codec::kGroup;
+  std::fill(weights + count, weights + (count + per_tile - 1) / per_tile * per_tile, 0.0f);
+}
 
 // Finds the shares of all messages of the block's part. Returns the mean of their scales.
 template <Several several, typename Codec>
 COMMHOOKS_INLINE float find_shares(
-    const DecodeCall& call, const Place& place, std::vector<Share>& shares) {
+    const Codec& codec,
+    const DecodeCall& call,
+    const Place& place,
+    std::vector<Share<Codec>>& shares) {
   const int64_t code_bytes = call.parts.block_size * Codec::kBits / 8;
-  const int64_t block_groups =
-      Codec::kGroup == 0 ? 0 : call.parts.block_size / std::max(1, Codec::kGroup);
   const float share = 1.0f / static_cast<float>(call.message_count);
   const uint8_t* message = call.messages + place.part * call.message_count * call.message_bytes;
   float mean_scale = 0.0f;
-  for (Share& own : shares) {
+  for (Share<Codec>& own : shares) {
     const auto scale = load<float>(message + 4 * place.block);
-    const bool is_vote = several == Several::kMajority;
     own.codes = message + call.codes_offset + place.block * code_bytes;
-    own.groups = message + call.groups_offset + place.block * block_groups;
-    own.weight = is_vote ? (scale == 0.0f ? 0.0f : 1.0f) : scale * share;
+    if constexpr (Codec::kGroup > 0) {
+      const int64_t block_groups = call.parts.block_size / Codec::kGroup;
+      const uint8_t* const groups = message + call.groups_offset + place.block * block_groups;
+      const int64_t count = (place.count + Codec::kGroup - 1) / Codec::kGroup;
+      weigh_groups(codec, groups, count, scale * share, own.weights);
+    } else if constexpr (several == Several::kMajority) {
+      own.weights[0] = scale == 0.0f ? 0.0f : 1.0f;
+    } else {
+      own.weights[0] = scale * share;
+    }
     mean_scale += scale * share;
     prefetch(own.codes + kCodesAhead, code_bytes);
     message += call.message_bytes;
@@ -159,50 +190,28 @@ COMMHOOKS_INLINE float find_shares(
   return mean_scale;
 }
 
-// Adds the share of one message in numbers of a block, from number `at` on. Reads no groups after
-// those of `count` numbers.
-template <typename Set, typename Codec>
-COMMHOOKS_INLINE void add_share(
-    TileSum<Set, Codec>& sum,
-    const Codec& codec,
-    const Share& share,
-    const uint8_t* packed,
-    int64_t at,
-    int64_t count) {
-  constexpr int span = TileSum<Set, Codec>::kSpan;
-  float weights[kTile / span];
-  if constexpr (Codec::kGroup == 0) {
-    weights[0] = share.weight;
-  } else {
-    for (int64_t i = 0; i < kTile / span; ++i) {
-      const codecs::u32 code = i * span < count ? share.groups[at / span + i] : 0;
-      weights[i] = codec.group_scale(code) * share.weight;
-    }
-  }
-  sum.add(packed, weights);
-}
-
 // Decodes a whole tile of a block, from number `at` on.
 template <typename Set, typename Codec>
-COMMHOOKS_INLINE Tile sum_tile(const Codec& codec, const std::vector<Share>& shares, int64_t at) {
+COMMHOOKS_INLINE Tile
+sum_tile(const Codec& codec, const std::vector<Share<Codec>>& shares, int64_t at) {
   TileSum<Set, Codec> sum(codec);
-  for (const Share& share : shares) {
-    add_share(sum, codec, share, share.codes + at * Codec::kBits / 8, at, kTile);
+  for (const Share<Codec>& share : shares) {
+    sum.add(share.codes + at * Codec::kBits / 8, share.weights_from(at));
   }
   return sum.total();
 }
 
 // The same at the end of a block: nothing is read after the codes of `count` numbers.
 template <typename Set, typename Codec>
-COMMHOOKS_INLINE Tile
-sum_part_of_tile(const Codec& codec, const std::vector<Share>& shares, int64_t at, int64_t count) {
+COMMHOOKS_INLINE Tile sum_part_of_tile(
+    const Codec& codec, const std::vector<Share<Codec>>& shares, int64_t at, int64_t count) {
   TileSum<Set, Codec> sum(codec);
-  for (const Share& share : shares) {
+  for (const Share<Codec>& share : shares) {
     uint8_t whole[kTile] = {};
     std::memcpy(
         whole, share.codes + at * Codec::kBits / 8,
         static_cast<size_t>((count * Codec::kBits + 7) / 8));
-    add_share(sum, codec, share, whole, at, count);
+    sum.add(whole, share.weights_from(at));
   }
   return sum.total();
 }
@@ -223,10 +232,10 @@ COMMHOOKS_INLINE void store_tile(
 template <typename Set, typename T, Several several, typename Codec>
 COMMHOOKS_INLINE void decode_blocks(
     const Codec& codec, const DecodeCall& call, int64_t begin, int64_t end) {
-  std::vector<Share> shares(static_cast<size_t>(call.message_count));
+  std::vector<Share<Codec>> shares(static_cast<size_t>(call.message_count));
   for (int64_t index = begin; index < end; ++index) {
     const Place place = place_of(call.parts, index);
-    const float mean_scale = find_shares<several, Codec>(call, place, shares);
+    const float mean_scale = find_shares<several>(codec, call, place, shares);
     for (int64_t i = 0; i < place.count; i += kTile) {
       const int64_t count = std::min(kTile, place.count - i);
       const bool is_whole = count == kTile;

@@ -77,8 +77,8 @@ class Int4(_Integer):
     block_size: BlockSize = 128
     rotate: bool = False
     """Rotate every 128 numbers before they are quantized, by random signs and a Hadamard matrix. A
-    few large numbers then cost the others less. Same bytes, and about two more passes over the
-    memory to encode, and one to decode."""
+    few large numbers then cost the others less. Same bytes; encoding takes up to two more passes
+    over the memory, decoding one."""
 
     def make_codec(self) -> BlockCodec:
         codec = super().make_codec()

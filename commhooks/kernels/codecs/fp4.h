@@ -21,16 +21,26 @@ struct GroupedE2M1 {
   static constexpr int kBits = Format::kBits;
   static constexpr Norm norm = Norm::kLargest;
 
-  // Larger numbers become the largest. They are compared as integers, which compilers vectorize.
+  // Larger numbers become the largest. The numbers are 1/2 apart up to 2, then 1 apart up to 4,
+  // then 2 apart: 2m, m + 2 and m / 2 + 4 are their codes there, and larger elsewhere. 2^23 plus a
+  // number is rounded to an integer, ties to even, and ends with its bits.
   COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
-    const u32 magnitude = magnitude_bits(ratio);
-    const u32 largest = bits_of(Format::kLargest);
-    const u32 clamped = select(magnitude < largest, magnitude, largest);
-    return Format::encode(float_of(clamped | (bits_of(ratio) & 0x80000000u)));
+    constexpr float anchor = 0x1p23f;
+    const float magnitude = float_of(magnitude_bits(ratio));
+    const float low = magnitude * 2.0f + anchor;
+    const float middle = (magnitude + anchor) + 2.0f;
+    const float high = (magnitude * 0.5f + anchor) + 4.0f;
+    const float above = smaller(smaller(middle, high), anchor + 7.0f);
+    return (bits_of(smaller(low, above)) & 7u) | ((bits_of(ratio) >> 28) & 8u);
   }
 
   COMMHOOKS_HD float value(u32 code) const {
     return Format::decode(code);
+  }
+
+ private:
+  static COMMHOOKS_HD float smaller(float one, float other) {
+    return one < other ? one : other;
   }
 };
 
