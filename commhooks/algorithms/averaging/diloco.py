@@ -100,7 +100,8 @@ class DiLoCo(LocalSteps):
     the anchor. With a delay, 0 discards the steps that were taken in the meantime."""
     eager: bool = False
     """Use the own outer gradient at once, and those of the other ranks one period later, which is
-    how long they may take. Anchors then differ between ranks, a little."""
+    how long they may take. Anchors then differ between ranks, a little. The outer optimizer is less
+    stable: use a smaller ``outer_lr`` or ``outer_momentum``, see the hook's page."""
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that averages outer gradients."""
     start_step: Annotated[int, Ge(0)] = 0
