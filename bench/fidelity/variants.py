@@ -31,6 +31,7 @@ _VARIANTS = [
     _diloco("MuLoCo", "Muon", inner="int2"),
     _diloco("SparseLoCo", outer_lr=1.0, outer_momentum=0.0, inner=_SPARSE),
     _diloco("diloco with int4", inner="int4"),
+    _diloco("diloco with int4 and Muon", "Muon", outer_momentum=0.5, inner="int4"),
     # A thirtieth of the bytes. Of the options tried on seed 3 the best, see docs/hooks/diloco.md.
     _diloco("diloco with int4, period 4", period=4, outer_momentum=0.5, inner="int4"),
     TrainedHook(REFERENCE, recipe="Muon", name="plain averaging with Muon"),
