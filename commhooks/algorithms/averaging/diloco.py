@@ -92,7 +92,7 @@ class DiLoCo(LocalSteps):
     outer_momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """μ"""
     fragments: Annotated[int, Ge(1)] = 1
-    """F, parts of the model that are averaged in different steps."""
+    """F, parts of the model that are averaged in different steps; with FSDP2, of whole units."""
     delay: Annotated[int, Ge(0)] = 0
     """τ, steps that an average may take while training goes on."""
     merge: Annotated[float, Ge(0.0), Le(1.0)] = 0.0
@@ -155,7 +155,7 @@ class DiLoCo(LocalSteps):
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raise CommHookError for unequal nodes, and for more fragments than parts of a model."""
+        """Raise CommHookError for unequal nodes, and for more fragments than parameters or units."""
         super().prepare(parameters, group)
         self._turns.divide(parameters, self.units)
 
