@@ -155,7 +155,7 @@ class DiLoCo(LocalSteps):
         )
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raise CommHookError for unequal nodes, and for more fragments than parameters or units."""
+        """Raise CommHookError for unequal nodes or more fragments than parameters or units."""
         super().prepare(parameters, group)
         self._turns.divide(parameters, self.units)
 
