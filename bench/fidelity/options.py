@@ -2,7 +2,8 @@
 
 Train with each set of options that ``--try`` gives as JSON, ``--try '{"warmup_steps": 0}'``, and
 with plain averaging, and add the runs to RESULTS.json as ``python -m bench.fidelity`` does. Then
-print the hook's runs as a table in Markdown, next to those with its present defaults.
+print the hook's runs as a table in Markdown, next to those with its present defaults. ``--recipe``
+names one of the task's optimizers for the hook; plain averaging keeps the usual one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _HEADER = """\
 def main() -> None:
     """Run what is missing, save each run as it ends, and print the table."""
     arguments = _parser().parse_args()
-    default = next(trained for trained in trained_hooks() if trained.hook == arguments.hook)
+    default = _default(arguments.hook)
+    if arguments.recipe:
+        default = dataclasses.replace(default, recipe=arguments.recipe)
     tried = [default, *(_with_options(default, options) for options in arguments.tried)]
     record = Record.load(arguments.results)
     tasks = arguments.task or list(ALL_TASKS)
@@ -47,8 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hook", required=True)
     parser.add_argument("--try", dest="tried", type=json.loads, action="append", default=[])
     parser.add_argument("--task", choices=ALL_TASKS, action="append", help="default: all")
+    parser.add_argument("--recipe", help="default: the usual one of the hook and the task")
     parser.add_argument("--seeds", type=int, default=3)
     return parser
+
+
+def _default(hook: str) -> TrainedHook:
+    found = (trained for trained in trained_hooks() if trained.hook == hook)
+    return next(found, TrainedHook(hook))
 
 
 def _with_options(trained: TrainedHook, options: Mapping[str, Any]) -> TrainedHook:
@@ -58,10 +67,11 @@ def _with_options(trained: TrainedHook, options: Mapping[str, Any]) -> TrainedHo
 def _table(record: Record, tasks: list[str], tried: list[TrainedHook]) -> Iterator[str]:
     for trained in tried:
         options = ", ".join(f"{name}={value}" for name, value in trained.options.items())
+        options = "; ".join(filter(None, [options or "defaults", trained.recipe]))
         for task in tasks:
             row = row_of(record, task, trained)
             if row is not None:
-                yield _line(row, options or "defaults", task)
+                yield _line(row, options, task)
 
 
 def _line(row: Row, options: str, task: str) -> str:

@@ -98,6 +98,24 @@ def test_each_code_and_each_tie(number_format: str, of_middles: list[float]) -> 
     assert found[8:15].tolist() == of_middles
 
 
+@pytest.mark.parametrize("number_format", FORMATS)
+def test_numbers_next_to_a_tie_become_the_nearer_number(number_format: str) -> None:
+    """Codes grow with the magnitude, so with the ties this determines them all."""
+    each = torch.tensor(NUMBERS[number_format])
+    lower, upper = each[:-1], each[1:]
+    middles = (lower + upper) / 2
+    below, above = middles.nextafter(lower), middles.nextafter(upper)
+    magnitudes = torch.cat([below, above, each[-1:]])
+    values = torch.zeros(BLOCK)
+    values[:15], values[16:31] = magnitudes, -magnitudes
+    # So that the scale of the block is 1 in nvfp4 and e3m0, and those of groups are.
+    values[-1] = 16.0 if number_format == "e3m0" else 6 * 448.0
+    found = encode_and_decode(values, number_format)
+    expected = torch.cat([lower, upper, each[-1:]])
+    assert torch.equal(found[:15], expected)
+    assert torch.equal(found[16:31], -expected)
+
+
 def test_mxfp4_has_powers_of_two_as_scales_and_clamps() -> None:
     values = torch.zeros(BLOCK)
     values[0], values[1], values[2] = 7.9, -6.5, 1.3
