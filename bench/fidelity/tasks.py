@@ -219,7 +219,7 @@ class ManySteps(Bytes):
 
     summary = "a GPT of 120,000 parameters, 8,000 steps of AdamW"
     steps = 8000
-    usual = "AdamW, rate 0.004"
+    usual = "AdamW, rate 0.008"
     recipes: ClassVar = {
         f"AdamW, rate {lr}": _adamw(lr) for lr in (0.001, 0.002, 0.004, 0.008, 0.016)
     }

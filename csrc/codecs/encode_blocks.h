@@ -14,24 +14,17 @@
 
 namespace commhooks {
 
-// The number of elements that are encoded at a time. Inputs and results should stay in the
-// first-level cache, which is too small with errors; only scales from sums have chains of
-// operations that are long enough for many blocks to pay off nevertheless.
-constexpr int64_t group_numbers(codecs::Norm norm, bool has_error) {
-  const bool is_sum = norm != codecs::Norm::kLargest && norm != codecs::Norm::kSigned;
-  return has_error && !is_sum ? kMaxBlockSize / 4 : kMaxBlockSize;
-}
-
-// The distance at which the next blocks are prefetched while codes are written, in elements.
-constexpr int64_t kAhead = 4096;
+// The least number of elements that are encoded at a time. Values, errors and codes of this group,
+// and what is prefetched of the next, should fit in a first-level cache of 32 KiB.
+constexpr int64_t kGroupNumbers = 1024;
 
 // Scratch memory for a group of blocks.
 struct Group {
-  Group(int64_t block_size, int64_t numbers)
+  explicit Group(int64_t block_size)
       : spacing(
             static_cast<int64_t>(
                 std::bit_ceil(static_cast<uint64_t>(std::max(block_size, kTile))))),
-        most(std::clamp<int64_t>(numbers / spacing, 1, kMostBlocks)) {}
+        most(std::clamp<int64_t>(kGroupNumbers / spacing, 1, kMostBlocks)) {}
 
   const int64_t spacing;  // of blocks in y
   const int64_t most;     // number of blocks at most
@@ -224,9 +217,10 @@ COMMHOOKS_INLINE void write_block(
   T* __restrict const values = static_cast<T*>(call.values) + first;
   const T* __restrict const error =
       call.error == nullptr ? nullptr : static_cast<const T*>(call.error) + first;
-  prefetch(values + kAhead, count);
+  const int64_t ahead = group.most * group.spacing;
+  prefetch(values + ahead, count);
   if (error != nullptr) {
-    prefetch(error + kAhead, count);
+    prefetch(error + ahead, count);
   }
   const bool has_scale = codecs::has_scale(group.largest[i]);
   const float scale = has_scale ? group.scales[i] : codecs::scale_without(group.largest[i]);
@@ -282,7 +276,7 @@ COMMHOOKS_INLINE void write_block(
 template <typename Set, typename T, typename Codec>
 COMMHOOKS_INLINE void encode_blocks(
     const Codec& codec, const EncodeCall& call, int64_t begin, int64_t end) {
-  Group group(call.parts.block_size, group_numbers(codec.norm, call.error != nullptr));
+  Group group(call.parts.block_size);
   for (; begin < end; begin += group.blocks) {
     group.blocks = std::min(group.most, end - begin);
     load_group<T>(call, begin, group);

@@ -23,13 +23,13 @@ struct GroupedE2M1 {
 
   // Larger numbers become the largest. The numbers are 1/2 apart up to 2, then 1 apart up to 4,
   // then 2 apart: 2m, m + 2 and m / 2 + 4 are their codes there, and larger elsewhere. 2^23 plus a
-  // number is rounded to an integer, ties to even, and ends with its bits.
+  // number is rounded to an integer, ties to even, and ends with its bits. 2 and 4 are even.
   COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
     constexpr float anchor = 0x1p23f;
     const float magnitude = float_of(magnitude_bits(ratio));
     const float low = magnitude * 2.0f + anchor;
-    const float middle = (magnitude + anchor) + 2.0f;
-    const float high = (magnitude * 0.5f + anchor) + 4.0f;
+    const float middle = magnitude + (anchor + 2.0f);
+    const float high = magnitude * 0.5f + (anchor + 4.0f);
     const float above = smaller(smaller(middle, high), anchor + 7.0f);
     return (bits_of(smaller(low, above)) & 7u) | ((bits_of(ratio) >> 28) & 8u);
   }
