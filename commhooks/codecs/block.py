@@ -61,7 +61,8 @@ class BlockCodec:
         """Write the messages of the parts of ``values + error``, in one pass over the memory.
 
         With ``keep_residual``, ``values`` become ``values + error`` minus the decoded messages.
-        Random numbers depend only on ``seed`` (64 bits) and on the position.
+        Without it, codecs may use their memory for other numbers. Random numbers depend only on
+        ``seed`` (64 bits) and on the position.
         """
         self._backend(values).encode(values, messages, part_length, error, seed, keep_residual)
 

@@ -42,9 +42,8 @@ class RotatedCodec(BlockCodec):
         seed: int = 0,
         keep_residual: bool = False,
     ) -> None:
-        rotated = values if keep_residual else values.clone()
-        _rotate(rotated, part_length, added=error)
-        self._codec.encode(rotated, messages, part_length, seed=seed, keep_residual=keep_residual)
+        _rotate(values, part_length, added=error)
+        self._codec.encode(values, messages, part_length, seed=seed, keep_residual=keep_residual)
         if keep_residual:
             _rotate(values, part_length, inverse=True)
 

@@ -96,15 +96,15 @@ def test_large_numbers_cost_the_others_less(bits: int) -> None:
     assert errors[1] < 0.8 * errors[0]
 
 
-def test_values_change_only_if_the_residual_is_kept() -> None:
-    numbers = torch.randn(1000)
-    values, error = numbers.clone(), torch.randn(1000)
+def test_the_message_is_the_same_if_the_residual_is_not_kept() -> None:
+    numbers, error = torch.randn(1000), torch.randn(1000)
     codec = RotatedCodec(LevelCodec(4, block_size=64))
-    messages = torch.empty(1, codec.encoded_bytes(1000), dtype=torch.uint8)
-    codec.encode(values, messages, 1000, error=error)
-    assert torch.equal(values, numbers)
+    messages = torch.empty(2, codec.encoded_bytes(1000), dtype=torch.uint8)
+    for message, keep_residual in zip(messages.split(1), (False, True), strict=True):
+        codec.encode(numbers.clone(), message, 1000, error=error, keep_residual=keep_residual)
+    assert torch.equal(*messages)
     decoded = torch.empty(1000)
-    codec.average(messages, decoded, 1000)
+    codec.average(messages[:1], decoded, 1000)
     assert (decoded - numbers - error).norm() < 0.2 * (numbers + error).norm()
 
 
