@@ -10,8 +10,14 @@ from torch import Tensor
 import commhooks
 from commhooks.integrations import fsdp
 
-WORST = {"int8": 0.02, "int4": 0.3, "fp8": 0.06, "bf16": 0.005}
-"""The largest relative error of the gradients of the first step."""
+NUMBERS: list[tuple[str, dict[str, Any], float]] = [
+    ("int8", {}, 0.02),
+    ("int4", {}, 0.3),
+    ("int4", {"rotate": True}, 0.3),
+    ("fp8", {}, 0.06),
+    ("bf16", {}, 0.005),
+]
+"""A hook, its options, and the largest relative error of the gradients of the first step."""
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -23,10 +29,10 @@ def near_native(rank: int, size: int, features: list[str]) -> None:
     mesh = mesh_of(1, size)
     for name in features:
         feature = FEATURES[name]
-        for numbers, worst in WORST.items():
+        for numbers, options, worst in NUMBERS:
             expected = train(build(mesh["shard"], feature), rank, 1, feature)
             net = build(mesh["shard"], feature)
-            quantized = fsdp.quantize_reduce_scatter(net, numbers)
+            quantized = fsdp.quantize_reduce_scatter(net, numbers, **options)
             found = train(net, rank, 1, feature)
             gradients = len(expected) - len(list(net.parameters()))
             rounding = error(found[:gradients], expected[:gradients])
