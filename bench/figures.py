@@ -164,9 +164,9 @@ def kernels(benchmarks: Sequence[dict[str, Any]]) -> Draw:
         axes.text(1, 1.02, "a plain copy", transform=axes.get_xaxis_transform(), ha="center")
         axes.set_yticks(range(len(shares)), list(shares))
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.25)
+        axes.set_xlim(0, 1.4)
         axes.set_xlabel("bandwidth, as a share of that of a plain copy")
         axes.grid(visible=True, axis="x")
         axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=2)
 
-    return plot(4.4, 1, 1, fill)
+    return plot(5.2, 1, 1, fill)
