@@ -22,7 +22,7 @@ from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import TrainedHook, trained_hooks
 from commhooks.testing import close_ranks
 
-_TASKS = [*TASKS, "clusters"]
+_TASKS = [*TASKS, "clusters"]  # those with the optimizers of all hooks
 _FIRST_SEED = 3  # the published figures, which are not used to choose options, have 0 to 2
 _HEADER = """\
 | hook | options | task | validation loss to plain | by seed | bytes to plain |
@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("results", type=Path, metavar="RESULTS.json")
     parser.add_argument("--hook", required=True)
     parser.add_argument("--try", dest="tried", type=json.loads, action="append", default=[])
-    parser.add_argument("--task", choices=ALL_TASKS, action="append", help=f"default: {_TASKS}")
+    parser.add_argument(
+        "--task", choices=ALL_TASKS, action="append", help="default: " + ", ".join(_TASKS)
+    )
     parser.add_argument("--recipe", help="default: the usual one of the hook and the task")
     parser.add_argument("--seeds", type=int, default=3)
     return parser

@@ -214,27 +214,28 @@ class LargerGPT(Bytes):
     _VALIDATION_BATCHES = 32
 
 
-_RATES = (0.001, 0.002, 0.004, 0.008, 0.016)
+class _ManySteps:
+    """More, smaller steps: 266 periods of diloco. The rate of the optimizer can be chosen."""
+
+    steps = 8000
+    recipes: ClassVar = {
+        f"AdamW, rate {lr}": _adamw(lr) for lr in (0.001, 0.002, 0.004, 0.008, 0.016)
+    }
+    _BATCH = 2
 
 
-class BytesInManySteps(Bytes):
-    """The GPT of ``bytes`` in more, smaller steps: 266 periods of diloco instead of 11."""
+class BytesInManySteps(_ManySteps, Bytes):
+    """The GPT of ``bytes``."""
 
     summary = "a GPT of 120,000 parameters, 8,000 steps of AdamW"
-    steps = 8000
     usual = "AdamW, rate 0.008"
-    recipes: ClassVar = {f"AdamW, rate {lr}": _adamw(lr) for lr in _RATES}
-    _BATCH = 2
 
 
-class LargerGPTInManySteps(LargerGPT):
-    """The GPT of ``gpt`` in more, smaller steps: 266 periods of diloco instead of 33."""
+class LargerGPTInManySteps(_ManySteps, LargerGPT):
+    """The GPT of ``gpt``."""
 
     summary = "a GPT of 1.03 million parameters, 8,000 steps of AdamW"
-    steps = 8000
     usual = "AdamW, rate 0.004"
-    recipes: ClassVar = {f"AdamW, rate {lr}": _adamw(lr) for lr in _RATES}
-    _BATCH = 2
 
 
 @functools.cache
@@ -305,7 +306,7 @@ TASKS: Mapping[str, type[Task]] = {"digits": Digits, "bytes": Bytes, "gpt": Larg
 ALL_TASKS: Mapping[str, type[Task]] = {
     **TASKS,
     "clusters": Clusters,
-    "bytes in many steps": BytesInManySteps,
-    "gpt in many steps": LargerGPTInManySteps,
+    "bytes-8000": BytesInManySteps,
+    "gpt-8000": LargerGPTInManySteps,
 }
 """These, and those on which options are tried."""

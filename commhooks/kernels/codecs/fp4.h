@@ -23,7 +23,8 @@ struct GroupedE2M1 {
 
   // Larger numbers become the largest. The numbers are 1/2 apart up to 2, then 1 apart up to 4,
   // then 2 apart: 2m, m + 2 and m / 2 + 4 are their codes there, and larger elsewhere. 2^23 plus a
-  // number is rounded to an integer, ties to even, and ends with its bits. 2 and 4 are even.
+  // number is rounded to an integer, ties to even, and ends with its bits; 2 and 4
+  // are even, so adding them before does not change how a tie is rounded.
   COMMHOOKS_HD u32 code(float ratio, Random /*random*/, u32 /*index*/) const {
     constexpr float anchor = 0x1p23f;
     const float magnitude = float_of(magnitude_bits(ratio));
