@@ -10,21 +10,23 @@ it to :func:`peer_error` what users get. What it returns is always a RuntimeErro
 
 The error names the lost ranks. A rank that gets here
 
-    1. notes in the store that it is alive;
+    1. leaves a note in the store, which shows that it is alive, with its suspects: the ranks whose
+       connections were closed, or all others if that is unknown;
     2. closes its connections of the group, on Gloo. What its peers have pending on the group then
        fails at once instead of after the time-out, so all of them get here;
-    3. waits a moment for notes of the ranks whose connections were closed before, or of all others
-       if that is unknown. A rank without a note is lost.
+    3. waits a moment for notes of its suspects. A suspect without a note is lost. One with a note
+       closed its connections because of its own suspects, which join those of this rank.
 
 The group cannot be used any more, but with a rank missing it could not be used anyway.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -113,48 +115,58 @@ def _timeout(group: dist.ProcessGroup) -> str:
 def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks that do not answer, as far as that can be found out; see the note."""
     store = PrefixStore("commhooks/lost peers", group.get_group_store())
+    receives = _receives(_gloo(group))
+    suspects = [r for r in range(group.size()) if r != group.rank() and r not in receives]
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
-    _limited(lambda: store.set(f"rank {group.rank()}", "alive"))
-    suspects = _others_closed(group)
+    _limited(lambda: store.set(f"rank {group.rank()}", json.dumps(suspects)))
+    _close(receives)
     return _limited(lambda: _without_note(store, suspects)) or []
 
 
-def _without_note(store: Store, ranks: list[int]) -> list[int]:
+def _without_note(store: Store, suspects: Iterable[int]) -> list[int]:
     deadline = time.monotonic() + _GRACE_SECONDS
+    missing, alive = set(suspects), set[int]()
     while True:
-        ranks = [rank for rank in ranks if not store.check([f"rank {rank}"])]
-        if not ranks or time.monotonic() > deadline:
-            return ranks
+        for rank in sorted(missing):
+            if store.check([f"rank {rank}"]):
+                alive.add(rank)
+                missing.update(json.loads(store.get(f"rank {rank}")))
+        missing -= alive
+        if not missing or time.monotonic() > deadline:
+            return sorted(missing)
         time.sleep(0.01)
 
 
-def _others_closed(group: dist.ProcessGroup) -> list[int]:
-    """Close the connections of Gloo; return the ranks whose connections were closed before."""
-    backend: Any = None
-    with suppress(RuntimeError):
-        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
-    if isinstance(backend, ProcessGroupGloo):
-        return close_connections(backend)
-    return [rank for rank in range(group.size()) if rank != group.rank()]
-
-
-def close_connections(backend: Any) -> list[int]:
-    """Close all connections of a ``ProcessGroupGloo``. Return the ranks that were closed before.
+def close_connections(backend: Any) -> None:
+    """Close all connections of a ``ProcessGroupGloo``.
 
     What is pending on it fails, here and on the peers, except for messages that are on their way.
     """
-    closed, pending = [], []
-    for rank in range(backend.size()):
-        if rank == backend.rank():
-            continue
-        try:
-            pending.append(backend.recv([torch.empty(1)], rank, _TAG))
-        except RuntimeError:
-            closed.append(rank)
-    for work in pending:
+    _close(_receives(backend))
+
+
+def _gloo(group: dist.ProcessGroup) -> Any:
+    with suppress(RuntimeError):
+        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001
+        if isinstance(backend, ProcessGroupGloo):
+            return backend
+    return None
+
+
+def _receives(gloo: Any) -> dict[int, dist.Work]:
+    """Return a pending receive from each rank whose connection is open; without Gloo, none."""
+    receives = {}
+    for rank in range(gloo.size() if gloo else 0):
+        if rank != gloo.rank():
+            with suppress(RuntimeError):
+                receives[rank] = gloo.recv([torch.empty(1)], rank, _TAG)
+    return receives
+
+
+def _close(receives: dict[int, dist.Work]) -> None:
+    for work in receives.values():
         with suppress(RuntimeError):
             work.wait(_AT_ONCE)  # a wait that times out closes all connections
-    return closed
 
 
 def _limited(call: Callable[[], T]) -> T | None:

@@ -108,7 +108,7 @@ def _run(
     start = time.monotonic()
     raised = Raised("", "", 0.0)
     try:
-        fn(lambda: _die(how) if rank == size - 1 else _set_timeout(timeout), *args)
+        fn(lambda: _die(how) if rank == size - 1 else set_timeout(timeout), *args)
     except RuntimeError as error:
         raised = Raised(type(error).__name__, str(error), time.monotonic() - start)
     except KeyboardInterrupt:  # of the dying rank: most programs end with their exception
@@ -128,7 +128,8 @@ def _die(how: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
 
 
-def _set_timeout(seconds: float) -> None:
+def set_timeout(seconds: float) -> None:
+    """Set the time-out of the process group on this rank."""
     newest = getattr(dist, "set_timeout", None)  # from torch 2.15 on
     change = newest or dist.distributed_c10d._set_pg_timeout
     change(timedelta(seconds=seconds), dist.group.WORLD)
