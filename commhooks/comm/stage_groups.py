@@ -80,6 +80,7 @@ class StageGroups:
         self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
         self._options = self._make_options()
         self._group_store: Store = group.get_group_store()
+        self._own_store: PrefixStore | None = None
         self._token = token
         self._purpose = purpose
         self._rank = group.rank()
@@ -89,15 +90,19 @@ class StageGroups:
         self._watches: list[PeerWatch] = []
         self._closed = threading.Event()
 
-    @functools.cached_property
+    @property
     def _store(self) -> PrefixStore:
-        store = self._group_store
-        if self._purpose != "steps":
-            # A client that waits for a key, as Gloo does to connect, locks out other threads, and
-            # these could connect what peers wait for on their thread. It is a connection to the
-            # store's host, so only a thread beside that of the steps has its own.
-            store = store.clone()  # type: ignore[attr-defined]
-        return PrefixStore(f"commhooks/{self._token:x}/{self._purpose}", store)
+        # Not a cached_property: until Python 3.12, one lock serves those of all instances, and a
+        # thread whose clone() cannot reach the store would lock out the others for minutes.
+        if self._own_store is None:
+            store = self._group_store
+            if self._purpose != "steps":
+                # A client that waits for a key, as Gloo does to connect, locks out other threads,
+                # and these could connect what peers wait for on their thread. It is a connection to
+                # the store's host, so only a thread beside that of the steps has its own.
+                store = store.clone()  # type: ignore[attr-defined]
+            self._own_store = PrefixStore(f"commhooks/{self._token:x}/{self._purpose}", store)
+        return self._own_store
 
     def open(self, stage: int, ranks: tuple[int, ...] = ()) -> dist.ProcessGroup:
         """Return the group of this stage among ``ranks``, by default all ranks.

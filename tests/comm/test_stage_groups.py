@@ -4,9 +4,11 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from commhooks.comm.stage_groups import StageGroups
+from commhooks.errors import CommHookPeerError
 
 
 class _InTurn(StageGroups):
@@ -47,6 +49,41 @@ def connect_both(rank: int, size: int) -> list[int]:
 def test_a_thread_that_connects_does_not_lock_out_the_other_one(run_ranks: Any) -> None:
     """Each rank first connects what the other one connects last."""
     assert run_ranks(connect_both, 2) == [[2, 2]] * 2
+
+
+class _Unreachable:
+    """A store whose host has gone: a new connection to it is tried for minutes."""
+
+    def __init__(self) -> None:
+        self.is_tried, self.has_failed = threading.Event(), threading.Event()
+
+    def clone(self) -> None:
+        self.is_tried.set()
+        self.has_failed.wait()
+        raise dist.DistNetworkError("The client socket has timed out")
+
+
+def connect_beside_another_hook(rank: int, size: int) -> int:
+    group, store = dist.distributed_c10d._get_default_group(), _Unreachable()
+    abandoned = StageGroups(group, 79, purpose="exchanges")
+    abandoned._group_store = store  # type: ignore[assignment]
+
+    def connect_in_vain() -> None:
+        with pytest.raises(CommHookPeerError):
+            abandoned.open(0)
+
+    thread = threading.Thread(target=connect_in_vain)
+    thread.start()
+    store.is_tried.wait()
+    connected = StageGroups(group, 80).open(0).size()
+    store.has_failed.set()
+    thread.join()
+    dist.barrier()
+    return connected
+
+
+def test_a_hook_whose_store_has_gone_does_not_lock_out_the_others(run_ranks: Any) -> None:
+    assert run_ranks(connect_beside_another_hook, 2) == [2, 2]
 
 
 def open_two_stages(rank: int, size: int) -> list[list[int]]:
