@@ -21,8 +21,9 @@ hypothesis.settings.load_profile("default")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make torch use one thread, and fork ranks."""
-    # Each connection to a store asks a name server who ::ffff:127.0.0.1 is. Do not wait long.
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    # Each connection to a store asks a name server who ::ffff:127.0.0.1 is. Some servers stop
+    # answering after a few hundred questions. /etc/hosts is enough here.
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # the parent of xdist's workers
     import torch
