@@ -12,8 +12,8 @@ The error names the lost ranks. A rank that gets here
 
     1. leaves a note in the store, which shows that it is alive, with its suspects: the ranks whose
        connections were closed, or all others if that is unknown;
-    2. closes its connections of the group, on Gloo. What its peers have pending on the group then
-       fails at once instead of after the time-out, so all of them get here;
+    2. closes its connections of the group, on Gloo. What its peers have pending with it then fails
+       at once instead of after the time-out, so one after the other gets here;
     3. waits a moment for notes of its suspects. A suspect without a note is lost. One with a note
        closed its connections because of its own suspects, which join those of this rank.
 
