@@ -173,7 +173,7 @@ def test_nobody_watches_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) ->
         looks.append(keys)
         raise dist.DistNetworkError("the store has left")
 
-    monkeypatch.setattr(groups, "_store", SimpleNamespace(check=lose))
+    monkeypatch.setattr(groups, "_own_store", SimpleNamespace(check=lose))
     groups.join(30)
     assert groups._watcher is not None
     assert not groups._watcher.is_alive()
