@@ -11,7 +11,8 @@ it to :func:`peer_error` what users get. What it returns is always a RuntimeErro
 The error names the lost ranks. A rank that gets here
 
     1. leaves a note in the store, which shows that it is alive, with its suspects: the ranks whose
-       connections were closed, or all others if that is unknown;
+       connections were closed, or all others if that is unknown. Its first note stays: later, all
+       connections are closed;
     2. closes its connections of the group, on Gloo. What its peers have pending with it then fails
        at once instead of after the time-out, so one after the other gets here;
     3. waits a moment for notes of its suspects. A suspect without a note is lost. One with a note
@@ -26,7 +27,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -118,12 +119,18 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     receives = _receives(_gloo(group))
     suspects = [r for r in range(group.size()) if r != group.rank() and r not in receives]
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
-    _limited(lambda: store.set(f"rank {group.rank()}", json.dumps(suspects)))
+    note = _limited(lambda: _leave_note(store, group.rank(), suspects))
     _close(receives)
-    return _limited(lambda: _without_note(store, suspects)) or []
+    return _limited(lambda: _without_note(store, suspects if note is None else note)) or []
 
 
-def _without_note(store: Store, suspects: Iterable[int]) -> list[int]:
+def _leave_note(store: Store, rank: int, suspects: list[int]) -> list[int]:
+    """Return the suspects in the first note of this rank; it has closed its connections since."""
+    found: list[int] = json.loads(store.compare_set(f"rank {rank}", "", json.dumps(suspects)))
+    return found
+
+
+def _without_note(store: Store, suspects: list[int]) -> list[int]:
     deadline = time.monotonic() + _GRACE_SECONDS
     missing, alive = set(suspects), set[int]()
     while True:

@@ -26,7 +26,7 @@ from commhooks.comm.stage_groups import StageGroups
 from commhooks.runtime import threaded_runner
 from reducer import init_sync
 from reducer.join import StepPlan
-from reducer.peers import is_peer_loss
+from reducer.peers import collective, is_peer_loss
 
 Die = Callable[[], None]
 
@@ -333,6 +333,25 @@ def test_a_rank_that_only_the_peers_lost() -> None:
     assert "Connection closed by peer" in closed.text
     for raised in (late, closed, later):
         assert "rank 3 failed, left or did not answer" in raised.text
+
+
+def receive_twice(die: Die) -> None:
+    die()
+    if dist.get_rank() == 0:
+        for attempt in ("first", "second"):
+            with pytest.raises(commhooks.CommHookPeerError, match="rank 2 failed"):
+                receive_from_the_last(attempt)
+
+
+def receive_from_the_last(attempt: str) -> None:
+    with collective(dist.group.WORLD, f"the {attempt} message"):  # type: ignore[arg-type]
+        dist.recv(torch.empty(1), src=dist.get_world_size() - 1)
+
+
+def test_a_rank_that_loses_a_peer_twice(ranks: DyingRanks) -> None:
+    """It closed the connections itself, and does not suspect a rank that does other work."""
+    for raised in ranks.run(receive_twice):
+        assert not raised.text
 
 
 @contextmanager
