@@ -25,7 +25,7 @@ import atexit
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -58,6 +58,12 @@ class StageGroups:
     they connect. Otherwise, one rank could leave because it has seen a failure elsewhere, while
     another one, which came last, sees all ranks and connects.
 
+    Note [One client per thread]: a client of the store that waits for a key, as Gloo does to
+    connect, locks out all other threads that use it. Two models under one backward, and exchanges,
+    connect on threads of their own. With a common client, one rank could wait in the groups of one
+    model and keep those of the other one waiting, for which its peer waits. So each
+    ``StageGroups`` has a client, which is one more connection to the store's host.
+
     Args:
         group: The model's process group.
         token: A number that is the same on all ranks and that no other ``StageGroups`` uses.
@@ -81,8 +87,7 @@ class StageGroups:
         self._options = self._make_options()
         self._group_store: Store = group.get_group_store()
         self._own_store: PrefixStore | None = None
-        self._token = token
-        self._purpose = purpose
+        self._prefix = f"commhooks/{token:x}/{purpose}"
         self._rank = group.rank()
         self._size = group.size()
         self._epoch = 0
@@ -92,17 +97,22 @@ class StageGroups:
 
     @property
     def _store(self) -> PrefixStore:
+        """A client of these groups alone: Note [One client per thread]."""
         # Not a cached_property: until Python 3.12, one lock serves those of all instances, and a
         # thread whose clone() cannot reach the store would lock out the others for minutes.
         if self._own_store is None:
-            store = self._group_store
-            if self._purpose != "steps":
-                # A client that waits for a key, as Gloo does to connect, locks out other threads,
-                # and these could connect what peers wait for on their thread. It is a connection to
-                # the store's host, so only a thread beside that of the steps has its own.
-                store = store.clone()  # type: ignore[attr-defined]
-            self._own_store = PrefixStore(f"commhooks/{self._token:x}/{self._purpose}", store)
+            self._own_store = PrefixStore(self._prefix, _clone(self._group_store))
         return self._own_store
+
+    def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
+        """Open the first stages of these ranks, as many as given. Errors as for :meth:`open`."""
+        try:
+            for ranks, count in stages.items():
+                for stage in range(count):
+                    self.open(stage, ranks)
+        except BaseException as error:
+            self.publish(str(error))  # or peers would wait for the whole timeout
+            raise
 
     def open(self, stage: int, ranks: tuple[int, ...] = ()) -> dist.ProcessGroup:
         """Return the group of this stage among ``ranks``, by default all ranks.
@@ -190,7 +200,11 @@ class StageGroups:
             if not is_peer_loss(error):
                 raise
             broken = str(error)  # the error itself refers to frames, which may keep groups
-        raise CommHookPeerError(f"the ranks of collective {stage} of a hook cannot meet: {broken}")
+        raise CommHookPeerError(
+            f"[rank {self._rank}] the ranks of collective {stage} of a hook cannot meet: {broken}. "
+            "A rank has ended, and its output tells why; or ranks cannot reach each other, and "
+            "GLOO_SOCKET_IFNAME has to name the network interface that they share"
+        )
 
     def _watch(self, on_loss: Callable[[int], None], store: Store, ranks: tuple[int, ...]) -> None:
         """Connect to the neighbors among ``ranks``: Note [Messages that never end]."""
@@ -227,6 +241,16 @@ class StageGroups:
 
     def _key(self, name: str) -> str:
         return f"{self._epoch}/{name}"
+
+
+def _clone(store: Store) -> Store:
+    """Return another client of the store. A store that is written in Python may have no other."""
+    try:
+        return cast("Store", store.clone())  # type: ignore[attr-defined]
+    except dist.DistError:
+        raise
+    except RuntimeError:
+        return store
 
 
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:

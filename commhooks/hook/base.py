@@ -190,6 +190,19 @@ class CommHook:
         """
         return None
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
+        """Return how many collectives a bucket awaits at most, by the ranks that take part.
+
+        ``()`` stands for all ranks, which also end a step together. Registration connects as many
+        stage groups; others connect in backward, when they are first awaited. By default the most
+        of the nested hooks, or one collective of all ranks. Called after :meth:`prepare`.
+        """
+        found: dict[tuple[int, ...], int] = {}
+        for hook in self.nested().values():
+            for ranks, count in hook.collectives(rank, size).items():
+                found[ranks] = max(count, found.get(ranks, 0))
+        return found or {(): 1}
+
     @property
     def changes_parameters(self) -> bool:
         """Whether ``reduce`` of this hook or of a nested one also changes the parameters."""

@@ -193,6 +193,8 @@ class HookExecution:
         """
         if reason:
             failure = CommHookPeerError(f"[rank {self.comm.rank}] another rank failed: {reason}")
+        elif isinstance(error, CommHookPeerError):  # of connecting, and complete
+            failure = CommHookPeerError(self._locate(str(error)))
         else:
             failure = CommHookPeerError(
                 self._locate(describe_loss(self.comm.group, self.operation, error))

@@ -1,5 +1,6 @@
 """What runs a hook for a wrapped model, and which runner a backend needs."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -34,6 +35,13 @@ class Runner(Protocol):
         what the hook raised if that is no Exception, such as SystemExit.
         """
 
+    def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
+        """Connect what :meth:`CommHook.collectives` returned. Blocks until all ranks do so.
+
+        Raises CommHookPeerError if a rank does not come within the timeout. Called before the
+        first step.
+        """
+
     def end_step(self, index: int, step: int) -> Future[Tensor]:
         """End a step after ``index`` buckets, none of which was the last.
 
@@ -60,9 +68,15 @@ def make_runner(
 ) -> Runner:
     """Return a runner for ``hook``, as the backend of ``group`` for ``device`` needs it.
 
-    ``token`` is a number that is the same on all ranks and that no other runner uses.
+    ``token`` is a number that is the same on all ranks and that no other runner uses. Collective:
+    connects the stage groups that the hook is known to need.
     """
     backend = group._get_backend(device).name()  # noqa: SLF001
-    if backend == "gloo" and group.size() > 1:
-        return ThreadedRunner(hook, group, device, token)
-    return StreamRunner(hook, group, device, token)
+    is_threaded = backend == "gloo" and group.size() > 1
+    runner = (ThreadedRunner if is_threaded else StreamRunner)(hook, group, device, token)
+    try:
+        runner.connect(hook.collectives(group.rank(), group.size()))
+    except BaseException:
+        runner.close()
+        raise
+    return runner

@@ -34,13 +34,13 @@ class RunnerThread:
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
+        _threads.add(self)
 
     def call(self, function: Callable[[], None]) -> None:
         """Let the thread call ``function``, after what it was given before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
             self._thread.start()
-            _threads.add(self)
         self._calls.append(function)
         self.queue.put(_CALL)
 
@@ -53,6 +53,8 @@ class RunnerThread:
         self._is_stopped = True
         self.groups.close()
         self.queue.put(_CALL)
+        if self._thread is None:
+            self.groups.abandon()
 
     def join(self, timeout: float) -> None:
         if self._thread is not None:

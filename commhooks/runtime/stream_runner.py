@@ -1,6 +1,7 @@
 """Runs a hook to its end on the thread of backward; the backend keeps collectives in order."""
 
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -76,6 +77,11 @@ class StreamRunner:
         if bucket.is_last():
             self._run_exchanges()
         return future
+
+    def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
+        """Connect the process groups of these ranks; one stage suffices."""
+        if self._groups is not None:
+            self._groups.connect(dict.fromkeys(stages, 1))
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
         """Begin the exchanges of the step. A backend that keeps the order has no vote."""

@@ -4,7 +4,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,10 @@ class ThreadedRunner:
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
         return self._launch(HookExecution(self._hook, bucket, self._group))
+
+    def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
+        """Connect these stage groups, before the thread starts."""
+        self._thread.groups.connect(stages)
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:
         """Vote after ``index`` buckets, none of which was the last. Errors as for a bucket."""

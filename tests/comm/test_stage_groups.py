@@ -1,7 +1,8 @@
-"""Stage groups connect on two threads of each rank: those of steps, and of exchanges."""
+"""Stage groups connect on several threads of each rank: those of models, and of exchanges."""
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def connect_both(rank: int, size: int) -> list[int]:
     found: list[int] = []
 
     def connect(number: int) -> None:
-        groups = _InTurn(group, 77, purpose=f"{number}")
+        groups = _InTurn(group, 77 + number)
         groups.begins, groups.is_first = begins, number == rank
         kept.append(groups)
         found.append(groups.open(0).size())
@@ -65,7 +66,7 @@ class _Unreachable:
 
 def connect_beside_another_hook(rank: int, size: int) -> int:
     group, store = dist.distributed_c10d._get_default_group(), _Unreachable()
-    abandoned = StageGroups(group, 79, purpose="exchanges")
+    abandoned = StageGroups(group, 79)
     abandoned._group_store = store  # type: ignore[assignment]
 
     def connect_in_vain() -> None:
@@ -75,7 +76,8 @@ def connect_beside_another_hook(rank: int, size: int) -> int:
     thread = threading.Thread(target=connect_in_vain)
     thread.start()
     store.is_tried.wait()
-    connected = StageGroups(group, 80).open(0).size()
+    groups = StageGroups(group, 80)  # kept until the peer has connected, too
+    connected = groups.open(0).size()
     store.has_failed.set()
     thread.join()
     dist.barrier()
@@ -84,6 +86,42 @@ def connect_beside_another_hook(rank: int, size: int) -> int:
 
 def test_a_hook_whose_store_has_gone_does_not_lock_out_the_others(run_ranks: Any) -> None:
     assert run_ranks(connect_beside_another_hook, 2) == [2, 2]
+
+
+class _WithoutClones(dist.Store):
+    """A store written in Python, as those of launchers may be."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, timeout or timedelta(seconds=30))
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+
+def connect_through_a_store_in_python(rank: int, size: int) -> int:
+    group = dist.distributed_c10d._get_default_group()
+    groups = StageGroups(group, 81)
+    groups._group_store = _WithoutClones(group.get_group_store().clone())
+    connected = groups.open(0).size()
+    dist.barrier()
+    return connected
+
+
+def test_a_store_that_cannot_be_cloned_is_shared(run_ranks: Any) -> None:
+    assert run_ranks(connect_through_a_store_in_python, 2) == [2, 2]
 
 
 def open_two_stages(rank: int, size: int) -> list[list[int]]:

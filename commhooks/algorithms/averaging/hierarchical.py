@@ -141,6 +141,19 @@ class Hierarchical(CommHook):
             }
         return super().nested_parameters(parameters) if self._local_rank == 0 else {}
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
+        per_node = self.ranks_per_node
+        node, peers = ranks_of_node(rank, per_node), range(rank % per_node, size, per_node)
+        found: dict[tuple[int, ...], int] = {(): 1}
+        if per_node > 1:
+            found[tuple(node) if per_node < size else ()] = 2
+        if self.sharded or rank == node[0]:
+            inner = self.inner.collectives(rank // per_node, len(peers))
+            everyone = tuple(peers) if per_node > 1 else ()
+            for ranks, count in inner.items():
+                found[tuple(peers[i] for i in ranks) or everyone] = count
+        return found
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         node = comm.among(ranks_of_node(comm.rank, self.ranks_per_node))
         if node.size == 1:

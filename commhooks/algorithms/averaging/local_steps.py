@@ -33,6 +33,12 @@ class LocalSteps(WithoutConsensus):
         super().prepare(parameters, group)
         self.ranks_per_node = check_nodes(self.ranks_per_node, group)
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
+        found = {(): 1, **super().collectives(rank, size)}
+        if 1 < self.ranks_per_node < size:
+            found[tuple(ranks_of_node(rank, self.ranks_per_node))] = 1
+        return found
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         if bucket.step < self.start_step:

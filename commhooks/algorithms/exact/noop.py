@@ -30,5 +30,8 @@ class Noop(CommHook):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:  # noqa: ARG002
         return 0
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {}
+
     def native(self, group: dist.ProcessGroup) -> NativeHook:  # noqa: ARG002
         return NoopHook()

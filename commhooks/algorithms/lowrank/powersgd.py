@@ -121,6 +121,9 @@ class PowerSGD(CommHook):
     wire = "r·(n + m) elements per matrix in 2 all-reduces; one-sided: half of that, in 1"
     paper = "https://arxiv.org/abs/1905.13727"
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {(): self._half_steps}
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         if bucket.step < self.start_step:

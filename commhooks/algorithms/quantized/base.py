@@ -90,6 +90,9 @@ class Quantized(CommHook):
         """Return the bytes that each of ``size`` ranks sends for ``bucket``."""
         return wire_bytes(bucket.buffer().numel(), size, self._codec, self._average_codec)
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {(): 2}
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Average by a two-shot all-reduce of codes, see two_shot.py."""
         buffer = bucket.buffer()

@@ -63,6 +63,9 @@ class Threshold(SparseHook):
         """Whether the hook keeps no error: another error feedback would count it twice."""
         return not self.error_feedback
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {(): 2}
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         error = self._error(bucket)

@@ -120,6 +120,9 @@ class TopK(SparseHook):
         """Whether the hook keeps no error: another error feedback would count it twice."""
         return not self.error_feedback
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {(): 2 if self.indices == "shared" else 1}
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
         error = self._error(bucket)

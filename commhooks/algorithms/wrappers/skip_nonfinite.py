@@ -110,6 +110,10 @@ class SkipNonfinite(CommHook):
                 "whole_steps=False, or a hook without a delay"
             )
 
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
+        inner = self.inner.collectives(rank, size)
+        return {**inner, (): inner.get((), 0) + 1}
+
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         if bucket.index() == 0:
             self._begin_step()
