@@ -128,8 +128,6 @@ class CommHook:
     """
     needs: ClassVar[tuple[str, ...]] = ()
     """What registering the hook by its name alone needs, besides options without a default."""
-    former_options: ClassVar[Mapping[str, str]] = {}
-    """Names of options that the hook no longer has, and what to use instead."""
 
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""

@@ -164,12 +164,6 @@ def test_options_out_of_range() -> None:
         commhooks.create("local_sgd", period=0)
 
 
-@pytest.mark.parametrize("option", ["outer", "outer_lr", "outer_momentum", "fragments"])
-def test_options_that_are_those_of_diloco_now(option: str) -> None:
-    with pytest.raises(commhooks.CommHookOptionError, match=f"{option}' any more: the hook 'diloc"):
-        commhooks.create("local_sgd", **{option: 1})
-
-
 def test_stats_show_the_saving(run_ranks: Any) -> None:
     results = run_ranks(train, 2, LocalSGD(period=4), range(8), True)
     elements = sum(parameter.numel() for parameter in make_net().parameters())

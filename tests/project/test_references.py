@@ -15,7 +15,6 @@ TEXTS = {
     for path in FILES
     if Path(path).suffix in (".py", ".md", ".cpp", ".h", ".cu", ".cuh")
     and not path.startswith(("bench/results/", "docs/results"))
-    and path != "CHANGELOG.md"  # which lists old names
 }
 # A file may be named from any folder above it.
 NAMES = {

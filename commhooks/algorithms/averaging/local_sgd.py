@@ -16,9 +16,8 @@ update, so that it travels while backward goes on: the first of every H updates 
 were computed before the average.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from commhooks.algorithms.averaging.local_steps import LocalSteps
 from commhooks.algorithms.bucket_parameters import parameters_of
@@ -58,10 +57,6 @@ class LocalSGD(LocalSteps):
     """Average gradients among this many ranks in each local step. 0: the number of ranks per node
     that the launcher gives, which the option has once the hook is registered."""
 
-    former_options: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("outer", "outer_lr", "outer_momentum", "fragments"),
-        "the hook 'diloco' has an outer optimizer and fragments",
-    )
     wire = "nothing, except one all-reduce of the parameters in float32 per period"
     paper = "https://arxiv.org/abs/1805.09767"
     state_fields = no_state

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from commhooks.errors import CommHookError, CommHookOptionError
@@ -51,7 +51,7 @@ def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
         raise _option_error(
             unknown[0],
             f"hook {hook!r} has no option {unknown[0]!r}"
-            + _instead(kind, unknown[0], names)
+            + _instead(unknown[0], names)
             + (f" Its options are {', '.join(names)}." if names else " It has none."),
         )
     required = [field.name for field in _fields(kind) if _is_required(field)]
@@ -75,10 +75,7 @@ def validate(hook: object) -> None:
         object.__setattr__(hook, name, value)  # the subclass may be frozen
 
 
-def _instead(kind: type, unknown: str, names: list[str]) -> str:
-    former: Mapping[str, str] = getattr(kind, "former_options", {})
-    if unknown in former:
-        return f" any more: {former[unknown]}."
+def _instead(unknown: str, names: list[str]) -> str:
     near = difflib.get_close_matches(unknown, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else "."
 
