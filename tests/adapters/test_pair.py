@@ -61,10 +61,14 @@ def compare_with_register(rank: int, size: int) -> None:
         net = make_net()
         state = CommHookState(config, module=net)
         model = make_model(net, state)
-        with pytest.raises(commhooks.CommHookError, match="in the first backward"):
-            _ = state.handle
+        handle = commhooks.handle_of(model)
+        assert handle is commhooks.handle_of(net) is state.handle
+        assert state.handle.hook == commhooks.create(config)
+        for method in (state.handle.stats, state.handle.state_dict, state.handle.remove):
+            with pytest.raises(commhooks.CommHookError, match=r"in the first backward.*passed to"):
+                method()
         assert torch.equal(train(model, rank, range(5)), expected), config
-        assert commhooks.handle_of(model) is commhooks.handle_of(net) is state.handle
+        assert commhooks.handle_of(model) is commhooks.handle_of(net) is state.handle is handle
         found, wanted = (h.state_dict() for h in (state.handle, expected_handle))
         torch.testing.assert_close(found["state"], wanted["state"], rtol=0, atol=0)
         assert found | {"state": {}} == wanted | {"state": {}}
@@ -135,6 +139,8 @@ def resume(rank: int, size: int) -> None:
         assert saved["hook"] is comm_hook
 
         net = make_net()
+        with pytest.raises(commhooks.CommHookError, match="no module; call attach"):
+            _ = state.handle
         with pytest.raises(commhooks.CommHookError, match="no module; call attach"):
             state.run(commhooks.GradBucket(torch.zeros(1), [torch.zeros(1)], [""]))
         state.attach(net)
