@@ -5,6 +5,7 @@ import io
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks import CommHookState, comm_hook
+from commhooks.integrations.lightning_parts.callback import HookCallback
 
 HOOKS: list[dict[str, Any]] = [
     {"name": "int8"},
@@ -117,6 +119,28 @@ def use_on_other_wrappers(rank: int, size: int) -> None:
 
 def test_other_wrappers_that_take_torchs_hooks(run_ranks: Any) -> None:
     run_ranks(use_on_other_wrappers, 2)
+
+
+def log(rank: int, size: int) -> None:
+    """Lightning's callback logs a hook while it is in use: not before the first backward."""
+    net, logged = make_net(), list[dict[str, float]]()
+    state = CommHookState("int8", module=net)
+    model = make_model(net, state)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(model=model))
+    module: Any = SimpleNamespace(log_dict=logged.append)
+    callback = HookCallback()
+    callback.on_fit_start(trainer, module)
+    counts = []
+    for use in (lambda: None, lambda: train(model, rank, range(1)), state.handle.remove):
+        use()
+        callback.on_train_batch_end(trainer, module)
+        counts.append(len(logged))
+    assert counts == [0, 1, 1]
+    assert logged[0]["commhooks/wire_bytes"] > 0
+
+
+def test_a_callback_logs_a_hook_while_it_is_in_use(run_ranks: Any) -> None:
+    run_ranks(log, 2)
 
 
 def resume(rank: int, size: int) -> None:
