@@ -99,7 +99,11 @@ def handle_of(model: nn.Module) -> "HookHandle | None":
     wrapper, inner = unwrap(model), inner_module(model)
     if wrapper in _handles or wrapper is not inner:
         return _handles.get(wrapper) or _handles.get(inner)  # a CommHookState has the inner one
-    found = [h for other, h in _handles.items() if _has(other, inner) or _has(inner, other)]
+    # The newest wrapper of a module counts: a library that wraps it again may not free the old one.
+    models = {inner_module(other): handle for other, handle in _handles.items()}
+    if inner in models:
+        return models[inner]
+    found = [h for other, h in models.items() if _has(other, inner) or _has(inner, other)]
     if len(found) > 1:
         raise CommHookError(
             f"{type(inner).__name__} belongs to {len(found)} models with hooks: "
@@ -142,7 +146,7 @@ class HookHandle:
         return self._in_use()
 
     def start(self, adapter: Adapter, hook: CommHook, state: Mapping[str, Any] | None) -> None:
-        """Install the awaited hook, with its saved state if there is one. Collective."""
+        """Install the awaited hook, with its saved state if any. Collective. For integrations."""
         self._adapter, self._awaited = adapter, hook
         try:
             self.replace(hook)

@@ -229,8 +229,9 @@ def resume_without(rank: int, size: int, folder: str) -> None:
             assert same_bits([p.detach() for p in net.parameters()], expected)
             assert same_bits(trainer.handle.state_dict(), fresh.handle.state_dict()), name
         fresh.step(draw_gradients(fresh.parameters, rank, 0))
+    app = AppState(trained(HOOKS["int4"], rank, 2).handle)
     with pytest.warns(UserWarning, match="no state of a hook"):
-        dcp.load({"app": AppState(trainer.handle)}, checkpoint_id=f"{folder}/plain")
+        dcp.load({"app": app}, checkpoint_id=f"{folder}/plain")
 
     saved = trained(HOOKS["int4"], rank, 2).handle
     dcp.save({"net": net, "hook": HookState(saved)}, checkpoint_id=f"{folder}/hook")

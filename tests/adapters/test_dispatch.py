@@ -66,6 +66,11 @@ class Fabric(nn.Module):
 
 def register_on_forms(rank: int, size: int) -> None:
     for wrapper in (commhooks.DistributedDataParallel, TorchDistributedDataParallel):
+        net = make_net()
+        wrappers = [wrapper(net) for _ in range(2)]  # of which a library may keep the first one
+        for again in wrappers:
+            newest = commhooks.register(again, "int8")
+        assert [commhooks.handle_of(other) for other in (again, net, net[1])] == [newest] * 3
         plain = wrapper(make_net())
         net = make_net()
         wrapped = wrapper(net)

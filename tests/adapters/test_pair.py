@@ -206,6 +206,7 @@ def fail(rank: int, size: int) -> None:
     state = CommHookState("int8" if rank else "int4", module=net)
     model = make_model(net, state)
     with raises_once(model, rank, commhooks.CommHookMismatchError, "on all ranks.*int4.*int8"):
+        assert not state.handle.is_registered
         state._hook = commhooks.create("int8")
 
     net = make_net()
