@@ -45,6 +45,10 @@ _REFUSED: dict[str, str] = {
         "DataParallel works in one process and averages nothing between ranks. Start one process "
         "per device with torchrun, and wrap the module in commhooks.DistributedDataParallel"
     ),
+    "torchft.ddp.DistributedDataParallel": (
+        "torchft's wrapper sends an all-reduce through its manager. Use "
+        "commhooks.integrations.torchft.DistributedDataParallel in its place"
+    ),
 }
 """Why there is no adapter for some classes. By name: their packages need not be imported."""
 
@@ -60,6 +64,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Models are known by this module, so that all forms of one model have one handle.
     """
+    if not isinstance(model, nn.Module):
+        raise CommHookError(f"expected a wrapped model, found {type(model).__name__}")
     for name in _INNER:
         inner = vars(model)["_modules"].get(name, vars(model).get(name))
         if isinstance(inner, nn.Module):
@@ -75,8 +81,6 @@ def inner_module(model: nn.Module) -> nn.Module:
 
 def adapter_of(model: nn.Module) -> Adapter:
     """Return the adapter of ``model``. There is one per model: torch takes a hook only once."""
-    if not isinstance(model, nn.Module):
-        raise CommHookError(f"expected a wrapped model, found {type(model).__name__}")
     model = unwrap(model)
     if isinstance(inner_module(model), _WRAPPERS):
         raise CommHookError(
@@ -85,10 +89,15 @@ def adapter_of(model: nn.Module) -> Adapter:
         )
     if model not in _adapters:
         make = next((make for fits, make in _ADAPTERS if fits(model)), None)
-        if make is None:
+        if make is None or _refused(model):
             raise CommHookError(_refusal(model))
         _adapters[model] = make(model)
     return _adapters[model]
+
+
+def _refused(module: nn.Module) -> str | None:
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).mro())
+    return next((_REFUSED[name] for name in names if name in _REFUSED), None)
 
 
 def _refusal(model: nn.Module) -> str:
@@ -96,9 +105,8 @@ def _refusal(model: nn.Module) -> str:
     found = type(model).__name__
     for name, module in model.named_modules():
         where = f"{found} with {type(module).__name__} at {name!r}" if name else found
-        for kind in type(module).mro():
-            if reason := _REFUSED.get(f"{kind.__module__}.{kind.__qualname__}"):
-                return f"hooks cannot be registered on {where}: {reason}"
+        if reason := _refused(module):
+            return f"hooks cannot be registered on {where}: {reason}"
         if name and any(fits(module) for fits, _ in _ADAPTERS):
             return f"expected the wrapped model itself, found {where}; register the hook on that"
     if not dist.is_initialized():
@@ -110,5 +118,6 @@ def _refusal(model: nn.Module) -> str:
     return (
         "expected a model wrapped in commhooks.DistributedDataParallel, or torch's own, found "
         f"{found}; wrap it first. Accelerate and Fabric wrap it in prepare() and setup(): pass "
-        "what these return. Lightning wraps it in fit(): pass trainer.strategy.model"
+        "what these return. Lightning wraps it in fit(): pass trainer.strategy.model. An optimizer "
+        "that averages gradients in step() leaves nothing to hook: see docs/integrations/others.md"
     )

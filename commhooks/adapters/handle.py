@@ -31,10 +31,12 @@ from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.stats import HookStats
 
-__all__ = ["AnyHook", "HookHandle", "handle_of", "install", "register"]
+__all__ = ["AnyHook", "HookHandle", "handle_of", "install", "keep", "register"]
 
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
+
+_REMOVED = "this hook has been removed; commhooks.register() a new one"
 
 _handles: "weakref.WeakKeyDictionary[nn.Module, HookHandle]" = weakref.WeakKeyDictionary()
 
@@ -56,66 +58,104 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
         CommHookMismatchError: The ranks registered different hooks or options; on every rank.
         UnknownHookError, CommHookOptionError: See :func:`create`. The other ranks raise as well.
     """
-    adapter = adapter_of(model)
+    return install(adapter_of, model, hook, options)
+
+
+def install(
+    make_adapter: Callable[[nn.Module], Adapter],
+    model: nn.Module,
+    hook: AnyHook,
+    options: Mapping[str, Any],
+) -> "HookHandle":
+    """Install a hook on a model that has none. Collective."""
     model = unwrap(model)
     if model in _handles:
         raise CommHookError(
             f"the model has a hook already, {_handles[model].hook!r}; use replace() of its handle, "
             "commhooks.handle_of(model), or remove() it first"
         )
-    return install(adapter, model, hook, options)
-
-
-def install(
-    adapter: Adapter,
-    model: nn.Module,
-    hook: AnyHook,
-    options: Mapping[str, Any],
-    state: Mapping[str, Any] | None = None,
-) -> "HookHandle":
-    """Install a hook, with its saved state if given. Collective.
-
-    :func:`handle_of` finds the handle by ``model``.
-    """
-    handle = HookHandle(adapter, functools.partial(_forget, weakref.ref(model)))
+    handle = HookHandle(model, make_adapter(model))
     handle.replace(hook, **options)
-    if state is not None:
-        handle.load_state_dict(state)
-    _handles[model] = handle
+    keep(model, handle)
     return handle
+
+
+def keep(model: nn.Module, handle: "HookHandle") -> None:
+    """Let :func:`handle_of` find the handle of ``model``, as long as the model is in use."""
+    _handles[model] = handle
 
 
 def handle_of(model: nn.Module) -> "HookHandle | None":
     """Return the handle of the hook that is registered on ``model``, or None.
 
-    The forms of one model that :func:`register` accepts have the same handle, and so does the
-    module inside the wrapper, which is what many libraries pass to callbacks.
+    The forms of one model that :func:`register` accepts have the same handle, and so do the module
+    inside the wrapper, which is what many libraries pass to callbacks, its parts, and a module that
+    contains the model. A hook from torch's ``register_comm_hook`` has none, unless its state is a
+    :class:`CommHookState`.
+
+    Raises:
+        CommHookError: ``model`` is no module, or belongs to several models with hooks.
     """
     wrapper, inner = unwrap(model), inner_module(model)
     if wrapper in _handles or wrapper is not inner:
         return _handles.get(wrapper) or _handles.get(inner)  # a CommHookState has the inner one
-    return next((h for other, h in _handles.items() if inner_module(other) is inner), None)
+    # The newest wrapper of a module counts: a library that wraps it again may not free the old one.
+    models = {inner_module(other): handle for other, handle in _handles.items()}
+    if inner in models:
+        return models[inner]
+    found = [h for other, h in models.items() if _has(other, inner) or _has(inner, other)]
+    if len(found) > 1:
+        raise CommHookError(
+            f"{type(inner).__name__} belongs to {len(found)} models with hooks: "
+            f"{', '.join(repr(handle.hook) for handle in found)}; pass one of the models"
+        )
+    return found[0] if found else None
+
+
+def _has(model: nn.Module, part: nn.Module) -> bool:
+    return any(module is part for module in model.modules())
 
 
 class HookHandle:
     """A registered hook. Call its methods between two steps, on every rank."""
 
-    def __init__(self, adapter: Adapter, on_remove: Callable[[], None]) -> None:
-        self._adapter: Adapter | None = adapter
-        self._on_remove = on_remove
+    def __init__(
+        self, model: nn.Module, adapter: Adapter | None = None, awaited: CommHook | None = None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._adapter = adapter
         self._hook: CommHook | Function | None = None
+        self._awaited = awaited  # the hook of a CommHookState, until there is an adapter
 
     @property
     def hook(self) -> CommHook | Function:
         """The hook in use. Raises CommHookError after it has been removed."""
-        if self._adapter is None or self._hook is None:
-            raise CommHookError("this hook has been removed; commhooks.register() a new one")
-        return self._hook
+        hook = self._hook if self._awaited is None else self._awaited
+        if hook is None:
+            raise CommHookError(_REMOVED)
+        return hook
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the hook is in use: not removed, and not one that awaits the first backward."""
+        return self._adapter is not None
 
     @property
     def adapter(self) -> Adapter:
         """What connects hook and model. For integrations; it may change with any release."""
         return self._in_use()
+
+    def start(self, adapter: Adapter, hook: CommHook, state: Mapping[str, Any] | None) -> None:
+        """Install the awaited hook, with its saved state if any. Collective. For integrations."""
+        self._adapter, self._awaited = adapter, hook
+        try:
+            self.replace(hook)
+            if state is not None:
+                self.load_state_dict(state)
+        except BaseException:
+            self._adapter = self._hook = None
+            raise
+        self._awaited = None
 
     def replace(self, hook: AnyHook, /, **options: Any) -> None:
         """Use another hook from the next step on. Collective.
@@ -159,8 +199,10 @@ class HookHandle:
         adapter = self._in_use()
         self._restore_consensus(adapter)
         adapter.clear()
-        self._adapter = None
-        self._on_remove()
+        self._adapter = self._hook = None
+        model = self._model()
+        if model is not None:
+            _handles.pop(model, None)
 
     def stats(self) -> HookStats:
         """Return what the hook cost and saved on this rank since it was registered or replaced."""
@@ -199,7 +241,7 @@ class HookHandle:
         :class:`commhooks.integrations.checkpoint.HookState`, which other ranks can load as well.
         """
         adapter = self._in_use()
-        hook = self._comm_hook()
+        hook = self.stateful_hook()
         adapter.flush()
         return saved_state(hook, adapter)
 
@@ -211,7 +253,7 @@ class HookHandle:
                 rank or on another one. Nothing has changed on any rank.
         """
         adapter = self._in_use()
-        hook = self._comm_hook()
+        hook = self.stateful_hook()
         adapter.flush()
         failure: Exception | None = None
         before: dict[str, Any] | None = None
@@ -268,22 +310,26 @@ class HookHandle:
 
     def _in_use(self) -> Adapter:
         if self._adapter is None:
-            raise CommHookError("this hook has been removed; commhooks.register() a new one")
+            raise CommHookError(
+                _REMOVED
+                if self._awaited is None
+                else f"hook {self._awaited!r} is registered in the first backward, which has not "
+                "been. Is its CommHookState passed to register_comm_hook()?"
+            )
         return self._adapter
 
-    def _comm_hook(self) -> CommHook:
+    def stateful_hook(self) -> CommHook:
+        """Return the hook, whose state is to be saved or loaded. For integrations.
+
+        Raises:
+            CommHookStateError: The state cannot be saved.
+        """
         if not isinstance(self.hook, CommHook):
             raise CommHookStateError(
                 f"{self.hook!r} is a torch-style function, whose state is not known here; save it "
                 "yourself"
             )
         return self.hook
-
-
-def _forget(model: "weakref.ref[nn.Module]") -> None:
-    alive = model()
-    if alive is not None:
-        _handles.pop(alive, None)
 
 
 def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:

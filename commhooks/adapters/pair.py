@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
 from commhooks.adapters.dispatch import inner_module
-from commhooks.adapters.handle import HookHandle, install
+from commhooks.adapters.handle import HookHandle, keep
 from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm.agreement import values_of_ranks
 from commhooks.errors import CommHookError
@@ -19,6 +19,9 @@ from commhooks.hook.registry import create
 from reducer import GradBucket
 
 __all__ = ["CommHookState", "comm_hook"]
+
+
+_DETACHED = "an unpickled CommHookState has no module; call attach(module) before training"
 
 
 class CommHookState:
@@ -60,6 +63,7 @@ class CommHookState:
         self._module: nn.Module | None = None
         self._adapter: _PairAdapter | None = None
         self._handle: HookHandle | None = None
+        self._is_registered = False
         self.attach(module, process_group)
 
     def attach(self, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
@@ -68,24 +72,24 @@ class CommHookState:
             raise CommHookError("this CommHookState has a module already; create another state")
         self._module = inner_module(module)
         self._group = process_group
+        self._handle = HookHandle(self._module, awaited=self._hook)
+        keep(self._module, self._handle)
 
     @property
     def handle(self) -> HookHandle:
-        """The handle of the hook, as :func:`register` returns it, from the first backward on."""
+        """The handle of the hook, as :func:`register` returns it.
+
+        Before the first backward, it only has ``hook``.
+        """
         if self._handle is None:
-            raise CommHookError(
-                f"hook {self._hook!r} is registered in the first backward, which has not been. Is "
-                "this state passed to register_comm_hook()?"
-            )
+            raise CommHookError(_DETACHED)
         return self._handle
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Average the gradients of ``bucket``."""
         if self._adapter is None:
             if self._module is None:
-                raise CommHookError(
-                    "an unpickled CommHookState has no module; call attach(module) before training"
-                )
+                raise CommHookError(_DETACHED)
             group = self._group or dist.group.WORLD
             assert group is not None  # or there were no wrapper
             parameters: dict[str, Tensor] = {
@@ -98,17 +102,18 @@ class CommHookState:
 
     def _register(self) -> None:
         assert self._adapter is not None
-        assert self._module is not None
-        self._handle = install(self._adapter, self._module, self._hook, {}, self._saved)
+        self.handle.start(self._adapter, self._hook, self._saved)
+        self._is_registered = True
 
     def __getstate__(self) -> dict[str, Any]:
-        saved = self._saved if self._handle is None else self._handle.state_dict()
+        saved = self.handle.state_dict() if self._is_registered else self._saved
         return {"hook": self._hook.to_config(), "saved": saved}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._hook = create(state["hook"])
         self._saved = state["saved"]
         self._module = self._group = self._adapter = self._handle = None
+        self._is_registered = False
 
 
 def comm_hook(state: CommHookState, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -28,7 +28,7 @@ from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
 from reducer.peers import peer_error
 
-__all__ = ["TorchAdapter", "TorchDDPAdapter", "with_names"]
+__all__ = ["TorchAdapter", "TorchDDPAdapter", "completed"]
 
 
 class TorchAdapter(Adapter):
@@ -117,7 +117,7 @@ class TorchAdapter(Adapter):
             future = self._launch(bucket, own)
         except BaseException as error:
             self._error = self._error or error
-            return _completed(bucket.buffer())
+            return completed(bucket.buffer())
         # Weakly: Gloo's thread that completes the future drops the callback some time later. If it
         # dropped the last reference to a process group, the destructor would wait for that thread.
         adapter = weakref.ref(self)
@@ -195,7 +195,19 @@ class TorchAdapter(Adapter):
         self._function = function
 
     def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
-        return with_names(bucket, self._name_of, index, self.steps)
+        """Return our bucket for torch's.
+
+        ``index`` counts without gaps, even if torch leaves out buckets.
+        """
+        parameters = bucket.parameters()
+        return GradBucket(
+            bucket.buffer(),
+            parameters,
+            [self._name_of[id(parameter)] for parameter in parameters],
+            index=index,
+            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
+            step=self.steps,
+        )
 
     def _average(self, bucket: TorchBucket) -> Future[Tensor]:
         return allreduce_hook(self.group, cast("Any", bucket))
@@ -249,7 +261,8 @@ def _settle(
     return bucket.buffer() if alive is None else alive.settle(future, bucket, start_ns)
 
 
-def _completed(tensor: Tensor) -> Future[Tensor]:
+def completed(tensor: Tensor) -> Future[Tensor]:
+    """Return a future that has its value."""
     future = new_future(tensor.device)
     future.set_result(tensor)
     return future
@@ -257,22 +270,3 @@ def _completed(tensor: Tensor) -> Future[Tensor]:
 
 def _queue_callback(callback: Any) -> None:
     Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
-
-
-def with_names(
-    bucket: TorchBucket, name_of: Mapping[int, str], index: int, step: int
-) -> GradBucket:
-    """Return our bucket for torch's.
-
-    ``name_of`` has the names of parameters by ``id``. ``index`` counts without gaps, even if torch
-    leaves out buckets.
-    """
-    parameters = bucket.parameters()
-    return GradBucket(
-        bucket.buffer(),
-        parameters,
-        [name_of[id(parameter)] for parameter in parameters],
-        index=index,
-        count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
-        step=step,
-    )

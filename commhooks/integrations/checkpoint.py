@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from commhooks.adapters.handle import HookHandle
 from commhooks.adapters.spread_state import SpreadState
 from commhooks.errors import CommHookStateError
-from commhooks.hook.base import CommHook
-from commhooks.integrations.gathered_state import GatheredState
+from commhooks.integrations.gathered_state import GatheredState, warn_of_no_state
 
 __all__ = ["GatheredState", "HookState"]
 
@@ -38,7 +37,8 @@ class HookState:
 
     On the same ranks, each gets its own state again, bit for bit. On another number of replicas or
     shards, each replica gets the mean of what the replicas had, so nothing that was to be sent is
-    lost. ``dcp.async_save`` works as well. All methods are collectives.
+    lost. A checkpoint that was saved without hooks is accepted with a warning, and the hook begins
+    without a state. ``dcp.async_save`` works as well. All methods are collectives.
     """
 
     def __init__(self, handle: HookHandle) -> None:
@@ -51,11 +51,11 @@ class HookState:
         source = _checkpoint_that_is_loaded()
         if source is None:
             saved = self.handle.state_dict()
-            about = {name: saved[name] for name in ("version", "hook", "world_size", "step")}
-            about["has_state"] = bool(saved["state"])
-            return {_ABOUT: json.dumps(about), **state.save(saved["state"])}
+            return {_ABOUT: _about(saved), **state.save(saved["state"])}
         prefix, metadata = source
         self._knows_checkpoint = True
+        if prefix is None:
+            return {}
         found = {
             key.removeprefix(prefix): it
             for key, it in metadata.state_dict_metadata.items()
@@ -70,6 +70,9 @@ class HookState:
             CommHookStateError: See :meth:`HookHandle.load_state_dict`; or the state of the hook
                 cannot be used on another number of ranks.
         """
+        if not state_dict:  # what state_dict() returned for a checkpoint without hooks
+            warn_of_no_state(self.handle)
+            state_dict = {_ABOUT: _about(self.handle.state_dict() | {"step": 0, "state": {}})}
         about = json.loads(state_dict[_ABOUT])
         fields = {name: it for name, it in state_dict.items() if name != _ABOUT}
         if about.pop("has_state") and not fields and not self._knows_checkpoint:
@@ -83,16 +86,19 @@ class HookState:
         self.handle.load_state_dict(about | here | {"state": state})
 
     def _spread(self) -> SpreadState:
-        if not isinstance(self.handle.hook, CommHook):
-            raise CommHookStateError(
-                f"{self.handle.hook!r} is a torch-style function, whose state is not known here; "
-                "save it yourself"
-            )
-        return SpreadState(self.handle.hook, self.handle.adapter)
+        return SpreadState(self.handle.stateful_hook(), self.handle.adapter)
 
 
-def _checkpoint_that_is_loaded() -> tuple[str, Metadata] | None:
-    """Return the keys' prefix and the metadata if ``dcp.load`` is among the callers."""
+def _about(saved: Mapping[str, Any]) -> str:
+    about = {name: saved[name] for name in ("version", "hook", "world_size", "step")}
+    return json.dumps(about | {"has_state": bool(saved["state"])})
+
+
+def _checkpoint_that_is_loaded() -> tuple[str | None, Metadata] | None:
+    """Return the keys' prefix and the metadata if ``dcp.load`` is among the callers.
+
+    The prefix is None if the checkpoint was saved without hooks.
+    """
     for frame in _callers():
         if frame.f_code.co_name == "load" and frame.f_globals.get("__name__") == _LOADER:
             found = frame.f_locals
@@ -108,12 +114,15 @@ def _callers() -> Iterator[Any]:
         frame = frame.f_back
 
 
-def _prefix(metadata: Metadata, key: str) -> str:
-    keys = metadata.state_dict_metadata
-    ends = [name for name in keys if name.startswith(f"{key}.") and name.endswith(f".{_ABOUT}")]
+def _prefix(metadata: Metadata, key: str) -> str | None:
+    hooks = [name for name in metadata.state_dict_metadata if name.endswith(f".{_ABOUT}")]
+    ends = [name for name in hooks if name.startswith(f"{key}.")]
+    if not hooks:
+        return None
     if len(ends) != 1:
         raise CommHookStateError(
-            f"expected the state of one hook below {key!r} in the checkpoint, found {len(ends)}; "
-            "give dcp.save and dcp.load a dict in which each HookState has a key of its own"
+            f"expected the state of one hook below {key!r} in the checkpoint, found {len(ends)}, "
+            f"of {', '.join(hooks)}; give dcp.save and dcp.load a dict in which each HookState has "
+            "a key of its own, the same in both"
         )
     return ends[0].removesuffix(_ABOUT)

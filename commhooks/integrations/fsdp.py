@@ -5,10 +5,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from commhooks.adapters.dispatch import unwrap
 from commhooks.adapters.fsdp import FSDPAdapter
 from commhooks.adapters.fsdp_reduce_scatter import QuantizedReduceScatter, quantize_reduce_scatter
-from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, install
+from commhooks.adapters.handle import AnyHook, HookHandle, install
 from commhooks.adapters.handle import register as register_any
 
 __all__ = ["QuantizedReduceScatter", "quantize_reduce_scatter", "register"]
@@ -38,7 +37,6 @@ def register(
 
     Arguments and errors are otherwise those of :func:`commhooks.register`.
     """
-    if replicate_group is None or handle_of(model) is not None:
+    if replicate_group is None:
         return register_any(model, hook, **options)
-    model = unwrap(model)
-    return install(FSDPAdapter(model, replicate_group), model, hook, options)
+    return install(lambda root: FSDPAdapter(root, replicate_group), model, hook, options)

@@ -1,5 +1,6 @@
 """The state of hooks, of which every rank has its own, in the checkpoints of other libraries."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from commhooks.adapters.handle import HookHandle
 from commhooks.errors import CommHookStateError
 
-__all__ = ["GatheredState"]
+__all__ = ["GatheredState", "warn_of_no_state"]
 
 
 class GatheredState:
@@ -52,6 +53,15 @@ class GatheredState:
                 "with torch.distributed.checkpoint"
             )
         self.handle.load_state_dict(states[rank])
+
+
+def warn_of_no_state(handle: HookHandle) -> None:
+    """Warn that a checkpoint was saved without a hook."""
+    warnings.warn(
+        f"the checkpoint has no state of a hook, so {handle.hook!r} begins without one, at its "
+        "first step",
+        stacklevel=3,
+    )
 
 
 @contextmanager

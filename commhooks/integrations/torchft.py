@@ -22,8 +22,8 @@ A step that is not committed has changed the errors of the hook nevertheless, as
 does elsewhere: what it has sent is lost like the gradients of that step.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -39,13 +39,14 @@ except ImportError as error:
         "commhooks.integrations.torchft needs the package torchft: pip install torchft-nightly"
     ) from error
 
-from commhooks.adapters.torch_ddp import with_names
-from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook, Role, tree
+from commhooks.adapters.handle import HookHandle, keep
+from commhooks.adapters.torch_ddp import TorchDDPAdapter, completed
+from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
-from commhooks.hook.roles import prepare, roles_of
-from commhooks.runtime.execution import new_future
+from commhooks.hook.roles import prepare
+from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats
 from commhooks.runtime.stream_runner import StreamRunner
 from reducer import GradBucket
@@ -58,6 +59,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Use it like ``torchft.DistributedDataParallel``, with torchft's optimizer wrapper. The hook runs
     on the thread of backward. Buckets are never rebuilt, so that those of a new replica match.
+    ``commhooks.handle_of(model)`` has ``hook``, ``stats()`` and ``trace()``; its other methods
+    raise an error that says why.
 
     Args:
         manager: The manager of this replica.
@@ -92,15 +95,37 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=True,  # otherwise buckets are rebuilt after the first step
             **(wrapper_options or {}),
         )
-        self.hook = made
-        """The hook in use."""
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._averager = _Averager(manager, replicas, made, trained, roles_of(module))
-        self.register_comm_hook(self._averager, _run)
+        keep(self, _Handle(self, _Averager(manager, replicas, made, self), made))
 
-    def hook_stats(self) -> HookStats:
-        """Return what the hook has cost since it was registered."""
-        return self._averager.stats()
+
+class _Handle(HookHandle):
+    """Only observes: replicas cannot agree on a change, because some may be away."""
+
+    def __init__(self, model: nn.Module, adapter: "_Averager", hook: CommHook) -> None:
+        super().__init__(model, adapter)
+        self._check_unused(hook)
+        self._hook = hook
+
+    def replace(self, *_: Any, **__: Any) -> NoReturn:
+        raise CommHookError(
+            f"hook {self.hook!r} cannot be replaced under torchft: a replica that comes back "
+            "begins with the hook that its script creates. Create the wrapper with the hook "
+            "`schedule`, whose stages follow the steps of the manager"
+        )
+
+    def remove(self) -> NoReturn:
+        raise CommHookError(
+            f"hook {self.hook!r} cannot be removed under torchft: a replica that comes back "
+            "begins with the hook that its script creates. Create the wrapper with the hook "
+            "`allreduce`"
+        )
+
+    def stateful_hook(self) -> NoReturn:
+        raise CommHookStateError(
+            f"the state of hook {self.hook!r} is not saved under torchft: it belongs to this "
+            "replica, and what has to be the same everywhere is discarded when replicas come or "
+            "go. Leave it out of checkpoints; the hook begins without it"
+        )
 
 
 class _Replicas:
@@ -111,7 +136,10 @@ class _Replicas:
 
     @property
     def parent(self) -> dist.ProcessGroup:
-        parent: dist.ProcessGroup = self._group.parent
+        try:
+            parent: dist.ProcessGroup = self._group.parent
+        except AssertionError as error:
+            raise CommHookError("there has been no quorum; train a step first") from error
         return parent
 
     def rank(self) -> int:
@@ -130,7 +158,7 @@ class _Replicas:
         return getattr(self.parent, name)
 
 
-class _Averager:
+class _Averager(TorchDDPAdapter):
     """Runs the hook on each bucket of torch's reducer."""
 
     def __init__(
@@ -138,61 +166,56 @@ class _Averager:
         manager: Manager,
         replicas: ProcessGroupWrapper,
         hook: CommHook,
-        parameters: Mapping[str, Tensor],
-        roles: Mapping[str, Role],
+        model: nn.parallel.DistributedDataParallel,
     ) -> None:
+        super().__init__(model)
         self._manager = manager
         self._replicas = _Replicas(replicas)
+        self._group = cast("dist.ProcessGroup", self._replicas)
         self._hook = hook
-        self._parameters = parameters
-        self._roles = roles
-        self._name_of = {id(parameter): name for name, parameter in parameters.items()}
-        self._runner: StreamRunner | None = None
         self._members: dist.ProcessGroup | None = None  # of the last step
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
-        flat = bucket.buffer()
-        if not self._manager.errored():
-            try:
-                self._manager.wait_quorum()
-                if not self._manager.is_participating():
-                    flat.zero_()
-                self._average(bucket, flat)
-            except Exception as error:
-                self._manager.report_error(error)  # which raises nothing: the step is not committed
-        done = new_future(flat.device)
-        done.set_result(flat)
-        return done
+        self._reports(self._manager.wait_quorum)
+        self.steps = self._manager.current_step()
+        return super().run(bucket)
 
     def stats(self) -> HookStats:
-        if self._runner is None:
-            raise CommHookError("expected at least one step before the statistics of the hook")
-        return self._runner.collector.stats(self._replicas.size())
+        return self._collector.stats(1 if self._members is None else self._replicas.size())
 
-    def _average(self, bucket: TorchBucket, flat: Tensor) -> None:
-        own = with_names(bucket, self._name_of, bucket.index(), self._manager.current_step())
-        runner = self._follow_members(own)
-        average = runner(own).wait().view(-1)
+    def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
+        self._reports(lambda: self._exchange(own))
+        return completed(bucket.buffer())
+
+    def _reports(self, step: Callable[[], None]) -> None:
+        """Report an error to the manager. It raises nothing: the step is not committed."""
+        if not self._manager.errored():
+            try:
+                step()
+            except Exception as error:
+                self._manager.report_error(error)
+
+    def _exchange(self, bucket: GradBucket) -> None:
+        flat = bucket.buffer()
+        if not self._manager.is_participating():
+            flat.zero_()
+        average = self._follow_members()(bucket).wait().view(-1)
         if average is not flat:
             flat.copy_(average)
         present = self._manager.num_participants()
         if present != self._replicas.size():
             flat.mul_(self._replicas.size() / present)
 
-    def _follow_members(self, bucket: GradBucket) -> StreamRunner:
+    def _follow_members(self) -> Runner:
         """Recover if the members have changed: Note [Members that come and go]."""
-        group = cast("dist.ProcessGroup", self._replicas)
         if self._runner is None:
-            prepare(self._hook, self._parameters, group, self._roles)
-            self._runner = StreamRunner(self._hook, group, bucket.buffer().device, token=0)
+            prepare(self._hook, self.parameters, self.group, self.roles)
+            self._use_runner(StreamRunner(self._hook, self.group, self.device, token=0))
         elif self._members is not self._replicas.parent:
             self._hook.recover()
         self._members = self._replicas.parent
+        assert self._runner is not None
         return self._runner
-
-
-def _run(averager: _Averager, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    return averager.run(bucket)
 
 
 def _check(hook: CommHook) -> None:

@@ -211,6 +211,41 @@ def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(load_others, 1, str(tmp_path))
 
 
+def resume_without(rank: int, size: int, folder: str) -> None:
+    """Checkpoints from before hooks were used, or of a run whose hook is not used any more."""
+    net = nn.Linear(2, 2)
+    dcp.save({"net": net, "app": {"epoch": 3}}, checkpoint_id=f"{folder}/plain")
+    expected = [p.detach().clone() for p in net.parameters()]
+    for name in ("int4", "powersgd", "no state"):
+        fresh = trained(HOOKS[name], rank, 0)
+        for steps in (0, 2):  # a hook that has trained drops what belongs to other weights
+            trainer = trained(HOOKS[name], rank, steps)
+            nn.init.zeros_(net.weight)
+            with pytest.warns(UserWarning, match="no state of a hook, so .* begins without one"):
+                dcp.load(
+                    {"net": net, "hook": HookState(trainer.handle)},
+                    checkpoint_id=f"{folder}/plain",
+                )
+            assert same_bits([p.detach() for p in net.parameters()], expected)
+            assert same_bits(trainer.handle.state_dict(), fresh.handle.state_dict()), name
+        fresh.step(draw_gradients(fresh.parameters, rank, 0))
+    app = AppState(trained(HOOKS["int4"], rank, 2).handle)
+    with pytest.warns(UserWarning, match="no state of a hook"):
+        dcp.load({"app": app}, checkpoint_id=f"{folder}/plain")
+
+    saved = trained(HOOKS["int4"], rank, 2).handle
+    dcp.save({"net": net, "hook": HookState(saved)}, checkpoint_id=f"{folder}/hook")
+    with pytest.raises(
+        commhooks.CommHookStateError, match=r"below 'hook0' .* found 0, of hook.about_hook; give"
+    ):
+        dcp.load({"hook0": HookState(saved)}, checkpoint_id=f"{folder}/hook")
+    dcp.load({"net": net}, checkpoint_id=f"{folder}/hook")
+
+
+def test_checkpoints_without_the_state_of_a_hook(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(resume_without, 2, str(tmp_path))
+
+
 def run_page(rank: int, size: int, folder: str) -> None:
     handle = trained(HOOKS["int4"], rank, 1).handle
     page = Path(__file__).parents[2] / "docs/integrations/checkpoint.md"

@@ -1,12 +1,15 @@
 """What ``register`` accepts, and what it refuses."""
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.pages import run_page
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,6 +66,11 @@ class Fabric(nn.Module):
 
 def register_on_forms(rank: int, size: int) -> None:
     for wrapper in (commhooks.DistributedDataParallel, TorchDistributedDataParallel):
+        net = make_net()
+        wrappers = [wrapper(net) for _ in range(2)]  # of which a library may keep the first one
+        for again in wrappers:
+            newest = commhooks.register(again, "int8")
+        assert [commhooks.handle_of(other) for other in (again, net, net[1])] == [newest] * 3
         plain = wrapper(make_net())
         net = make_net()
         wrapped = wrapper(net)
@@ -71,15 +79,20 @@ def register_on_forms(rank: int, size: int) -> None:
         for form in forms:
             plain_handle = commhooks.register(plain, "int8")
             handle = commhooks.register(form, "int8")
-            assert [commhooks.handle_of(other) for other in (*forms, net)] == [handle] * 5
+            parts = [net[1], nn.ModuleDict({"student": form, "teacher": make_net()})]
+            assert [commhooks.handle_of(other) for other in (*forms, net, *parts)] == [handle] * 7
             assert commhooks.handle_of(wrapper(net)) is None  # another wrapper of the same module
             for other in forms:
                 with pytest.raises(commhooks.CommHookError, match="has a hook already"):
                     commhooks.register(other, "int8")
             assert torch.equal(gradients(form, rank), gradients(plain, rank))
-            handle.remove()
+            both = nn.ModuleList([plain, form])
+            with pytest.raises(commhooks.CommHookError, match="ModuleList belongs to 2 models"):
+                commhooks.handle_of(both)
             plain_handle.remove()
-            assert [commhooks.handle_of(other) for other in (*forms, net)] == [None] * 5
+            assert commhooks.handle_of(both) is handle
+            handle.remove()
+            assert [commhooks.handle_of(other) for other in (*forms, net, *parts)] == [None] * 7
 
 
 def test_forms_of_a_model_share_a_handle(run_ranks: Any) -> None:
@@ -175,13 +188,17 @@ def named(module: str, name: str) -> nn.Module:
 
 def refuse(rank: int, size: int) -> None:
     net = make_net()
+    kind = type(named("torchft.ddp", "DistributedDataParallel")).__base__
+    torchft = type("Fault", (kind, TorchDistributedDataParallel), {})(make_net())
     fsdp = named("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     refused: list[tuple[Any, str]] = [
         (net, "found Sequential; wrap it first.*prepare.*setup.*trainer.strategy.model"),
+        (net, "optimizer that averages gradients in .*: see docs/integrations/others.md"),
         (Compiled(net), "found Sequential; wrap it first"),
         (fsdp, "Subclass: FSDP1 flattens.*fully_shard"),
         (nn.Sequential(net, fsdp), "Sequential with Subclass at '1': FSDP1"),
         (named("deepspeed.runtime.engine", "DeepSpeedEngine"), "DeepSpeed averages"),
+        (torchft, "registered on Fault.*: torchft's wrapper .* Use commhooks.integrations.torchft"),
         (nn.DataParallel(net), "DataParallel works in one process.*torchrun"),
         (
             nn.Sequential(commhooks.DistributedDataParallel(net)),
@@ -192,6 +209,8 @@ def refuse(rank: int, size: int) -> None:
     for model, message in refused:
         with pytest.raises(commhooks.CommHookError, match=message):
             commhooks.register(model, "int8")
+    with pytest.raises(commhooks.CommHookError, match="expected a wrapped model, found str"):
+        commhooks.handle_of("int8")  # type: ignore[arg-type]
     taken = replicate(make_net())
     taken.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(commhooks.CommHookError, match="register_comm_hook"):
@@ -200,6 +219,29 @@ def refuse(rank: int, size: int) -> None:
 
 def test_refusals_say_why_and_what_to_do(run_ranks: Any) -> None:
     run_ranks(refuse, 2)
+
+
+def follow_page(rank: int, size: int, folder: Path) -> None:
+    net = make_net()
+    names: dict[str, Any] = {"commhooks": commhooks, "torch": torch, "net": net}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers use torch.jit
+        assert run_page("integrations/others.md", folder, names) == 1
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    gradients(names["model"], rank)
+    for name in ("muon", "adam"):
+        names[name].step()
+    trained = [p.detach() for p in net.parameters() if p.requires_grad]
+    assert len(trained) == 3
+    for parameter, old in zip(net.parameters(), before, strict=True):
+        assert torch.equal(parameter, old) != parameter.requires_grad
+        dist.broadcast(old.copy_(parameter.detach()), 0)
+        assert torch.equal(parameter, old)
+    assert commhooks.handle_of(net).stats().steps == 1  # type: ignore[union-attr]
+
+
+def test_optimizers_that_only_compute(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(follow_page, 2, tmp_path)
 
 
 def register_on_one_rank(rank: int, size: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.sharded import FEATURES, Net, build, mesh_of, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -117,6 +117,21 @@ def handles(rank: int, size: int) -> None:
     again.remove()  # averages the replicas
     net = build(mesh)
     commhooks.register(net, "allreduce").remove()
+    sharded = build(mesh["shard"])
+    group = mesh.get_group("replicate")
+    for _ in range(2):  # a hook can be registered again
+        handle = fsdp.register(sharded, "int8", replicate_group=group)
+        found = [commhooks.handle_of(it) for it in (sharded.blocks[1], nn.ModuleList([sharded]))]
+        assert found == [handle] * 2
+        for again in (fsdp.register, commhooks.register):
+            with pytest.raises(commhooks.CommHookError, match="has a hook already"):
+                again(sharded, "int8")
+        with pytest.raises(commhooks.CommHookError, match="has a hook already"):
+            fsdp.register(sharded, "int8", replicate_group=group)
+        train(sharded, rank, 1)
+        assert handle.stats().steps == 1
+        assert handle.state_dict()["step"] == 1
+        handle.remove()
     for a, b in zip(train(net, rank, 2), train(build(mesh), rank, 2), strict=True):
         assert torch.equal(a, b)
 

@@ -5,6 +5,7 @@ import io
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks import CommHookState, comm_hook
+from commhooks.integrations.lightning_parts.callback import HookCallback
 
 HOOKS: list[dict[str, Any]] = [
     {"name": "int8"},
@@ -61,10 +63,14 @@ def compare_with_register(rank: int, size: int) -> None:
         net = make_net()
         state = CommHookState(config, module=net)
         model = make_model(net, state)
-        with pytest.raises(commhooks.CommHookError, match="in the first backward"):
-            _ = state.handle
+        handle = commhooks.handle_of(model)
+        assert handle is commhooks.handle_of(net) is state.handle
+        assert state.handle.hook == commhooks.create(config)
+        for method in (state.handle.stats, state.handle.state_dict, state.handle.remove):
+            with pytest.raises(commhooks.CommHookError, match=r"in the first backward.*passed to"):
+                method()
         assert torch.equal(train(model, rank, range(5)), expected), config
-        assert commhooks.handle_of(model) is commhooks.handle_of(net) is state.handle
+        assert commhooks.handle_of(model) is commhooks.handle_of(net) is state.handle is handle
         found, wanted = (h.state_dict() for h in (state.handle, expected_handle))
         torch.testing.assert_close(found["state"], wanted["state"], rtol=0, atol=0)
         assert found | {"state": {}} == wanted | {"state": {}}
@@ -115,6 +121,28 @@ def test_other_wrappers_that_take_torchs_hooks(run_ranks: Any) -> None:
     run_ranks(use_on_other_wrappers, 2)
 
 
+def log(rank: int, size: int) -> None:
+    """Lightning's callback logs a hook while it is in use: not before the first backward."""
+    net, logged = make_net(), list[dict[str, float]]()
+    state = CommHookState("int8", module=net)
+    model = make_model(net, state)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(model=model))
+    module: Any = SimpleNamespace(log_dict=logged.append)
+    callback = HookCallback()
+    callback.on_fit_start(trainer, module)
+    counts = []
+    for use in (lambda: None, lambda: train(model, rank, range(1)), state.handle.remove):
+        use()
+        callback.on_train_batch_end(trainer, module)
+        counts.append(len(logged))
+    assert counts == [0, 1, 1]
+    assert logged[0]["commhooks/wire_bytes"] > 0
+
+
+def test_a_callback_logs_a_hook_while_it_is_in_use(run_ranks: Any) -> None:
+    run_ranks(log, 2)
+
+
 def resume(rank: int, size: int) -> None:
     for config in HOOKS:
         net = make_net()
@@ -135,6 +163,8 @@ def resume(rank: int, size: int) -> None:
         assert saved["hook"] is comm_hook
 
         net = make_net()
+        with pytest.raises(commhooks.CommHookError, match="no module; call attach"):
+            _ = state.handle
         with pytest.raises(commhooks.CommHookError, match="no module; call attach"):
             state.run(commhooks.GradBucket(torch.zeros(1), [torch.zeros(1)], [""]))
         state.attach(net)
@@ -176,6 +206,7 @@ def fail(rank: int, size: int) -> None:
     state = CommHookState("int8" if rank else "int4", module=net)
     model = make_model(net, state)
     with raises_once(model, rank, commhooks.CommHookMismatchError, "on all ranks.*int4.*int8"):
+        assert not state.handle.is_registered
         state._hook = commhooks.create("int8")
 
     net = make_net()

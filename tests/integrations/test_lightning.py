@@ -236,6 +236,7 @@ def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
         strategy = ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1)
         trainer = make_trainer(strategy, folder, callbacks=[callback], max_epochs=epochs)
         trainer.fit(module, loader(rank), ckpt_path=path)
+        assert commhooks.handle_of(module) is commhooks.handle_of(module.net) is callback.handle
         trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
         weights = {name: it.full_tensor() for name, it in module.net.state_dict().items()}
         return weights, callback.handle.state_dict()["state"]

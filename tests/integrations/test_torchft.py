@@ -1,10 +1,12 @@
 """A replica dies and comes back, with a real lighthouse, while the other one trains on."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from torch import Tensor, nn
 
 os.environ.setdefault("RUST_LOG", "error")  # read when the lighthouse is loaded
 pytest.importorskip("torchft")
+import torchft
 from support import torchft_replica
 from support.torchft_replica import RATE, loss_of, make_net
 from torchft.coordination import LighthouseServer
+from torchft.process_group import ProcessGroupGloo
 
 import commhooks
-from commhooks.integrations.torchft import _check
+from commhooks.integrations.checkpoint import HookState
+from commhooks.integrations.torchft import DistributedDataParallel, _check
 
 TIMEOUT = 240.0
 
@@ -85,15 +90,21 @@ def check_steps(found: list[dict[str, Any]], rtol: float) -> None:
         ({"name": "allreduce"}, 0.0),
         ({"name": "int8", "error_feedback": True}, 0.05),
         ({"name": "powersgd", "rank": 6, "start_step": 0, "min_compression_rate": 1.0}, 0.7),
+        ({"name": "schedule", "stages": [[0, "allreduce"], [3, "int8"]]}, 0.05),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
 def test_a_replica_dies_and_comes_back(tmp_path: Path, hook: dict[str, Any], rtol: float) -> None:
     found = run(hook, tmp_path)
     check_steps(found, rtol)
-    if hook["name"] != "allreduce":
+    if hook["name"] in ("int8", "powersgd"):
         assert all(any(error.any() for error in replica["errors"]) for replica in found)
     assert found[0]["wire_bytes"] > 0
+    assert found[0]["counted"] >= len(found[0]["steps"])  # steps that were not committed count too
+    (trace,) = tmp_path.glob("0*.json")
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert {hook["name"], "2.weight"} <= set(names)
+    assert max(found[0]["steps"]) >= max(int(n.split()[-1]) for n in names if "backward," in n) > 0
     assert found[0]["recoveries"] >= 2  # the other one has left twice
 
 
@@ -110,3 +121,40 @@ def test_a_replica_dies_and_comes_back(tmp_path: Path, hook: dict[str, Any], rto
 def test_hooks_that_need_a_fixed_group_are_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(commhooks.CommHookError, match=reason):
         _check(commhooks.create(config))
+
+
+def observe(folder: Path) -> "weakref.ref[nn.Module]":
+    net = make_net()
+    manager: Any = None  # is not asked before the first step
+    model = DistributedDataParallel(manager, ProcessGroupGloo(), net, "int8", block_size=64)
+    handle = commhooks.handle_of(model)
+    assert handle is not None
+    assert handle is commhooks.handle_of(net)
+    assert handle.hook == commhooks.create("int8", block_size=64)
+    assert handle.stats().steps == 0
+    refused: dict[str, Callable[[], Any]] = {
+        "cannot be replaced under torchft.*`schedule`": lambda: handle.replace("allreduce"),
+        "cannot be removed under torchft.*`allreduce`": handle.remove,
+        "not saved under torchft: it belongs to this replica": handle.state_dict,
+        "is not saved under torchft.* Leave it out": lambda: handle.load_state_dict({}),
+        "int8.*is not saved under": HookState(handle).state_dict,
+        "has been no quorum": lambda: handle.trace(folder / "step.json").__enter__(),
+        "has a hook already": lambda: commhooks.register(model, "int8"),
+        "in use on another model": lambda: DistributedDataParallel(
+            manager, ProcessGroupGloo(), make_net(), handle.hook
+        ),
+        r"with its manager|integrations\.torchft\.DistributedData": lambda: commhooks.register(
+            torchft.DistributedDataParallel(manager, make_net()), "int8"
+        ),
+    }
+    for message, use in refused.items():
+        with pytest.raises(commhooks.CommHookError, match=f"(?i){message}"):
+            use()
+    assert commhooks.handle_of(model) is handle
+    return weakref.ref(model)
+
+
+def test_the_handle_observes_and_says_what_cannot_work(tmp_path: Path) -> None:
+    model = observe(tmp_path)
+    gc.collect()
+    assert model() is None

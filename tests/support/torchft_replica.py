@@ -2,22 +2,25 @@
 
 Replica 1 ends after a few steps together. Replica 0 goes on until it is told that the other one has
 left for the last time, and it has noticed so. A replica writes
-``{step: (participants, parameters before it)}``, the errors of its hook, the bytes that it has
-sent, and how often its hook has recovered.
+``{step: (participants, parameters before it)}``, the errors of its hook, its statistics, how often
+its hook has recovered, and a trace of its last step.
 """
 
 import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchft
 from torch import Tensor, nn
 
+import commhooks
 from commhooks.integrations.torchft import DistributedDataParallel
 
 RATE = 0.05
@@ -66,9 +69,12 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
     )
     model = DistributedDataParallel(manager, replicas, net, json.loads(hook))
     optimizer = torchft.Optimizer(manager, inner)
+    handle = commhooks.handle_of(model)
+    assert handle is not None
+    used: Any = handle.hook
     recoveries: list[int] = []
-    recover = model.hook.recover
-    model.hook.recover = lambda: (recoveries.append(1), recover())  # type: ignore[method-assign]
+    recover = used.recover
+    used.recover = lambda: (recoveries.append(1), recover())
     steps: dict[int, tuple[int, Tensor]] = {}
     participants = together = 0
     while (
@@ -79,7 +85,8 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
         manager.wait_quorum()
         step = manager.current_step()
         before = flat(net)
-        loss_of(model, replica, step).backward()
+        with handle.trace(path.with_suffix(".json")) if steps else nullcontext():
+            loss_of(model, replica, step).backward()
         optimizer.step()
         participants = manager.num_participants()
         if manager.is_participating() and manager.current_step() == step + 1:
@@ -87,10 +94,10 @@ def train(replica: int, hook: str, lighthouse: str, dies: bool, path: Path) -> N
             together = together + 1 if participants == 2 else 0
     if dies:
         os._exit(7)
-    errors = [t for e in model.hook.state.values() for n, t in e.items() if n == "error"]
-    stats = model.hook_stats().total
-    found = {"steps": steps, "errors": errors, "wire_bytes": stats.wire_bytes}
-    torch.save(found | {"recoveries": len(recoveries)}, path)
+    errors = [t for e in used.state.values() for n, t in e.items() if n == "error"]
+    stats = handle.stats()
+    found = {"steps": steps, "errors": errors, "wire_bytes": stats.total.wire_bytes}
+    torch.save(found | {"recoveries": len(recoveries), "counted": stats.steps}, path)
     os._exit(0)  # threads of the manager would wait for the other replica
 
 

@@ -50,7 +50,7 @@ class HookCallback:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Log the statistics."""
-        if self._log_stats and self.handle is not None:
+        if self._log_stats and self.handle is not None and self.handle.is_registered:
             pl_module.log_dict(metrics(self.handle))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -1,11 +1,10 @@
 """The states of all ranks in a checkpoint of the Trainer, which one rank writes."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from commhooks.adapters.handle import HookHandle
-from commhooks.integrations.gathered_state import GatheredState
+from commhooks.integrations.gathered_state import GatheredState, warn_of_no_state
 
 __all__ = ["KEY", "add_states", "load_state"]
 
@@ -22,8 +21,4 @@ def load_state(handle: HookHandle, checkpoint: Mapping[str, Any]) -> None:
     if KEY in checkpoint:
         GatheredState(handle).load_state_dict(checkpoint[KEY])
     else:
-        warnings.warn(
-            f"the checkpoint has no state of a hook, so {handle.hook!r} begins without one, at its "
-            "first step",
-            stacklevel=2,
-        )
+        warn_of_no_state(handle)
