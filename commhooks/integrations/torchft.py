@@ -49,6 +49,7 @@ from commhooks.runtime.execution import new_future
 from commhooks.runtime.stats import HookStats
 from commhooks.runtime.stream_runner import StreamRunner
 from reducer import GradBucket
+from reducer.construction import sparse_parameters
 
 __all__ = ["DistributedDataParallel"]
 
@@ -69,7 +70,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: The options of a named hook.
 
     Raises:
-        CommHookError: The hook leaves models different between ranks, or needs nodes.
+        CommHookError: The hook leaves models different between ranks, or needs nodes, or gradients
+            are sparse.
         UnknownHookError, CommHookOptionError: See :func:`create`.
     """
 
@@ -95,6 +97,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.hook = made
         """The hook in use."""
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        sparse = sparse_parameters(module)
+        if names := [name for name, p in trained.items() if p in sparse]:
+            raise CommHookError(
+                f"the gradients of {', '.join(names)} are sparse, which is not supported here; "
+                "create their embeddings with sparse=False"
+            )
         self._averager = _Averager(manager, replicas, made, trained, roles_of(module))
         self.register_comm_hook(self._averager, _run)
 
@@ -170,7 +178,8 @@ class _Averager:
         return self._runner.collector.stats(self._replicas.size())
 
     def _average(self, bucket: TorchBucket, flat: Tensor) -> None:
-        own = with_names(bucket, self._name_of, bucket.index(), self._manager.current_step())
+        names = [self._name_of[id(parameter)] for parameter in bucket.parameters()]
+        own = with_names(bucket, names, bucket.index(), self._manager.current_step())
         runner = self._follow_members(own)
         average = runner(own).wait().view(-1)
         if average is not flat:
