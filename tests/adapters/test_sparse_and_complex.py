@@ -48,6 +48,8 @@ class Net(nn.Module):
                 self.turned = nn.Parameter(torch.randn(4, 3, dtype=dtype).T)
             elif part == "e":
                 self.words = nn.Embedding(10, 4, sparse=True, max_norm=2.0)
+            elif part == "d":
+                self.direct = nn.Embedding(6, 4, sparse=True)
             elif part == "b":
                 self.bag = nn.EmbeddingBag(6, 4, sparse=True, mode="sum")
             else:
@@ -57,7 +59,9 @@ class Net(nn.Module):
     def forward(self, words: Tensor, waves: Tensor) -> Tensor:
         hidden = waves.real.to(torch.float32)
         if hasattr(self, "words") and self.uses_words:
-            hidden = hidden + self.words(words).mean(1)  # passes on a gradient that shares memory
+            hidden = hidden + self.words(words).mean(1)
+        if hasattr(self, "direct"):  # the values of its gradient are what the words get as well
+            hidden = hidden + self.direct(words[:, 0] % 6)
         if hasattr(self, "bag"):
             hidden = hidden + self.bag(words % 6)
         if hasattr(self, "head"):
@@ -99,7 +103,7 @@ def exact(rank: int, size: int, order: str, dtype: torch.dtype, mode: dict[str, 
         warnings.simplefilter("ignore")
         handle = commhooks.register(model, hook)
     named = dict(net.named_parameters())
-    sparse = [name for name in named if name in ("words.weight", "bag.weight")]
+    sparse = [name for name in named if name.split(".")[0] in ("words", "direct", "bag")]
     for step in range(4):
         users = (
             {0, 1} if not mode.get("find_unused_parameters") else [{0, 1}, {1}, {0}, set()][step]
@@ -153,7 +157,7 @@ def check_layout(bucket: commhooks.GradBucket, named: dict[str, nn.Parameter]) -
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("order", ["ceh", "ech", "bhe", "eb", "c", "heb"])
+@pytest.mark.parametrize("order", ["ceh", "ech", "bhe", "ebd", "c", "heb"])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize(
     "mode",
@@ -375,9 +379,13 @@ def test_functions_get_torchs_own_buckets(run_ranks: Any) -> None:
 
 
 def remove(rank: int, size: int) -> None:
-    net, reference = Net("eb"), Net("eb")
-    model = TorchDistributedDataParallel(net)
-    quiet(model, "int8").remove()
+    net, reference = Net("ed"), Net("ed")
+    model = TorchDistributedDataParallel(net, bucket_cap_mb=1e-4)
+    handle = quiet(model, "int8")
+    model(*inputs_of(rank, 0)).backward()
+    check_gradients(net, reference, size, 0, {0, 1}, torch.complex64)
+    handle.remove()
+    model.zero_grad()
     model(*inputs_of(rank, 0)).backward()
     check_gradients(net, reference, size, 0, {0, 1}, torch.complex64)
 
