@@ -71,13 +71,14 @@ def average_rows(gradient: Tensor, group: dist.ProcessGroup) -> tuple[Future[Ten
     The gradient itself does not change: its values may be those of a gradient that backward still
     reads.
     """
-    size = group.size()
+    size, dtype = group.size(), gradient.dtype
     if size == 1:
         return completed(gradient), 0
-    rows = (gradient.coalesce() / size).coalesce()
+    wide = torch.float32 if dtype == torch.float16 else dtype  # Gloo cannot add sparse float16
+    rows = (gradient.to(wide).coalesce() / size).coalesce()
     packed = rows.indices().nbytes + rows.values().nbytes
     future = dist.all_reduce(rows, group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0]), all_gather_bytes(packed, size)
+    return future.then(lambda done: done.value()[0].to(dtype)), all_gather_bytes(packed, size)
 
 
 def completed(tensor: Tensor) -> Future[Tensor]:

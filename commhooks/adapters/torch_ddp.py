@@ -267,6 +267,12 @@ class TorchDDPAdapter(TorchAdapter):
             replicated or model.module, model.process_group, device, parameters, sparse
         )
         self._reducer = model.reducer
+        if self.sparse and getattr(model, "skip_all_reduce_unused_params", False):
+            raise CommHookError(
+                f"the gradients of {', '.join(self.sparse)} are sparse, which hooks do not support "
+                "with skip_all_reduce_unused_params; create their embeddings with sparse=False, or "
+                "the wrapper without that option"
+            )
         try:
             model.register_comm_hook(weakref.proxy(self), _run)
         except RuntimeError as error:
