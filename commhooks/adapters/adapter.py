@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from commhooks.comm.agreement import check_agreement
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
@@ -38,6 +39,9 @@ class Adapter(ABC):
 
     steps: int
     """The number of synchronized backward passes so far. A resumed run sets it."""
+
+    sparse: Sequence[str] = ()
+    """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""
 
     def __init__(
         self,
@@ -98,8 +102,14 @@ class Adapter(ABC):
         """
         return problem
 
-    def check(self, hook: CommHook) -> None:  # noqa: B027
+    def check(self, hook: CommHook) -> None:  # noqa: ARG002
         """Raise CommHookError if ``hook`` cannot work on this kind of model."""
+        backend = self.group._get_backend(self.device).name()  # noqa: SLF001
+        if self.sparse and self.group.size() > 1 and backend != "gloo":
+            raise CommHookError(
+                f"the gradients of {', '.join(self.sparse)} are sparse, and {backend!r} cannot "
+                "average those; create their embeddings with sparse=False, or use Gloo"
+            )
 
     @abstractmethod
     def install(self, hook: CommHook, token: int) -> None:

@@ -35,6 +35,7 @@ class DDPAdapter(Adapter):
         parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
         all_names = list(model.parameter_names.values())
         super().__init__(model.module, model.device, parameters, all_names)
+        self.sparse = [name for row in rows if row["is_sparse"] for name in row["names"]]
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from commhooks.adapters.adapter import Adapter, TorchHook
 from commhooks.adapters.fsdp_units import Unit, is_root, on_end_of_backward, units_of
+from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.comm.agreement import check_agreement, values_of_ranks
 from commhooks.comm.wire import all_reduce_bytes
@@ -22,6 +23,7 @@ from commhooks.runtime.recording import Run, Span
 from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
+from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
 __all__ = ["FSDPAdapter"]
@@ -55,6 +57,7 @@ class FSDPAdapter(Adapter):
                 "hook on the root module, which the training loop calls"
             )
         units = units_of(model)
+        _check_dense(model, units)
         self._units = _replicated(units, replicas)
         found = replicas or self._units[0].replicas
         assert found is not None
@@ -164,9 +167,9 @@ class FSDPAdapter(Adapter):
         self._is_attached = True
 
     def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:
-        """Average or sum ``flat`` over the column."""
+        """Average or sum ``flat`` over the column. Complex numbers come as pairs of real ones."""
         start_ns = time.monotonic_ns()
-        bucket = self._bucket(unit, flat)
+        bucket = self._bucket(unit, flat.view(-1))
         self._launched += 1
         if self._runner is None:
             self._average(bucket, operation, start_ns)
@@ -180,7 +183,7 @@ class FSDPAdapter(Adapter):
             )
 
     def _bucket(self, unit: Unit, flat: Tensor) -> GradBucket:
-        shards = unit.parameters()
+        shards = {name: real_view(shard) for name, shard in unit.parameters().items()}
         if self._runner is None and sum(s.numel() for s in shards.values()) != flat.numel():
             shards = {f"of {unit.name} ...": flat}  # FSDP does not tell which have a gradient
         return GradBucket(
@@ -263,6 +266,19 @@ class FSDPAdapter(Adapter):
     @property
     def _row_rank(self) -> int:
         return self._rows[0].rank() if self._rows else 0
+
+
+def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise CommHookError for parameters whose gradients FSDP cannot reduce."""
+    sharded = {name for unit in units for name in unit.wholes()}
+    sparse = sparse_parameters(model)
+    if names := [
+        n for n, p in model.named_parameters() if p in sparse and p.requires_grad and n in sharded
+    ]:
+        raise CommHookError(
+            f"the gradients of {', '.join(names)} are sparse, and FSDP cannot reduce those; create "
+            "their embeddings with sparse=False"
+        )
 
 
 def _replicated(units: Sequence[Unit], replicas: dist.ProcessGroup | None) -> list[Unit]:

@@ -166,6 +166,10 @@ class _Encoded(ReduceScatter):
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         size = group.size()
+        if input_tensor.is_complex():
+            input_tensor, output_tensor = (
+                torch.view_as_real(tensor).view(-1) for tensor in (input_tensor, output_tensor)
+            )
         seed = f"{self._index}:{self._calls}:{group.rank()}"
         self._calls += 1
         messages = self._format.encode(input_tensor, size, seed)

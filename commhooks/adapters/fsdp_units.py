@@ -99,9 +99,12 @@ class Unit:
         }
 
     def wholes(self) -> dict[str, tuple[torch.Size, int]]:
-        """Return the shape of each parameter, and the dimension that it is sharded in."""
+        """Return the shape of each parameter, and the dimension that it is sharded in.
+
+        The shape is that of the gradient: of a real view if the parameter is complex.
+        """
         return {
-            name: (each._orig_size, each.fsdp_placement.dim)  # noqa: SLF001
+            name: (_real_size(each), each.fsdp_placement.dim)
             for name, each in zip(self._names, self._alive().fsdp_params, strict=True)
         }
 
@@ -158,6 +161,11 @@ class _Replicas(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions) -> None:  # type: ignore[override]
         (flat,) = tensors
         self._reduce(flat, options.reduceOp)
+
+
+def _real_size(parameter: Any) -> torch.Size:
+    size: torch.Size = parameter._orig_size  # noqa: SLF001
+    return torch.Size((*size, 2)) if parameter.sharded_param.is_complex() else size
 
 
 def units_of(model: nn.Module) -> list[Unit]:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from commhooks.adapters.saved_state import (
 )
 from commhooks.adapters.trace import trace
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
-from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.base import CommHook, has_consensus, is_lossless, tree
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
@@ -296,6 +297,13 @@ class HookHandle:
             _check_backend(each, adapter)
         adapter.check(hook)
         _prepare(hook, adapter)
+        if adapter.sparse and not is_lossless(hook):
+            warnings.warn(
+                f"the gradients of {', '.join(adapter.sparse)} are sparse: they are averaged "
+                f"exactly, as rows, and hook {hook.name!r} does not get them. If it should, create "
+                "their embeddings with sparse=False",
+                stacklevel=3,
+            )
 
     def _check_unused(self, hook: CommHook) -> None:
         others = [handle.hook for handle in _handles.values() if handle is not self]

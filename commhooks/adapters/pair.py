@@ -11,6 +11,7 @@ from torch.futures import Future
 
 from commhooks.adapters.dispatch import inner_module
 from commhooks.adapters.handle import HookHandle, keep
+from commhooks.adapters.sparse_gradients import SparseGradients
 from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm.agreement import values_of_ranks
 from commhooks.errors import CommHookError
@@ -71,6 +72,8 @@ class CommHookState:
         if self._module is not None:
             raise CommHookError("this CommHookState has a module already; create another state")
         self._module = inner_module(module)
+        trained = list(_trained(self._module).values())
+        self._sparse = SparseGradients(self._module, trained, fill_unused=True)
         self._group = process_group
         self._handle = HookHandle(self._module, awaited=self._hook)
         keep(self._module, self._handle)
@@ -92,11 +95,13 @@ class CommHookState:
                 raise CommHookError(_DETACHED)
             group = self._group or dist.group.WORLD
             assert group is not None  # or there were no wrapper
-            parameters: dict[str, Tensor] = {
-                name: p for name, p in self._module.named_parameters() if p.requires_grad
-            }
             self._adapter = _PairAdapter(
-                self._module, group, bucket.buffer().device, parameters, self._register
+                self._module,
+                group,
+                bucket.buffer().device,
+                _trained(self._module),
+                self._sparse,
+                self._register,
             )
         return self._adapter.run(bucket)
 
@@ -121,6 +126,10 @@ def comm_hook(state: CommHookState, bucket: dist.GradBucket) -> Future[Tensor]: 
     return state.run(bucket)
 
 
+def _trained(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
 class _PairAdapter(TorchAdapter):
     """Learns from the buckets what :class:`TorchDDPAdapter` asks the wrapper.
 
@@ -133,9 +142,10 @@ class _PairAdapter(TorchAdapter):
         group: dist.ProcessGroup,
         device: torch.device,
         parameters: dict[str, Tensor],
+        sparse: SparseGradients,
         register: Callable[[], None],
     ) -> None:
-        super().__init__(model, group, device, parameters)
+        super().__init__(model, group, device, parameters, sparse)
         self._register: Callable[[], None] | None = register  # None once it has succeeded
         self._last_index = -1  # of torch's buckets in this step
 
@@ -145,8 +155,12 @@ class _PairAdapter(TorchAdapter):
         self._last_index = bucket.index()
         return super().run(bucket)
 
-    def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
-        is_known = all(id(parameter) in self._name_of for parameter in bucket.parameters())
+    def _names_in(self, bucket: TorchBucket) -> list[str]:
+        if isinstance(bucket, GradBucket):  # of our own reducer: complex ones are real views
+            names = bucket.names
+        else:
+            names = [self._name_of.get(id(parameter), "") for parameter in bucket.parameters()]
+        is_known = set(names) <= set(self._names)
         if self._register is not None:
             what = "the comparison of the ranks' modules"
             known = values_of_ranks(is_known, self.group, self.device, what)
@@ -155,10 +169,12 @@ class _PairAdapter(TorchAdapter):
             self._register()
             self._register = None
         if not is_known:
-            if self._runner is not None:
+            if bucket.buffer().is_sparse:
+                self._average(bucket)  # because the other ranks wait for it
+            elif self._runner is not None:
                 self._runner.abandon()  # ends the step on the other ranks
             raise self._lacks_parameters(self.group.rank(), bucket)
-        return super()._with_names(bucket, index)
+        return names
 
     def _lacks_parameters(self, rank: int, bucket: TorchBucket) -> CommHookError:
         return CommHookError(

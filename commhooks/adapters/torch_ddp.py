@@ -5,6 +5,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -19,10 +20,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.utils.hooks import RemovableHandle
 
 from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.sparse_gradients import SparseGradients, average_rows, completed
+from commhooks.algorithms.bucket_parameters import real_view
+from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.execution import new_future
-from commhooks.runtime.recording import Recording, Run, Span
+from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
@@ -46,11 +49,15 @@ class TorchAdapter(Adapter):
     as reentrant checkpoints run it, ends before the outer one. Therefore every bucket queues, and B
     does nothing until torch has finalized.
 
+    A sparse gradient has a bucket of its own, wherever it comes among the others. It is averaged
+    here, exactly, and hooks see only the other buckets.
+
     Args:
         model: The module inside the wrapper.
         group: The ranks to average over.
         device: Where the gradients are.
         parameters: The parameters of torch's buckets, by the names that hooks get.
+        sparse: The gradients that are sparse.
     """
 
     def __init__(
@@ -59,13 +66,21 @@ class TorchAdapter(Adapter):
         group: dist.ProcessGroup,
         device: torch.device,
         parameters: dict[str, Tensor],
+        sparse: SparseGradients,
     ) -> None:
-        super().__init__(model, device, parameters, list(parameters))
+        rows = set(sparse.parameters)
+        dense = {name: each for name, each in parameters.items() if each not in rows}
+        super().__init__(model, device, dense, list(parameters))
+        self.sparse = [name for name in parameters if name not in dense]
+        self._sparse = sparse
+        self._trained = list(parameters.values())
         self._group = group
         self._name_of = {id(parameter): name for name, parameter in parameters.items()}
         self.steps = 0
-        self._launched = 0  # buckets, in this step
-        self._has_last = False  # one of them was the last
+        self._launched = 0  # buckets that hooks get, in this step
+        self._is_under_way = False  # a bucket of this step has come
+        self._has_last = False  # torch's last one has
+        self._told_last = False  # the hook has got one that is marked as the last
         self._function: TorchHook = self._average
         self._error: BaseException | None = None
         self._runs: list[Run] = []  # of the function, in this step
@@ -98,7 +113,7 @@ class TorchAdapter(Adapter):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(self._record_gradient, index)
             )
-            for index, parameter in enumerate(self.parameters.values())
+            for index, parameter in enumerate(self._trained)
         ]
 
     def stop_recording(self) -> Recording:
@@ -109,19 +124,24 @@ class TorchAdapter(Adapter):
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Torch's reducer calls this for each bucket."""
         _queue_callback(lambda: _queue_callback(self._end_step))
-        self._has_last = bucket.is_last()
+        self._is_under_way, self._has_last = True, bucket.is_last()
         start_ns = time.monotonic_ns()
-        index, self._launched = self._launched, self._launched + 1
+        gradients = bucket.buffer()
+        sent: int | None = None
         try:
-            own = self._with_names(bucket, index)
-            future = self._launch(bucket, own)
+            own = self._with_names(bucket)
+            if gradients.is_sparse and self._runner is not None:
+                future, sent = average_rows(gradients, self.group)
+            else:
+                future = self._launch(bucket, own)
         except BaseException as error:
             self._error = self._error or error
-            return completed(bucket.buffer())
+            return completed(gradients)
         # Weakly: Gloo's thread that completes the future drops the callback some time later. If it
         # dropped the last reference to a process group, the destructor would wait for that thread.
         adapter = weakref.ref(self)
-        return future.then(lambda future: _settle(adapter, future, own, start_ns))
+        run = Run(own, sent, start_ns, 0)
+        return future.then(lambda future: _settle(adapter, future, gradients, run))
 
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._runner is not None:
@@ -134,10 +154,13 @@ class TorchAdapter(Adapter):
             )
         return future
 
-    def settle(self, future: Future[Tensor], bucket: GradBucket, start_ns: int) -> Tensor:
-        """Return the hook's result, or keep its error. Called on a thread of backend or runner."""
-        run = Run(bucket, None, start_ns, time.monotonic_ns())
-        if self._runner is None:
+    def settle(self, future: Future[Tensor], gradients: Tensor, run: Run) -> Tensor:
+        """Return the average, or keep its error. Called on a thread of backend or runner."""
+        run = replace(run, end_ns=time.monotonic_ns())
+        if run.wire_bytes is not None:
+            times = run.start_ns, run.start_ns, run.end_ns
+            run = replace(run, stages=[Stage("all_gather", (), *times, int(run.wire_bytes))])
+        if self._runner is None or run.wire_bytes is not None:
             self._runs.append(run)
         if self.recording is not None:
             self.recording.spans.append(self._span(run))
@@ -146,16 +169,18 @@ class TorchAdapter(Adapter):
         except BaseException as error:
             error = error.with_traceback(None)  # this frame holds the future, which holds the error
             self._error = self._error or error
-            return bucket.buffer()
+            return gradients
 
     def _end_step(self) -> None:
-        if self._launched > 0 and self._is_finalized():
+        if self._is_under_way and self._is_finalized():
             self._finish_step()
 
     def _finish_step(self) -> None:
-        if self._runner is not None and not self._has_last:
+        if self._runner is not None and self._launched > 0 and not self._told_last:
             self._vote(self._runner)
         self._launched = 0
+        self._is_under_way = self._told_last = False
+        self._sparse.end_step()
         error, self._error = self._error, None
         runs, self._runs = self._runs, []
         if error is not None:
@@ -181,6 +206,8 @@ class TorchAdapter(Adapter):
     def _span(self, hook: Run) -> Span:
         bucket = hook.bucket
         name = self._runner.name if self._runner else getattr(self._function, "__qualname__", "")
+        if hook.wire_bytes is not None:  # of rows
+            name = AllReduce.name
         names = tuple(bucket.names)
         return Span("hook", bucket.index(), hook.start_ns, hook.end_ns, bucket.key, names, name)
 
@@ -194,22 +221,39 @@ class TorchAdapter(Adapter):
         self._use_runner(runner)
         self._function = function
 
-    def _with_names(self, bucket: TorchBucket, index: int) -> GradBucket:
+    def _with_names(self, bucket: TorchBucket) -> GradBucket:
         """Return our bucket for torch's.
 
-        ``index`` counts without gaps, even if torch leaves out buckets.
+        Complex parameters are real views, as their gradients are. Buckets are counted without gaps,
+        even if torch leaves out some.
         """
-        parameters = bucket.parameters()
+        gradients, names = bucket.buffer(), self._names_in(bucket)
+        if gradients.is_sparse:  # hooks do not get them
+            gradients = torch.empty(gradients.numel(), dtype=gradients.dtype, device="meta")
+        index = self._index(bucket, names)
         return GradBucket(
-            bucket.buffer(),
-            parameters,
-            [self._name_of[id(parameter)] for parameter in parameters],
+            gradients,
+            [real_view(parameter) for parameter in bucket.parameters()],
+            names,
             index=index,
             count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
             step=self.steps,
         )
 
+    def _names_in(self, bucket: TorchBucket) -> list[str]:
+        return [self._name_of[id(parameter)] for parameter in bucket.parameters()]
+
+    def _index(self, bucket: TorchBucket, names: list[str]) -> int:
+        """Return the next index of the buckets that hooks get, or one after all of them."""
+        if bucket.buffer().is_sparse:
+            return len(self.parameters) + self.sparse.index(names[0])
+        self._told_last = bucket.is_last()
+        index, self._launched = self._launched, self._launched + 1
+        return index
+
     def _average(self, bucket: TorchBucket) -> Future[Tensor]:
+        if bucket.buffer().is_sparse:
+            return average_rows(bucket.buffer(), self.group)[0]
         return allreduce_hook(self.group, cast("Any", bucket))
 
 
@@ -232,8 +276,18 @@ class TorchDDPAdapter(TorchAdapter):
             if parameter.requires_grad and name not in model.parameters_to_ignore
         }
         device = next(iter(parameters.values())).device
-        super().__init__(replicated or model.module, model.process_group, device, parameters)
+        fills = model.find_unused_parameters or model.static_graph
+        sparse = SparseGradients(model.module, parameters.values(), replicated, fill_unused=fills)
+        super().__init__(
+            replicated or model.module, model.process_group, device, parameters, sparse
+        )
         self._reducer = model.reducer
+        if self.sparse and getattr(model, "skip_all_reduce_unused_params", False):
+            raise CommHookError(
+                f"the gradients of {', '.join(self.sparse)} are sparse, which hooks do not support "
+                "with skip_all_reduce_unused_params; create their embeddings with sparse=False, or "
+                "the wrapper without that option"
+            )
         try:
             model.register_comm_hook(weakref.proxy(self), _run)
         except RuntimeError as error:
@@ -255,17 +309,10 @@ def _run(adapter: TorchAdapter, bucket: dist.GradBucket) -> Future[Tensor]:  # t
 
 
 def _settle(
-    adapter: weakref.ref[TorchAdapter], future: Future[Tensor], bucket: GradBucket, start_ns: int
+    adapter: weakref.ref[TorchAdapter], future: Future[Tensor], gradients: Tensor, run: Run
 ) -> Tensor:
     alive = adapter()
-    return bucket.buffer() if alive is None else alive.settle(future, bucket, start_ns)
-
-
-def completed(tensor: Tensor) -> Future[Tensor]:
-    """Return a future that has its value."""
-    future = new_future(tensor.device)
-    future.set_result(tensor)
-    return future
+    return gradients if alive is None else alive.settle(future, gradients, run)
 
 
 def _queue_callback(callback: Any) -> None:

@@ -50,6 +50,7 @@ from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats
 from commhooks.runtime.stream_runner import StreamRunner
 from reducer import GradBucket
+from reducer.construction import sparse_parameters
 
 __all__ = ["DistributedDataParallel"]
 
@@ -72,7 +73,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         **options: The options of a named hook.
 
     Raises:
-        CommHookError: The hook leaves models different between ranks, or needs nodes.
+        CommHookError: The hook leaves models different between ranks, or needs nodes, or gradients
+            are sparse.
         UnknownHookError, CommHookOptionError: See :func:`create`.
     """
 
@@ -95,6 +97,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=True,  # otherwise buckets are rebuilt after the first step
             **(wrapper_options or {}),
         )
+        sparse = sparse_parameters(module)
+        if names := [name for name, p in module.named_parameters() if p in sparse]:
+            raise CommHookError(
+                f"the gradients of {', '.join(names)} are sparse, which is not supported here; "
+                "create their embeddings with sparse=False"
+            )
         keep(self, _Handle(self, _Averager(manager, replicas, made, self), made))
 
 

@@ -13,6 +13,7 @@ from support.sharded import FEATURES, Net, build, mesh_of, train
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.adapters.fsdp_units import _groups, units_of
@@ -380,3 +381,82 @@ def replicate_twice(rank: int, size: int) -> None:
 
 def test_replicate_of_fsdp2(run_ranks: Any) -> None:
     run_ranks(replicate_twice, 2)
+
+
+# ------------------------------------------------------------------ complex and sparse gradients
+
+
+class Phases(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.phases = nn.Parameter(torch.randn(3, 4, dtype=dtype))
+        self.bias = nn.Parameter(torch.randn(4, dtype=dtype))
+
+    def forward(self, waves: Tensor) -> Tensor:
+        return (self.phases * waves + self.bias).abs().square().sum()
+
+
+def train_complex(net: nn.Module, rank: int, dtype: torch.dtype, steps: range) -> list[Tensor]:
+    gradients = []
+    for step in steps:
+        net.zero_grad()
+        seed = torch.Generator().manual_seed(100 * step + rank)
+        net(torch.randn(3, 4, dtype=dtype, generator=seed)).backward()
+        gradients += [parameter.grad.full_tensor() for parameter in net.parameters()]
+    return gradients
+
+
+def use_complex(rank: int, size: int, shards: int, dtype: torch.dtype) -> None:
+    mesh = mesh_of(size // shards, shards)
+
+    def make(hook: Any) -> tuple[nn.Module, commhooks.HookHandle]:
+        net = fully_shard(Phases(dtype), mesh=mesh)
+        return net, commhooks.register(net, hook)
+
+    expected = train_complex(fully_shard(Phases(dtype), mesh=mesh), rank, dtype, range(2))
+    for hook in (AllReduce(), Exact()):
+        net, handle = make(hook)
+        found = train_complex(net, rank, dtype, range(2))
+        torch.testing.assert_close(found, expected)
+        shard = sum(p.to_local().numel() for p in net.parameters()) * dtype.itemsize
+        padded = (2 if shards == 2 else 3) * 4 + (2 if shards == 2 else 4)
+        assert shard <= handle.stats().total.gradient_bytes == padded * dtype.itemsize
+    net, handle = make("onebit")
+    train_complex(net, rank, dtype, range(2))
+    saved = handle.state_dict()
+    again, other = make("onebit")
+    other.load_state_dict(saved)
+    resumed = [train_complex(each, rank, dtype, range(2, 4)) for each in (net, again)]
+    assert all(torch.equal(a, b) for a, b in zip(*resumed, strict=True))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(("size", "shards"), [(2, 1), (4, 2)])
+def test_complex_parameters(run_ranks: Any, size: int, shards: int, dtype: torch.dtype) -> None:
+    """Hooks raised at the first backward."""
+    run_ranks(use_complex, size, shards, dtype)
+
+
+def refuse_sparse(rank: int, size: int) -> None:
+    class Words(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            self.frozen = nn.Embedding(4, 2, sparse=True).requires_grad_(False)
+            self.words = nn.Embedding(4, 2, sparse=sparse)
+
+        def forward(self, words: Tensor) -> Tensor:
+            return (self.words(words) + self.frozen(words)).sum()
+
+    net = fully_shard(Words(sparse=True), mesh=mesh_of(size, 1))
+    with pytest.raises(commhooks.CommHookError, match=r"gradients of words.weight are .*=False"):
+        commhooks.register(net, "int8")
+    net = fully_shard(Words(sparse=False), mesh=mesh_of(size, 1))
+    commhooks.register(net, "int8")
+    net(torch.tensor([rank])).backward()
+
+
+def test_sparse_gradients_are_refused(run_ranks: Any) -> None:
+    """FSDP fails in the first backward."""
+    run_ranks(refuse_sparse, 2)

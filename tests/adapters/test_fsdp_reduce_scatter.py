@@ -1,11 +1,13 @@
 """The reduce-scatter of FSDP2 in few bits."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from support.sharded import FEATURES, build, mesh_of, train
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 from commhooks.integrations import fsdp
@@ -98,3 +100,23 @@ def send_nan(rank: int, size: int) -> None:
 
 def test_nan_stays_visible(run_ranks: Any) -> None:
     run_ranks(send_nan, 2)
+
+
+def reduce_complex(rank: int, size: int) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 8, dtype=torch.complex64)
+    inputs = torch.randn(size, 5, 8, dtype=torch.complex64)
+    expected = copy.deepcopy(linear)
+    expected(inputs.view(-1, 8)).abs().square().sum().div(size).backward()
+    net = fully_shard(linear, mesh=mesh_of(1, size)["shard"])
+    fsdp.quantize_reduce_scatter(net, "int8")
+    net(inputs[rank]).abs().square().sum().backward()
+    found = [p.grad.full_tensor() for p in net.parameters()]
+    wanted = [p.grad for p in expected.parameters()]
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).abs().square().sum().sqrt() < 0.02 * b.abs().square().sum().sqrt()
+
+
+def test_complex_parameters(run_ranks: Any) -> None:
+    """Imaginary parts were lost."""
+    run_ranks(reduce_complex, 2)
