@@ -106,6 +106,11 @@ class CommHook:
     """
     skips_steps: ClassVar[bool] = False
     """Whether the training loop asks the hook, on every rank, which optimizer steps to skip."""
+    gets_each_once: ClassVar[bool] = False
+    """Whether the hook must get each parameter once per step, as with a period or a momentum.
+
+    FSDP2 may reduce a parameter several times: docs/integrations/fsdp.md.
+    """
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl")
     """The backends of process groups on which the hook may be registered.
 
