@@ -13,7 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.adapter import Adapter, TorchHook
-from commhooks.adapters.fsdp_units import Unit, is_root, on_end_of_backward, units_of
+from commhooks.adapters.fsdp_units import (
+    Unit,
+    is_root,
+    on_end_of_backward,
+    on_optimizer_step,
+    units_of,
+)
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.comm.agreement import check_agreement, values_of_ranks
 from commhooks.comm.wire import all_reduce_bytes
@@ -55,9 +61,9 @@ class FSDPAdapter(Adapter):
     1. a hook gets only parameters that have a gradient on some rank. A rank on which all have one
        knows that without asking: it sends a flag per parameter, to its row and to its column, and
        goes on. Only a rank that lacks a gradient waits for the flags of the others.
-    2. a step begins when parameters or gradients have changed since they were last reduced, which
-       an optimizer and ``zero_grad`` do: :meth:`Unit.has_moved_on`. All ranks find the same,
-       because all run the same program.
+    2. a step begins when an optimizer has stepped, or gradients were removed, since the last
+       exchange: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
+       program.
     3. a parameter that is reduced again in the same step is averaged exactly, or refused if the
        hook ``gets_each_once``. FSDP adds the average to the gradient that is there.
 
@@ -94,6 +100,7 @@ class FSDPAdapter(Adapter):
             for row in self._rows
         )
         on_end_of_backward(model, self._end_backward)
+        on_optimizer_step(self, self._units)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -250,6 +257,7 @@ class FSDPAdapter(Adapter):
             self._collector.begin_step()
         self._last = unit
         self._exchanged |= names
+        unit.is_exchanged = True
         return again
 
     def _part(self, unit: Unit, flat: Tensor, names: set[str]) -> BucketPart:
@@ -394,10 +402,9 @@ def _distinct(groups: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGr
 def _refusal(rank: int, again: set[str], hook: CommHook) -> CommHookError:
     return CommHookError(
         f"[rank {rank}] expected one gradient of each parameter between two steps of the "
-        f"optimizer, because hook {hook!r} has a period or a momentum; found another one of "
-        f"{', '.join(sorted(again))}. Call set_requires_gradient_sync(False) before all backward "
-        "passes of a step but the last, and run a module once per backward; or use a hook that "
-        "only averages"
+        f"optimizer, because what hook {hook!r} does has a period or a momentum; found another "
+        f"one of {', '.join(sorted(again))}. Call set_requires_gradient_sync(False) before all "
+        "backward passes of a step but the last, or use a hook that only averages gradients"
     )
 
 

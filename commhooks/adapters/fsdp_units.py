@@ -22,7 +22,7 @@ gradient are filled with zeros: by torch with ``reduce_scatter_unused_params``, 
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -31,8 +31,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Unit", "UnitReduction", "is_root", "on_end_of_backward", "units_of"]
+__all__ = [
+    "Unit",
+    "UnitReduction",
+    "is_root",
+    "on_end_of_backward",
+    "on_optimizer_step",
+    "units_of",
+]
 
 UnitReduction = Callable[[Tensor, Any], None]
 """Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
@@ -57,7 +65,10 @@ class Unit:
         self._torchs_unused = getattr(group, "reduce_scatter_unused_params", None)
         self._fills = False  # here, because torch cannot
         self._with_gradient: set[str] = set()  # not yet reduced over the replicas
-        self._marks: list[tuple[int, _Mark]] = []  # by position, of what was reduced last
+        self.is_exchanged = False
+        """Whether the reduction that goes on has exchanged gradients. The adapter sets it."""
+        self._marks: list[tuple[int, _Mark]] = []  # by position, after the last such reduction
+        self._has_stepped = False  # an optimizer, since then
 
     @property
     def device(self) -> torch.device:
@@ -134,15 +145,22 @@ class Unit:
         names, self._with_gradient = self._with_gradient, set()
         return names
 
-    def has_moved_on(self) -> bool:
-        """Return whether parameters or gradients have changed since they were last reduced.
+    def note_step(self, parameters: Collection[int]) -> None:
+        """Note that an optimizer has stepped. ``parameters``: the ids of those that it has."""
+        group = self._group()
+        if group is not None:  # the model may be gone
+            found = (id(each.sharded_param) in parameters for each in group.fsdp_params)
+            self._has_stepped |= any(found)
 
-        Optimizers change parameters, ``zero_grad`` removes gradients or changes them. What is
-        added to gradients by another reduction, or changed by hooks, is not counted.
+    def has_moved_on(self) -> bool:
+        """Return whether training has moved on since gradients of the unit were exchanged.
+
+        Then an optimizer has stepped, or parameters or gradients were changed or removed by other
+        code than FSDP and hooks. Fused optimizers leave no other trace than their step.
         """
         parameters = self._alive().fsdp_params
         marks = [(_mark(parameters[position]), then) for position, then in self._marks]
-        return any(now is None or now != then for now, then in marks)
+        return self._has_stepped or any(now is None or now != then for now, then in marks)
 
     def ensure_end(self, end: EndOfBackward) -> None:
         """Call ``end`` at the end of this backward if FSDP will not notice it.
@@ -176,10 +194,11 @@ class Unit:
                     self._with_gradient.add(name)
                 elif self._fills:
                     parameter.grad = torch.zeros_like(parameter)
-        before = self._with_gradient
+        names = self._names if self.is_filled else self._with_gradient
+        self.is_exchanged = False
         type(group).post_backward(group)
-        if self._with_gradient is not before:  # they were taken
-            names = self._names if self.is_filled else before
+        if self.is_exchanged:
+            self._has_stepped = False
             self._marks = [
                 (position, _mark(each))
                 for position, each in enumerate(group.fsdp_params)
@@ -240,6 +259,18 @@ def on_end_of_backward(model: nn.Module, end: EndOfBackward) -> None:
         state._root_post_backward_final_callback = functools.partial(  # noqa: SLF001
             _finish, weakref.ref(state), end
         )
+
+
+def on_optimizer_step(owner: Any, units: Iterable[Unit]) -> None:
+    """Call :meth:`Unit.note_step` after each step of torch's optimizers, while ``owner`` lives."""
+    units = list(units)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for unit in units:
+            unit.note_step(parameters)
+
+    weakref.finalize(owner, register_optimizer_step_post_hook(note).remove)
 
 
 def _finish(state: Any, end: EndOfBackward) -> None:
