@@ -2,11 +2,11 @@
 
 A hook decides how the gradients of one bucket are averaged over the ranks.
 
-*When it runs.* Once per bucket and synchronized backward, as soon as the bucket's gradients are
-ready, and in the same order of buckets on every rank. Buckets are numbered from 0 in each step,
-without gaps. While the hook of one bucket waits for a collective, backward continues, and so do the
-hooks of other buckets. Hooks of one model never run at the same time (on the CPU they share one
-thread), so their state needs no lock.
+*When it runs.* Once per bucket and step (a synchronized backward; on FSDP2, all before the
+optimizer's step), as soon as the bucket's gradients are ready, and in the same order of buckets on
+every rank. Buckets are numbered from 0 in each step, without gaps. While the hook of one bucket
+waits for a collective, backward continues, and so do the hooks of other buckets. Hooks of one model
+never run at the same time (on the CPU they share one thread), so their state needs no lock.
 
 *What it gets.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps. The hook may
 overwrite it until its result has been taken. It may also change the parameters of the bucket, see

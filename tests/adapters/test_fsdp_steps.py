@@ -340,5 +340,6 @@ def probe(rank: int, size: int) -> None:
     assert [step for step, *_ in hook.seen] == [0, 1, 1]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run it twice")
 def test_a_backward_of_a_part_of_a_unit_is_a_step(run_ranks: Any) -> None:
     run_ranks(probe, 2)
