@@ -38,7 +38,10 @@ class Adapter(ABC):
     """
 
     steps: int
-    """The number of synchronized backward passes so far. A resumed run sets it."""
+    """The number of steps so far: synchronized backward passes, on FSDP2 those of an optimizer.
+
+    A resumed run sets it.
+    """
 
     sparse: Sequence[str] = ()
     """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -12,13 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.adapter import Adapter, TorchHook
-from commhooks.adapters.fsdp_units import Unit, is_root, on_end_of_backward, units_of
+from commhooks.adapters.fsdp_units import (
+    Unit,
+    is_root,
+    on_end_of_backward,
+    on_optimizer_step,
+    units_of,
+)
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.comm.agreement import check_agreement, values_of_ranks
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
+from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run, Span
 from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.stats import HookStats
@@ -32,8 +40,9 @@ __all__ = ["FSDPAdapter"]
 class FSDPAdapter(Adapter):
     """Runs hooks in place of the all-reduce between the replicas of a sharded model.
 
-    A bucket is what a unit of FSDP reduces at once: this rank's shards of its trained parameters.
-    How many come in a step is not known in advance, so none is marked as the last.
+    A bucket is what a unit of FSDP reduces at once: this rank's shards of its trained parameters
+    that have a gradient on some rank. How many come in a step is not known in advance, so none is
+    marked as the last.
 
     Note [Rows and columns]
     ~~~~~~~~~~~~~~~~~~~~~~~
@@ -44,6 +53,21 @@ class FSDPAdapter(Adapter):
     Therefore an error is kept until the end of backward, where all ranks of a row compare notes,
     after the vote in the columns; all ranks then raise. The same comparison follows whatever else
     the ranks of a column agree on. (Not in steps on NCCL, where the host does not wait.)
+
+    Note [Several reductions in a step]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A unit is reduced several times between two steps of the optimizer if its modules have backward
+    passes of their own, or run several times in one. FSDP fills in zeros for parameters without a
+    gradient. A hook that got them would exchange them, or let momenta fade, once more. Therefore
+
+    1. a hook gets only parameters that have a gradient on some rank. A rank on which all have one
+       knows that without asking: it sends a flag per parameter, to its row and to its column, and
+       goes on. Only a rank that lacks a gradient waits for the flags of the others.
+    2. a step begins when an optimizer has stepped, or gradients were removed, since the last
+       exchange: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
+       program.
+    3. a parameter that is reduced again in the same step is averaged exactly, or refused if the
+       hook ``gets_each_once``. FSDP adds the average to the gradient that is there.
 
     Args:
         model: The root module.
@@ -66,14 +90,20 @@ class FSDPAdapter(Adapter):
         parameters = self._present_parameters()
         super().__init__(model, self._units[0].device, parameters, list(parameters))
         self.steps = 0
-        self._launched = 0  # buckets, in this step
-        self._error: BaseException | None = None  # of the runner, in this step
+        self._step = 0  # the number of the step under way
+        self._buckets = 0  # in this step
+        self._exchanged: set[str] = set()  # parameters, in this step
+        self._last: Unit | None = None  # the unit that was exchanged last; None: a step begins
+        self._launched = 0  # buckets, in this backward
+        self._error: BaseException | None = None  # of the runner, in this backward
+        self._strict: CommHook | None = None  # which gets each parameter once per step
         self._is_attached = False
         self._rows_wait = all(
             row._get_backend(self.device).name() == "gloo"  # noqa: SLF001
             for row in self._rows
         )
         on_end_of_backward(model, self._end_backward)
+        on_optimizer_step(self, self._units)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -140,6 +170,7 @@ class FSDPAdapter(Adapter):
         # The plain average is torch's own all-reduce: with 3 replicas, 3 * average is not the sum.
         is_plain = type(hook) is AllReduce
         runner = None if is_plain else make_runner(hook, self.group, self.device, token)
+        self._strict = next((each for each in tree(hook) if each.gets_each_once), None)
         self._set(runner)
 
     def install_function(self, hook: TorchHook) -> None:
@@ -149,6 +180,7 @@ class FSDPAdapter(Adapter):
         )
 
     def clear(self) -> None:
+        self._strict = None
         self._set(None)
 
     def stats(self) -> HookStats:
@@ -160,6 +192,8 @@ class FSDPAdapter(Adapter):
 
     def _set(self, runner: Runner | None) -> None:
         self._use_runner(runner)
+        self._collector.units = {name: tuple(names) for names in self.units for name in names}
+        self._last = None
         for unit in self._units:
             if not self._is_attached:
                 unit.attach(self.group, functools.partial(self._exchange, unit))
@@ -168,77 +202,144 @@ class FSDPAdapter(Adapter):
 
     def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:
         """Average or sum ``flat`` over the column. Complex numbers come as pairs of real ones."""
-        start_ns = time.monotonic_ns()
-        bucket = self._bucket(unit, flat.view(-1))
-        self._launched += 1
+        flat = flat.view(-1)
+        unit.ensure_end(self._end_backward)
+        own = unit.take_gradients()
         if self._runner is None:
-            self._average(bucket, operation, start_ns)
-        else:
-            self._run(self._runner, bucket, operation)
-        if self.recording is not None:
-            name = self._runner.name if self._runner is not None else AllReduce.name
-            ns = start_ns, time.monotonic_ns()
-            self.recording.spans.append(
-                Span("hook", bucket.index(), *ns, bucket.key, tuple(bucket.names), name)
-            )
+            names = set(unit.parameters()) if unit.is_filled else own
+            self._follow_step(unit, names)
+            self._average(self._part(unit, flat, names), operation)
+            return
+        try:
+            self._exchange_by_hook(self._runner, unit, own, flat, operation)
+        except BaseException as error:  # see Note [Rows and columns]
+            self._launched += 1
+            self._error = self._error or error.with_traceback(None)  # which has this frame
 
-    def _bucket(self, unit: Unit, flat: Tensor) -> GradBucket:
+    def _exchange_by_hook(
+        self, runner: Runner, unit: Unit, own: set[str], flat: Tensor, operation: Any
+    ) -> None:
+        """See Note [Several reductions in a step]. ``own`` have a gradient on this rank."""
+        names = self._with_gradient(unit, own)
+        if not names:
+            return  # zeros on all ranks
+        again = self._follow_step(unit, names)
+        if again and self._strict is not None:
+            raise _refusal(self.rank, again, self._strict)
+        if new := names - again:
+            self._run(runner, self._part(unit, flat, new), operation)
+        if again:
+            self._average(self._part(unit, flat, again), operation)
+
+    def _with_gradient(self, unit: Unit, own: set[str]) -> set[str]:
+        """Return which parameters have a gradient on some rank."""
+        names = list(unit.parameters())
+        found = [name in own for name in names]
+        for group in (unit.shards, self.group):
+            if group is None or group.size() == 1:
+                continue
+            flags = torch.tensor(found, dtype=torch.uint8, device=self.device)
+            with collective(group, "the comparison of which parameters have a gradient"):
+                work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=group, async_op=True)
+                if not all(found):
+                    assert work is not None
+                    work.wait()
+                    found = flags.bool().tolist()
+        return set(itertools.compress(names, found))
+
+    def _follow_step(self, unit: Unit, names: set[str]) -> set[str]:
+        """Begin a step if it is time; return which ``names`` were exchanged in it before."""
+        again = self._exchanged & names
+        last = None if self._launched else self._last  # no optimizer steps within a backward
+        if (
+            self._last is None
+            or (last is not None and last.has_moved_on())
+            or (again and unit.has_moved_on())
+        ):
+            self._step, self._buckets = self.steps, 0
+            self._exchanged, again = set(), set()
+            self._collector.begin_step()
+        self._last = unit
+        self._exchanged |= names
+        unit.is_exchanged = True
+        return again
+
+    def _part(self, unit: Unit, flat: Tensor, names: set[str]) -> BucketPart:
+        """Return the part of ``flat`` that holds the gradients of ``names``."""
         shards = {name: real_view(shard) for name, shard in unit.parameters().items()}
-        if self._runner is None and sum(s.numel() for s in shards.values()) != flat.numel():
-            shards = {f"of {unit.name} ...": flat}  # FSDP does not tell which have a gradient
-        return GradBucket(
+        if not unit.is_filled:
+            shards = {name: shard for name, shard in shards.items() if name in names}
+        whole = GradBucket(
             flat,
             list(shards.values()),
             list(shards),
-            index=self._launched,
-            count=self._launched + 2,  # none is the last
-            step=self.steps,
+            index=self._buckets,
+            count=self._buckets + 2,  # none is the last
+            step=self._step,
         )
+        return BucketPart(whole, [i for i, name in enumerate(shards) if name in names])
 
-    def _average(self, bucket: GradBucket, operation: Any, start_ns: int) -> None:
-        with collective(self.group, f"the average between replicas at step {self.steps}"):
+    def _next_bucket(self, part: BucketPart) -> GradBucket:
+        bucket = part.bucket(self._buckets, is_last=False)
+        self._buckets += 1
+        self._launched += 1
+        return bucket
+
+    def _run(self, runner: Runner, part: BucketPart, operation: Any) -> None:
+        """Run the hook on ``part``."""
+        start_ns = time.monotonic_ns()
+        bucket = self._next_bucket(part)
+        average = runner(bucket).wait().view(-1)
+        if operation == dist.ReduceOp.SUM:
+            average = average * self.group.size()
+        if average.data_ptr() != part.whole.buffer().data_ptr():
+            part.store(average, part.whole.buffer())
+        self._record_span(bucket, runner.name, start_ns)
+
+    def _average(self, part: BucketPart, operation: Any) -> None:
+        """Average or sum ``part`` exactly."""
+        start_ns = time.monotonic_ns()
+        bucket = self._next_bucket(part)
+        with collective(self.group, f"the average between replicas at step {self._step}"):
             dist.all_reduce(bucket.buffer(), operation, group=self.group)
+        part.store(bucket.buffer(), part.whole.buffer())
         sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
         self._collector.record(Run(bucket, sent, start_ns, time.monotonic_ns()))
+        self._record_span(bucket, AllReduce.name, start_ns)
 
-    def _run(self, runner: Runner, bucket: GradBucket, operation: Any) -> None:
-        """Run the hook, or keep its error: see Note [Rows and columns]."""
-        flat = bucket.buffer()
-        try:
-            average = runner(bucket).wait().view(-1)
-        except BaseException as error:
-            self._error = self._error or error.with_traceback(None)  # which has this frame
-            return
-        if average is not flat:
-            flat.copy_(average)
-        if operation == dist.ReduceOp.SUM:
-            flat.mul_(self.group.size())
+    def _record_span(self, bucket: GradBucket, hook: str, start_ns: int) -> None:
+        if self.recording is not None:
+            ns = start_ns, time.monotonic_ns()
+            self.recording.spans.append(
+                Span("hook", bucket.index(), *ns, bucket.key, tuple(bucket.names), hook)
+            )
 
     def _end_backward(self, *, succeeded: bool) -> None:
         launched, self._launched = self._launched, 0
         if not launched:
             return
         if not succeeded:
-            self._error = None
+            self._error = self._last = None
             if self._runner is not None:
                 self._runner.abandon()
             return
         if self._runner is not None:
-            self._end_step(self._runner, launched)
+            self._end_step(self._runner)
         if self.recording is not None:
-            self.recording.spans.append(_backward(self.recording.spans[-launched:], self.steps))
-        self.steps += 1
+            self.recording.spans.append(_backward(self.recording.spans[-launched:], self._step))
+        self.steps = self._step + 1
 
-    def _end_step(self, runner: Runner, launched: int) -> None:
+    def _end_step(self, runner: Runner) -> None:
         """Raise on all ranks if the hook has failed on any."""
         try:
-            runner.end_step(launched, self.steps).wait()
+            runner.end_step(self._buckets, self._step).wait()
         except BaseException as error:
             self._error = self._error or error.with_traceback(None)
         failure, self._error = self._error, None
         if self._rows_wait:
             failure = self._failure_of_rows(failure)
         if failure is not None:
+            self._last = None
             raise failure
 
     def _failure_of_rows(self, failure: BaseException | None) -> BaseException | None:
@@ -313,6 +414,15 @@ def _distinct(groups: Sequence[dist.ProcessGroup | None]) -> list[dist.ProcessGr
         if group is not None:
             by_ranks.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return list(by_ranks.values())
+
+
+def _refusal(rank: int, again: set[str], hook: CommHook) -> CommHookError:
+    return CommHookError(
+        f"[rank {rank}] expected one gradient of each parameter between two steps of the "
+        f"optimizer, because what hook {hook!r} does has a period or a momentum; found another "
+        f"one of {', '.join(sorted(again))}. Call set_requires_gradient_sync(False) before all "
+        "backward passes of a step but the last, or use a hook that only averages gradients"
+    )
 
 
 def _backward(hooks: Sequence[Span], step: int) -> Span:

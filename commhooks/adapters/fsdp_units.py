@@ -14,22 +14,33 @@ of ours, whose all-reduce calls back. Everything else stays torch's: when to exc
 accumulate, dtypes, scaling, streams, and who holds memory until when. The same works for a unit
 that has no replicas yet, and for one that is replicated and not sharded.
 
-Up to torch 2.12 there is no ``reduce_scatter_unused_params``, and :func:`_fill_unused` does it.
+The ranks of a shard group must reduce-scatter the same parameters. Therefore those without a
+gradient are filled with zeros: by torch with ``reduce_scatter_unused_params``, up to torch 2.12 by
+:meth:`Unit._post_backward`. That also notes which had a gradient, because ``flat`` does not tell.
 """
 
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["Unit", "UnitReduction", "is_root", "on_end_of_backward", "units_of"]
+__all__ = [
+    "Unit",
+    "UnitReduction",
+    "is_root",
+    "on_end_of_backward",
+    "on_optimizer_step",
+    "units_of",
+]
 
 UnitReduction = Callable[[Tensor, Any], None]
 """Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
@@ -44,18 +55,20 @@ class EndOfBackward(Protocol):
 class Unit:
     """Parameters that FSDP reduces together. Does not keep the model alive."""
 
-    def __init__(self, group: Any, names: list[str]) -> None:
+    def __init__(self, state: Any, group: Any, names: list[str]) -> None:
+        self._state = weakref.ref(state)
         self._group = weakref.ref(group)
         self._names = names
         info = group.mesh_info
         replicas = getattr(info, "replicate_process_group", None)
         self._torchs_info = replicas.torchs_info if isinstance(replicas, _Replicas) else info
         self._torchs_unused = getattr(group, "reduce_scatter_unused_params", None)
-
-    @property
-    def name(self) -> str:
-        """The name of the first parameter, for messages."""
-        return self._names[0]
+        self._fills = False  # here, because torch cannot
+        self._with_gradient: set[str] = set()  # not yet reduced over the replicas
+        self.is_exchanged = False
+        """Whether the reduction that goes on has exchanged gradients. The adapter sets it."""
+        self._marks: list[tuple[int, _Mark]] = []  # by position, after the last such reduction
+        self._has_stepped = False  # an optimizer, since then
 
     @property
     def device(self) -> torch.device:
@@ -121,16 +134,46 @@ class Unit:
         if group.post_forward_mesh_info == group.mesh_info:
             group.post_forward_mesh_info = info
         group.mesh_info = info
+        group.post_backward = self._post_backward
 
     def fill_unused(self, fill: bool) -> None:
         """Reduce zeros for parameters without a gradient, or return to what was set before."""
-        group = self._alive()
-        if self._torchs_unused is not None:
-            group.reduce_scatter_unused_params = fill or self._torchs_unused
-        elif fill:
-            group.post_backward = functools.partial(_fill_unused, self._group)
+        if self._torchs_unused is None:
+            self._fills = fill
         else:
-            vars(group).pop("post_backward", None)
+            self._alive().reduce_scatter_unused_params = fill or self._torchs_unused
+
+    def take_gradients(self) -> set[str]:
+        """Return which parameters have had a gradient on this rank since the last call."""
+        names, self._with_gradient = self._with_gradient, set()
+        return names
+
+    def note_step(self, parameters: Collection[int]) -> None:
+        """Note that an optimizer has stepped. ``parameters``: the ids of those that it has."""
+        group = self._group()
+        if group is not None:  # the model may be gone
+            found = (id(each.sharded_param) in parameters for each in group.fsdp_params)
+            self._has_stepped |= any(found)
+
+    def has_moved_on(self) -> bool:
+        """Return whether training has moved on since gradients of the unit were exchanged.
+
+        Then an optimizer has stepped, or parameters or gradients were changed or removed by other
+        code than FSDP and hooks. Fused optimizers leave no other trace than their step.
+        """
+        parameters = self._alive().fsdp_params
+        marks = [(_mark(parameters[position]), then) for position, then in self._marks]
+        return self._has_stepped or any(now is None or now != then for now, then in marks)
+
+    def ensure_end(self, end: EndOfBackward) -> None:
+        """Call ``end`` at the end of this backward if FSDP will not notice it.
+
+        It does not if only some of the modules of a unit were called, by themselves.
+        """
+        state = self._state()
+        assert state is not None
+        if not state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
+            Variable._execution_engine.queue_callback(functools.partial(end, succeeded=True))  # noqa: SLF001
 
     @property
     def reduce_scatter(self) -> Any:
@@ -141,6 +184,34 @@ class Unit:
     def reduce_scatter(self, comm: Any) -> None:
         # That method refuses units with several meshes.
         self._alive()._reduce_scatter_comm = comm  # noqa: SLF001
+
+    def _post_backward(self, *_: Any) -> None:
+        """Note what has a gradient, let FSDP reduce, and mark what it has reduced."""
+        group = self._alive()
+        if group.reduce_grads:  # otherwise gradients stay where they are
+            for name, each in zip(self._names, group.fsdp_params, strict=True):
+                parameter = getattr(each, "_unsharded_param", None)  # set by the first forward
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if parameter.grad is not None or each.unsharded_accumulated_grad is not None:
+                    self._with_gradient.add(name)
+                elif self._fills:
+                    parameter.grad = torch.zeros_like(parameter)
+        names = self._names if self.is_filled else self._with_gradient
+        self.is_exchanged = False
+        type(group).post_backward(group)
+        if self.is_exchanged:
+            self._has_stepped = False
+            self._marks = [
+                (position, _mark(each))
+                for position, each in enumerate(group.fsdp_params)
+                if each.sharded_param.requires_grad and self._names[position] in names
+            ]
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether what is reduced has all trained parameters."""
+        return self._fills or bool(getattr(self._alive(), "reduce_scatter_unused_params", False))
 
     def _alive(self) -> Any:
         group = self._group()
@@ -173,6 +244,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     prefix_of = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     return [
         Unit(
+            state,
             group,
             [
                 prefix_of[id(each._module_info.module)] + each._module_info.param_name  # noqa: SLF001
@@ -197,6 +269,18 @@ def on_end_of_backward(model: nn.Module, end: EndOfBackward) -> None:
         )
 
 
+def on_optimizer_step(owner: Any, units: Iterable[Unit]) -> None:
+    """Call :meth:`Unit.note_step` after each step of torch's optimizers, while ``owner`` lives."""
+    units = list(units)
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for unit in units:
+            unit.note_step(parameters)
+
+    weakref.finalize(owner, register_optimizer_step_post_hook(note).remove)
+
+
 def _finish(state: Any, end: EndOfBackward) -> None:
     try:
         type(state())._root_post_backward_final_callback(state())  # noqa: SLF001
@@ -206,18 +290,14 @@ def _finish(state: Any, end: EndOfBackward) -> None:
     end(succeeded=True)
 
 
-def _fill_unused(reference: Any, *_: Any) -> None:
-    group = reference()
-    for each in group.fsdp_params:
-        parameter = getattr(each, "_unsharded_param", None)  # set by the first forward
-        if (
-            parameter is not None
-            and parameter.requires_grad
-            and parameter.grad is None
-            and each.unsharded_accumulated_grad is None
-        ):
-            parameter.grad = torch.zeros_like(parameter)
-    type(group).post_backward(group)
+_Mark: TypeAlias = tuple[int, int, int] | None
+
+
+def _mark(each: Any) -> _Mark:
+    """Return what changes if the parameter or its gradient does; None without a gradient."""
+    parameter = each.sharded_param
+    gradient = parameter.grad
+    return None if gradient is None else (parameter._version, id(gradient), gradient._version)  # noqa: SLF001
 
 
 def _states(model: nn.Module) -> Iterable[Any]:

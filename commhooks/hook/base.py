@@ -2,11 +2,11 @@
 
 A hook decides how the gradients of one bucket are averaged over the ranks.
 
-*When it runs.* Once per bucket and synchronized backward, as soon as the bucket's gradients are
-ready, and in the same order of buckets on every rank. Buckets are numbered from 0 in each step,
-without gaps. While the hook of one bucket waits for a collective, backward continues, and so do the
-hooks of other buckets. Hooks of one model never run at the same time (on the CPU they share one
-thread), so their state needs no lock.
+*When it runs.* Once per bucket and step (a synchronized backward; on FSDP2, all before the
+optimizer's step), as soon as the bucket's gradients are ready, and in the same order of buckets on
+every rank. Buckets are numbered from 0 in each step, without gaps. While the hook of one bucket
+waits for a collective, backward continues, and so do the hooks of other buckets. Hooks of one model
+never run at the same time (on the CPU they share one thread), so their state needs no lock.
 
 *What it gets.* ``bucket.buffer()`` holds this rank's gradients, flat and without gaps. The hook may
 overwrite it until its result has been taken. It may also change the parameters of the bucket, see
@@ -106,6 +106,11 @@ class CommHook:
     """
     skips_steps: ClassVar[bool] = False
     """Whether the training loop asks the hook, on every rank, which optimizer steps to skip."""
+    gets_each_once: ClassVar[bool] = False
+    """Whether the hook must get each parameter once per step, as with a period or a momentum.
+
+    FSDP2 may reduce a parameter several times: docs/integrations/fsdp.md.
+    """
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl")
     """The backends of process groups on which the hook may be registered.
 

@@ -114,8 +114,8 @@ class _Entry:
 
     index: int
     names: tuple[str, ...]
-    gradient_bytes: int
     steps: int = 0
+    gradient_bytes: int = 0
     wire_bytes: float | None = 0
     hook_seconds: float = 0.0
 
@@ -123,17 +123,29 @@ class _Entry:
 class StatsCollector:
     """Adds up what the runs of a hook cost, by the key of their bucket.
 
-    ``listener``, if set, is called with each run.
+    Where buckets are parts of units that never change, set ``units``, and call :meth:`begin_step`
+    before the buckets of each step. Then a unit's buckets are added up, however many there are.
+
+    Attributes:
+        listener: Called with each run, if set.
+        units: The parameters that each one shares a unit with, by name.
     """
 
     def __init__(self) -> None:
         self.listener: Callable[[Run], None] | None = None
+        self.units: Mapping[str, tuple[str, ...]] = {}
+        self._steps: int | None = None
         self._entries: dict[str, _Entry] = {}
+
+    def begin_step(self) -> None:
+        """Count a step, by which all means are taken."""
+        self._steps = (self._steps or 0) + 1
 
     def record(self, run: Run) -> None:
         """Add one run."""
-        entry = self._entries.get(run.bucket.key) or self._open(run.bucket)
+        entry = self._entries.get(self._key(run.bucket)) or self._open(run.bucket)
         entry.steps += 1
+        entry.gradient_bytes += run.bucket.buffer().nbytes
         entry.hook_seconds += run.seconds
         if run.wire_bytes is None or entry.wire_bytes is None:
             entry.wire_bytes = None
@@ -144,7 +156,7 @@ class StatsCollector:
 
     def record_exchange(self, run: Run) -> None:
         """Add the bytes of an exchange to those of the bucket on which it began."""
-        entry = self._entries.get(run.bucket.key)
+        entry = self._entries.get(self._key(run.bucket))
         if entry is not None and entry.wire_bytes is not None and run.wire_bytes is not None:
             entry.wire_bytes += run.wire_bytes
         if self.listener is not None:
@@ -163,23 +175,32 @@ class StatsCollector:
                 world_size,
                 index=entry.index,
                 names=entry.names,
-                gradient_bytes=entry.gradient_bytes,
-                wire_bytes=None if entry.wire_bytes is None else entry.wire_bytes / entry.steps,
-                hook_seconds=entry.hook_seconds / entry.steps,
+                gradient_bytes=entry.gradient_bytes // steps,
+                wire_bytes=None if entry.wire_bytes is None else entry.wire_bytes / steps,
+                hook_seconds=entry.hook_seconds / steps,
             )
             for entry in entries
+            for steps in (self._steps or entry.steps,)
         ]
-        return HookStats.of(max((e.steps for e in entries), default=0), buckets, world_size)
+        steps = self._steps or max((entry.steps for entry in entries), default=0)
+        return HookStats.of(steps, buckets, world_size)
+
+    def _key(self, bucket: GradBucket) -> str:
+        unit = self.units.get(bucket.names[0])
+        return bucket.key if unit is None else unit[0]
 
     def _open(self, bucket: GradBucket) -> _Entry:
         """Make a new entry, in place of those whose buckets have been rebuilt."""
+        unit = self.units.get(bucket.names[0])
+        if unit is not None:
+            return self._entries.setdefault(unit[0], _Entry(len(self._entries), unit))
         names = tuple(bucket.names)
         kept = {
             key: entry
             for key, entry in self._entries.items()
             if set(names).isdisjoint(entry.names) and entry.index != bucket.index()
         }
-        entry = _Entry(bucket.index(), names, bucket.buffer().nbytes)
+        entry = _Entry(bucket.index(), names)
         self._entries = kept | {bucket.key: entry}
         return entry
 

@@ -8,13 +8,16 @@ from support.sharded import build, mesh_of
 from commhooks.adapters import fsdp_units
 
 NAMES = {  # of fsdp_units.py, by what has them
-    "state": ["_is_root", "_root_post_backward_final_callback"],
+    "state": ["_is_root", "_root_post_backward_final_callback", "_state_ctx"],
+    "context": ["post_backward_final_callback_queued"],
     "unit": [
         "device",
         "fsdp_params",
         "gradient_divide_factor",
         "mesh_info",
+        "post_backward",
         "post_forward_mesh_info",
+        "reduce_grads",
         "_reduce_scatter_comm",
     ],
     "parameter": [
@@ -24,6 +27,8 @@ NAMES = {  # of fsdp_units.py, by what has them
         "_sharded_param_data",
         "_orig_size",
         "fsdp_placement",
+        "unsharded_accumulated_grad",
+        "_unsharded_param",
     ],
     "mesh info": [
         "replicate_mesh_rank",
@@ -40,10 +45,13 @@ def missing(rank: int, size: int) -> list[str]:
     state: Any = net._get_fsdp_state()
     unit = next(fsdp_units._groups(state))
     parameter = unit.fsdp_params[0]
-    objects = {"state": state, "unit": unit, "parameter": parameter, "mesh info": unit.mesh_info}
-    if not hasattr(unit, "reduce_scatter_unused_params"):
-        NAMES["unit"].append("post_backward")
-        NAMES["parameter"] += ["_unsharded_param", "unsharded_accumulated_grad"]
+    objects = {
+        "state": state,
+        "context": state._state_ctx,
+        "unit": unit,
+        "parameter": parameter,
+        "mesh info": unit.mesh_info,
+    }
     return [
         f"{name} of FSDP's {kind}"
         for kind, names in NAMES.items()

@@ -31,6 +31,7 @@ class WithoutConsensus(CommHook):
     _squared_distance: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     consensus = False
+    gets_each_once = True
 
     def measure(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
         """Add one bucket's difference from the mean or, of ``partner_of`` ranks, from a partner."""

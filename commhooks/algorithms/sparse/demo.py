@@ -77,6 +77,7 @@ class DeMo(SparseHook):
         default_factory=lambda: BucketMemory("momentum"), init=False, repr=False, compare=False
     )
 
+    gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/2411.19870"
 

@@ -90,6 +90,7 @@ class DGC(SparseHook):
         default_factory=lambda: BucketMemory("velocity"), init=False, repr=False, compare=False
     )
 
+    gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1712.01887"
 
