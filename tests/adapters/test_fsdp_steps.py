@@ -215,6 +215,7 @@ def varies(rank: int, size: int, take: Step) -> None:
         fit(other, rank, take, 3)
     assert spread(net, plain) < 1e-6
     both = [f"heads.{it}" for it in ("left.weight", "left.bias", "right.weight", "right.bias")]
+    assert [step for step, *_ in hook.seen] == [0, 0, 1, 1, 2, 2]
     heads = [names for *_, names in hook.seen if "body.bias" not in names]
     if take is alternate:
         assert heads == [both[:2], both[2:], both[:2]]
