@@ -79,7 +79,7 @@ def test_comparison_of_parameters(benchmark: Any, group: dist.ProcessGroup, froz
     model = DistributedDataParallel(net, process_group=group)
     trained = TrainedParameters(model)
     net[-1].weight.data = net[-1].weight.data.double()
-    with pytest.raises(RuntimeError, match="is torch.float64"):
+    with pytest.raises(RuntimeError, match=r"is torch\.float64"):
         trained.check(model)
     net[-1].weight.data = net[-1].weight.data.float()
     trained.check(model)

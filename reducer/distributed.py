@@ -276,7 +276,6 @@ class DistributedDataParallel(TorchNames, Joinable):
             take_over_in_backward_optimizers(self.gradient_observers)
             self._has_run_forward = True
         if synchronizes:
-            self._casts.restore()
             self._trained.check(self)
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())

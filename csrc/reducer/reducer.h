@@ -108,8 +108,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_process_group(GroupPtr process_group);
   GroupPtr process_group() const;
 
-  // Whether autograd still calls the reducer for each parameter. It makes a new accumulator, without
-  // the hook, for a parameter whose data got another dtype or device, even if it is changed back.
+  // Whether autograd still calls the reducer for each parameter. It makes a new accumulator,
+  // without the hook, for a parameter whose data got another dtype or device, even if it is changed
+  // back.
   bool is_attached() const;
   // Attaches to these new accumulators.
   void reattach();

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -282,6 +284,9 @@ def functional(rank: int, world_size: int) -> None:
         model.zero_grad()
         fast = {name: it * 2 for name, it in model.named_parameters() if it.requires_grad}
         functional_call(model, fast, (torch.full((2, 4), float(rank)),)).sum().backward()
+        graph = weakref.ref(fast.popitem()[1])
+        gc.collect()
+        assert graph() is None
         assert torch.equal(model.module.second.bias.grad, torch.full((4,), 4.0))
         weight = model.module.second.weight.grad
         of_ranks = [torch.empty_like(weight) for _ in range(world_size)]
@@ -491,6 +496,13 @@ def after_an_exception(model: Any, x: torch.Tensor) -> None:
         model.module.second(y).sum().backward()
 
 
+def abandoned(model: Any, x: torch.Tensor) -> None:
+    y = model.module.first(x)
+    y.register_hook(lambda _gradient: model.reducer.abandon())
+    model(x)
+    model.module.second(y).sum().backward()
+
+
 def shared_by_two_wrappers(model: Any, x: torch.Tensor) -> None:
     other = DistributedDataParallel(nn.Sequential(model.module, nn.Linear(4, 1)))
     other(x).sum().backward()
@@ -515,6 +527,7 @@ EXPLAINED = [
     finalized_by_hand,
     uneven_inputs,
     after_an_exception,
+    abandoned,
     shared_by_two_wrappers,
     detached,
 ]
