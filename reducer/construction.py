@@ -147,7 +147,6 @@ def make_reducer(
         stable_buckets=options.stable_buckets,
         skip_unused_buckets=options.skip_all_reduce_unused_params,
         release_buckets=options.lazy_bucket_allocation,
-        frozen={name: p for name, p in named_parameters if not p.requires_grad},
     )
 
 

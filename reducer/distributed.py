@@ -39,6 +39,7 @@ from reducer.peers import collective
 from reducer.sink import through_sink
 from reducer.step_sampler import StepSampler
 from reducer.torch_names import TorchNames
+from reducer.trained_parameters import TrainedParameters, named_parameters
 
 __all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
 
@@ -55,6 +56,7 @@ _NOT_PICKLED = (
     "gradient_observers",
     "step_sampler",
     "_casts",
+    "_trained",
 )
 
 
@@ -179,10 +181,10 @@ class DistributedDataParallel(TorchNames, Joinable):
             prepare_tensor_parallel(module, device_mesh)
         self.module = module
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named_parameters = self._named_parameters()
-        check_module(module, named_parameters)
-        self.device = named_parameters[0][1].device
-        input_devices, output_device = choose_devices(named_parameters, device_ids, output_device)
+        named = self._named_parameters()
+        check_module(module, named)
+        self.device = named[0][1].device
+        input_devices, output_device = choose_devices(named, device_ids, output_device)
         broadcasts_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         if forward_sync_buffers is None:
             forward_sync_buffers = broadcasts_buffers
@@ -207,9 +209,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         self.module_buffers = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:
             buffers = self.modules_buffers if broadcasts_buffers else []
-            sync_initial_state(
-                named_parameters, buffers, self.process_group, self.options.group_keys
-            )
+            sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
         self._set_up()
         if hook is not None:
             if _resolve_hook is None:
@@ -221,19 +221,16 @@ class DistributedDataParallel(TorchNames, Joinable):
             raise ValueError(f"hook_options={dict(hook_options)} were given without a hook.")
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
+        return named_parameters(self.module, self.parameters_to_ignore)
 
     def _set_up(self) -> None:
         """Make the parts that belong to this process and are not pickled."""
-        named_parameters = self._named_parameters()
+        named = self._named_parameters()
         self._casts = casts_of(self.module, self.mixed_precision, self.parameters_to_ignore)
-        self.parameter_names = {p: name for name, p in named_parameters if p.requires_grad}
-        self.reducer = make_reducer(self.module, named_parameters, self.process_group, self.options)
+        self.parameter_names = {p: name for name, p in named if p.requires_grad}
+        self.reducer = make_reducer(self.module, named, self.process_group, self.options)
         self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
+        self._trained = TrainedParameters(self)
         self.gradient_observers = GradientObservers(self.reducer, self.parameter_names)
         self.step_sampler = StepSampler()
         self._has_run_forward = False
@@ -279,8 +276,11 @@ class DistributedDataParallel(TorchNames, Joinable):
             take_over_in_backward_optimizers(self.gradient_observers)
             self._has_run_forward = True
         if synchronizes:
+            self._trained.check(self)
             self.reducer.set_manual_finalization(self.require_manual_backward_finalization)
             self.step_sampler.sample(self.reducer.steps, self.reducer.last_times())
+        elif torch.is_grad_enabled():
+            self.reducer.expect_local_gradients()
         with collective(self.process_group, "the report of a rank that has inputs to join()"):
             if work := Join.notify_join_context(self):
                 work.wait()
@@ -336,6 +336,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
+        self.reducer.expect_local_gradients()
         try:
             yield
         finally:

@@ -26,6 +26,7 @@ from reducer.optim import overlap_optimizer
 from reducer.options import WrapperOptions
 from reducer.step_sampler import StepSampler
 from reducer.torch_internals import TorchInternals
+from reducer.trained_parameters import TrainedParameters
 
 __all__: list[str] = []
 
@@ -40,6 +41,7 @@ class TorchNames(TorchInternals):
     hook_registration: HookRegistration
     gradient_observers: GradientObservers
     step_sampler: StepSampler
+    _trained: TrainedParameters
 
     _clones_outputs = True
 
@@ -196,6 +198,7 @@ class TorchNames(TorchInternals):
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove_autograd_hooks()
+        self._trained.stop()
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -24,6 +24,18 @@ namespace {
       "torch.compile of the module or of the wrapper works.");
 }
 
+// Whether a parameter's reference to its accumulator is to this one, without counting references.
+// Its type depends on torch's version.
+template <typename T>
+bool refers_to(const std::weak_ptr<T>& reference, const std::shared_ptr<T>& accumulator) {
+  return !reference.owner_before(accumulator) && !accumulator.owner_before(reference);
+}
+template <typename T>
+bool refers_to(
+    const c10::weak_intrusive_ptr<T>& reference, const c10::intrusive_ptr<T>& accumulator) {
+  return reference._unsafe_get_target() == accumulator.get();
+}
+
 }  // namespace
 
 // ----------------------------------------------------------------------------------- construction
@@ -67,20 +79,48 @@ void Reducer::attach() {
     TORCH_CHECK_VALUE(
         accumulator, "Parameter ", options_.names[index],
         " is not a leaf that requires a gradient.");
-    auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [weak = weak_from_this(), index](
-            const torch::autograd::variable_list& outputs,
-            const torch::autograd::variable_list& /*inputs*/) {
-          if (auto reducer = weak.lock()) {
-            reducer->in_backward([&] { reducer->on_gradient(index); });
-          }
-          return outputs;
-        },
-        refuse_compiled_autograd);
-    // Keep the accumulator, which owns the hook: the parameter only has a weak reference to it.
-    const uintptr_t key = accumulator->add_post_hook(std::move(hook));
-    accumulators_.emplace_back(key, std::move(accumulator));
+    accumulators_.push_back(with_hook(index, std::move(accumulator)));
   }
+}
+
+Reducer::Accumulator Reducer::with_hook(size_t index, NodePtr accumulator) {
+  auto hook = std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [weak = weak_from_this(), index](
+          const torch::autograd::variable_list& outputs,
+          const torch::autograd::variable_list& /*inputs*/) {
+        if (auto reducer = weak.lock()) {
+          reducer->in_backward([&] { reducer->on_gradient(index); });
+        }
+        return outputs;
+      },
+      refuse_compiled_autograd);
+  // Keep the accumulator, which owns the hook: the parameter only has a weak reference to it.
+  const uintptr_t key = accumulator->add_post_hook(std::move(hook));
+  return {key, std::move(accumulator)};
+}
+
+bool Reducer::is_attached() const {
+  const Lock lock(mutex_);
+  for (size_t index = 0; index < accumulators_.size(); ++index) {
+    const auto* meta = torch::autograd::impl::get_autograd_meta(parameters_[index]);
+    if (!refers_to(meta->grad_accumulator_, accumulators_[index].second)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Reducer::reattach() {
+  Accumulators former;
+  for (size_t index = 0; index < accumulators_.size(); ++index) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
+    if (accumulator && accumulator != accumulators_[index].second) {
+      former.push_back(with_hook(index, std::move(accumulator)));
+      const Lock lock(mutex_);
+      std::swap(former.back(), accumulators_[index]);
+    }
+  }
+  detach(former);
 }
 
 void Reducer::wait_for_turn_locked(Lock& lock) {
@@ -262,6 +302,11 @@ void Reducer::remove_autograd_hooks() {
     accumulators.swap(accumulators_);
   }
   detach(accumulators);
+}
+
+void Reducer::expect_local_gradients() {
+  const Lock lock(mutex_);
+  expects_local_gradients_ = true;
 }
 
 void Reducer::set_observer(Observer observer) {

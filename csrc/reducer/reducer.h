@@ -40,10 +40,9 @@ struct ReducerOptions {
   bool find_unused_parameters = false;
   bool static_graph = false;
   bool gradient_as_bucket_view = false;
-  bool stable_buckets = false;               // never rebuild into arrival order
-  bool skip_unused_buckets = false;          // skip buckets that no rank uses in this forward
-  bool release_buckets = false;              // free memory between steps
-  std::map<std::string, at::Tensor> frozen;  // parameters that required no gradient at construction
+  bool stable_buckets = false;       // never rebuild into arrival order
+  bool skip_unused_buckets = false;  // skip buckets that no rank uses in this forward
+  bool release_buckets = false;      // free memory between steps
 };
 
 // Note [How a gradient travels]
@@ -109,8 +108,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_process_group(GroupPtr process_group);
   GroupPtr process_group() const;
 
+  // Whether autograd still calls the reducer for each parameter. It makes a new accumulator,
+  // without the hook, for a parameter whose data got another dtype or device, even if it is changed
+  // back.
+  bool is_attached() const;
+  // Attaches to these new accumulators.
+  void reattach();
   // Detaches from autograd: later backwards do not synchronize.
   void remove_autograd_hooks();
+
+  // Does not warn of gradients that no bucket takes until the next `prepare_for_backward`.
+  void expect_local_gradients();
 
   // Called on the thread that runs backward, bucket by bucket, as soon as gradients have been
   // averaged and written back, with the indices of their parameters. Not called for parameters that
@@ -169,11 +177,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  private:
   Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group);
 
-  using Accumulators = std::vector<std::pair<uintptr_t, NodePtr>>;  // with the key of the hook
+  using Accumulator = std::pair<uintptr_t, NodePtr>;  // with the key of the hook
+  using Accumulators = std::vector<Accumulator>;
   class BackwardGuard;
   struct Launch;
 
   void attach();
+  Accumulator with_hook(size_t index, NodePtr accumulator);
   static void detach(const Accumulators& accumulators);
   // Waits until no other thread works on the buckets of a step.
   void wait_for_turn_locked(Lock& lock);
@@ -204,6 +214,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool pack_early(size_t index, const PackFormat& format, Turn::Helper& helper);
   // Returns whether `queue_backward_end` is to be called once the lock is released.
   bool begin_backward_locked(Lock& lock);
+  bool is_left_out_locked() const;
+  void warn_of_left_out(size_t index);
   void queue_backward_end();
   bool is_last_gradient_locked(size_t index);
   bool packs_early_locked(size_t index) const;
@@ -244,7 +256,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void drop_buckets() noexcept;
   void check_complete(const char* advice);
   std::string explain_missing(const std::vector<size_t>& missing) const;
-  void check_frozen() const;
   std::string describe(const std::vector<size_t>& indices) const;
   static std::string describe_use_exchange();
   std::string rank_prefix() const;
@@ -287,6 +298,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited_;  // by the next end of a step
   bool is_dropping_ = false;  // whether a thread drops the buckets of a failed step
   bool end_queued_ = false;   // whether `on_backward_end` is queued in the running backward
+  bool expects_local_gradients_ = false;  // see `warn_of_left_out`
+  bool has_warned_ = false;
   StepTimes last_times_;
   std::string last_error_;
 

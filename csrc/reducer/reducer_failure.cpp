@@ -29,6 +29,7 @@ void Reducer::abandon() noexcept {
       helper.begin();  // the step does not end before this thread has spoken to the hooks
     }
     state_.abandon();
+    expects_local_gradients_ = true;  // the rest of the backward that has failed
     turn_.changed.notify_all();
   }
   if (is_drained_elsewhere) {
@@ -98,8 +99,24 @@ std::string Reducer::explain_missing(const std::vector<size_t>& missing) const {
     return c10::str(
         "This error indicates that your training graph has changed in this iteration, e.g., one "
         "parameter is used in first iteration, but then got unused in the second iteration. this "
-        "is not compatible with static_graph set to True.",
+        "is not compatible with static_graph set to True. If the graph has to change, wrap the "
+        "module without static_graph and, if parameters are unused in some iterations, with "
+        "`find_unused_parameters=True`.",
         indices, parameters);
+  }
+  const char* debug = debug_is_off()
+      ? " For all names and torch's checks of collectives, set the environment variable "
+        "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
+      : "";
+  if (options_.find_unused_parameters) {
+    return c10::str(
+        "This error indicates that your module has parameters that were not used in producing the "
+        "loss. Since `find_unused_parameters=True` is enabled, `forward`'s outputs depend on them, "
+        "and the loss does not. Make sure that all outputs participate in calculating loss: if it "
+        "consists of derivatives of outputs (a gradient penalty), add `0 * output.sum()`; if "
+        "`forward` returns objects of your own, e.g. a dataclass, return their tensors in a tuple, "
+        "list or dictionary.",
+        debug, parameters, indices);
   }
   std::vector<size_t> switched_off;
   std::copy_if(missing.begin(), missing.end(), std::back_inserter(switched_off), [&](size_t index) {
@@ -111,21 +128,31 @@ std::string Reducer::explain_missing(const std::vector<size_t>& missing) const {
       "the keyword argument `find_unused_parameters=True`, and make sure that all `forward` "
       "function outputs participate in calculating loss; if the same ones are unused in every "
       "iteration, `static_graph=True` is faster.",
-      debug_is_off()
-          ? " For all names and torch's checks of collectives, set the environment variable "
-            "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
-          : "",
-      switched_off.empty() ? "" : "\nrequires_grad was switched off for ", describe(switched_off),
-      parameters, indices);
+      debug, switched_off.empty() ? "" : "\nrequires_grad was switched off for ",
+      describe(switched_off), parameters, indices);
 }
 
-void Reducer::check_frozen() const {
-  for (const auto& [name, parameter] : options_.frozen) {
-    TORCH_CHECK(
-        !parameter.requires_grad(), rank_prefix(), "Parameter \"", name,
-        "\" required no gradient when the module was wrapped, and requires a gradient now, which "
-        "would not be averaged: wrap the module again after changing requires_grad.");
+// Warns once of a gradient that no forward has announced, unless it is averaged elsewhere: another
+// wrapper of the module, of any kind, has a hook of its own at the same accumulator.
+void Reducer::warn_of_left_out(size_t index) {
+  if (accumulators_[index].second->post_hooks().size() > 1 || process_group_->getSize() == 1) {
+    return;
   }
+  {
+    const Lock lock(mutex_);
+    if (std::exchange(has_warned_, true)) {
+      return;
+    }
+  }
+  TORCH_WARN(
+      rank_prefix(), "The gradients of this backward were not averaged over the ranks: parameter ",
+      describe({index}),
+      " got one, and no forward of the wrapper was waiting for a backward. Likely causes: 1) the "
+      "module was called past the wrapper (`model.module(x)`): call `model(x)`; 2) a second "
+      "backward through one forward (`retain_graph=True`, or a backward for each of several "
+      "losses): add up the losses and call backward once, or call `model(x)` again before each "
+      "backward. If gradients are to stay local for now, run forward and backward in "
+      "`model.no_sync()`. This warning appears once.");
 }
 
 void Reducer::check_finalized() {

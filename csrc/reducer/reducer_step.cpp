@@ -50,6 +50,7 @@ class Reducer::BackwardGuard {
 
 void Reducer::begin_step_locked(Lock& lock, Step step) {
   lock.replace(step_, std::move(step));
+  expects_local_gradients_ = false;
   arrivals_.begin_step();
   graph_.begin_step();
   unused_.begin_step(tracks_use_locked());
@@ -90,7 +91,6 @@ void Reducer::skip_unused_locked() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale) {
   check_complete(
       "Expected to have finished reduction in the prior iteration before starting a new one. ");
-  check_frozen();
 
   // Without the lock: the graph may be large, and nothing here depends on the step.
   std::vector<size_t> unreachable;
@@ -190,6 +190,7 @@ void Reducer::on_backward_start() {
 // What is to be done about a gradient without the lock.
 struct Reducer::Gradient {
   bool begins_backward = false;
+  bool is_left_out = false;
   std::optional<PackFormat> packs_early;
   bool completes_bucket = false;
 };
@@ -198,6 +199,9 @@ void Reducer::on_gradient(size_t index) {
   try {
     Turn::Helper helper(turn_, mutex_);
     Gradient gradient = note_gradient(index, helper);
+    if (gradient.is_left_out) {
+      warn_of_left_out(index);
+    }
     if (gradient.begins_backward) {
       queue_backward_end();
     }
@@ -221,6 +225,7 @@ Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
     unused_.add_use(index);
   }
   if (!state_.collecting()) {
+    gradient.is_left_out = is_left_out_locked();
     return gradient;
   }
   gradient.begins_backward = begin_backward_locked(lock);
@@ -244,6 +249,10 @@ Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
     gradient.completes_bucket = has_ready_bucket_locked();
   }
   return gradient;
+}
+
+bool Reducer::is_left_out_locked() const {
+  return state_.phase() == Phase::Idle && !expects_local_gradients_ && !has_warned_;
 }
 
 // Returns whether a bucket is ready.
@@ -316,7 +325,8 @@ bool Reducer::is_last_gradient_locked(size_t index) {
       graph_.expects_more(index), rank_prefix(),
       "Your training graph has changed in this iteration: parameter ", describe({index}),
       " got more gradients than in the first iteration, when it got ", graph_.expected(index),
-      ". This is not compatible with static_graph=True.");
+      ". This is not compatible with static_graph=True: wrap the module without it if the graph "
+      "has to change.");
   return graph_.count(index);
 }
 
@@ -327,9 +337,13 @@ void Reducer::note_arrival_locked(size_t index, bool used) {
       " got a gradient again in this iteration. Likely causes: 1) a parameter is used outside "
       "`forward`, or shared between several concurrent forward-backward passes; 2) parameters "
       "are reused in several reentrant backward passes, e.g. several `checkpoint`s around the "
-      "same part of the model; 3) with `find_unused_parameters=True`, a parameter that "
-      "`forward`'s outputs do not depend on got a gradient after all. If the graph does not "
-      "change over iterations, `static_graph=True` supports all of these.");
+      "same part of the model",
+      dynamic_graph_locked()
+          ? "; 3) `forward` returns tensors in objects that `find_unused_parameters=True` cannot "
+            "look into, so that it took the parameter for unused: return them in tuples, lists or "
+            "dictionaries"
+          : "",
+      ". If the graph does not change over iterations, `static_graph=True` supports all of these.");
 }
 
 void Reducer::count_down_locked(size_t index) {

@@ -1,6 +1,8 @@
 """Mistakes that torch's wrapper detects: the same type of exception, and as much information."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,12 @@ from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass
+class Outputs:
+    used: torch.Tensor
+    unused: torch.Tensor
 
 
 class Net(nn.Module):
@@ -34,6 +42,10 @@ class Net(nn.Module):
             return x
         if self.how == "two outputs":
             return self.first(x), self.second(x)
+        if self.how == "dataclass":
+            return Outputs(self.first(x), self.second(x))
+        if self.how == "object":
+            return SimpleNamespace(used=self.first(x))
         return self.second(self.first(x))
 
 
@@ -42,6 +54,7 @@ def backward(model: Any, how: str = "plain") -> None:
     output = model(torch.ones(2, 4, requires_grad=True))
     if isinstance(output, tuple):
         output = output[0]
+    output = getattr(output, "used", output)
     output.sum().backward()
 
 
@@ -59,6 +72,30 @@ def more_gradients(wrapper: Any) -> None:
     model = wrapper(Net(), static_graph=True)
     backward(model, "plain")
     backward(model, "reentrant")
+
+
+def penalty(model: Any, *, with_outputs: bool = False) -> None:
+    """The loss is a derivative, on which biases have no influence."""
+    x = torch.ones(2, 4, requires_grad=True)
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (slope.square().sum() + (0 * output.sum() if with_outputs else 0)).backward()
+
+
+def penalty_alone(wrapper: Any) -> None:
+    model = wrapper(Net(), find_unused_parameters=True)
+    penalty(model)
+    penalty(model)
+
+
+def unused_attribute(wrapper: Any) -> None:
+    model = wrapper(Net(), find_unused_parameters=True)
+    backward(model, "dataclass")
+    backward(model)
+
+
+def output_in_an_object(wrapper: Any) -> None:
+    backward(wrapper(Net(), find_unused_parameters=True), "object")
 
 
 def fewer_gradients(wrapper: Any) -> None:
@@ -106,8 +143,11 @@ def hook_twice(wrapper: Any) -> None:
 MISTAKES: dict[Callable[[Any], None], list[str]] = {
     unfinished: ["Expected to have finished reduction", "find_unused_parameters=True", " second."],
     ready_twice: ["Expected to mark a variable ready only once", " second.", "checkpoint"],
-    more_gradients: ["graph has changed", " second.", "static_graph=True"],
-    fewer_gradients: ["graph has changed", "first iteration", " second."],
+    more_gradients: ["graph has changed", " second.", "static_graph=True", "without it"],
+    fewer_gradients: ["graph has changed", "first iteration", " second.", "without static_graph"],
+    penalty_alone: ["`find_unused_parameters=True` is enabled", " second.bias", "0 * output.sum()"],
+    unused_attribute: ["`find_unused_parameters=True` is enabled", " second.", "in a tuple"],
+    output_in_an_object: ["ready only once", " first.", "`find_unused_parameters=True` cannot"],
     uninitialized: ["uninitialized parameters", '"0.weight"', "dummy forward pass"],
     devices: ["same type of devices", '"1.weight"'],
     nothing_to_train: ["is not needed when a module doesn't have any parameter"],
@@ -135,12 +175,33 @@ def make_mistake(rank: int, world_size: int, mistake: Callable[[Any], None]) -> 
     return (*kinds, texts[1])
 
 
+NOT_ADVISED = {
+    unfinished: ["is enabled"],
+    penalty_alone: ["passing the keyword argument"],
+    unused_attribute: ["passing the keyword argument"],
+    fewer_gradients: ["passing the keyword argument", "all `forward`"],
+    ready_twice: ["find_unused_parameters"],
+}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_mistakes_raise_as_in_torch(mistake: Callable[[Any], None]) -> None:
     for theirs, ours, text in run_ranks(make_mistake, 2, mistake):
         assert ours == theirs
         for part in MISTAKES[mistake]:
             assert part in text
+        for part in NOT_ADVISED.get(mistake, []):
+            assert part not in text
+
+
+def follow_advice(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    for _ in range(3):
+        penalty(model, with_outputs=True)
+
+
+def test_a_gradient_penalty_works_with_outputs_in_the_loss() -> None:
+    run_ranks(follow_advice, 2)
 
 
 def recover(rank: int, world_size: int, mistake: str) -> None:

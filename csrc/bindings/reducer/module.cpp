@@ -8,6 +8,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   commhooks::register_lock_rules(module);
   commhooks::register_grad_bucket(module);
   commhooks::register_native_hooks(module);
+  commhooks::register_module_changes(module);
   commhooks::register_packing(module);
   commhooks::register_peers();
   commhooks::register_reducer(module);

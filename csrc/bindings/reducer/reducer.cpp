@@ -24,8 +24,7 @@ std::shared_ptr<Reducer> make_reducer(
     bool gradient_as_bucket_view,
     bool stable_buckets,
     bool skip_unused_buckets,
-    bool release_buckets,
-    std::map<std::string, at::Tensor> frozen) {
+    bool release_buckets) {
   ReducerOptions options;
   options.names = std::move(names);
   options.keys = std::move(keys);
@@ -40,7 +39,6 @@ std::shared_ptr<Reducer> make_reducer(
   options.stable_buckets = stable_buckets;
   options.skip_unused_buckets = skip_unused_buckets;
   options.release_buckets = release_buckets;
-  options.frozen = std::move(frozen);
   return Reducer::create(std::move(parameters), std::move(options), std::move(process_group));
 }
 
@@ -161,8 +159,7 @@ bucket order, and writes the averages back into `.grad`. See Note [How a gradien
           py::arg("late_key"), py::arg("bucket_bytes"), py::arg("small_last_bucket") = false,
           py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
           py::arg("gradient_as_bucket_view") = false, py::arg("stable_buckets") = false,
-          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false,
-          py::arg("frozen") = std::map<std::string, at::Tensor>())
+          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false)
       .def(
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
           py::arg("scale") = 1.0, release_gil(),
@@ -203,6 +200,14 @@ Set the option `static_graph`; call it before the first forward.)")
           py::cpp_function(&Reducer::set_process_group, release_gil()),
           R"(
 The ranks that gradients are averaged over. Setting it also resets the hook to the average.)")
+      .def_property_readonly(
+          "is_attached", py::cpp_function(&Reducer::is_attached, release_gil()), R"(
+Whether autograd still calls the reducer for each parameter. It does not for parameters whose data
+got another dtype or device, even if that was changed back.)")
+      .def("reattach", &Reducer::reattach, release_gil(), R"(
+Let autograd call the reducer again for all parameters that require a gradient.)")
+      .def("expect_local_gradients", &Reducer::expect_local_gradients, release_gil(), R"(
+Do not warn of gradients that are not averaged until the next `prepare_for_backward`.)")
       .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
 Detach from autograd: later backwards do not synchronize.)")
       .def("set_observer", &set_observer, py::arg("observer"), R"(

@@ -1,0 +1,150 @@
+"""Detect changes of a wrapped module whose gradients would not be averaged.
+
+Note [Changed parameters]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+The reducer listens to the parameter objects that the module had when it was wrapped. If one is
+replaced or added, or its data gets another dtype, its gradients would stay on this rank, without an
+error. So the module is compared before each forward that synchronizes:
+
+1. In a few microseconds, in C++: do the modules contain the same objects as before, does autograd
+   still call the reducer for each, and do frozen parameters still require no gradient?
+2. Only if not, by name: which parameters would not be averaged? If there are none, e.g. because a
+   parameter has moved to another module, or data returned from another device, that is the new
+   state.
+
+Some changes are legitimate: of ``.data`` within dtype and device; of parameters that require no
+gradient; tensors that replace parameters for one forward (``torch.func.functional_call``); and with
+``find_unused_parameters``, a parameter that is removed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from reducer._C import Reducer, any_requires_grad, last_change
+from reducer.options import WrapperOptions
+
+__all__: list[str] = []
+
+_MOST_NAMES = 20
+
+
+class WrappedModel(Protocol):
+    """What this module uses of DistributedDataParallel."""
+
+    module: nn.Module
+    options: WrapperOptions
+    parameter_names: Mapping[nn.Parameter, str]
+    parameters_to_ignore: set[str]
+    process_group: dist.ProcessGroup
+    reducer: Reducer
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Return the wrapper and all modules in it."""
+
+
+def named_parameters(module: nn.Module, ignored: set[str]) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of ``module``, except those with ``ignored`` names."""
+    return [(name, it) for name, it in module.named_parameters() if name not in ignored]
+
+
+def _named(model: WrappedModel) -> dict[str, nn.Parameter]:
+    return dict(named_parameters(model.module, model.parameters_to_ignore))
+
+
+class TrainedParameters:
+    """What the module of a wrapper contained when it was last compared."""
+
+    def __init__(self, model: WrappedModel) -> None:
+        self._kinds = {it: (it.dtype, it.device) for it in model.parameter_names}
+        self._record(model, _named(model))
+
+    def check(self, model: WrappedModel) -> None:
+        """Raise RuntimeError if gradients of the module's parameters would not be averaged.
+
+        Names these parameters. See Note [Changed parameters].
+        """
+        if (
+            self._contains_the_same()
+            and not any_requires_grad(self._frozen)
+            and model.reducer.is_attached
+        ):
+            return
+        named = _named(model)
+        changes = [*self._added(model, named), *self._removed(model, named)]
+        if changes:
+            if len(changes) > _MOST_NAMES:
+                changes[_MOST_NAMES:] = [f"and {len(changes) - _MOST_NAMES} more"]
+            raise RuntimeError(
+                f"[Rank {model.process_group.rank()}] The parameters of the module have changed "
+                f"since it was wrapped, and would not be averaged: {'; '.join(changes)}. On all "
+                "ranks, change the module before you wrap it; or wrap `model.module` again, "
+                "register the hook again, and make a new optimizer."
+            )
+        model.reducer.reattach()
+        if all(isinstance(it, nn.Parameter) for it in named.values()):
+            self._record(model, named)
+
+    def stop(self) -> None:
+        """Do not compare any longer."""
+        self._dicts, self._values, self._frozen = [], [], []
+
+    def _contains_the_same(self) -> bool:
+        change = last_change(self._dicts)
+        if change == self._last_change:
+            return True
+        values = [value for it in self._dicts for value in it.values()]
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return False
+        self._last_change = change  # of objects that are back, e.g. after casts for mixed precision
+        return True
+
+    def _record(self, model: WrappedModel, named: Mapping[str, nn.Parameter]) -> None:
+        modules = list(model.modules())
+        contents = chain((it._modules for it in modules), (it._parameters for it in modules))  # noqa: SLF001
+        # Those of a ScriptModule are not dictionaries.
+        self._dicts: list[dict[str, Any]] = [it for it in contents if isinstance(it, dict)]
+        self._last_change = last_change(self._dicts)
+        self._values: list[Any] = [value for it in self._dicts for value in it.values()]
+        self._frozen: list[Tensor] = [
+            it for it in named.values() if not it.requires_grad and it not in self._kinds
+        ]
+
+    def _added(self, model: WrappedModel, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+        """Describe the parameters that require a gradient, which the reducer cannot average."""
+        names = set(model.parameter_names.values())
+        frozen = set(self._frozen)
+        for name, parameter in named.items():
+            if not parameter.requires_grad or not isinstance(parameter, nn.Parameter):
+                continue
+            if parameter not in self._kinds:
+                if parameter in frozen:
+                    change = "required no gradient, and requires a gradient now"
+                else:
+                    change = "was replaced by another one" if name in names else "is new"
+                yield f'"{name}" {change}'
+                continue
+            dtype, device = self._kinds[parameter]
+            if parameter.dtype != dtype:
+                yield f'"{name}" is {parameter.dtype} instead of {dtype}'
+            elif parameter.device != device:
+                yield f'"{name}" is on {parameter.device} instead of {device}'
+
+    def _removed(self, model: WrappedModel, named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+        """Describe the reducer's parameters that no forward can use any longer."""
+        if model.options.find_unused_parameters:
+            return
+        present = set(named.values())
+        for parameter, name in model.parameter_names.items():
+            if parameter not in present:
+                replaced = named.get(name)
+                if replaced is None:
+                    yield f'"{name}" was removed'
+                elif isinstance(replaced, nn.Parameter) and not replaced.requires_grad:
+                    yield f'"{name}" was replaced by one that requires no gradient'
