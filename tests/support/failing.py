@@ -2,8 +2,10 @@
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
@@ -19,6 +21,10 @@ class Failing(commhooks.CommHook):
     backends = ("gloo",)
     how: str = "raise"
     rank: int = 1
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        if self.how == "refuse":
+            raise commhooks.CommHookError("not this model")
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
         if comm.rank == self.rank:
