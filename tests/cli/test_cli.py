@@ -159,7 +159,7 @@ def test_compare_goes_on_without_hooks_that_fail(
 
 def test_compare_with_no_hook_that_can_be_made() -> None:
     text = run("compare", "--model", "support.compared:net", "--hooks", "int9", status=1)
-    assert text.startswith("Error: hook 'int9': no hook is named 'int9'")
+    assert text.strip().startswith("Error: hook 'int9': no hook is named 'int9'")
 
 
 @pytest.mark.exhaustive
