@@ -460,7 +460,8 @@ def test_a_hook_that_fails_on_one_rank_of_a_job(run_ranks: Any) -> None:
     first, second = run_ranks(compare_failing_on_hosts, 2)
     assert first == second
     assert {failure.hook for failure in first.failures} == {"int9", "failing"}
-    assert "ValueError: no luck" in first.failures[1].reason
+    assert first.failures[1].reason.startswith("[rank 1] hook Failing")
+    assert first.failures[1].reason.endswith("ValueError: no luck")
     assert first.hooks == ["bare", "torch", "bf16"]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from commhooks.cluster.call import CallResult
-from commhooks.errors import CommHookError, reason_of
+from commhooks.errors import CommHookError, CommHookPeerError, reason_of
 
 __all__ = ["LaunchedRanks"]
 
@@ -43,9 +43,13 @@ class LaunchedRanks:
             own = CallResult.of_failure(error)
         found: list[CallResult] = [own] * self.world_size
         dist.all_gather_object(found, own, group=self._results)
-        for rank, result in enumerate(found):
-            if result.error_text is not None:
-                raise result.exception(rank, self.world_size)
+        errors = [
+            result.exception(rank, self.world_size)
+            for rank, result in enumerate(found)
+            if result.error_text is not None
+        ]
+        if errors:  # raise the first one that is not about another rank's
+            raise min(errors, key=lambda each: isinstance(each, CommHookPeerError))
         return [result.value for result in found]
 
     def restart(self) -> None:
