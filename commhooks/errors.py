@@ -14,6 +14,7 @@ __all__ = [
     "CommHookResultError",
     "CommHookStateError",
     "UnknownHookError",
+    "reason_of",
 ]
 
 
@@ -35,3 +36,9 @@ class CommHookMismatchError(CommHookError):
 
 class CommHookResultError(CommHookError):
     """A hook returned a tensor that does not fit its bucket, or awaited an unsupported object."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return an error in one line. An error that is not one of ours begins with its type."""
+    line = str(error).partition("\n")[0].rstrip(":")
+    return line if isinstance(error, CommHookError) else f"{type(error).__name__}: {line}"

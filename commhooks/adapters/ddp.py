@@ -40,6 +40,7 @@ class DDPAdapter(Adapter):
         self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration
         self._is_native = False
+        self._first_step = self.steps
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -51,6 +52,7 @@ class DDPAdapter(Adapter):
 
     @steps.setter
     def steps(self, steps: int) -> None:
+        self._first_step += steps - self._reducer.steps
         self._reducer.steps = steps
 
     def install(self, hook: CommHook, token: int) -> None:
@@ -97,7 +99,9 @@ class DDPAdapter(Adapter):
             )
             for row in rows
         ]
-        return HookStats.of(max((row["steps"] for row in rows), default=0), buckets, size)
+        steps = max((row["steps"] for row in rows), default=0)
+        all_steps = max(steps, self.steps - self._first_step)
+        return HookStats.of(steps, buckets, size, all_steps - steps)
 
     def start_recording(self) -> None:
         super().start_recording()
@@ -112,6 +116,7 @@ class DDPAdapter(Adapter):
     def _set(self, target: Any, runner: Runner | None, *, is_native: bool) -> None:
         self._reducer.set_hook(target)  # raises while a backward is under way
         self._reducer.reset_stats()
+        self._first_step = self.steps
         self._use_runner(runner)
         self._is_native = is_native
         self._registration.name = None

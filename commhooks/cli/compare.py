@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from commhooks.cli.comparison_table import costs_table, pairs_table, times_table
 from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option, input_option, model_option
 from commhooks.cli.progress_bar import progress_bar
-from commhooks.hook.spec import HookSpec
+from commhooks.cli.tables import show_failures
 from commhooks.lab.comparison import Comparison, ComparisonInterrupted, LaunchedRanks
 from commhooks.lab.comparison import compare as compare_hooks
 
@@ -48,6 +47,13 @@ _INTERRUPTED = 130  # what shells report after Ctrl-C
 @click.option("--predict", is_flag=True, help="Predict links even if they could be measured.")
 @click.option("--steps", default=50, show_default=True, help="Timed steps per hook and link.")
 @click.option("--train-steps", default=200, show_default=True, help="Training steps per hook.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    help="Seconds for the steps of one hook, at most 53 at a time; then the hook has failed.",
+)
 @click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
 @click.option(
     "--csv", "csv_file", type=FILE, help="Write a table to this file, one line per hook and link."
@@ -60,12 +66,13 @@ def compare(
     model: str,
     input_factory: str | None,
     train: str | None,
-    hooks: list[HookSpec],
+    hooks: list[str],
     world_size: int | None,
     links: tuple[float, ...],
     predict: bool,
     steps: int,
     train_steps: int,
+    timeout: float,
     json_file: Path | None,
     csv_file: Path | None,
     plot_file: Path | None,
@@ -75,6 +82,10 @@ def compare(
 
     Ranks are processes on this machine, on CPU. Each hook is verified before it is timed. Ctrl-C
     prints what has been measured so far.
+
+    A hook that fails is left out, and a line says why; the others are measured. The exit status is
+    0 if no hook failed, 1 if some did or nothing could be measured, 2 for wrong options, and 130
+    after Ctrl-C.
 
     With `torchrun ... -m commhooks compare ...` the ranks are those that torchrun starts, and the
     network between their hosts is measured and used.
@@ -99,6 +110,7 @@ def compare(
                     links=links,
                     steps=steps,
                     train_steps=train_steps,
+                    timeout=timeout,
                     measure_links=not predict,
                     ranks=ranks,
                     progress=progress,
@@ -110,8 +122,7 @@ def compare(
         if is_first:
             _show(comparison)
             _write(comparison, json_file, csv_file, plot_file, html_file)
-        if status:
-            sys.exit(status)
+    show_failures(Console(quiet=not is_first), comparison.failures, status)
 
 
 def _write(

@@ -9,6 +9,7 @@ from commhooks.cli.comparison_plot import panels, save
 from commhooks.cli.comparison_table import (
     costs_columns,
     explanations,
+    failures_of,
     format_pair,
     kind_of,
     times_columns,
@@ -32,7 +33,7 @@ dd { margin: 0; }
 @media (min-width: 60rem) { .plots { grid-template-columns: 1fr 1fr; } }
 figure { margin: 0; background: white; border-radius: 6px; padding: .5rem; }
 figure svg { max-width: 100%; height: auto; display: block; margin: auto; }
-.slow { color: #d33; font-weight: 600; }
+.slow, .failed { color: #d33; font-weight: 600; }
 """
 
 
@@ -45,6 +46,10 @@ def comparison_page(comparison: Comparison) -> str:
         f"<h1>{title}</h1>",
         f"<p>Communication hooks, measured by <code>commhooks compare</code> {about}</p>",
         *(f"<p><strong>Note:</strong> {escape(note)}.</p>" for note in comparison.notes),
+        *(
+            f'<p><strong class="failed">Failed:</strong> {escape(str(failure))}.</p>'
+            for failure in comparison.failures
+        ),
         *_network(comparison),
         '<div class="plots">',
         *(_figure(draw) for draw in panels(comparison)),
@@ -54,6 +59,7 @@ def comparison_page(comparison: Comparison) -> str:
                 f"{link}, {kind_of(comparison, link)}",
                 times_columns(comparison),
                 [row for row in comparison.rows if row.link == link],
+                [failure.hook for failure in failures_of(comparison, link)],
             )
             for link in comparison.links
         ),
@@ -80,11 +86,18 @@ def _network(comparison: Comparison) -> Iterable[str]:
     yield _html_table("Network", ["pair of hosts", "rate", "latency", ""], rows)
 
 
-def _table(title: str, columns: Mapping[str, Callable[[Row], str]], rows: Iterable[Row]) -> str:
+def _table(
+    title: str,
+    columns: Mapping[str, Callable[[Row], str]],
+    rows: Iterable[Row],
+    failed: Iterable[str] = (),
+) -> str:
     lines = []
     for row in rows:
         cells = [row.hook, *(cell(row) for cell in columns.values())]
         lines.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    rest = "<td></td>" * (len(columns) - 1)
+    lines += [f'<td>{escape(hook)}</td><td class="failed">failed</td>{rest}' for hook in failed]
     return _html_table(title, ["hook", *columns], lines)
 
 

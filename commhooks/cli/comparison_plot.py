@@ -65,13 +65,14 @@ def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **op
 def _draw_times(axes: Axes, comparison: Comparison) -> None:
     """Draw a group of bars per hook, one bar per link; predicted bars are hatched."""
     height = 0.8 / len(comparison.links)
-    bars = len(comparison.rows)
+    hooks = list(dict.fromkeys((*comparison.hooks, *(f.hook for f in comparison.failures))))
+    bars = len(hooks) * len(comparison.links)
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.set_figheight(max(_HEIGHT, 1.2 + _BAR_HEIGHT * bars))  # names must not overlap
     for index, link in enumerate(comparison.links):
         rows = _rows(comparison, link)
-        positions = [base + index * height for base in range(len(rows))]
+        positions = [hooks.index(row.hook) + index * height for row in rows]
         measured = rows[0].measured
         axes.barh(
             positions,
@@ -82,8 +83,15 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
             alpha=1.0 if measured else 0.6,
         )
     middle = (len(comparison.links) - 1) * height / 2
-    axes.set_yticks([base + middle for base in range(len(comparison.hooks))], comparison.hooks)
-    axes.invert_yaxis()
+    for failure in comparison.failures:
+        position = hooks.index(failure.hook) + height * comparison.links.index(
+            failure.link or comparison.links[0]
+        )
+        axes.annotate(
+            " failed", (0, position), xycoords=("axes fraction", "data"), va="center", color="C3"
+        )
+    axes.set_yticks([base + middle for base in range(len(hooks))], hooks)
+    axes.set_ylim(len(hooks) - 0.4, -0.6)
     seconds = [row.step_seconds for row in comparison.rows]
     if max(seconds) > 10 * min(seconds):  # otherwise a logarithmic axis may have no label
         axes.set_xscale("log")

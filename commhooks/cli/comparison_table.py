@@ -7,13 +7,14 @@ from rich.table import Table
 from rich.text import Text
 
 from commhooks.cli.tables import table_of_hooks
-from commhooks.lab.comparison import Comparison, HostPair, Row
+from commhooks.lab.comparison import Comparison, Failure, HostPair, Row
 from commhooks.lab.units import format_duration, format_rate
 
 __all__ = [
     "costs_columns",
     "costs_table",
     "explanations",
+    "failures_of",
     "format_bytes",
     "format_pair",
     "format_seconds",
@@ -78,6 +79,12 @@ def kind_of(comparison: Comparison, link: str) -> str:
     return "measured" if comparison.row("torch", link).measured else "predicted"
 
 
+def failures_of(comparison: Comparison, link: str) -> list[Failure]:
+    """Return the hooks that failed over a link; over the first one, those that cannot be made."""
+    first = comparison.links[0]
+    return [failure for failure in comparison.failures if (failure.link or first) == link]
+
+
 def format_pair(comparison: Comparison, pair: HostPair) -> tuple[str, str, str, str]:
     """Return the names, the rate, the latency and "slow" or nothing."""
     return (
@@ -99,6 +106,8 @@ def times_table(comparison: Comparison) -> Table:
         for row in comparison.rows:
             if row.link == link:
                 _add(table, f"  {row.hook}", row, columns)
+        for failure in failures_of(comparison, link):
+            table.add_row(Text(f"  {failure.hook}"), "failed")
         table.add_section()
     return table
 

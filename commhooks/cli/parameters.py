@@ -1,16 +1,17 @@
 """Options, and types of options, that several commands share."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.spec import HookSpec, parse_hook_specs
+from commhooks.errors import CommHookError, reason_of
+from commhooks.hook.base import CommHook
+from commhooks.hook.spec import HookSpec, parse_hook_specs, split_hook_specs
 from commhooks.lab.machine import cores as cores_here
-from commhooks.lab.models import built_in_models
+from commhooks.lab.models import built_in_models, load_callable
 from commhooks.lab.simulation import Link, Network
 from commhooks.lab.units import parse_duration, parse_rate
 
@@ -19,13 +20,13 @@ __all__ = [
     "FILE",
     "IMAGE",
     "RATE",
-    "check_backend",
     "cluster_options",
     "cores_of_rank",
     "hooks_option",
     "input_option",
     "model_option",
     "network_of",
+    "usable_hooks",
 ]
 
 
@@ -96,15 +97,15 @@ def hooks_option(
 ) -> Callable[[_Function], _Function]:
     """Make an option as ``--hooks bf16,powersgd:rank=4``, which may be given several times.
 
-    Its value is a list of :class:`HookSpec`.
+    Its value is a list of texts, which may name hooks that cannot be made.
     """
     return click.option(
         name,
         name.removesuffix("s"),
-        type=_Parsed("hook,hook...", parse_hook_specs),
+        type=_Parsed("hook,hook...", split_hook_specs),
         multiple=True,
         required=required,
-        callback=lambda _context, _option, given: [spec for specs in given for spec in specs],
+        callback=lambda _context, _option, given: [text for texts in given for text in texts],
         help=text,
     )
 
@@ -187,11 +188,29 @@ def cores_of_rank(cores: float | None, ranks_per_node: int) -> float:
     return (cores or max(cores_here(), ranks_per_node)) / ranks_per_node
 
 
-def check_backend(specs: Sequence[HookSpec], backend: str) -> None:
-    """Raise CommHookOptionError for a hook that does not support the backend."""
+def usable_hooks(
+    texts: Iterable[str],
+    model: str,
+    backend: str,
+    check: Callable[[CommHook], None] = lambda _: None,
+) -> tuple[list[HookSpec], dict[str, str]]:
+    """Return the hooks that can be used on a backend, and by text why others cannot.
+
+    The module of the model may register hooks. ``check`` raises CommHookError for other reasons.
+    Raises CommHookError if no hook is left.
+    """
+    if ":" in model:
+        load_callable(model)
+    specs, reasons = parse_hook_specs(texts)
     for spec in specs:
-        backends = spec.create().backends
-        if backend not in backends:
-            raise CommHookOptionError(
-                f"hook {str(spec)!r} supports {', '.join(backends)}; found --backend {backend}"
-            )
+        hook = spec.create()
+        try:
+            check(hook)
+        except CommHookError as error:
+            reasons[spec.text] = reason_of(error)
+        if backend not in hook.backends:
+            reasons[spec.text] = f"supports {', '.join(hook.backends)}; found --backend {backend}"
+    usable = [spec for spec in specs if spec.text not in reasons]
+    if reasons and not usable:
+        raise CommHookError("; ".join(f"{text}: {reason}" for text, reason in reasons.items()))
+    return usable, reasons

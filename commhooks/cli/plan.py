@@ -7,19 +7,23 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES, default_specs
+from commhooks.algorithms.adaptive.candidates import (
+    DEFAULT_CANDIDATES,
+    check_candidate,
+    default_specs,
+)
 from commhooks.cli.parameters import (
     FILE,
     IMAGE,
-    check_backend,
     cluster_options,
     cores_of_rank,
     hooks_option,
     input_option,
     model_option,
     network_of,
+    usable_hooks,
 )
-from commhooks.cli.tables import table_of_hooks
+from commhooks.cli.tables import show_failures, table_of_hooks
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of
@@ -85,7 +89,7 @@ def plan(
     model: str,
     input_factory: str | None,
     error: float | HookSpec,
-    candidates: Sequence[HookSpec],
+    candidates: Sequence[str],
     exact: str,
     world_size: int,
     link: float,
@@ -104,10 +108,12 @@ def plan(
 
     The model and the candidates are measured on this machine first, which takes seconds to minutes.
     Nothing is trained, and no cluster is needed. docs/planning.md explains the method and its
-    limits. Use a saved plan with commhooks.register(model, "auto", plan="plan.json").
+    limits. Use a saved plan with commhooks.register(model, "auto", plan="plan.json"). A candidate
+    that fails is left out, and a line says why; the exit status is then 1 if you have named it.
     """
-    specs = _specs(candidates)
-    check_backend(specs, backend)
+    specs, reasons = _specs(candidates, model, backend)
+    if isinstance(error, HookSpec):
+        check_candidate(error.create(), "--error")
     network = network_of(world_size, link, latency, ranks_per_node, node_link)
     job = PlanningJob(
         Job(model, input_factory, ranks_per_node=ranks_per_node, bucket_cap_mb=bucket_cap_mb),
@@ -118,6 +124,9 @@ def plan(
     )
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):
         measured = measure_groups(job)
+    if isinstance(error, HookSpec) and len(specs) in measured.reasons:
+        raise CommHookError(f"--error {error}: {measured.reasons[len(specs)]}")
+    reasons |= {specs[i].text: why for i, why in measured.reasons.items()}
     problem = problem_of(
         measured,
         [str(spec) for spec in specs],
@@ -134,15 +143,25 @@ def plan(
         _plot(problem, found, plot)
     title = f"{model}, {world_size} ranks at {format_rate(link)}; predicted"
     rows = found.rows if all_groups else merged(found.rows)
-    Console().print(_table(rows, found.elements, title))
-    Console().print(found.summary, highlight=False)
+    console = Console()
+    console.print(_table(rows, found.elements, title))
+    console.print(found.summary, highlight=False)
+    lines = [f"{hook}: {why}" for hook, why in reasons.items()]
+    show_failures(console, lines, is_error=bool(candidates))
 
 
-def _specs(candidates: Sequence[HookSpec]) -> list[HookSpec]:
-    """Return each candidate once, plain averaging first."""
-    others = candidates or [parse_hook_spec(text) for text in default_specs()]
-    specs = [parse_hook_spec(BASELINE), *others]
-    return list({str(spec): spec for spec in specs}.values())
+def _specs(
+    candidates: Sequence[str], model: str, backend: str
+) -> tuple[list[HookSpec], dict[str, str]]:
+    """Return each usable candidate once, plain averaging first, and why others are not usable."""
+    usable, reasons = usable_hooks(
+        candidates or default_specs(),
+        model,
+        backend,
+        lambda hook: check_candidate(hook, "candidates"),
+    )
+    specs = [parse_hook_spec(BASELINE), *usable]
+    return list({str(spec): spec for spec in specs}.values()), reasons
 
 
 def _table(rows: Sequence[Row], elements: int, title: str) -> Table:

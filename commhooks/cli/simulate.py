@@ -1,7 +1,7 @@
 """``commhooks simulate``: predict steps on a cluster that is not available."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
@@ -11,15 +11,15 @@ from rich.table import Table
 from commhooks.cli.parameters import (
     FILE,
     IMAGE,
-    check_backend,
     cluster_options,
     cores_of_rank,
     hooks_option,
     input_option,
     model_option,
     network_of,
+    usable_hooks,
 )
-from commhooks.cli.tables import table_of_hooks
+from commhooks.cli.tables import show_failures, table_of_hooks
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec, parse_hook_spec
 from commhooks.lab.simulation import (
@@ -61,7 +61,7 @@ __all__ = ["simulate"]
 def simulate(
     model: str,
     input_factory: str | None,
-    hooks: Sequence[HookSpec],
+    hooks: Sequence[str],
     world_size: int,
     link: float,
     latency: float,
@@ -80,11 +80,11 @@ def simulate(
 
     The model and the hooks are measured on this machine first, which takes seconds to minutes. The
     network, and what overlaps with it, is simulated. docs/scaling.md explains the method and its
-    limits.
+    limits. A hook that cannot be simulated is left out, a line says why, and the exit status is 1.
     """
     network = network_of(world_size, link, latency, ranks_per_node, node_link)
-    specs = _with_baseline(hooks)
-    check_backend(specs, backend)
+    usable, reasons = usable_hooks(hooks, model, backend)
+    specs = _with_baseline(usable)
     job = Job(
         model,
         input_factory,
@@ -94,8 +94,9 @@ def simulate(
         first_step=step,
     )
     known = _measured(job, specs, world_size, measurements)
+    reasons |= {s.text: reason for s in specs if (reason := known.reason(s.config)) is not None}
     study = Study(
-        hooks={str(spec): known.of(spec.config) for spec in specs},
+        hooks={str(spec): known.of(spec.config) for spec in specs if spec.text not in reasons},
         network=network,
         backend=NCCL() if backend == "nccl" else known.gloo,
         cores=cores_of_rank(cores, ranks_per_node),
@@ -104,9 +105,12 @@ def simulate(
     if plot is not None:
         _plot(study, plot, model)
     if json_file is not None:
-        json_file.write_text(json.dumps(study.to_json() | {"model": model}, indent=1) + "\n")
-    Console().print(_table(study, model))
-    Console().print(study.advice, highlight=False)
+        figures = study.to_json() | {"model": model, "failures": reasons}
+        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+    console = Console()
+    console.print(_table(study, model, reasons))
+    console.print(study.advice, highlight=False)
+    show_failures(console, (f"{hook}: {reason}" for hook, reason in reasons.items()))
 
 
 def _with_baseline(specs: Sequence[HookSpec]) -> list[HookSpec]:
@@ -138,7 +142,7 @@ def _measured(
     return known
 
 
-def _table(study: Study, model: str) -> Table:
+def _table(study: Study, model: str, failed: Iterable[str]) -> Table:
     network, baseline = study.network, study.predictions[BASELINE]
     table = table_of_hooks(
         ("step", "exposed", "speed-up", "of alone", "MB sent", "break-even"),
@@ -159,6 +163,8 @@ def _table(study: Study, model: str) -> Table:
             f"{prediction.wire_bytes / 1e6:.1f}",
             "" if hook == BASELINE else str(study.break_even(hook) or "never"),
         )
+    for hook in failed:
+        table.add_row(hook, "failed")
     return table
 
 

@@ -5,7 +5,8 @@ The test kit, the comparison and the simulation start their ranks here.
 Imports: errors.
 """
 
-from commhooks.cluster.pool import RankError, RankPool, RankStartError
+from commhooks.cluster.call import RankError
+from commhooks.cluster.pool import RankPool, RankStartError
 from commhooks.cluster.ranks import Ranks
 
 __all__ = ["RankError", "RankPool", "RankStartError", "Ranks"]

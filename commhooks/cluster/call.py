@@ -8,9 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["READY", "Call", "CallResult"]
+from commhooks.errors import CommHookError
+
+__all__ = ["READY", "Call", "CallResult", "RankError"]
 
 READY = b"ready"
+
+
+class RankError(CommHookError):
+    """A rank died, or raised what cannot be raised here as it is."""
 
 
 @dataclass
@@ -42,6 +48,8 @@ class CallResult:
     value: Any = None
     error_text: str | None = None
     error: bytes | None = None  # None if the exception cannot be pickled
+    summary: str = ""
+    """The type and the text of the exception."""
 
     @classmethod
     def of_failure(cls, error: BaseException) -> "CallResult":
@@ -51,7 +59,21 @@ class CallResult:
             pickle.loads(pickled)  # some exceptions can be pickled but not unpickled
         except Exception:
             pickled = None
-        return cls(error_text="".join(traceback.format_exception(error)), error=pickled)
+        text = "".join(traceback.format_exception(error))
+        return cls(error_text=text, error=pickled, summary=f"{type(error).__name__}: {error}")
+
+    def exception(self, rank: int, world_size: int) -> BaseException:
+        """Return the exception of a failure, with the rank and the remote traceback as a note.
+
+        It is a RankError if the exception could not be pickled, or would end this process.
+        """
+        error = pickle.loads(self.error) if self.error is not None else None
+        where = f"raised on rank {rank} of {world_size}:\n{self.error_text}"
+        if error is None or isinstance(error, SystemExit | KeyboardInterrupt):
+            return RankError(f"{self.summary}\n{where}")
+        assert isinstance(error, BaseException)
+        error.add_note(where)
+        return error
 
     def pickled(self) -> bytes:
         """Return the message: this result, or the reason why it cannot be pickled."""

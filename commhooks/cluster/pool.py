@@ -13,25 +13,20 @@ killed by the parent or, if the parent is gone as well, by a timer that does not
 """
 
 import contextlib
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from commhooks.cluster.call import Call, CallResult
+from commhooks.cluster.call import Call, RankError
 from commhooks.cluster.process import RankProcess
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookPeerError
 
 __all__ = ["RankError", "RankPool", "RankStartError"]
 
 _START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine
 _CLEANUP_SECONDS = 10.0  # for the other ranks to return after one has raised
-
-
-class RankError(CommHookError):
-    """A rank died, or raised an exception that cannot be pickled."""
 
 
 class RankStartError(RankError):
@@ -77,7 +72,8 @@ class RankPool:
 
         Raises:
             Exception: the first error of any rank, of its own type if that can be pickled, with the
-                rank and the remote traceback as a note.
+                rank and the remote traceback as a note. The error of a rank comes before those that
+                its peers raise because of it.
             TimeoutError: with the stacks of the ranks still running.
             RankError: a rank died during the call.
             RankStartError: a rank died before the call, or did not start.
@@ -121,8 +117,10 @@ class RankPool:
                     raise RankError(_death(rank, len(calls), process)) from failure
                 if result is not None and result.error_text is None:
                     results[rank] = result.value
-                elif result is not None and failure is None:
-                    failure = _remote_error(rank, len(calls), result)
+                elif result is not None and (
+                    failure is None or isinstance(failure, CommHookPeerError)
+                ):
+                    failure = result.exception(rank, len(calls))
                     deadline = min(deadline, time.monotonic() + _CLEANUP_SECONDS)
         if failure is not None:
             raise failure
@@ -167,18 +165,8 @@ def _death(rank: int, world_size: int, process: RankProcess, when: str = "") -> 
         ("its threads were here", process.stacks()),
     ]:
         if lines:
-            text += f"; {what}:\n{lines}"
+            text += f"\n{what}:\n{lines}"
     return text
-
-
-def _remote_error(rank: int, world_size: int, result: CallResult) -> BaseException:
-    error = pickle.loads(result.error) if result.error is not None else None
-    where = f"raised on rank {rank} of {world_size}:\n{result.error_text}"
-    if error is None:
-        return RankError(where)
-    assert isinstance(error, BaseException)
-    error.add_note(where)
-    return error
 
 
 def _timeout(processes: Sequence[RankProcess], timeout: float) -> TimeoutError:

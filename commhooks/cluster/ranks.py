@@ -36,17 +36,23 @@ class Ranks:
     ) -> None:
         self.world_size = world_size
         self._timeout = timeout
+        self._link = link
         environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(threads)}
         if link is not None:
             environment["GLOO_SOCKET_IFNAME"] = link.interface
         self._pool = RankPool(link.prefixes if link else (), environment, keep_logs=True)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the ranks as new processes, which have the state of no earlier call."""
+        self._pool.close()
         try:
-            if link is not None:
+            if self._link is not None:
                 # The parent is not in the namespaces of the hosts.
-                self(_host_or_join, world_size, link.address, _PORT, timeout)
+                self(_host_or_join, self.world_size, self._link.address, _PORT, self._timeout)
             else:
                 self._store = local_store()
-                self(join_group, world_size, "127.0.0.1", self._store.port, timeout)
+                self(join_group, self.world_size, "127.0.0.1", self._store.port, self._timeout)
         except BaseException:
             self.close()
             raise
@@ -54,7 +60,7 @@ class Ranks:
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the results by rank; raises the errors of :meth:`RankPool.run`.
 
-        After an error the group cannot be used any more.
+        After an error the group cannot be used until :meth:`restart`.
         """
         return self._pool.run(fn, self.world_size, args, kwargs, timeout=self._timeout)
 

@@ -15,15 +15,15 @@ In a list of hooks, ``option=value`` belongs to the preceding hook, so
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.errors import CommHookError, CommHookOptionError, reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
 
-__all__ = ["HookSpec", "parse_hook_spec", "parse_hook_specs"]
+__all__ = ["HookSpec", "parse_hook_spec", "parse_hook_specs", "split_hook_specs"]
 
 _OPTION = re.compile(r"\s*(\w+)\s*=(.*)", re.DOTALL)
 _OPENING, _CLOSING = "([{", ")]}"
@@ -59,15 +59,42 @@ def parse_hook_spec(text: str) -> HookSpec:
     return spec
 
 
-def parse_hook_specs(text: str) -> list[HookSpec]:
-    """Parse hooks separated by commas; raises the errors of :func:`parse_hook_spec`."""
+def parse_hook_specs(
+    hooks: Iterable[str | HookSpec],
+) -> tuple[list[HookSpec], dict[str, str]]:
+    """Parse each hook once, and return those that can be made and, by text, why others cannot.
+
+    Raises the error of :func:`parse_hook_spec` for the first hook if none of several can be made.
+    """
+    specs: dict[str, HookSpec] = {}
+    reasons: dict[str, str] = {}
+    errors: list[Exception] = []
+    for hook in hooks:
+        try:
+            spec = parse_hook_spec(hook) if isinstance(hook, str) else hook
+            specs[spec.text] = spec
+        except Exception as error:  # other packages' hooks may raise anything
+            reasons[str(hook).strip()] = reason_of(error)
+            errors.append(error)
+    if errors and not specs:
+        raise errors[0]
+    return list(specs.values()), reasons
+
+
+def split_hook_specs(text: str) -> list[str]:
+    """Split hooks that are separated by commas. Raises CommHookOptionError for open brackets.
+
+    Hooks that cannot be made are not an error yet: see :func:`parse_hook_specs`.
+    """
     texts: list[str] = []
     for piece in _split(text, ",", text):
+        if not piece.strip():
+            raise _ill_formed(text, "'' is not a name")
         if texts and _OPTION.fullmatch(piece):
             texts[-1] += f",{piece}"
         else:
             texts.append(piece)
-    return [parse_hook_spec(text) for text in texts]
+    return texts
 
 
 def _config(text: str, whole: str) -> dict[str, Any]:

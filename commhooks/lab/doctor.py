@@ -3,9 +3,10 @@
 import importlib.metadata
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from torch.utils import collect_env
 
 from commhooks.cluster.links import LinkError, shaped_link
+from commhooks.errors import reason_of
 from commhooks.extensions import EXTENSIONS
+from commhooks.lab.interfaces import (
+    describe_interface,
+    gloo_addresses,
+    interface_of,
+    interfaces,
+    is_down,
+)
 from reducer.extension import REMEDY, Extension
 
 __all__ = ["Finding", "Health", "diagnose"]
@@ -58,7 +67,14 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """Check all parts. Makes a shaped link for a moment if that is possible."""
-    return [Finding(part, *check()) for part, check in _checks().items()]
+    return [Finding(part, *_result_of(check)) for part, check in _checks().items()]
+
+
+def _result_of(check: Callable[[], Result]) -> Result:
+    try:
+        return check()
+    except Exception as error:  # the other parts are checked
+        return Health.BROKEN, f"cannot be checked: {reason_of(error)}"
 
 
 def _checks() -> dict[str, Callable[[], Result]]:
@@ -67,6 +83,7 @@ def _checks() -> dict[str, Callable[[], Result]]:
         "torch": _torch,
         **{extension.name: partial(_extension, extension) for extension in EXTENSIONS},
         "backends": _backends,
+        "Gloo network": _network,
         "CUDA": _cuda,
         "CuPy": _cupy,
         "C++ compiler": _compiler,
@@ -123,6 +140,35 @@ def _backends() -> Result:
         return Health.FINE, ", ".join(names)
     remedy = "install a torch that is built with Gloo, as the published ones are"
     return Health.BROKEN, ", ".join(names) or "none", remedy
+
+
+def _network() -> Result:
+    """Find the interfaces that Gloo takes, and what is likely to be wrong with them."""
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    is_named = len(chosen) > 1  # torch ignores shorter values
+    why = f"GLOO_SOCKET_IFNAME={chosen}" if is_named else f"the host name {socket.gethostname()!r}"
+    known = interfaces()
+    try:
+        used = [(interface_of(address), address) for address in gloo_addresses()]
+    except RuntimeError as error:
+        remedy = f"set GLOO_SOCKET_IFNAME to interfaces with an address: {_named(known)}"
+        return Health.BROKEN, f"Gloo cannot use {why}: {reason_of(error)}", remedy
+    found = f"{', '.join(describe_interface(*each) for each in used)}, by {why}"
+    names = {name for name, _ in used}
+    others = {name: address for name, address in known.items() if name not in names}
+    remedy = f"on each host, set GLOO_SOCKET_IFNAME to what reaches the others: {_named(known)}"
+    if "lo" in names:
+        found += ": ranks on other hosts cannot connect"
+        return Health.ABSENT, found, remedy if known else ""
+    if any(map(is_down, names)):
+        return Health.ABSENT, found, remedy
+    if others and not is_named:
+        return Health.FINE, found, f"to use another one, set GLOO_SOCKET_IFNAME: {_named(others)}"
+    return Health.FINE, found
+
+
+def _named(interfaces: Mapping[str, str]) -> str:
+    return ", ".join(describe_interface(*each) for each in interfaces.items()) or "none here"
 
 
 def _cuda() -> Result:

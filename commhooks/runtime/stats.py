@@ -40,17 +40,25 @@ class BucketStats:
 
 @dataclass(frozen=True)
 class HookStats:
-    """Statistics since the hook was registered or replaced, or buckets were last rebuilt."""
+    """Statistics since the hook was registered or replaced, or buckets were last rebuilt.
+
+    Buckets are rebuilt after the first step, so that step is usually left out.
+    """
 
     steps: int
+    """The number of steps in the means."""
     total: BucketStats
     """Sums over the buckets. Their hooks overlap, so ``hook_seconds`` counts some time twice."""
     buckets: tuple[BucketStats, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values that the hook itself reports: :meth:`CommHook.metrics`."""
+    left_out: int = 0
+    """The number of steps before buckets were last rebuilt, which are not in the means."""
 
     @classmethod
-    def of(cls, steps: int, buckets: Iterable[BucketStats], world_size: int) -> "HookStats":
+    def of(
+        cls, steps: int, buckets: Iterable[BucketStats], world_size: int, left_out: int = 0
+    ) -> "HookStats":
         """Return the statistics of ``buckets`` with their total."""
         buckets = tuple(buckets)
         plain = sum(all_reduce_bytes(bucket.gradient_bytes, world_size) for bucket in buckets)
@@ -64,7 +72,7 @@ class HookStats:
             hook_seconds=math.fsum(bucket.hook_seconds for bucket in buckets),
             exposed_seconds=_sum([bucket.exposed_seconds for bucket in buckets]),
         )
-        return cls(steps, total, buckets)
+        return cls(steps, total, buckets, left_out=left_out)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return a row per bucket and one for the total, for ``pandas.DataFrame(rows)``.
@@ -82,8 +90,9 @@ class HookStats:
         return {"bucket": "total" if index is None else index, "steps": self.steps, **values}
 
     def __str__(self) -> str:
+        before = f"; {self.left_out} before buckets were rebuilt left out" if self.left_out else ""
         lines = [
-            f"means per step over {self.steps} steps",
+            f"means per step over {self.steps} steps{before}",
             "bucket   gradient MB      wire MB    ratio     hook ms  exposed ms",
         ]
         lines += [_line(bucket) for bucket in (*self.buckets, self.total)]
@@ -114,6 +123,8 @@ class _Entry:
 
     index: int
     names: tuple[str, ...]
+    left_out: int = 0
+    """Steps before this bucket was made."""
     steps: int = 0
     gradient_bytes: int = 0
     wire_bytes: float | None = 0
@@ -136,6 +147,7 @@ class StatsCollector:
         self.units: Mapping[str, tuple[str, ...]] = {}
         self._steps: int | None = None
         self._entries: dict[str, _Entry] = {}
+        self._left_out = 0  # steps, of buckets that have been rebuilt
 
     def begin_step(self) -> None:
         """Count a step, by which all means are taken."""
@@ -183,7 +195,7 @@ class StatsCollector:
             for steps in (self._steps or entry.steps,)
         ]
         steps = self._steps or max((entry.steps for entry in entries), default=0)
-        return HookStats.of(steps, buckets, world_size)
+        return HookStats.of(steps, buckets, world_size, self._left_out)
 
     def _key(self, bucket: GradBucket) -> str:
         unit = self.units.get(bucket.names[0])
@@ -200,7 +212,9 @@ class StatsCollector:
             for key, entry in self._entries.items()
             if set(names).isdisjoint(entry.names) and entry.index != bucket.index()
         }
-        entry = _Entry(bucket.index(), names)
+        rebuilt = [entry for key, entry in self._entries.items() if key not in kept]
+        self._left_out = max((self._left_out, *(entry.left_out + entry.steps for entry in rebuilt)))
+        entry = _Entry(bucket.index(), names, self._left_out)
         self._entries = kept | {bucket.key: entry}
         return entry
 

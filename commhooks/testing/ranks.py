@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.cluster import RankError, RankPool
 from commhooks.cluster.group import join_group, local_store
-from commhooks.cluster.pool import RankError, RankPool
 
 __all__ = ["RankError", "close_ranks", "run_ranks"]
 

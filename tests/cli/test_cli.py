@@ -130,6 +130,38 @@ def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_goes_on_without_hooks_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png", "html")}
+    text = compare_small(
+        *("--hooks", "powersgd:rank=96,int9", "--steps", "2"),
+        *("--json", str(files["json"]), "--csv", str(files["csv"])),
+        *("--plot", str(files["png"]), "--html", str(files["html"])),
+        status=1,
+    )
+    assert "Traceback" not in text
+    lines = text.splitlines()
+    assert re.search(r"^ +bf16 +[0-9.]+ ms", text, re.M)
+    for hook, why in {
+        "powersgd:rank=96": "expected a rank of at most",
+        "int9": "no hook is named",
+    }.items():
+        assert any(line.split() == [hook, "failed"] for line in lines)
+        [line] = [line for line in lines if line.startswith(f"Failed: {hook}")]
+        assert why in line
+        for kind in ("json", "csv", "html"):
+            assert hook in files[kind].read_text()
+            assert why in files[kind].read_text()
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_with_no_hook_that_can_be_made() -> None:
+    text = run("compare", "--model", "support.compared:net", "--hooks", "int9", status=1)
+    assert text.strip().startswith("Error: hook 'int9': no hook is named 'int9'")
+
+
 @pytest.mark.exhaustive
 def test_compare_on_the_ranks_of_torchrun() -> None:
     """They are the hosts of the job, and only rank 0 prints."""
@@ -147,7 +179,8 @@ def test_compare_on_the_ranks_of_torchrun() -> None:
 @pytest.mark.parametrize(
     ("more", "status", "says"),
     [
-        (["--hooks", "powersgd:rank=x"], 2, "'--hooks' / '--hook': hook 'powersgd:rank=x'"),
+        (["--hooks", "topk)"], 2, "'--hooks' / '--hook': hook"),
+        (["--timeout", "0"], 2, "Invalid value for '--timeout'"),
         (["--link", "1gb"], 2, "Invalid value for '--link': expected a rate"),
         (
             ["--model", "support.compared:nett"],

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,8 @@ from click.testing import CliRunner
 from commhooks.algorithms.adaptive import candidates
 from commhooks.cli import plan as command
 from commhooks.cli.commands import commands
-from commhooks.lab.planning import Measured, measure_groups
+from commhooks.lab.planning import Measured, PlanningJob, measure_groups
+from commhooks.lab.simulation import Job
 from commhooks.planning import Plan
 
 BASIC = ("--model", "support.small_models:make", "--world-size", "4", "--link", "1mbit")
@@ -85,7 +87,9 @@ def test_a_table_a_plan_and_a_picture(tmp_path: Path) -> None:
 
 def test_hooks_of_other_packages_may_be_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "declared_candidates", lambda: ["natural"])
-    specs = [str(spec) for spec in command._specs(())]
+    found, reasons = command._specs((), "lstm", "gloo")
+    assert reasons == {}
+    specs = [str(spec) for spec in found]
     assert (specs[0], specs[-1]) == ("allreduce", "natural")
     assert candidates.default_candidates()[-1].name == "natural"
 
@@ -99,13 +103,39 @@ def test_a_limit_that_no_candidate_meets(tmp_path: Path) -> None:
     assert set(Plan.load(path).hook_of().values()) == {"allreduce"}
 
 
+@pytest.mark.usefixtures("_measured_before")
+def test_candidates_that_fail_are_left_out() -> None:
+    named = ("--candidates", "int9,int8,local_sgd,powersgd:rank=2,start_step=0")
+    text = run(*BASIC, *named, status=1)
+    assert "\nFailed: int9: hook 'int9': no hook is named 'int9'" in text
+    assert "\nFailed: local_sgd: candidates: expected hooks that average" in text
+    assert "Saves " in text
+
+
+def test_candidates_that_end_their_process_or_refuse_all_groups() -> None:
+    configs: tuple[dict[str, Any], ...] = (
+        {"name": "allreduce"},
+        {"name": "failing", "how": "die"},
+        {"name": "failing", "how": "refuse"},
+        {"name": "int8"},
+    )
+    found = measure_groups(PlanningJob(Job("support.failing:net"), configs, (), world_size=4))
+    assert found.reasons[1] == "rank 1 of 2 died with exit code 7"
+    assert found.reasons[2] == "not this model"
+    assert list(found.reasons) == [1, 2]
+    for group in found.groups:
+        plain, died, _, int8 = group.errors
+        assert (plain, died) == (0, None)
+        assert int8 is not None
+
+
 @pytest.mark.parametrize(
     ("changed", "status", "words"),
     [
         (["--error", "-1"], 2, "expected a number of at least 0, found -1"),
         (["--error", "nan"], 2, "expected a number of at least 0, found nan"),
         (["--error", "int9"], 2, "no hook is named 'int9'"),
-        (["--candidates", "int9"], 2, "no hook is named 'int9'"),
+        (["--candidates", "int9"], 1, "no hook is named 'int9'"),
         (["--candidates", "local_sgd"], 1, "does not return the same on all ranks"),
         (["--error", "gossip"], 1, "does not return the same on all ranks"),
         (["--save", "nowhere/plan.json"], 2, "there is no folder 'nowhere'"),

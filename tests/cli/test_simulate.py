@@ -1,6 +1,7 @@
 """``commhooks simulate``, as a user runs it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from commhooks.algorithms.quantized.integer import Int8
 from commhooks.cli import simulate as command
 from commhooks.cli.commands import commands
-from commhooks.lab.simulation import Measurements
+from commhooks.lab.simulation import Job, Measurements, measure
 
 BASIC = ("--model", "support.small_models:make", "--link", "1gbit")
 
@@ -111,8 +112,6 @@ def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> Non
             1,
             ["expected a model that returns a tensor", "found str"],
         ),
-        (["--hook", "int9"], 2, ["no hook is named 'int9'", "int8"]),
-        (["--hook", "powersgd:rank=x"], 2, ["rank"]),
         (["--world-size", "1"], 2, ["x>=2"]),
         (["--world-size", "10", "--ranks-per-node", "4"], 1, ["10 ranks, 4 per node"]),
         (["--link", "-1gbit"], 2, ["expected a rate"]),
@@ -147,4 +146,26 @@ def test_files_that_do_not_fit(kept: Path, tmp_path: Path) -> None:
 def test_a_hook_that_does_not_work_on_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Int8, "backends", ("gloo",))
     options = ("--hook", "int8", "--world-size", "4", "--backend", "nccl")
-    assert "'int8' supports gloo" in run(*BASIC, *options, status=1)
+    assert "int8: supports gloo; found --backend nccl" in run(*BASIC, *options, status=1)
+
+
+@pytest.mark.usefixtures("_measuring_is_an_error")
+def test_hooks_that_fail_are_rows_with_a_reason(kept: Path, tmp_path: Path) -> None:
+    figures, image = tmp_path / "figures.json", tmp_path / "curves.png"
+    arguments = ("--hooks", "int9,int8,powersgd:rank=x", "--world-size", "4096")
+    files = ("--measurements", str(kept), "--json", str(figures), "--plot", str(image))
+    text = run(*BASIC, *arguments, *files, status=1)
+    assert re.search(r"^ int9 +failed *$", text, re.M)
+    assert "\nFailed: int9: hook 'int9': no hook is named 'int9'" in text
+    assert "\nFailed: powersgd:rank=x: hook 'powersgd:rank=x': option 'rank'" in text
+    found = json.loads(figures.read_text())
+    assert list(found["hooks"]) == ["allreduce", "int8"]
+    assert list(found["failures"]) == ["int9", "powersgd:rank=x"]
+
+
+def test_a_hook_that_ends_its_process_does_not_end_the_others() -> None:
+    dying = {"name": "failing", "how": "die", "rank": 0}
+    configs: list[dict[str, Any]] = [{"name": "allreduce"}, dying, {"name": "bf16"}]
+    found = measure(Job("support.failing:net"), configs, [2])
+    assert [config in found for config in configs] == [True, False, True]
+    assert found.reason(dying) == "rank 0 of 2 died with exit code 7"

@@ -241,7 +241,7 @@ def test_death_of_a_rank(run_ranks: Any) -> None:
 
 
 def test_crash_shows_where_the_rank_was(run_ranks: Any) -> None:
-    with pytest.raises(RankError, match=r"(?s)code -6; its threads were.*in abort_on_one_rank"):
+    with pytest.raises(RankError, match=r"(?s)code -6\nits threads were.*in abort_on_one_rank"):
         run_ranks(abort_on_one_rank)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from commhooks import CommHookError, CommHookOptionError, UnknownHookError
-from commhooks.hook.spec import parse_hook_spec, parse_hook_specs
+from commhooks.hook.spec import parse_hook_spec, parse_hook_specs, split_hook_specs
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,9 @@ def test_all_forms(text: str, config: dict[str, object]) -> None:
 
 
 def test_commas_separate_hooks_and_options() -> None:
-    specs = parse_hook_specs('bf16,powersgd:rank=4,start_step=0,{"name": "topk"},int8')
+    texts = split_hook_specs('bf16,powersgd:rank=4,start_step=0,{"name": "topk"},int8')
+    specs, reasons = parse_hook_specs(texts)
+    assert reasons == {}
     assert [spec.text for spec in specs] == [
         "bf16",
         "powersgd:rank=4,start_step=0",
@@ -68,5 +70,14 @@ def test_commas_separate_hooks_and_options() -> None:
 )
 def test_errors_name_the_mistake(text: str, kind: type[CommHookError], says: str) -> None:
     with pytest.raises(kind, match=says) as caught:
-        parse_hook_specs(text)
+        parse_hook_specs(split_hook_specs(text))
     assert str(caught.value).startswith("hook '")
+
+
+def test_a_list_keeps_what_can_be_made() -> None:
+    specs, reasons = parse_hook_specs(["int9", "bf16", "topk:density=9", "bf16", "route"])
+    assert [spec.text for spec in specs] == ["bf16"]
+    assert list(reasons) == ["int9", "topk:density=9", "route"]
+    assert "did you mean 'int8'" in reasons["int9"]
+    assert "it is not <= 1" in reasons["topk:density=9"]
+    assert "needs the option 'rules'" in reasons["route"]

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -354,7 +355,7 @@ def test_an_input_factory() -> None:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("support.compared:Erratic", "'torch': expected the exact mean"),
+        ("support.compared:Erratic", "'torch' failed: CommHookError: expected the exact mean"),
         ("support.compared:Divergent", "the gradients of a step are not finite"),
         (
             "support.compared:Mute",
@@ -369,6 +370,110 @@ def test_an_input_factory() -> None:
 def test_errors_on_ranks(model: str, says: str) -> None:
     with pytest.raises(ComparisonError, match=says):
         compare(model, ["allreduce"], steps=8)
+
+
+@pytest.fixture(scope="module")
+def failed() -> Iterator[Comparison]:
+    hooks = [
+        *("int9", "powersgd:rank=x", "route", "elsewhere", "powersgd:rank=96", "failing"),
+        *("failing:how=leave", "failing:how=die", "failing:how=nan", "failing:how=explode"),
+        *("bf16", "allreduce", "bf16"),
+    ]
+    yield compare(
+        "support.failing:net",
+        hooks,
+        train="support.compared:train",
+        links=[1e9],
+        measure_links=False,
+        steps=4,
+        train_steps=10,
+    )
+    for name in ("failing", "elsewhere"):
+        del registry._hooks[name]
+
+
+def test_hooks_that_fail_say_why(failed: Comparison) -> None:
+    reasons = {failure.hook: failure.reason for failure in failed.failures}
+    assert len(reasons) == len(failed.failures) == 10
+    for hook, says in {
+        "int9": "did you mean 'int8'",
+        "powersgd:rank=x": "expected int",
+        "route": "needs the option 'rules'",
+        "elsewhere": "works on mpi",
+        "powersgd:rank=96": "expected a rank of at most",
+        "failing": "ValueError: no luck",
+        "failing:how=leave": "SystemExit: enough",
+        "failing:how=die": "rank 1 of 2 died with exit code 7",
+        "failing:how=nan": "gradients of a step are not finite",
+        "failing:how=explode": "training diverged",
+    }.items():
+        assert says in reasons[hook]
+        assert "\n" not in reasons[hook]
+        assert "Traceback" not in reasons[hook]
+    links = {failure.hook: failure.link for failure in failed.failures}
+    assert links["int9"] is None
+    assert links["failing"] == "loopback"
+    details = {failure.hook: failure.details for failure in failed.failures}
+    assert "more about it" in details["failing"]
+    assert "farewell" in details["failing:how=die"]
+
+
+def test_the_others_are_measured_as_if_alone(failed: Comparison) -> None:
+    """They come after hooks that have ended or broken the processes."""
+    assert failed.hooks == ["bare", "torch", "failing:how=explode", "bf16", "allreduce"]
+    assert failed.row("failing:how=explode").validation_loss is None
+    for name in ("torch", "allreduce"):
+        assert failed.row(name).error == pytest.approx(0, abs=1e-6)
+        assert failed.row(name, "1 Gbit/s").step_seconds > 0
+        assert len(failed.row(name).training) == 10
+    assert failed.row("bf16").break_even_bits_per_second is not None
+
+
+def test_files_contain_the_reasons(failed: Comparison) -> None:
+    found = json.loads(json.dumps(failed.to_dict(), allow_nan=False))
+    assert [row["hook"] for row in found["failures"]] == [f.hook for f in failed.failures]
+    rows = list(csv.DictReader(io.StringIO(failed.to_csv())))
+    assert len(rows) == len(failed.rows) + len(failed.failures)
+    assert {row["hook"]: row["reason"] for row in rows if row["reason"]} == {
+        failure.hook: failure.reason for failure in failed.failures
+    }
+
+
+@pytest.mark.exhaustive  # takes the time-out
+def test_a_hook_that_does_not_finish() -> None:
+    found = compare("support.failing:net", ["failing:how=hang", "bf16"], steps=2, timeout=60)
+    [failure] = found.failures
+    assert "did not finish within 60" in failure.reason
+    assert found.hooks == ["bare", "torch", "bf16"]
+
+
+def compare_failing_on_hosts(rank: int, size: int) -> Comparison:
+    try:
+        with LaunchedRanks() as ranks:
+            return compare("support.failing:net", ["failing", "int9", "bf16"], steps=2, ranks=ranks)
+    finally:
+        for name in ("failing", "elsewhere"):
+            del registry._hooks[name]
+
+
+def test_a_hook_that_fails_on_one_rank_of_a_job(run_ranks: Any) -> None:
+    first, second = run_ranks(compare_failing_on_hosts, 2)
+    assert first == second
+    assert {failure.hook for failure in first.failures} == {"int9", "failing"}
+    assert first.failures[1].reason.startswith("[rank 1] hook Failing")
+    assert first.failures[1].reason.endswith("ValueError: no luck")
+    assert first.hooks == ["bare", "torch", "bf16"]
+
+
+def test_a_hook_that_cannot_be_predicted_is_still_measured() -> None:
+    """Among ranks of a simulation it is rank 0, which fails."""
+    hooks = ["failing:how=fine", "failing:how=dry", "bf16"]
+    found = compare("support.failing:net", hooks, links=[1e9], measure_links=False, steps=2)
+    [failure] = found.failures
+    assert (failure.hook, failure.link) == ("failing:how=dry", "1 Gbit/s")
+    assert found.row("failing:how=dry").break_even_bits_per_second is None
+    assert "failing:how=dry is not predicted: " in "".join(found.notes)
+    assert found.row("failing:how=fine", "1 Gbit/s").step_seconds > 0
 
 
 @needs_links
@@ -387,7 +492,7 @@ def test_a_rank_that_dies_behind_a_link() -> None:
         ({"input": "support.compared:PARAMETERS"}, ModelError, "expected a callable, found int"),
         ({"hooks": ["powersg"]}, UnknownHookError, "did you mean 'powersgd'"),
         ({"hooks": []}, ComparisonError, "at least one hook"),
-        ({"hooks": ["bf16", "bf16"]}, ComparisonError, "'bf16' appears twice"),
+        ({"timeout": 0.0}, ComparisonError, "expected a time-out in seconds, found 0"),
         ({"steps": 0}, ComparisonError, "at least 1 of steps, found 0"),
         ({"train_steps": 0}, ComparisonError, "at least 1 of training steps, found 0"),
         ({"world_size": 1}, ComparisonError, "at least 2 ranks, found 1"),

@@ -1,13 +1,16 @@
 """What the doctor reports on machines with problems."""
 
+import os
 import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster.links import unavailable
+from commhooks.cluster.links import shaped_link, unavailable
 from commhooks.lab import doctor
 from commhooks.lab.doctor import Finding, Health
 from reducer.extension import REMEDY, Extension
@@ -70,6 +73,77 @@ def test_cupy_against_torch(
     finding = with_cupy(monkeypatch, cuda, **packages)
     assert finding.health is health
     assert remedy in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("named", "health", "says"),
+    [
+        ("lo", Health.ABSENT, "lo (127.0.0.1), by GLOO_SOCKET_IFNAME=lo: ranks on other hosts"),
+        ("lo,lo", Health.ABSENT, "lo (127.0.0.1), lo (127.0.0.1), by GLOO_SOCKET_IFNAME=lo,lo"),
+        ("nowhere0", Health.BROKEN, "Gloo cannot use GLOO_SOCKET_IFNAME=nowhere0"),
+    ],
+)
+def test_the_interface_that_gloo_takes(
+    monkeypatch: pytest.MonkeyPatch, named: str, health: Health, says: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    finding = find("Gloo network")
+    assert finding.health is health
+    assert says in finding.found
+
+
+def show_network() -> None:
+    print(find("Gloo network"))
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ("link0", ["Health.FINE", "link0 (10.213.0.1", "by GLOO_SOCKET_IFNAME=link0"]),
+        pytest.param(
+            "link0,lo",
+            ["Health.ABSENT", "link0 (10.213.0.1", "lo (127.0.0.1)", "reaches the others: link0"],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_interfaces_of_a_host(named: str, words: list[str]) -> None:
+    """In a network namespace, whose interfaces are known."""
+    program = "from lab.test_doctor import show_network; show_network()"
+    with shaped_link(1, 1e9) as link:
+        text = subprocess.check_output(
+            [*link.prefixes[0], sys.executable, "-c", program],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": named, "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=Path(__file__).parents[1],
+            text=True,
+        )
+    for word in words:
+        assert word in text
+
+
+def test_several_interfaces_and_none_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    known = {"eth0": "192.0.2.1", "ib0": "198.51.100.1"}
+    monkeypatch.setattr(doctor, "interfaces", lambda: known)
+    monkeypatch.setattr(doctor, "interface_of", {a: name for name, a in known.items()}.get)
+    monkeypatch.setattr(doctor, "gloo_addresses", lambda: ["192.0.2.1"])
+    finding = find("Gloo network")
+    assert finding.health is Health.FINE
+    assert finding.found.startswith("eth0 (192.0.2.1")
+    assert "ib0 (198.51.100.1" in finding.remedy
+    monkeypatch.setattr(doctor, "is_down", lambda name: name == "eth0")
+    assert find("Gloo network").health is Health.ABSENT
+
+
+def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(doctor, "_checks", lambda: {"one": fail, "two": lambda: (Health.FINE, "")})
+    one, two = doctor.diagnose()
+    assert (one.health, two.health) == (Health.BROKEN, Health.FINE)
+    assert "PermissionError: not yours" in one.found
 
 
 def test_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,9 @@ def test_rebuilt_buckets_replace_the_old_ones() -> None:
     collector.record(run(make_bucket(["a", "b", "c"]), 1, 1.0))
     collector.record(run(make_bucket(["c", "b"]), 2, 1.0))
     collector.record(run(make_bucket(["a"], index=1), 3, 1.0))
-    assert [bucket.names for bucket in collector.stats(2).buckets] == [("c", "b"), ("a",)]
+    stats = collector.stats(2)
+    assert [bucket.names for bucket in stats.buckets] == [("c", "b"), ("a",)]
+    assert (stats.steps, stats.left_out) == (1, 1)
 
 
 def test_unknown_and_absent_traffic() -> None:
@@ -82,6 +84,39 @@ def test_rows_for_a_table() -> None:
 def test_nothing_yet() -> None:
     assert StatsCollector().stats(2) == HookStats.of(0, [], 2)
     assert "0 steps" in str(StatsCollector().stats(2))
+
+
+def count_steps(rank: int, size: int, wrapper: type[nn.Module], hook: str) -> list[str]:
+    model = wrapper(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), bucket_cap_mb=0.0001)
+    handle = commhooks.register(model, hook)
+    shown = []
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(2, 10)).sum().backward()
+        shown.append(str(handle.stats()).splitlines()[0])
+
+    train(5)
+    handle.load_state_dict({**handle.state_dict(), "step": 1000})
+    train(1)
+    handle.replace(hook)
+    train(2)
+    return shown
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "int8"])
+@pytest.mark.parametrize(
+    "wrapper", [commhooks.DistributedDataParallel, TorchDistributedDataParallel]
+)
+def test_the_table_says_which_steps_are_left_out(
+    run_ranks: Any, wrapper: type[nn.Module], hook: str
+) -> None:
+    """All buckets are rebuilt after the first step."""
+    assert run_ranks(count_steps, 2, wrapper, hook)[0] == [
+        "means per step over 4 steps; 1 before buckets were rebuilt left out",
+        "means per step over 5 steps; 1 before buckets were rebuilt left out",
+        "means per step over 2 steps",
+    ]
 
 
 @dataclass

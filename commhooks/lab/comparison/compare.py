@@ -7,14 +7,19 @@ import torch
 
 from commhooks.cluster import links as shaped
 from commhooks.hook.base import is_lossless
-from commhooks.hook.spec import HookSpec, parse_hook_spec
+from commhooks.hook.spec import HookSpec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment
 from commhooks.lab.comparison.launched import LaunchedRanks
 from commhooks.lab.comparison.limits import check_limits
 from commhooks.lab.comparison.progress import ProgressCallback
 from commhooks.lab.comparison.report import Report
-from commhooks.lab.comparison.result import Comparison, ComparisonError, ComparisonInterrupted
+from commhooks.lab.comparison.result import (
+    Comparison,
+    ComparisonError,
+    ComparisonInterrupted,
+    Failure,
+)
 from commhooks.lab.comparison.training import load_training_function
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
@@ -32,6 +37,7 @@ def compare(
     links: Sequence[float] = (),
     steps: int = 50,
     train_steps: int = 200,
+    timeout: float = 600.0,
     measure_links: bool = True,
     ranks: LaunchedRanks | None = None,
     progress: ProgressCallback = lambda *_: None,
@@ -47,6 +53,9 @@ def compare(
     (:data:`commhooks.lab.comparison.trial.FIRST_STEP`); with ``train`` they train from the first
     step.
 
+    A hook that cannot be made, fails, diverges, ends its process or does not finish is left out
+    from there on, and is one of the ``failures`` of the result. The others go on in new processes.
+
     Args:
         model: the name of a model, see :class:`commhooks.lab.models.Workload`.
         hooks: texts as :mod:`commhooks.hook.spec` describes them, or what it returns.
@@ -58,6 +67,8 @@ def compare(
         steps: number of timed steps for each entry and link.
         train_steps: number of training steps for each entry and measured link, or over loopback if
             no link is measured.
+        timeout: seconds after which a hook has failed that does not finish its steps, which are at
+            most 53 at a time.
         measure_links: False to predict all links.
         ranks: the ranks that torchrun started; all of them call this with the same arguments. Their
             own network is measured, nothing is predicted, and ``world_size`` is theirs. None starts
@@ -66,25 +77,26 @@ def compare(
             estimated seconds of the whole; 0 if nothing is known yet.
 
     Raises:
-        ModelError, TrainingError, CommHookOptionError, UnknownHookError: before anything starts.
-        ComparisonError: a number makes no sense, there are too many ranks for this machine, an
-            entry failed, a rank died (the text contains what it printed), or a link can be neither
-            made nor predicted.
+        ModelError, TrainingError: before anything starts.
+        CommHookOptionError, UnknownHookError: none of the hooks can be made.
+        ComparisonError: a number makes no sense, there are too many ranks for this machine, the
+            bare model or torch DDP fails, or a link can be neither made nor predicted.
         ComparisonInterrupted: Ctrl-C; contains what has been measured so far.
     """
-    specs = [parse_hook_spec(hook) if isinstance(hook, str) else hook for hook in hooks]
     if ranks is not None:
         world_size = ranks.world_size
         if links:
             raise ComparisonError("expected no links for ranks on hosts, which have their own")
-    _check_numbers(specs, world_size, steps, train_steps, links)
+    _check_numbers(world_size, steps, train_steps, timeout, links)
     if train is not None:
         load_training_function(train)
-    entries = [BARE, TORCH, *(Entry(spec.text, spec.config) for spec in specs)]
     workload = Workload(model, input)
     gradient_bytes, precision = _check_model(
         workload, world_size if ranks is None else ranks.local_world_size
     )
+    specs, reasons = parse_hook_specs(hooks)  # the module of the model may register hooks
+    _check_names(specs)
+    entries = [BARE, TORCH, *(Entry(spec.text, spec.config) for spec in specs)]
     exact = {spec.text for spec in specs if is_lossless(spec.create())}
     notes = []
     if ranks is None and world_size > cores():
@@ -104,7 +116,9 @@ def compare(
         train_steps,
         exact=exact | {TORCH.name},
         precision=precision,
+        timeout=timeout,
         notes=notes,
+        failures=[Failure(text, None, reason) for text, reason in reasons.items()],
     )
     report = Report(experiment, gradient_bytes)
     try:
@@ -122,18 +136,14 @@ def compare(
 
 
 def _check_numbers(
-    specs: Sequence[HookSpec],
     world_size: int,
     steps: int,
     train_steps: int,
+    timeout: float,
     links: Sequence[float],
 ) -> None:
-    names = [spec.text for spec in specs]
-    for name in names:
-        if names.count(name) > 1 or name in (BARE.name, TORCH.name):
-            raise ComparisonError(f"hook {name!r} appears twice")
-    if not names:
-        raise ComparisonError("expected at least one hook to compare")
+    if not timeout > 0:
+        raise ComparisonError(f"expected a time-out in seconds, found {timeout}")
     for what, number in (("steps", steps), ("training steps", train_steps)):
         if number < 1:
             raise ComparisonError(f"expected at least 1 of {what}, found {number}")
@@ -142,6 +152,14 @@ def _check_numbers(
     for rate in links:
         if not 0 < rate < math.inf:
             raise ComparisonError(f"expected a rate in bits per second, found {rate}")
+
+
+def _check_names(specs: Sequence[HookSpec]) -> None:
+    if not specs:
+        raise ComparisonError("expected at least one hook to compare")
+    for spec in specs:
+        if spec.text in (BARE.name, TORCH.name):
+            raise ComparisonError(f"hook {spec.text!r} has the name of a baseline; rename it")
 
 
 def _check_model(workload: Workload, world_size: int) -> tuple[int, float]:

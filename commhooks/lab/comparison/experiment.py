@@ -1,18 +1,19 @@
 """What is measured in a comparison, setting by setting."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from commhooks.cluster import Ranks
 from commhooks.cluster import links as shaped
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison import remote
-from commhooks.lab.comparison.entry import Entry
+from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
 from commhooks.lab.comparison.plan import Task, timing_tasks, training_tasks, verifying_tasks
 from commhooks.lab.comparison.progress import Progress, ProgressCallback
-from commhooks.lab.comparison.result import HOSTS, LOOPBACK, ComparisonError, HostPair
+from commhooks.lab.comparison.result import HOSTS, LOOPBACK, ComparisonError, Failure, HostPair
 from commhooks.lab.comparison.setting import RankCaller, Setting
 from commhooks.lab.comparison.trial import FIRST_STEP
 from commhooks.lab.machine import cores
@@ -40,30 +41,33 @@ class Experiment:
     train_steps: int
     exact: set[str]
     precision: float
+    timeout: float
+    """In seconds, of the steps of one entry that are run together."""
     settings: list[Setting] = field(default_factory=list)
     """In the order in which they were measured; the first one is verified."""
-    dry_runs: Measurements | CommHookError | None = None
+    dry_runs: Measurements | Exception | None = None
     """What predictions are based on, or the reason why there are none."""
     notes: list[str] = field(default_factory=list)
     pairs: list[HostPair] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
     def run(self, links: Sequence[float], callback: ProgressCallback) -> None:
         """Measure over loopback and over links of these rates."""
         plan = {LOOPBACK: self._tasks(is_first=True, trains=not links)}
         plan |= {format_rate(rate): self._tasks(is_first=False, trains=True) for rate in links}
         progress = Progress(callback, plan, {format_rate(rate): rate for rate in links})
-        with Ranks(self.world_size, threads=self._threads) as ranks:
+        with Ranks(self.world_size, threads=self._threads, timeout=self.timeout) as ranks:
             self.measure(Setting(LOOPBACK), ranks, plan[LOOPBACK], progress)
             progress.tell(LOOPBACK, "running hooks dry")
             self.dry_runs = self._dry_run(ranks)
-        if isinstance(self.dry_runs, CommHookError):
-            self.notes.append(f"nothing is predicted: {self.dry_runs}")
         for rate in links:
             setting = Setting(format_rate(rate), rate)
             try:
                 with (
                     shaped.shaped_link(self.world_size, rate) as link,
-                    Ranks(self.world_size, link, threads=self._threads) as ranks,
+                    Ranks(
+                        self.world_size, link, threads=self._threads, timeout=self.timeout
+                    ) as ranks,
                 ):
                     self.measure(setting, ranks, plan[setting.name], progress)
             except shaped.LinkError as error:
@@ -85,14 +89,38 @@ class Experiment:
     def measure(
         self, setting: Setting, ranks: RankCaller, tasks: list[Task], progress: Progress
     ) -> None:
-        """Do the tasks of a setting. All entries of the first setting are verified first."""
+        """Do the tasks of a setting. If a hook fails, the other entries go on without it.
+
+        Raises ComparisonError if the bare model or torch DDP fails.
+        """
         progress.tell(setting.name, "preparing")
         ranks(remote.prepare, self.workload)
         self.settings.append(setting)
-        verifying = [task for task in tasks if task.kind == "verifying"]
-        setting.run(ranks, verifying, "", progress)
-        self._verify(setting)
-        setting.run(ranks, tasks[len(verifying) :], self.train or "", progress)
+        for task in tasks:
+            name = task.entry.name
+            if any(failure.hook == name for failure in self.failures):
+                continue
+            progress.tell(setting.name, f"{task.kind} {name}")
+            start = time.monotonic()
+            try:
+                wire_bytes = setting.run(ranks, task, self.train or "")
+                self._check(setting, task)
+            except Exception as error:
+                details = "\n".join(getattr(error, "__notes__", ()))
+                if task.entry in (BARE, TORCH):
+                    shown = "" if isinstance(error, CommHookError) else f"\n{details}"
+                    raise ComparisonError(
+                        f"{name!r} failed: {type(error).__name__}: {error}{shown}"
+                    ) from error
+                setting.forget(task)
+                progress.drop(name)
+                self.failures.append(
+                    Failure(name, setting.name, reason_of(error), f"{error}\n{details}")
+                )
+                ranks.restart()
+                ranks(remote.prepare, self.workload)
+            else:
+                progress.end(setting.name, task, time.monotonic() - start, wire_bytes)
 
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
         tasks = verifying_tasks(self.entries) if is_first else []
@@ -101,35 +129,49 @@ class Experiment:
             tasks += training_tasks(self.entries, self.train_steps)
         return tasks
 
-    def _dry_run(self, ranks: Ranks) -> Measurements | CommHookError:
+    def _dry_run(self, ranks: Ranks) -> Measurements | Exception:
         """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
         ranks(remote.clear)
-        configs = [config for entry in self.entries if (config := entry.simulated_config)]
+        failed = {failure.hook for failure in self.failures}
+        entries = [entry for entry in self.entries if entry.name not in failed]
+        configs = [config for entry in entries if (config := entry.simulated_config)]
         size, workload = self.world_size, self.workload
         job = Job(workload.model, workload.input, ranks_per_machine=size, first_step=FIRST_STEP)
         try:
-            return measure(job, configs, [size], ranks)
-        except CommHookError as error:
+            found = measure(job, configs, [size], ranks)
+        except Exception as error:
+            self.notes.append(f"nothing is predicted: {reason_of(error)}")
             return error
+        for entry in entries:
+            if entry.simulated_config and (reason := found.reason(entry.simulated_config)):
+                self.notes.append(f"{entry.name} is not predicted: {reason}")
+        return found
 
     @property
     def _threads(self) -> int:
         return max(1, cores() // self.world_size)
 
-    def _verify(self, setting: Setting) -> None:
+    def _check(self, setting: Setting, task: Task) -> None:
+        """Raise CommHookError if what a task has measured shows that its entry does not work."""
+        name = task.entry.name
+        if task.kind == "training":
+            last = setting.training[name][-1]
+            if task.entry != TORCH and not math.isfinite(last.validation_loss):
+                raise CommHookError(
+                    f"training diverged: expected a finite validation loss, found "
+                    f"{last.validation_loss} after {last.step} steps"
+                )
+        error = setting.first_steps[name].error if task.kind == "verifying" else None
+        if error is None:
+            return
+        if not math.isfinite(error):
+            raise CommHookError(
+                "the gradients of a step are not finite, or their mean is zero or not finite"
+            )
         rounding = _ROUNDINGS * self.precision
-        for name, first in setting.first_steps.items():
-            error = first.error
-            if error is None:
-                continue
-            if not math.isfinite(error):
-                raise ComparisonError(
-                    f"{name!r}: the gradients of a step are not finite, or their mean is zero or "
-                    "not finite; nothing was timed"
-                )
-            if name in self.exact and error > rounding:
-                raise ComparisonError(
-                    f"{name!r}: expected the exact mean to within rounding ({rounding:.1e}), found "
-                    f"gradients with a relative error of {error:.1e}; nothing was timed. Is the "
-                    "model's gradient the same in each run with the same torch.manual_seed()?"
-                )
+        if name in self.exact and error > rounding:
+            raise CommHookError(
+                f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
+                f"with a relative error of {error:.1e}. Is the model's gradient the same in each "
+                "run with the same torch.manual_seed()?"
+            )

@@ -35,7 +35,7 @@ class Task:
 
 
 def verifying_tasks(entries: Sequence[Entry]) -> list[Task]:
-    """Return a task for each entry. The bare one must be the first: the others are compared."""
+    """Return a task for each entry."""
     return [Task("verifying", entry, VERIFIED_STEPS) for entry in entries]
 
 

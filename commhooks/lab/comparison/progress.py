@@ -48,9 +48,9 @@ class Progress:
         if wire_bytes is not None:
             self._wire_bytes[task.entry.name] = wire_bytes
 
-    def drop(self, setting: str) -> None:
-        """Forget a setting that cannot be measured."""
-        self._left = [(name, task) for name, task in self._left if name != setting]
+    def drop(self, name: str) -> None:
+        """Forget a setting or an entry that cannot be measured."""
+        self._left = [left for left in self._left if name not in (left[0], left[1].entry.name)]
 
     def seconds_left(self) -> float | None:
         """Return the estimate for all tasks that are not done, None before the first is."""

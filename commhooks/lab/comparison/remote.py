@@ -92,9 +92,11 @@ def prepare(rank: int, workload: Workload) -> None:  # noqa: ARG001
 def verify(rank: int, entry: Entry) -> FirstSteps:
     """Run the first steps of an entry and compare the first gradients with their exact mean.
 
-    The bare entry must be the first. Its gradients, averaged, are the mean.
+    The mean is that of the bare model's gradients.
     """
     side = _sides[0]
+    if entry != BARE and not side.mean:
+        side.mean = _take_turn(side, BARE, rank, FIRST_STEP, _mean_of_step)
 
     def work(trial: Trial, peak: Peak) -> FirstSteps:
         trial.step()
@@ -103,10 +105,7 @@ def verify(rank: int, entry: Entry) -> FirstSteps:
         for _ in range(VERIFIED_STEPS - 1):
             trial.clear()
             trial.step()
-        peak_bytes = peak.nbytes()
-        if entry == BARE:
-            side.mean = [_mean(gradient) for gradient in trial.gradients()]
-        return FirstSteps(error, peak_bytes, trial.costs().wire_bytes)
+        return FirstSteps(error, peak.nbytes(), trial.costs().wire_bytes)
 
     return _take_turn(side, entry, rank, FIRST_STEP, work)
 
@@ -178,6 +177,11 @@ def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
     )
     norm = sum(exact.double().square().sum().item() for exact in mean)
     return math.sqrt(error / norm) if norm else math.nan
+
+
+def _mean_of_step(trial: Trial, _peak: Peak) -> list[Tensor]:
+    trial.step()
+    return [_mean(gradient) for gradient in trial.gradients()]
 
 
 def _mean(gradient: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ from functools import cached_property
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment
-from commhooks.lab.comparison.result import LOOPBACK, Comparison, ComparisonError, Row
+from commhooks.lab.comparison.result import (
+    LOOPBACK,
+    Comparison,
+    ComparisonError,
+    Failure,
+    Row,
+)
 from commhooks.lab.comparison.setting import Figures, Setting
 from commhooks.lab.machine import cores, describe_machine
 from commhooks.lab.simulation import Link, Measurements, Network, Study
@@ -28,14 +34,16 @@ class Report:
     def comparison(self, links: Sequence[float], *, complete: bool) -> Comparison:
         """Return the whole result. Arguments as in :meth:`rows`."""
         experiment = self.experiment
+        rows = self.rows(links, complete=complete)
         return Comparison(
             experiment.workload.model,
             experiment.world_size,
             experiment.steps,
             describe_machine(),
             tuple(experiment.notes),
-            self.rows(links, complete=complete),
+            rows,
             tuple(experiment.pairs),
+            tuple(experiment.failures) + self._unpredicted(rows),
         )
 
     def rows(self, links: Sequence[float], *, complete: bool) -> tuple[Row, ...]:
@@ -80,7 +88,7 @@ class Report:
 
     def _predicted(self, rate: float) -> list[Row]:
         """Return rows with the training of the first setting, of which only the times change."""
-        entries = self.experiment.entries
+        entries = [entry for entry in self._working if not self._reason(entry)]
         seconds = {entry.name: self._step_seconds(entry, rate) for entry in entries}
         rows = []
         for entry in entries:
@@ -88,6 +96,24 @@ class Report:
             training = tuple(replace(p, seconds=p.step * seconds[entry.name]) for p in points)
             rows.append(replace(self._row(entry, rate, seconds), training=training))
         return rows
+
+    def _unpredicted(self, rows: Sequence[Row]) -> tuple[Failure, ...]:
+        """Return the failures of hooks that cannot be predicted, if links are."""
+        link = next(
+            (row.link for row in rows if row.link != rows[0].link and not row.measured), None
+        )
+        return tuple(
+            Failure(entry.name, link, reason)
+            for entry in self._working
+            if link is not None and (reason := self._reason(entry))
+        )
+
+    def _reason(self, entry: Entry) -> str | None:
+        """Return why an entry cannot be predicted, or None if it can."""
+        found, config = self.experiment.dry_runs, entry.simulated_config
+        if config is None or not isinstance(found, Measurements):
+            return None
+        return found.reason(config)
 
     def _row(self, entry: Entry, rate: float | None, seconds: Mapping[str, float]) -> Row:
         """Return a row as it is if nothing is measured. ``rate`` is None for the first setting."""
@@ -105,7 +131,9 @@ class Report:
             exposed_seconds=seconds[entry.name] - bare,
             waited_seconds=None,
             floor_seconds=None if rate is None else 8 * wire_bytes / rate + bare,
-            predicted_seconds=self._step_seconds(entry, rate) if self._study and rate else None,
+            predicted_seconds=(
+                self._step_seconds(entry, rate) if rate and self._is_simulated(entry) else None
+            ),
             gradient_bytes=self.gradient_bytes,
             wire_bytes=wire_bytes,
             ratio=self._plain_bytes / wire_bytes if wire_bytes else None,
@@ -113,6 +141,11 @@ class Report:
             peak_bytes=first_steps.peak_bytes,
             break_even_bits_per_second=self._break_even(entry),
         )
+
+    @property
+    def _working(self) -> list[Entry]:
+        failed = {failure.hook for failure in self.experiment.failures}
+        return [entry for entry in self.experiment.entries if entry.name not in failed]
 
     @property
     def _first(self) -> Setting:
@@ -134,30 +167,31 @@ class Report:
         found, size = self.experiment.dry_runs, self.experiment.world_size
         if not isinstance(found, Measurements):
             return None
+        measured = [e for e in self.experiment.entries if self._first.figures(e.name)]
         return Study(
             hooks={
                 entry.name: found.of(config)
-                for entry in self.experiment.entries
-                if (config := entry.simulated_config)
+                for entry in measured
+                if (config := entry.simulated_config) and config in found
             },
             network=Network(size, _LINK, _LINK),
             backend=found.gloo,
             cores=cores() / size,
             baseline=TORCH.name,
-            loopback_seconds={
-                entry.name: self._local(entry).step_seconds for entry in self.experiment.entries
-            },
+            loopback_seconds={entry.name: self._local(entry).step_seconds for entry in measured},
         )
 
+    def _is_simulated(self, entry: Entry) -> bool:
+        return self._study is not None and (entry == BARE or entry.name in self._study.hooks)
+
     def _break_even(self, entry: Entry) -> float | None:
-        if self._study is None or entry in (BARE, TORCH):
+        if self._study is None or entry in (BARE, TORCH) or not self._is_simulated(entry):
             return None
         rates = self._study.break_even(entry.name)
         return rates.below if rates else 0.0
 
-    def _step_seconds(self, entry: Entry, rate: float | None) -> float:
+    def _step_seconds(self, entry: Entry, rate: float) -> float:
         """Predict a step over links of this rate."""
-        assert rate is not None
         if self._study is None:
             raise ComparisonError(
                 f"{format_rate(rate)} can be neither measured nor predicted: "

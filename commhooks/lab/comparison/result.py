@@ -15,6 +15,7 @@ __all__ = [
     "Comparison",
     "ComparisonError",
     "ComparisonInterrupted",
+    "Failure",
     "HostPair",
     "Row",
     "TrainingPoint",
@@ -27,7 +28,7 @@ _SLOW = 0.5  # of the rate of the fastest pair
 
 
 class ComparisonError(CommHookError):
-    """A comparison is not possible, or one of its entries failed."""
+    """A comparison is not possible, or the model fails without any hook."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,23 @@ class HostPair:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A hook that failed. It has no rows from ``link`` on, or no training if that failed."""
+
+    hook: str
+    link: str | None
+    """The link over which it failed; None if the hook cannot be made."""
+    reason: str
+    """One line."""
+    details: str = ""
+    """The traceback of the rank, or the last lines of its output if it died."""
+
+    def __str__(self) -> str:
+        where = "" if self.link is None else f" ({self.link})"
+        return f"{self.hook}{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """All rows of a comparison, and what was compared."""
 
@@ -111,6 +129,8 @@ class Comparison:
     rows: tuple[Row, ...]
     pairs: tuple[HostPair, ...] = ()
     """All pairs of hosts, if torchrun started the ranks."""
+    failures: tuple[Failure, ...] = ()
+    """The hooks that failed, each once."""
 
     @property
     def slow_pairs(self) -> list[HostPair]:
@@ -142,12 +162,14 @@ class Comparison:
         return plain
 
     def to_csv(self) -> str:
-        """Return one line per row, without the training points."""
+        """Return one line per row, without the training points, and one per failure."""
         names = [field.name for field in fields(Row) if field.name != "training"]
+        names += ["validation_loss", "reason"]
         text = io.StringIO()
-        writer = csv.DictWriter(text, [*names, "validation_loss"], extrasaction="ignore")
+        writer = csv.DictWriter(text, names, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(self.to_dict()["rows"])
+        plain = self.to_dict()
+        writer.writerows(plain["rows"] + plain["failures"])
         return text.getvalue()
 
 

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,9 +9,8 @@ from typing import Any, Protocol
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE
 from commhooks.lab.comparison.plan import Task
-from commhooks.lab.comparison.progress import Progress
 from commhooks.lab.comparison.remote import Block, FirstSteps
-from commhooks.lab.comparison.result import ComparisonError, TrainingPoint
+from commhooks.lab.comparison.result import TrainingPoint
 from commhooks.lab.comparison.trial import TrialCosts
 
 __all__ = ["Figures", "RankCaller", "Setting"]
@@ -25,6 +23,9 @@ class RankCaller(Protocol):
 
     def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Return the results of ``fn(rank, *args, **kwargs)`` by rank."""
+
+    def restart(self) -> None:
+        """Make the ranks usable after an error, without the state of earlier calls."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,6 @@ class Setting:
     training: dict[str, list[TrainingPoint]] = field(default_factory=dict)
     _blocks: dict[str, list[Block]] = field(default_factory=dict)
 
-    def run(self, ranks: RankCaller, tasks: Sequence[Task], train: str, progress: Progress) -> None:
-        """Do the tasks. After an interrupt, the figures are those of the tasks that are done."""
-        for task in tasks:
-            progress.tell(self.name, f"{task.kind} {task.entry.name}")
-            start = time.monotonic()
-            wire_bytes = self._run(ranks, task, train)
-            progress.end(self.name, task, time.monotonic() - start, wire_bytes)
-
     def figures(self, name: str) -> Figures | None:
         """Return the figures of an entry; None if it or the bare model has not been measured."""
         blocks, bare = self._blocks.get(name), self._blocks.get(BARE.name)
@@ -71,38 +64,34 @@ class Setting:
             costs=_mean_costs(blocks),
         )
 
-    def _run(self, ranks: RankCaller, task: Task, train: str) -> float | None:
+    def run(self, ranks: RankCaller, task: Task, train: str) -> float | None:
         """Do a task; return the bytes of a step if it tells them."""
+        name = task.entry.name
         match task.kind:
             case "verifying":
-                first = _worst(self._call(ranks, task, remote.verify, task.entry))
-                self.first_steps[task.entry.name] = first
+                first = _worst(ranks(remote.verify, task.entry))
+                self.first_steps[name] = first
                 return first.wire_bytes
             case "measuring":
-                by_rank = self._call(
-                    ranks, task, remote.time_block, task.entry, task.done, task.steps
-                )
+                by_rank = ranks(remote.time_block, task.entry, task.done, task.steps)
                 slowest = tuple(map(max, zip(*(block.seconds for block in by_rank), strict=True)))
                 block = Block(slowest, by_rank[0].costs)
-                self._blocks.setdefault(task.entry.name, []).append(block)
+                self._blocks.setdefault(name, []).append(block)
                 return block.costs.wire_bytes
             case "training":
                 if task.done == 0:
-                    self._call(ranks, task, remote.begin_training, task.entry, train)
+                    ranks(remote.begin_training, task.entry, train)
                 for left in range(task.steps, 0, -1):
-                    point = self._call(ranks, task, remote.train, left == 1)[0]
-                self.training.setdefault(task.entry.name, []).append(point)
+                    point = ranks(remote.train, left == 1)[0]
+                self.training.setdefault(name, []).append(point)
                 return None
 
-    def _call(self, ranks: RankCaller, task: Task, function: Any, *arguments: Any) -> list[Any]:
-        """Call a function on all ranks; errors name the entry."""
-        try:
-            return ranks(function, *arguments)
-        except Exception as error:
-            notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-            raise ComparisonError(
-                f"{task.entry.name!r} failed: {type(error).__name__}: {error}{notes}"
-            ) from error
+    def forget(self, task: Task) -> None:
+        """Drop what has been measured of the task's kind with its entry, which has failed."""
+        name = task.entry.name
+        self.training.pop(name, None)
+        if task.kind != "training":
+            self._blocks.pop(name, None)
 
 
 def _worst(by_rank: Sequence[FirstSteps]) -> FirstSteps:

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.candidates import check_candidate
 from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
 from commhooks.cluster import Ranks
 from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
 from commhooks.costs.gloo import Gloo
 from commhooks.costs.step_trace import BucketTrace, StepTrace
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart
 from commhooks.hook.registry import create
@@ -45,8 +44,6 @@ class PlanningJob:
 
     def __post_init__(self) -> None:
         exact_names(self.exact, {}, None)  # raises CommHookOptionError before processes start
-        for config in self.configs:
-            check_candidate(create(config), "candidates")
 
 
 @dataclass(frozen=True)
@@ -72,46 +69,95 @@ class Measured:
     buckets: tuple[BucketTimes, ...]
     forward_seconds: float
     gloo: Gloo
+    reasons: Mapping[int, str]
+    """Why hooks can average no group, by their index."""
 
 
 def measure_groups(job: PlanningJob) -> Measured:
     """Measure with two ranks on this machine, which takes seconds to minutes.
 
-    Raises ModelError, and CommHookError for a candidate that cannot average any group.
+    A candidate that fails, or refuses all groups, is left out, with the reason. Raises ModelError,
+    and the error of the first candidate, plain averaging.
     """
+    reasons: dict[int, str] = {}
+    columns: list[list[_Cell]] = []
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
-        groups, buckets, forward_seconds = ranks(_measure, job)[0]
-    return Measured(groups, buckets, forward_seconds, gloo)
-
-
-_Result = tuple[tuple[MeasuredGroup, ...], tuple[BucketTimes, ...], float]
-
-
-def _measure(rank: int, planned: PlanningJob) -> _Result:
-    alone = [dist.new_group([other]) for other in range(_RANKS)][rank]
-    assert isinstance(alone, dist.ProcessGroup)
-    job = planned.job
-    model = job.make_module()
-    batch = job.make_input(model, rank)
-    roles = roles_of(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    exact = exact_names(planned.exact, parameters, roles)
-    step = profile(
-        model,
-        lambda wrapped: job.loss(wrapped, batch, rank),
-        _Apart(exact),
-        alone,
-        bucket_cap_mb=job.bucket_cap_mb,
-    )
-    buckets = [(bucket.names, bucket.buffer().nbytes) for bucket in step.buckets]
-    tracer = _Tracer(planned)
-    with torch.no_grad():
-        measured = tuple(
-            _measure_group(group, step.buckets[group.bucket], planned, tracer, roles)
-            for group in group_parameters(buckets, parameters, exact, roles).groups
+        groups, buckets, forward_seconds = ranks(_prepare, job)[0]
+        for index, config in enumerate(job.configs):
+            try:
+                cells = ranks(_measure, config)[0]
+                columns.append(cells)
+                if all(cell.refusal for cell in cells):
+                    reasons[index] = cells[0].refusal
+            except Exception as error:
+                if index == 0:
+                    raise
+                reasons[index] = reason_of(error)
+                columns.append([_Cell()] * len(groups))
+                ranks.restart()
+                ranks(_prepare, job)
+    measured = tuple(
+        MeasuredGroup(
+            names=group.names,
+            label=group.label,
+            bucket=group.bucket,
+            elements=group.elements,
+            is_exact=group.is_exact,
+            norm=next((cell.norm for cell in cells if cell.norm), 0.0),
+            errors=tuple(cell.error for cell in cells),
+            traces=tuple(cell.trace for cell in cells),
         )
-    return measured, _times(step), step.forward_seconds
+        for group, *cells in zip(groups, *columns, strict=True)
+    )
+    return Measured(measured, buckets, forward_seconds, gloo, reasons)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """What a hook does with a group."""
+
+    norm: float = 0.0
+    error: float | None = None
+    trace: BucketTrace | None = None
+    refusal: str = ""
+    """Why it cannot average the group."""
+
+
+class _Side:
+    """What a rank needs to measure hooks."""
+
+    def __init__(self, rank: int, planned: PlanningJob) -> None:
+        alone = [dist.new_group([other]) for other in range(_RANKS)][rank]
+        assert isinstance(alone, dist.ProcessGroup)
+        job = planned.job
+        model = job.make_module()
+        batch = job.make_input(model, rank)
+        self.roles = roles_of(model)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        exact = exact_names(planned.exact, parameters, self.roles)
+        self.step = profile(
+            model,
+            lambda wrapped: job.loss(wrapped, batch, rank),
+            _Apart(exact),
+            alone,
+            bucket_cap_mb=job.bucket_cap_mb,
+        )
+        buckets = [(bucket.names, bucket.buffer().nbytes) for bucket in self.step.buckets]
+        self.groups = group_parameters(buckets, parameters, exact, self.roles).groups
+        self.first_step = job.first_step
+        self.tracer = _Tracer(planned)
+
+
+_sides: list[_Side] = []  # at most one
+
+
+def _prepare(
+    rank: int, planned: PlanningJob
+) -> tuple[Sequence[ParameterGroup], tuple[BucketTimes, ...], float]:
+    side = _Side(rank, planned)
+    _sides[:] = [side]
+    return side.groups, _times(side.step), side.step.forward_seconds
 
 
 @dataclass
@@ -124,39 +170,24 @@ class _Apart(CommHook):
         return parameter in self.exact
 
 
-def _measure_group(
-    group: ParameterGroup,
-    bucket: GradBucket,
-    planned: PlanningJob,
-    tracer: "_Tracer",
-    roles: Mapping[str, Any],
-) -> MeasuredGroup:
+def _measure(rank: int, config: Mapping[str, Any]) -> list[_Cell]:  # noqa: ARG001
+    side = _sides[0]
+    with torch.no_grad():
+        return [_measure_group(group, config, side) for group in side.groups]
+
+
+def _measure_group(group: ParameterGroup, config: Mapping[str, Any], side: _Side) -> _Cell:
     together = cast("dist.ProcessGroup", dist.group.WORLD)
+    bucket = side.step.buckets[group.bucket]
     part = BucketPart(bucket, [bucket.names.index(name) for name in group.names])
     gradients = part.bucket(0, is_last=True)
-    norm = 0.0
-    errors: list[float | None] = []
-    traces: list[BucketTrace | None] = []
-    for config in planned.configs:
-        try:
-            hook = create(config)
-            outcome = try_hook(hook, gradients, together, roles, planned.job.first_step)
-            norm = norm or outcome.norm
-            errors.append(0.0 if is_lossless(hook) else outcome.error)
-            traces.append(tracer.trace(config, gradients, roles))
-        except CommHookError:  # on all ranks alike
-            errors[len(traces) :] = [None]
-            traces.append(None)
-    return MeasuredGroup(
-        names=group.names,
-        label=group.label,
-        bucket=group.bucket,
-        elements=group.elements,
-        is_exact=group.is_exact,
-        norm=norm,
-        errors=tuple(errors),
-        traces=tuple(traces),
-    )
+    try:
+        hook = create(config)
+        outcome = try_hook(hook, gradients, together, side.roles, side.first_step)
+        trace = side.tracer.trace(config, gradients, side.roles)
+    except CommHookError as error:  # on all ranks alike
+        return _Cell(refusal=reason_of(error))
+    return _Cell(outcome.norm, 0.0 if is_lossless(hook) else outcome.error, trace)
 
 
 class _Tracer:

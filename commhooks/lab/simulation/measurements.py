@@ -6,7 +6,7 @@ new ones, and a machine that has the hardware can measure for one that does not.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,23 @@ class Job(Workload):
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements of one job. ``dry_runs`` are by hook, see :func:`hook_key`."""
+    """The measurements of one job. ``dry_runs`` are by hook, see :func:`hook_key`.
+
+    ``reasons`` say why hooks are missing that cannot be simulated; they are not saved.
+    """
 
     machine: str
     job: Job
     gloo: Gloo
     dry_runs: Mapping[str, DryRuns]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def __contains__(self, config: Mapping[str, Any]) -> bool:
+        return hook_key(config) in self.dry_runs
+
+    def reason(self, config: Mapping[str, Any]) -> str | None:
+        """Return why a hook cannot be simulated, or None if it can."""
+        return self.reasons.get(hook_key(config))
 
     def of(self, config: Mapping[str, Any]) -> DryRuns:
         """Return the dry runs of a measured hook."""
@@ -56,7 +67,7 @@ class Measurements:
 
     def with_more(self, other: "Measurements") -> "Measurements":
         """Return these measurements with the dry runs of ``other`` added or replaced."""
-        return replace(self, dry_runs={**self.dry_runs, **other.dry_runs})
+        return replace(self, dry_runs={**self.dry_runs, **other.dry_runs}, reasons=other.reasons)
 
     def save(self, path: Path) -> None:
         """Write the file that :meth:`load` reads."""
