@@ -26,6 +26,7 @@ from commhooks.testing.compare import same_bits
 STEPS = 4
 VOCABULARY = 64
 LENGTH = 16
+POWERSGD = {"name": "powersgd", "rank": 1, "start_step": 0, "min_compression_rate": 1.0}
 WRAPPERS = (TorchDistributedDataParallel, commhooks.DistributedDataParallel)
 
 Result = tuple[dict[str, Tensor], list[float]]  # the weights, and the loss of each step
@@ -184,7 +185,7 @@ def test_trl(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(run_trl, 2, tmp_path, timeout=240)
 
 
-def pretrain(folder: Path, hook: Any) -> Result:
+def pretrain(folder: Path, hook: Any, resume: Path | bool = False) -> Result:
     """Run what the command ``litgpt pretrain`` does, on a Fabric with another strategy."""
     import lightning
     from lightning.fabric.strategies import DDPStrategy
@@ -195,14 +196,23 @@ def pretrain(folder: Path, hook: Any) -> Result:
 
     from commhooks.integrations.lightning import FabricCommHooksStrategy
 
+    class Loader(torch.utils.data.DataLoader[Tensor]):
+        """Can be saved, as the loaders that LitGPT's data modules return."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
     class Tokens(DataModule):
         def connect(self, tokenizer: Any, batch_size: int, max_seq_length: int) -> None:
             self.batch_size = batch_size
-            self.shape = (8 * STEPS, max_seq_length + 1)
+            self.shape = (8, max_seq_length + 1)  # a resumed run begins with the first rows
 
         def train_dataloader(self) -> Any:
             rows = torch.randint(VOCABULARY, self.shape, generator=torch.Generator().manual_seed(0))
-            return torch.utils.data.DataLoader(rows, batch_size=self.batch_size)
+            return Loader(rows, batch_size=self.batch_size)
 
         val_dataloader = train_dataloader
 
@@ -218,7 +228,7 @@ def pretrain(folder: Path, hook: Any) -> Result:
         devices=2,
         seed=0,
         initial_checkpoint_dir=None,
-        resume=False,
+        resume=resume,
         config=Config(
             block_size=LENGTH, padded_vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=32
         ),
@@ -227,6 +237,7 @@ def pretrain(folder: Path, hook: Any) -> Result:
         tokenizer_dir=None,
         tokenizer=None,
         train=TrainArgs(
+            save_interval=STEPS // 2,
             global_batch_size=8,
             micro_batch_size=2,
             max_tokens=8 * LENGTH * STEPS,
@@ -246,6 +257,11 @@ def run_litgpt(rank: int, size: int, folder: Path) -> None:
         # Traced as usual, but compiling the kernels takes minutes.
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
         check(functools.partial(pretrain, folder), 1e-3)
+
+        unbroken, _ = pretrain(folder, POWERSGD)
+        half = folder / f"step-{STEPS // 2:08}" / "lit_model.pth"
+        resumed, _ = pretrain(folder, POWERSGD, resume=half)
+        assert same_bits(resumed, unbroken)
 
 
 @needs("litgpt")
