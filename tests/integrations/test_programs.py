@@ -5,6 +5,7 @@ also runs two hooks with a wrong average, which must leave the bound for `int8`.
 because the scale of a gradient does not matter to Adam.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import torchrun
+from support.pages import blocks_of
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -56,6 +58,12 @@ def check(train: Callable[[Any], Result], bound: float) -> None:
     assert 0 < deviation("int8") < bound
     for wrong in ("noop", half_the_average):
         assert deviation(wrong) > bound
+
+
+def run_page(block: int, **names: Any) -> dict[str, Any]:
+    """Run one block of the page about these packages, and return what it has named."""
+    exec(blocks_of("integrations/programs.md")[block], names)
+    return names
 
 
 def wrap(net: nn.Module, wrapper: Any, hook: Any) -> nn.Module:
@@ -113,6 +121,8 @@ def train_lora(rank: int, wrapper: Any, hook: Any) -> Result:
 def run_peft(rank: int, size: int) -> None:
     for wrapper in WRAPPERS:
         check(functools.partial(train_lora, rank, wrapper), 1.5e-4)
+    model = run_page(0, net=llama())["model"]
+    model(input_ids=torch.zeros(1, 2, dtype=torch.long)).logits.sum().backward()
 
 
 @needs("peft")
@@ -132,17 +142,23 @@ def make_tokenizer(words: list[str]) -> Any:
     )
 
 
-def fine_tune(folder: Path, peft_config: Any, hook: Any) -> Result:
-    """Run TRL's SFTTrainer with its defaults: checkpointing of activations and clipping too."""
-    from accelerate.state import AcceleratorState
+def texts_and_tokenizer() -> tuple[Any, Any]:
     from datasets import Dataset, disable_progress_bars
-    from trl import SFTConfig, SFTTrainer
-
-    from commhooks.integrations.transformers import CommHookCallback
 
     disable_progress_bars()
     words = [f"word{i}" for i in range(VOCABULARY - 3)]
     texts = [" ".join(words[i * j % len(words)] for j in range(1, 14)) for i in range(4 * STEPS)]
+    return Dataset.from_dict({"text": texts}), make_tokenizer(words)
+
+
+def fine_tune(folder: Path, peft_config: Any, hook: Any) -> Result:
+    """Run TRL's SFTTrainer with its defaults: checkpointing of activations and clipping too."""
+    from accelerate.state import AcceleratorState
+    from trl import SFTConfig, SFTTrainer
+
+    from commhooks.integrations.transformers import CommHookCallback
+
+    data, tokenizer = texts_and_tokenizer()
     args = SFTConfig(
         str(folder),
         use_cpu=True,
@@ -160,8 +176,8 @@ def fine_tune(folder: Path, peft_config: Any, hook: Any) -> Result:
         trainer = SFTTrainer(
             llama(),
             args,
-            train_dataset=Dataset.from_dict({"text": texts}),
-            processing_class=make_tokenizer(words),
+            train_dataset=data,
+            processing_class=tokenizer,
             peft_config=peft_config,
         )
         if hook is not None:
@@ -178,6 +194,10 @@ def run_trl(rank: int, size: int, folder: Path) -> None:
     check(functools.partial(fine_tune, folder, None), 1.5e-3)
     if find_spec("peft") is not None:
         check(functools.partial(fine_tune, folder, lora()), 3e-4)
+    data, tokenizer = texts_and_tokenizer()
+    with contextlib.chdir(folder):
+        trainer = run_page(1, net=llama(), data=data, tokenizer=tokenizer)["trainer"]
+    assert commhooks.handle_of(trainer.model) is not None
 
 
 @needs("trl")
@@ -185,16 +205,10 @@ def test_trl(run_ranks: Any, tmp_path: Path) -> None:
     run_ranks(run_trl, 2, tmp_path, timeout=240)
 
 
-def pretrain(folder: Path, hook: Any, resume: Path | bool = False) -> Result:
-    """Run what the command ``litgpt pretrain`` does, on a Fabric with another strategy."""
-    import lightning
-    from lightning.fabric.strategies import DDPStrategy
+def litgpt_arguments() -> dict[str, Any]:
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.config import Config
     from litgpt.data import DataModule
-    from litgpt.pretrain import main
-
-    from commhooks.integrations.lightning import FabricCommHooksStrategy
 
     class Loader(torch.utils.data.DataLoader[Tensor]):
         """Can be saved, as the loaders that LitGPT's data modules return."""
@@ -216,10 +230,29 @@ def pretrain(folder: Path, hook: Any, resume: Path | bool = False) -> Result:
 
         val_dataloader = train_dataloader
 
-    strategy = DDPStrategy() if hook is None else FabricCommHooksStrategy(hook)
-    fabric = lightning.Fabric(
-        accelerator="cpu", devices=2, strategy=strategy, precision="32-true", loggers=[]
+    train = TrainArgs(
+        save_interval=STEPS // 2,
+        global_batch_size=8,
+        micro_batch_size=2,
+        max_tokens=8 * LENGTH * STEPS,
+        max_norm=10.0,
+        lr_warmup_steps=0,
     )
+    config = Config(block_size=LENGTH, padded_vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=32)
+    evaluation = EvalArgs(max_iters=1, final_validation=False)
+    return {"config": config, "data": Tokens(), "train": train, "eval": evaluation}
+
+
+def pretrain(folder: Path, hook: Any, resume: Path | bool = False) -> Result:
+    """Run what the command ``litgpt pretrain`` does, on a Fabric with another strategy."""
+    import lightning
+    from lightning.fabric.strategies import DDPStrategy
+    from litgpt.pretrain import main
+
+    from commhooks.integrations.lightning import FabricCommHooksStrategy
+
+    strategy = DDPStrategy() if hook is None else FabricCommHooksStrategy(hook)
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     losses: list[float] = []
     fabric.log_dict = lambda metrics, step: losses.append(metrics["loss"])
@@ -229,25 +262,13 @@ def pretrain(folder: Path, hook: Any, resume: Path | bool = False) -> Result:
         seed=0,
         initial_checkpoint_dir=None,
         resume=resume,
-        config=Config(
-            block_size=LENGTH, padded_vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=32
-        ),
-        data=Tokens(),
         out_dir=folder,
         tokenizer_dir=None,
         tokenizer=None,
-        train=TrainArgs(
-            save_interval=STEPS // 2,
-            global_batch_size=8,
-            micro_batch_size=2,
-            max_tokens=8 * LENGTH * STEPS,
-            max_norm=10.0,
-            lr_warmup_steps=0,
-        ),
-        eval=EvalArgs(max_iters=1, final_validation=False),
         optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
+        **litgpt_arguments(),
     )
-    return torch.load(folder / "final/lit_model.pth", weights_only=False)["model"], losses
+    return torch.load(folder / "final/lit_model.pth")["model"], losses
 
 
 def run_litgpt(rank: int, size: int, folder: Path) -> None:
@@ -262,6 +283,11 @@ def run_litgpt(rank: int, size: int, folder: Path) -> None:
         half = folder / f"step-{STEPS // 2:08}" / "lit_model.pth"
         resumed, _ = pretrain(folder, POWERSGD, resume=half)
         assert same_bits(resumed, unbroken)
+
+        arguments = litgpt_arguments()
+        with contextlib.chdir(folder):
+            names = run_page(2, evaluation=arguments.pop("eval"), **arguments)
+        assert names["strategy"].handle.stats().total.wire_bytes > 0
 
 
 @needs("litgpt")
@@ -300,6 +326,7 @@ def train_images(rank: int, wrapper: Any, hook: Any) -> Result:
 def run_timm(rank: int, size: int) -> None:
     for wrapper in WRAPPERS:
         check(functools.partial(train_images, rank, wrapper), 1e-3)
+    run_page(3)["model"](run_page(4)["images"]()).sum().backward()
 
 
 @needs("timm")
