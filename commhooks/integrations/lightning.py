@@ -46,7 +46,8 @@ class FabricCommHooksStrategy(FabricStrategy, FabricDDPStrategy):
     """Fabric's ``DDPStrategy`` on our wrapper, with a hook.
 
     Arguments and attributes are those of the Trainer's strategy. ``fabric.save()`` and
-    ``fabric.load()`` keep the state of all ranks if ``handle`` is in their dict.
+    ``fabric.load()`` keep the state of all ranks if the model and an optimizer are in their dict,
+    or ``handle``.
     """
 
 

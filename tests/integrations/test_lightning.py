@@ -213,6 +213,40 @@ def resumes(rank: int, size: int, folder: str) -> None:
         assert same_bits(found, unbroken), (source, by_callback)
 
 
+def function_keeps_its_state(rank: int, size: int, folder: str) -> None:
+    """A checkpoint that nobody asked to have the state of a hook does not fail without one."""
+    torchrun.set_environment(rank, size)
+    from lightning.fabric import Fabric
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from commhooks.integrations.lightning import (
+        CommHookCallback,
+        CommHooksStrategy,
+        FabricCommHooksStrategy,
+    )
+
+    for by_callback in (False, True):
+        path = None
+        for epochs in (1, 2):
+            strategy = "ddp" if by_callback else CommHooksStrategy(allreduce_hook)
+            callbacks = [CommHookCallback(allreduce_hook, log_stats=False)] * by_callback
+            trainer = make_trainer(strategy, folder, max_epochs=epochs, callbacks=callbacks)
+            trainer.fit(make_module(), loader(rank), ckpt_path=path)
+            path = f"{folder}/function.ckpt"
+            trainer.save_checkpoint(path)
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricCommHooksStrategy(allreduce_hook))
+    fabric.launch()
+    net = Model()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    fabric.load(path, {"model": model, "optimizer": optimizer})
+
+
+def test_function_keeps_its_state(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(function_keeps_its_state, 2, str(tmp_path))
+
+
 def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
     """Replicas of a model that `configure_model` shards, with a callback."""
     torchrun.set_environment(rank, size)
@@ -276,7 +310,7 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
     from commhooks.integrations.checkpoint import GatheredState
     from commhooks.integrations.lightning import FabricCommHooksStrategy
 
-    def run(epochs: int, *, is_ours: bool, path: str | None = None) -> Any:
+    def run(epochs: int, *, is_ours: bool, names_it: bool = True, path: str | None = None) -> Any:
         strategy = FabricCommHooksStrategy("int4") if is_ours else DDPStrategy(**KEEPS_BUCKETS)
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
@@ -284,9 +318,11 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
         model, optimizer = fabric.setup(net, sgd(net.parameters()))
         handle = fabric.strategy.handle if is_ours else commhooks.register(model, "int4")
         saved = handle if is_ours else GatheredState(handle)
-        state = {"model": model, "optimizer": optimizer, "hook": saved, "epoch": 0}
+        state = {"model": model, "optimizer": optimizer, "epoch": 0}
+        if names_it:
+            state["hook"] = saved
         if path is not None:
-            fabric.load(path, state)
+            assert fabric.load(path, state) == {}
         while state["epoch"] < epochs:
             for step, batch in enumerate(loader(rank, 2 * STEPS)):
                 with fabric.no_backward_sync(model, enabled=step % 2 == 0):
@@ -296,13 +332,18 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
                     optimizer.zero_grad()
             state["epoch"] += 1
         fabric.save(f"{folder}/{epochs}", state)
-        assert state["hook"] is saved
+        assert state.get("hook", saved) is saved
         return dict(net.state_dict()), handle.state_dict()["state"]
 
     wrap = functools.partial(TorchDistributedDataParallel, **KEEPS_BUCKETS)
-    for is_ours, wrapper in ((True, None), (False, wrap)):
-        run(1, is_ours=is_ours)
-        resumed = run(2, is_ours=is_ours, path=f"{folder}/1")
+    for is_ours, names_it, wrapper in (
+        (True, True, None),
+        (True, False, None),
+        (False, True, wrap),
+    ):
+        options = {"is_ours": is_ours, "names_it": names_it}
+        run(1, **options)
+        resumed = run(2, **options, path=f"{folder}/1")
         expected = bare_loop(rank, "int4", epochs=2, accumulate=2, wrapper=wrapper)
         assert same_bits(resumed, expected)
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from commhooks.adapters.handle import AnyHook, HookHandle
+from commhooks.adapters.handle import AnyHook, HookHandle, handle_of
+from commhooks.hook.base import CommHook
 from commhooks.integrations.gathered_state import GatheredState
+from commhooks.integrations.lightning_parts.states import KEY, load_state
 from commhooks.integrations.lightning_parts.strategy import WrapperStrategy
 from reducer import DistributedDataParallel
 
@@ -40,18 +42,25 @@ class FabricStrategy(WrapperStrategy):
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        super().save_checkpoint(path, _gathered(state), *args, **kwargs)  # type: ignore[misc]
+        state = state | _gathered(_handles(state))
+        super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        handles = {}
-        if isinstance(state, MutableMapping):
-            handles = {key: it for key, it in state.items() if isinstance(it, HookHandle)}
-            state.update(_gathered(handles))
+        handles = _handles(state) if isinstance(state, MutableMapping) else {}
+        named = {key: it for key, it in handles.items() if key in state}
+        if named:
+            state.update(_gathered(named))
         try:
-            return super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+            rest = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
         finally:
-            if handles:
-                state.update(handles)
+            if named:
+                state.update(named)
+        for key, handle in handles.items():
+            if key in named:
+                continue
+            load_state(handle, rest, key)
+            rest.pop(key, None)
+        return rest
 
 
 class _BackwardSyncControl:
@@ -64,10 +73,26 @@ class _BackwardSyncControl:
         return module.no_sync()
 
 
-def _gathered(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: GatheredState(it) if isinstance(it, HookHandle) else it for key, it in state.items()
-    }
+def _handles(state: Mapping[str, Any]) -> dict[str, HookHandle]:
+    """Return the handles in ``state``, and those of its models if training can resume from it.
+
+    Most programs list models and optimizers, and know nothing of hooks.
+    """
+    handles = {key: it for key, it in state.items() if isinstance(it, HookHandle)}
+    if any(isinstance(it, torch.optim.Optimizer) for it in state.values()):
+        for key, it in state.items():
+            handle = handle_of(it) if isinstance(it, DistributedDataParallel) else None
+            if (
+                handle is not None
+                and isinstance(handle.hook, CommHook)  # torch-style functions keep their own state
+                and handle not in handles.values()
+            ):
+                handles[f"{KEY}.{key}"] = handle
+    return handles
+
+
+def _gathered(handles: Mapping[str, HookHandle]) -> dict[str, Any]:
+    return {key: GatheredState(it) for key, it in handles.items()}
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
