@@ -229,7 +229,7 @@ def leave(rank: int, _: int) -> None:
 
 
 def test_a_rank_that_leaves_does_not_end_this_process(run_ranks: Any) -> None:
-    with pytest.raises(RankError, match="^SystemExit: enough\n"):
+    with pytest.raises(RankError, match=r"^SystemExit: enough\n"):
         run_ranks(leave)
 
 
