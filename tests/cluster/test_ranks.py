@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support.forking import can_fork, fork_worker, start_worker
 
+import commhooks
 import commhooks.cluster.process
 from commhooks import CommHookError
 from commhooks.cluster import Ranks
@@ -209,6 +210,27 @@ def test_error_keeps_its_type_and_names_the_rank(run_ranks: Any) -> None:
     assert "rank 1 of 2" in note
     assert "raise_on_one_rank" in note
     run_ranks(add_ranks, 2, 0)
+
+
+def raise_after_the_peer(rank: int, _: int) -> None:
+    if rank == 0:
+        raise commhooks.CommHookPeerError("another rank failed")
+    time.sleep(0.5)
+    raise ValueError("the reason")
+
+
+def test_the_error_of_a_rank_comes_before_that_of_its_peer(run_ranks: Any) -> None:
+    with pytest.raises(ValueError, match="the reason"):
+        run_ranks(raise_after_the_peer)
+
+
+def leave(rank: int, _: int) -> None:
+    raise SystemExit("enough")
+
+
+def test_a_rank_that_leaves_does_not_end_this_process(run_ranks: Any) -> None:
+    with pytest.raises(RankError, match=r"^SystemExit: enough\n"):
+        run_ranks(leave)
 
 
 def test_error_that_cannot_be_pickled(run_ranks: Any) -> None:
