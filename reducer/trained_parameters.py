@@ -40,7 +40,7 @@ class WrappedModel(Protocol):
 
     module: nn.Module
     options: WrapperOptions
-    parameter_names: Mapping[nn.Parameter, str]
+    parameter_names: dict[nn.Parameter, str]
     parameters_to_ignore: set[str]
     process_group: dist.ProcessGroup
     reducer: Reducer
@@ -60,6 +60,11 @@ def _named(model: WrappedModel) -> dict[str, nn.Parameter]:
 
 class TrainedParameters:
     """What the module of a wrapper contained when it was last compared."""
+
+    _dicts: list[dict[str, Any]]  # of modules and parameters
+    _values: list[Any]
+    _last_change: int
+    _frozen: list[Tensor]
 
     def __init__(self, model: WrappedModel) -> None:
         self._kinds = {it: (it.dtype, it.device) for it in model.parameter_names}
@@ -109,10 +114,10 @@ class TrainedParameters:
         modules = list(model.modules())
         contents = chain((it._modules for it in modules), (it._parameters for it in modules))  # noqa: SLF001
         # Those of a ScriptModule are not dictionaries.
-        self._dicts: list[dict[str, Any]] = [it for it in contents if isinstance(it, dict)]
+        self._dicts = [it for it in contents if isinstance(it, dict)]
         self._last_change = last_change(self._dicts)
-        self._values: list[Any] = [value for it in self._dicts for value in it.values()]
-        self._frozen: list[Tensor] = [
+        self._values = [value for it in self._dicts for value in it.values()]
+        self._frozen = [
             it for it in named.values() if not it.requires_grad and it not in self._kinds
         ]
 
