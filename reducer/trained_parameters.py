@@ -61,10 +61,10 @@ def _named(model: WrappedModel) -> dict[str, nn.Parameter]:
 class TrainedParameters:
     """What the module of a wrapper contained when it was last compared."""
 
-    _dicts: list[dict[str, Any]]
+    _dicts: list[dict[str, Any]]  # of modules and parameters
     _values: list[Any]
-    _frozen: list[Tensor]
     _last_change: int
+    _frozen: list[Tensor]
 
     def __init__(self, model: WrappedModel) -> None:
         self._kinds = {it: (it.dtype, it.device) for it in model.parameter_names}
