@@ -371,18 +371,39 @@ def connecting_in_a_second(act: Callable[[], None]) -> Iterator[None]:
         StageGroups._make_group = make_group  # type: ignore[method-assign]
 
 
-def connect(die: Die) -> None:
+@dataclass
+class TwoRounds(commhooks.CommHook):
+    """Tells of one collective, so the second one connects in backward."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
+        await comm.all_reduce(torch.ones(1))
+        return (await comm.all_reduce(bucket.buffer())).div_(comm.size)
+
+
+def connect_in_registration(die: Die) -> None:
     model = quiet()
-    commhooks.register(model, "int8")
+    with connecting_in_a_second(die):
+        commhooks.register(model, "int8")
+
+
+def connect_in_backward(die: Die) -> None:
+    model = quiet()
+    commhooks.register(model, TwoRounds())
     with connecting_in_a_second(die):
         step(model)
 
 
-def test_a_rank_that_dies_while_a_hook_connects(ranks: DyingRanks) -> None:
+@pytest.mark.parametrize(
+    ("connect", "stage"), [(connect_in_registration, 0), (connect_in_backward, 1)]
+)
+def test_a_rank_that_dies_while_a_hook_connects(
+    ranks: DyingRanks, connect: Callable[[Die], None], stage: int
+) -> None:
     found = ranks.run(connect)
     for raised in found:
         assert raised.kind == "CommHookPeerError", raised
-    assert any("the ranks of collective 0 of a hook cannot meet" in raised.text for raised in found)
+    text = f"the ranks of collective {stage} of a hook cannot meet"
+    assert any(text in raised.text for raised in found)
 
 
 MUCH = 48 << 20
@@ -459,11 +480,10 @@ class NeverConnects:
 
 def connect_without_end(die: Die) -> None:
     model = quiet()
-    commhooks.register(model, "int8")
     stage_groups.ProcessGroupGloo = NeverConnects  # type: ignore[assignment, misc]
     try:
         with connecting_in_a_second(lambda: None):
-            step(model)
+            commhooks.register(model, "int8")
     finally:
         stage_groups.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
 
