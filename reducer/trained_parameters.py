@@ -15,6 +15,9 @@ error. So the module is compared before each forward that synchronizes:
 Some changes are legitimate: of ``.data`` within dtype and device; of parameters that require no
 gradient; tensors that replace parameters for one forward (``torch.func.functional_call``); and with
 ``find_unused_parameters``, a parameter that is removed.
+
+A second call of a module's ``__init__`` is not seen, because it replaces the dictionaries that are
+compared: the next step raises the error about parameters without gradients.
 """
 
 from __future__ import annotations
