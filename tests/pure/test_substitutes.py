@@ -23,7 +23,7 @@ from reducer.extension import REMEDY
 
 SUBSTITUTES = {KERNELS: commhooks.pure, ENGINE: reducer.pure}
 THROUGH_TORCH = {"project_left", "project_right", "apply_factors"}
-ONLY_OF_THE_REDUCER = {"pack", "unpack"}
+ONLY_OF_THE_REDUCER = {"any_requires_grad", "last_change", "pack", "unpack"}
 
 
 def stub_of(extension: Any) -> list[ast.stmt]:
