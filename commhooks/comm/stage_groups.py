@@ -111,7 +111,8 @@ class StageGroups:
                 for stage in range(count):
                     self.open(stage, ranks)
         except BaseException as error:
-            self.publish(str(error))  # or peers would wait for the whole timeout
+            if self._own_store is not None:  # otherwise the store cannot be reached
+                self.publish(str(error))  # or peers would wait for the whole timeout
             raise
 
     def open(self, stage: int, ranks: tuple[int, ...] = ()) -> dist.ProcessGroup:
