@@ -204,36 +204,41 @@ class FSDPAdapter(Adapter):
         """Average or sum ``flat`` over the column. Complex numbers come as pairs of real ones."""
         flat = flat.view(-1)
         unit.ensure_end(self._end_backward)
-        own = unit.take_gradients()
+        own, shards = unit.take_gradients(), unit.parameters()
         if self._runner is None:
-            names = set(unit.parameters()) if unit.is_filled else own
+            names = set(shards) if unit.is_filled else own
             self._follow_step(unit, names)
-            self._average(self._part(unit, flat, names), operation)
+            self._average(self._part(unit, flat, shards, names), operation)
             return
         try:
-            self._exchange_by_hook(self._runner, unit, own, flat, operation)
+            self._exchange_by_hook(self._runner, unit, own, flat, shards, operation)
         except BaseException as error:  # see Note [Rows and columns]
             self._launched += 1
             self._error = self._error or error.with_traceback(None)  # which has this frame
 
     def _exchange_by_hook(
-        self, runner: Runner, unit: Unit, own: set[str], flat: Tensor, operation: Any
+        self,
+        runner: Runner,
+        unit: Unit,
+        own: set[str],
+        flat: Tensor,
+        shards: dict[str, Tensor],
+        operation: Any,
     ) -> None:
         """See Note [Several reductions in a step]. ``own`` have a gradient on this rank."""
-        names = self._with_gradient(unit, own)
+        names = self._with_gradient(unit, list(shards), own)
         if not names:
             return  # zeros on all ranks
         again = self._follow_step(unit, names)
         if again and self._strict is not None:
             raise _refusal(self.rank, again, self._strict)
         if new := names - again:
-            self._run(runner, self._part(unit, flat, new), operation)
+            self._run(runner, self._part(unit, flat, shards, new), operation)
         if again:
-            self._average(self._part(unit, flat, again), operation)
+            self._average(self._part(unit, flat, shards, again), operation)
 
-    def _with_gradient(self, unit: Unit, own: set[str]) -> set[str]:
+    def _with_gradient(self, unit: Unit, names: list[str], own: set[str]) -> set[str]:
         """Return which parameters have a gradient on some rank."""
-        names = list(unit.parameters())
         found = [name in own for name in names]
         for group in (unit.shards, self.group):
             if group is None or group.size() == 1:
@@ -264,14 +269,15 @@ class FSDPAdapter(Adapter):
         unit.is_exchanged = True
         return again
 
-    def _part(self, unit: Unit, flat: Tensor, names: set[str]) -> BucketPart:
+    def _part(
+        self, unit: Unit, flat: Tensor, shards: dict[str, Tensor], names: set[str]
+    ) -> BucketPart:
         """Return the part of ``flat`` that holds the gradients of ``names``."""
-        shards = {name: real_view(shard) for name, shard in unit.parameters().items()}
         if not unit.is_filled:
             shards = {name: shard for name, shard in shards.items() if name in names}
         whole = GradBucket(
             flat,
-            list(shards.values()),
+            list(map(real_view, shards.values())),
             list(shards),
             index=self._buckets,
             count=self._buckets + 2,  # none is the last
@@ -280,7 +286,7 @@ class FSDPAdapter(Adapter):
         return BucketPart(whole, [i for i, name in enumerate(shards) if name in names])
 
     def _next_bucket(self, part: BucketPart) -> GradBucket:
-        bucket = part.bucket(self._buckets, is_last=False)
+        bucket = part.whole if part.is_whole else part.bucket(self._buckets, is_last=False)
         self._buckets += 1
         self._launched += 1
         return bucket

@@ -67,7 +67,7 @@ class BucketPart:
         parameters = self.whole.parameters()
         flat = self.whole.buffer()
         return GradBucket(
-            flat if self._is_whole else torch.cat(self._views(flat)),
+            flat if self.is_whole else torch.cat(self._views(flat)),
             [parameters[member] for member in self.members],
             self.names,
             index=index,
@@ -81,7 +81,7 @@ class BucketPart:
         if values is flat:
             return
         values = values.view(-1)
-        if self._is_whole:
+        if self.is_whole:
             flat.copy_(values)
             return
         start = 0
@@ -90,7 +90,8 @@ class BucketPart:
             start += view.numel()
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
+        """Whether these are all parameters of the bucket."""
         return len(self.members) == len(self.whole.names)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
