@@ -1,5 +1,7 @@
 """Several models with hooks under one backward: no order between them may be needed."""
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -268,3 +270,22 @@ def register_alone(rank: int, size: int) -> None:
 
 def test_a_registration_that_cannot_connect_changes_nothing(run_ranks: Any) -> None:
     run_ranks(register_alone, 2, timeout=10)
+
+
+def watching() -> int:
+    return sum(thread.name == "commhooks-watch" for thread in threading.enumerate())
+
+
+def remove_before_the_first_step(rank: int, size: int) -> tuple[int, int]:
+    model = commhooks.DistributedDataParallel(nn.Linear(6, 6))
+    handle = commhooks.register(model, "int8")
+    before = watching()
+    handle.remove()
+    deadline = time.monotonic() + 5
+    while watching() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return before, watching()
+
+
+def test_a_hook_that_never_ran_closes_its_connections(run_ranks: Any) -> None:
+    assert run_ranks(remove_before_the_first_step, 2) == [(1, 0)] * 2
