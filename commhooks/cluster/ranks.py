@@ -11,6 +11,7 @@ from commhooks.cluster.pool import RankPool
 __all__ = ["Ranks"]
 
 _PORT = 29500  # in the namespace of host 0, where no other process listens
+_REPORTING = 10.0  # seconds for ranks to report a collective that timed out: they know more
 
 
 class Ranks:
@@ -23,7 +24,7 @@ class Ranks:
         world_size: number of ranks.
         link: hosts to start the ranks on; None for loopback.
         threads: number of threads of each rank.
-        timeout: of a call, and of each collective in it, in seconds.
+        timeout: of each collective, in seconds. A call ends 10 seconds after that, at the latest.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Ranks:
 
         After an error the group cannot be used until :meth:`restart`.
         """
-        return self._pool.run(fn, self.world_size, args, kwargs, timeout=self._timeout)
+        timeout = self._timeout + _REPORTING
+        return self._pool.run(fn, self.world_size, args, kwargs, timeout=timeout)
 
     def close(self) -> None:
         """End the processes."""

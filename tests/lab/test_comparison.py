@@ -443,7 +443,7 @@ def test_files_contain_the_reasons(failed: Comparison) -> None:
 def test_a_hook_that_does_not_finish() -> None:
     found = compare("support.failing:net", ["failing:how=hang", "bf16"], steps=2, timeout=60)
     [failure] = found.failures
-    assert "did not finish within 60" in failure.reason
+    assert "time-out of the process group: 60 s" in failure.reason
     assert found.hooks == ["bare", "torch", "bf16"]
 
 
