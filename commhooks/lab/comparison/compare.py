@@ -24,7 +24,7 @@ from commhooks.lab.comparison.training import load_training_function
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 
-__all__ = ["compare"]
+__all__ = ["check_model", "compare"]
 
 
 def compare(
@@ -91,7 +91,7 @@ def compare(
     if train is not None:
         load_training_function(train)
     workload = Workload(model, input)
-    gradient_bytes, precision = _check_model(
+    gradient_bytes, precision = check_model(
         workload, world_size if ranks is None else ranks.local_world_size
     )
     specs, reasons = parse_hook_specs(hooks)  # the module of the model may register hooks
@@ -162,7 +162,7 @@ def _check_names(specs: Sequence[HookSpec]) -> None:
             raise ComparisonError(f"hook {spec.text!r} has the name of a baseline; rename it")
 
 
-def _check_model(workload: Workload, world_size: int) -> tuple[int, float]:
+def check_model(workload: Workload, world_size: int) -> tuple[int, float]:
     """Check that the model fits; return the bytes of its gradients and their relative precision."""
     module = workload.make_module()
     workload.make_input(module, 0)

@@ -89,13 +89,23 @@ class Experiment:
     def measure(
         self, setting: Setting, ranks: RankCaller, tasks: list[Task], progress: Progress
     ) -> None:
-        """Do the tasks of a setting. If a hook fails, the other entries go on without it.
+        """Begin a setting and do its tasks, see :meth:`do`."""
+        progress.tell(setting.name, "preparing")
+        self.begin(setting, ranks)
+        self.do(setting, ranks, tasks, progress)
+
+    def begin(self, setting: Setting, ranks: RankCaller) -> None:
+        """Prepare ranks for the tasks of a setting."""
+        ranks(remote.prepare, self.workload)
+        self.settings.append(setting)
+
+    def do(
+        self, setting: Setting, ranks: RankCaller, tasks: list[Task], progress: Progress
+    ) -> None:
+        """Do tasks of a setting. If a hook fails, the other entries go on without it.
 
         Raises ComparisonError if the bare model or torch DDP fails.
         """
-        progress.tell(setting.name, "preparing")
-        ranks(remote.prepare, self.workload)
-        self.settings.append(setting)
         for task in tasks:
             name = task.entry.name
             if any(failure.hook == name for failure in self.failures):

@@ -48,12 +48,16 @@ class Setting:
     training: dict[str, list[TrainingPoint]] = field(default_factory=dict)
     _blocks: dict[str, list[Block]] = field(default_factory=dict)
 
+    def step_seconds(self, name: str) -> list[float]:
+        """Return the seconds of all timed steps of an entry, on the slowest rank of each."""
+        return [step for block in self._blocks.get(name, ()) for step in block.seconds]
+
     def figures(self, name: str) -> Figures | None:
         """Return the figures of an entry; None if it or the bare model has not been measured."""
         blocks, bare = self._blocks.get(name), self._blocks.get(BARE.name)
         if not blocks or not bare:
             return None
-        seconds = [step for block in blocks for step in block.seconds]
+        seconds = self.step_seconds(name)
         return Figures(
             step_seconds=statistics.median(seconds),
             step_spread_seconds=_spread(seconds),

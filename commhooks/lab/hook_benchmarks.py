@@ -1,0 +1,286 @@
+"""Hooks in pytest-benchmark: what the fixture ``hook_benchmark`` does.
+
+Note [Benchmarks in turn]
+~~~~~~~~~~~~~~~~~~~~~~~~~
+Times of hooks can be compared only if the hooks take turns: a machine that becomes slower would
+otherwise favor the first ones. But pytest runs one test after the other. So a test only verifies
+its hook, and leaves an empty entry in pytest-benchmark's table. After the last test of a module, all
+its hooks are timed in turn as in ``commhooks compare``, and the entries are filled. Nothing is timed
+in this process: the times of an entry are those of the slowest rank in each step.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import LinkError, ShapedLink, shaped_link
+from commhooks.errors import CommHookError
+from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.registry import create
+from commhooks.lab.comparison.compare import check_model
+from commhooks.lab.comparison.entry import BARE, TORCH, Entry
+from commhooks.lab.comparison.experiment import Experiment
+from commhooks.lab.comparison.plan import timing_tasks, verifying_tasks
+from commhooks.lab.comparison.progress import Progress
+from commhooks.lab.comparison.remote import FirstSteps
+from commhooks.lab.comparison.report import Report
+from commhooks.lab.comparison.result import LOOPBACK
+from commhooks.lab.comparison.setting import Setting
+from commhooks.lab.machine import cores
+from commhooks.lab.models import Workload
+from commhooks.lab.units import format_rate, parse_rate
+
+__all__ = ["HookBenchmarks", "ModuleBenchmarks"]
+
+_NOOP = Entry("noop", {"name": "noop"})
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Hooks are comparable if these are equal."""
+
+    workload: Workload
+    world_size: int
+    link: str
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.workload.model}, {self.world_size} ranks, {self.link}, {self.steps} steps"
+
+
+class _RanksOfModule(Ranks):
+    """Ranks that have loaded the test module, with its models, hooks and functions."""
+
+    def __init__(self, name: str, path: Path, place: _Place, link: ShapedLink | None) -> None:
+        self._module = name, str(path)
+        super().__init__(place.world_size, link, threads=max(1, cores() // place.world_size))
+
+    def restart(self) -> None:
+        super().restart()
+        self(_load, *self._module)
+
+
+def _load(rank: int, name: str, path: str) -> None:  # noqa: ARG001
+    # By its path: with --import-mode=importlib a test module cannot be imported by its name.
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+class _Group:
+    """The hooks of a module in one place."""
+
+    def __init__(self, place: _Place, ranks: Ranks, rate: float | None) -> None:
+        self._ranks = ranks
+        self._setting = Setting(place.link, rate)
+        self._gradient_bytes, precision = check_model(place.workload, place.world_size)
+        self._experiment = Experiment(
+            place.workload,
+            [],
+            place.world_size,
+            place.steps,
+            train=None,
+            train_steps=0,
+            exact={TORCH.name},
+            precision=precision,
+            timeout=600,
+        )
+        self._experiment.begin(self._setting, ranks)
+        self._benchmarks: list[tuple[str, Any]] = []
+        for entry in (BARE, TORCH, _NOOP):
+            self.verify(entry)
+
+    def verify(self, entry: Entry) -> FirstSteps:
+        """Return what the first steps of an entry show. Raises CommHookError if it fails."""
+        known = self._setting.first_steps.get(entry.name)
+        if known is None:
+            self._experiment.entries.append(entry)
+            if entry.config is not None and is_lossless(create(entry.config)):
+                self._experiment.exact.add(entry.name)
+            self._do(verifying_tasks([entry]))
+            self.raise_failure()
+            known = self._setting.first_steps[entry.name]
+        return known
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a benchmark waits for the steps of a hook."""
+        return bool(self._benchmarks)
+
+    def add(self, entry: Entry, benchmark: Any) -> None:
+        """Let the steps of an entry be those of a benchmark."""
+        self._benchmarks.append((entry.name, benchmark))
+
+    def time_in_turn(self) -> str:
+        """Time all entries, fill the benchmarks, and return a table.
+
+        A hook that fails now has no times, but a line in the table.
+        """
+        self._do(timing_tasks(self._experiment.entries, self._experiment.steps))
+        found = Report(self._experiment, self._gradient_bytes).comparison((), complete=False)
+        rows = {row.hook: row for row in found.rows}
+        for name, benchmark in self._benchmarks:
+            row = rows.get(name)
+            if row is None:
+                continue
+            for seconds in self._setting.step_seconds(name):
+                benchmark.stats.update(seconds)
+            benchmark.extra_info.update(
+                hook=name,
+                bare_seconds=rows[BARE.name].step_seconds,
+                torch_seconds=rows[TORCH.name].step_seconds,
+                noop_seconds=rows[_NOOP.name].step_seconds,
+                ratio_to_torch=row.to_torch,
+                exposed_seconds=row.exposed_seconds,
+                waited_seconds=row.waited_seconds,
+                floor_seconds=row.floor_seconds,
+                gradient_bytes=row.gradient_bytes,
+                wire_bytes=row.wire_bytes,
+                ratio=row.ratio,
+                error=row.error,
+                peak_bytes=row.peak_bytes,
+            )
+        return str(found)
+
+    def _do(self, tasks: Sequence[Any]) -> None:
+        progress = Progress(lambda *_: None, {self._setting.name: tasks}, {})
+        self._experiment.do(self._setting, self._ranks, list(tasks), progress)
+
+    def raise_failure(self) -> None:
+        """Raise the last failure once; the hook is left out from then on."""
+        while self._experiment.failures:
+            failure = self._experiment.failures.pop()
+            self._experiment.entries = [
+                entry for entry in self._experiment.entries if entry.name != failure.hook
+            ]
+            error = CommHookError(str(failure))
+            error.add_note(failure.details)
+            raise error
+
+
+@dataclass
+class ModuleBenchmarks:
+    """What the tests of one module benchmark. ``tables`` are filled by :meth:`time_in_turn`."""
+
+    name: str
+    path: Path
+    tables: list[str] = field(default_factory=list)
+    _groups: dict[_Place, _Group] = field(default_factory=dict)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def group(self, place: _Place) -> _Group:
+        """Return the hooks in a place; skip the test if this machine cannot make the link."""
+        if place not in self._groups:
+            with ExitStack() as stack:
+                rate = link = None
+                if place.link != LOOPBACK:
+                    rate = parse_rate(place.link)
+                    try:
+                        link = stack.enter_context(shaped_link(place.world_size, rate))
+                    except LinkError as error:
+                        pytest.skip(str(error))
+                ranks = _RanksOfModule(self.name, self.path, place, link)
+                group = _Group(place, stack.enter_context(ranks), rate)
+                self._groups[place] = group
+                self._open.push(stack.pop_all())
+        return self._groups[place]
+
+    def time_in_turn(self) -> None:
+        """Time the hooks of each place in turn. Raises CommHookError if one fails."""
+        for place, group in self._groups.items():
+            if group.is_timed:
+                self.tables.append(f"{place}\n{group.time_in_turn()}")
+        for group in self._groups.values():
+            group.raise_failure()
+
+    def close(self) -> None:
+        """End the processes and remove the links."""
+        self._open.close()
+
+
+@dataclass(frozen=True)
+class HookBenchmarks:
+    """The fixture ``hook_benchmark``. ``options`` are those of the command line."""
+
+    module: ModuleBenchmarks
+    benchmark: Any
+    options: dict[str, Any]
+
+    def __call__(
+        self,
+        hook: str | CommHook | dict[str, Any],
+        /,
+        *,
+        model: str | Callable[[], nn.Module],
+        batch: str | Callable[[], Any] | None = None,
+        world_size: int = 2,
+        link: str = LOOPBACK,
+        steps: int = 50,
+        **hook_options: Any,
+    ) -> FirstSteps:
+        """Verify a hook now, and time its steps after the last test of the module.
+
+        Hooks with the same model, batch, ranks, link and steps take turns, beside the bare model,
+        torch DDP and ``noop``: Note [Benchmarks in turn]. A step is a forward and a backward; ranks
+        are processes on CPU with the Gloo backend.
+
+        Args:
+            hook: as for :func:`commhooks.register`.
+            model: a function without arguments that returns the model; or a name, see
+                :class:`commhooks.lab.models.Workload`. The output is the loss or contains it, else
+                the loss is the mean square of the output.
+            batch: a function without arguments that returns a batch: a tensor, a tuple of
+                arguments or a dict of them. None: the ``example_input()`` of the model.
+            world_size: number of ranks.
+            link: "loopback", or the rate of each rank's link, as in "1gbit", which needs root; the
+                test is skipped without it.
+            steps: number of timed steps.
+            hook_options: options of the hook. If one has the name of an argument above, pass a
+                config or a hook.
+
+        Returns:
+            FirstSteps: the error of the first step's gradients against the exact mean, the peak of
+            memory, and the bytes on the wire. With ``--benchmark-disable`` this is all.
+
+        Raises:
+            CommHookError: the hook fails; its gradients are not finite; or it is lossless, and they
+                are not the exact mean.
+        """
+        chosen = {"world_size": world_size, "link": link, "steps": steps, **self.options}
+        if chosen["link"] != LOOPBACK:
+            chosen["link"] = format_rate(parse_rate(chosen["link"]))
+        place = _Place(Workload(_name(model), batch and _name(batch)), **chosen)
+        entry = _entry(hook, hook_options)
+        group = self.module.group(place)
+        self.benchmark.group = str(place)
+        first: FirstSteps = self.benchmark.pedantic(group.verify, (entry,))
+        if self.benchmark.stats is not None:  # it is None with --benchmark-disable
+            self.benchmark.stats.stats.data.clear()  # the time of the verification
+            group.add(entry, self.benchmark)
+        return first
+
+
+def _entry(hook: str | CommHook | dict[str, Any], options: dict[str, Any]) -> Entry:
+    for baseline in (BARE, TORCH):
+        if hook == baseline.name:
+            return baseline
+    made = hook if isinstance(hook, CommHook) else create(hook, **options)
+    if not isinstance(hook, str):
+        return Entry(repr(made), made.to_config())
+    given = ",".join(f"{name}={value}" for name, value in options.items())
+    return Entry(f"{hook}:{given}" if given else hook, made.to_config())
+
+
+def _name(found: str | Callable[..., Any]) -> str:
+    return found if isinstance(found, str) else f"{found.__module__}:{found.__qualname__}"

@@ -1,0 +1,72 @@
+"""The pytest plugin of commhooks: the fixture ``hook_benchmark``, see docs/benchmarking.md.
+
+pytest imports it in every suite, so torch and commhooks are imported only by the fixture. That is
+why it is not in the package, whose import imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from commhooks.lab.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
+
+_module: pytest.StashKey[ModuleBenchmarks] = pytest.StashKey()
+"""What the tests of the current module benchmark."""
+_tables = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options, which replace what tests say."""
+    group = parser.getgroup("commhooks")
+    for name, kind, text in [
+        ("world-size", int, "number of ranks"),
+        ("link", str, "rate of a link between the ranks, as in 1gbit; 'loopback' for none"),
+        ("steps", int, "timed steps of each hook"),
+    ]:
+        group.addoption(f"--hook-{name}", type=kind, help=f"hook_benchmark: {text}")
+
+
+@pytest.fixture
+def hook_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> HookBenchmarks:
+    """Benchmark a communication hook. Needs pytest-benchmark: pip install 'commhooks[bench]'.
+
+    ``hook_benchmark("powersgd", rank=4, model=Net, batch=make_batch, world_size=2, link="1gbit")``
+    verifies the hook. All hooks of a module are timed at its end, in turn. See
+    :class:`commhooks.lab.hook_benchmarks.HookBenchmarks`.
+    """
+    from commhooks.lab.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
+
+    stash = request.config.stash
+    if _module not in stash:
+        stash[_module] = ModuleBenchmarks(request.module.__name__, request.path)
+        request.config.add_cleanup(stash[_module].close)
+    options = {
+        name: value
+        for name in ("world_size", "link", "steps")
+        if (value := request.config.getoption(f"hook_{name}")) is not None
+    }
+    return HookBenchmarks(stash[_module], benchmark, options)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Time the hooks of a module after its last test: not if pytest stops before."""
+    stash = item.config.stash
+    if _module in stash and (nextitem is None or nextitem.path != item.path):
+        module = stash[_module]
+        del stash[_module]
+        try:
+            module.time_in_turn()
+        finally:
+            module.close()
+            stash.setdefault(_tables, []).extend(module.tables)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what pytest-benchmark has no columns for."""
+    for table in terminalreporter.config.stash.get(_tables, []):
+        terminalreporter.section("communication hooks")
+        terminalreporter.write_line(table)

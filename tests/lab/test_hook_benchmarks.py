@@ -1,0 +1,199 @@
+"""The fixture ``hook_benchmark``, in runs of pytest of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commhooks.cluster.links import unavailable
+
+HOOKS = '''
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import commhooks
+
+
+def net():
+    return nn.Linear(64, 64)
+
+
+def batch():
+    return torch.randn(4, 64)
+
+
+@commhooks.register_hook("sleeping")
+@dataclass
+class Sleeping(commhooks.CommHook):
+    """Sleep on the last rank, then average."""
+
+    lossless = True
+    seconds: float = 0.3
+    factor: float = 1.0
+
+    async def reduce(self, bucket, comm):
+        if comm.rank == comm.size - 1:
+            time.sleep(self.seconds * float(os.environ.get("SLOWER", 1)))
+        return await comm.all_reduce(bucket.buffer().mul_(self.factor / comm.size))
+
+
+PLACE = {"model": net, "batch": batch, "steps": 3}
+'''
+SLEEPING = """
+def test_sleeping(hook_benchmark):
+    hook_benchmark("sleeping", **PLACE)
+"""
+OTHERS = """
+def test_averaging(hook_benchmark):
+    assert hook_benchmark("allreduce", **PLACE).error < 1e-6
+
+
+def test_wrong(hook_benchmark):
+    hook_benchmark("sleeping", seconds=0.0, factor=2.0, **PLACE)
+
+
+def test_torch(hook_benchmark):
+    hook_benchmark("torch", **PLACE)
+
+
+def test_quantized(hook_benchmark):
+    hook_benchmark({"name": "int8"}, **PLACE)
+"""
+LINK = """
+def test_over_a_link(hook_benchmark):
+    hook_benchmark("bf16", link="100mbit", **PLACE)
+"""
+
+
+def run(folder: Path, text: str, *arguments: str, **environment: str) -> tuple[int, str]:
+    (folder / "test_hooks.py").write_text(text)
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_hooks.py", *arguments],
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    return result.returncode, result.stdout
+
+
+def results(folder: Path) -> dict[str, Any]:
+    found = json.loads((folder / "found.json").read_text())["benchmarks"]
+    return {each["name"]: each for each in found}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    """Run hooks of all kinds; return the output and the results."""
+    folder = tmp_path_factory.mktemp("session")
+    text = HOOKS + SLEEPING + OTHERS + (LINK if unavailable() is None else "")
+    code, output = run(folder, text, "--benchmark-json=found.json")
+    assert code == pytest.ExitCode.TESTS_FAILED, output
+    return output, results(folder)
+
+
+def test_times_are_those_of_the_slowest_rank(session: tuple[str, dict[str, Any]]) -> None:
+    """The dispatch of a step to processes is not timed, so that it cannot change the order."""
+    _, found = session
+    sleeping = found["test_sleeping"]
+    assert sleeping["stats"]["rounds"] == len(sleeping["stats"]["data"]) == 3
+    assert 0.3 <= sleeping["stats"]["min"] < 3
+    for other in ("test_averaging", "test_torch", "test_quantized"):
+        assert found[other]["group"] == sleeping["group"]
+        assert found[other]["stats"]["median"] < sleeping["stats"]["min"]
+
+
+def test_other_figures_are_in_extra_info(session: tuple[str, dict[str, Any]]) -> None:
+    _, found = session
+    info = found["test_quantized"]["extra_info"]
+    assert info["hook"] == "int8"
+    assert info["ratio"] > 2
+    assert 0 < info["error"] < 0.1
+    assert info["gradient_bytes"] == 4 * (64 * 64 + 64)
+    assert info["peak_bytes"] > 0
+    assert info["torch_seconds"] == found["test_torch"]["stats"]["median"]
+    assert info["noop_seconds"] < found["test_sleeping"]["stats"]["min"]
+    assert info["floor_seconds"] is None
+
+
+def test_the_baselines_are_in_the_table(session: tuple[str, dict[str, Any]]) -> None:
+    output, _ = session
+    table = output.partition("communication hooks")[2]
+    for name in ("bare", "torch", "noop", "sleeping", "int8"):
+        assert name in table
+
+
+def test_a_wrong_hook_fails_and_is_not_timed(session: tuple[str, dict[str, Any]]) -> None:
+    output, found = session
+    assert "test_wrong" not in found
+    assert "1 failed" in output
+    assert "expected the exact mean to within rounding" in output
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_over_a_link(session: tuple[str, dict[str, Any]]) -> None:
+    _, found = session
+    over_link = found["test_over_a_link"]
+    assert over_link["group"] != found["test_torch"]["group"]
+    assert over_link["extra_info"]["floor_seconds"] > 0
+
+
+@pytest.mark.parametrize("arguments", [["--benchmark-disable"], ["-n", "1"]], ids=" ".join)
+def test_only_verified(tmp_path: Path, arguments: list[str]) -> None:
+    """pytest-benchmark times nothing with xdist either, and says so."""
+    code, output = run(tmp_path, HOOKS + SLEEPING, "--hook-world-size=3", *arguments)
+    assert code == pytest.ExitCode.OK, output
+    assert "1 passed" in output
+    assert "communication hooks" not in output
+
+
+def test_nothing_is_timed_after_a_failure_that_ends_the_session(tmp_path: Path) -> None:
+    text = HOOKS + SLEEPING + "\n\ndef test_failing():\n    assert False\n" + OTHERS
+    code, output = run(tmp_path, text, "-x", "--benchmark-json=found.json")
+    assert code == pytest.ExitCode.TESTS_FAILED, output
+    assert results(tmp_path) == {}
+
+
+@pytest.mark.exhaustive
+def test_a_regression_is_found(tmp_path: Path) -> None:
+    arguments = ("--hook-steps=5", "--benchmark-storage=saved", "--import-mode=importlib")
+    code, output = run(tmp_path, HOOKS + SLEEPING, *arguments, "--benchmark-save=before")
+    assert code == pytest.ExitCode.OK, output
+    arguments = (*arguments, "--benchmark-compare", "--benchmark-compare-fail=min:50%")
+    code, output = run(tmp_path, HOOKS + SLEEPING, *arguments)
+    assert code == pytest.ExitCode.OK, output
+    code, output = run(tmp_path, HOOKS + SLEEPING, *arguments, SLOWER="2.5")
+    assert code != pytest.ExitCode.OK, output
+    assert "Performance has regressed" in output
+
+
+@pytest.mark.exhaustive
+def test_a_link_that_cannot_be_made_skips(tmp_path: Path) -> None:
+    code, output = run(tmp_path, HOOKS + LINK, "-rs", PATH="")
+    assert code == pytest.ExitCode.OK, output
+    assert "shaped links need" in output
+
+
+def test_other_suites_do_not_import_torch(tmp_path: Path) -> None:
+    text = """
+import sys
+
+
+def test_modules(pytestconfig):
+    assert pytestconfig.pluginmanager.hasplugin("commhooks")
+    assert "torch" not in sys.modules
+    assert "commhooks" not in sys.modules
+"""
+    code, output = run(tmp_path, text)
+    assert code == pytest.ExitCode.OK, output
