@@ -53,13 +53,14 @@ def hook_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> HookBenchm
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Time the hooks of a module after its last test: not if pytest stops before."""
+    """Time the hooks of a module after its last test, unless the session ends before."""
     stash = item.config.stash
     if _module in stash and (nextitem is None or nextitem.path != item.path):
         module = stash[_module]
         del stash[_module]
         try:
-            module.time_in_turn()
+            if not (item.session.shouldfail or item.session.shouldstop):
+                module.time_in_turn()
         finally:
             module.close()
             stash.setdefault(_tables, []).extend(module.tables)

@@ -7,7 +7,7 @@ import pytest
 from support.tutorial import follow
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs/tutorials").glob("*.md")), ROOT / "docs/benchmarking.md"]
 
 
 @pytest.mark.exhaustive
@@ -34,4 +34,4 @@ def test_tutorial(page: Path, tmp_path: Path) -> None:
 
 
 def test_there_are_tutorials() -> None:
-    assert len(PAGES) == 5
+    assert len(PAGES) == 6
