@@ -7,11 +7,24 @@ numbers n/k times, has a variance that only the mean over steps reduces.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks.hook.spec import parse_hook_spec
+from commhooks.lab.comparison.entry import BARE, TORCH, Entry
+from reducer import DistributedDataParallel
 
-__all__ = ["MEASURED_HOOKS", "TORCH", "MeasuredHook", "is_known"]
+__all__ = ["MEASURED_HOOKS", "NOOP_COPYING", "TORCHS_HOOKS", "MeasuredHook", "entry_of", "is_known"]
 
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
@@ -19,80 +32,119 @@ EIGHT_BITS = 0.1
 SPARSE = 1.0
 UNBIASED = 2.0
 
+_TORCHS: dict[str, tuple[Callable[[], Any], Callable[..., Any], float]] = {
+    "torch noop": (lambda: None, debugging_hooks.noop_hook, 0.0),
+    "torch fp16": (lambda: None, default_hooks.fp16_compress_hook, 0.5),
+    "torch powersgd": (
+        lambda: powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2),
+        powerSGD_hook.powerSGD_hook,
+        float("nan"),
+    ),
+}
+"""The state, the hook, and the bytes on the wire in those of plain averaging; NaN: not known."""
+
+
+class TorchsHook(Entry):
+    """torch DDP with a hook of torch's."""
+
+    def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
+        """Return the bytes that a rank sends in a step; 0 if they are not known."""
+        share = _TORCHS[self.name][2]
+        known = share == share
+        return round(share * TORCH.wire_bytes(gradient_bytes, world_size)) if known else 0
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
+        """Wrap the module."""
+        model = TorchDDP(module, **options)
+        make_state, hook, _ = _TORCHS[self.name]
+        model.register_comm_hook(make_state(), hook)
+        return model, None
+
+
+class NoopCopying(Entry):
+    """Our wrapper with torch's function: the engine does not know that it changes nothing."""
+
+    def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
+        """Return 0."""
+        return 0
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
+        """Wrap the module."""
+        model = DistributedDataParallel(module, **options)
+        model.register_comm_hook(None, debugging_hooks.noop_hook)
+        return model, None
+
 
 @dataclass(frozen=True)
 class MeasuredHook:
-    """A wrapper to time, by its name in ``steps.wrap``, and the ``largest_error`` of its first
-    step.
+    """An entry of a comparison, and the ``largest_error`` of its first step.
 
-    ``first_step``: the first step in which the hook compresses; torch's PowerSGD averages twice
-    before. ``averages``: the result is the mean over ranks; otherwise this rank's gradients, for
-    hooks that average parameters or nothing.
+    ``averages``: the result is the mean over ranks; otherwise this rank's gradients, for hooks that
+    average parameters or nothing.
     """
 
-    wrapper: str
+    name: str
     largest_error: float
     averages: bool = True
-    first_step: int = 0
+
+    @property
+    def entry(self) -> Entry:
+        """Return the entry."""
+        return entry_of(self.name)
 
     @property
     def hook(self) -> str:
         """Return the name of our hook; empty for torch's."""
-        return self.wrapper.removeprefix("ours ").partition(":")[0] if self.is_ours else ""
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether the wrapper is ours."""
-        return self.wrapper.startswith("ours ")
+        return "" if self.name.startswith("torch") else self.name.partition(":")[0]
 
 
-def _ours(spec: str, largest_error: float, *, averages: bool = True) -> MeasuredHook:
-    return MeasuredHook(f"ours {spec}", largest_error, averages)
+def entry_of(name: str) -> Entry:
+    """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
+    if name in (BARE.name, TORCH.name):
+        return BARE if name == BARE.name else TORCH
+    return TorchsHook(name) if name in _TORCHS else Entry(name, parse_hook_spec(name).config)
 
 
-TORCH = [
-    MeasuredHook("torch", EXACT),
-    MeasuredHook("torch fp16", HALF),
-]
+NOOP_COPYING = NoopCopying("noop, copying")
+
+TORCHS_HOOKS = [MeasuredHook("torch fp16", HALF)]
 """Torch's hooks that run over Gloo on CPUs. Its bf16 hook is refused there, its quantization hooks
 raise an IndexError, and its PowerSGD needs all gradients in one bucket."""
 
-TORCH_POWERSGD = MeasuredHook("torch powersgd", SPARSE, first_step=2)
-
 MEASURED_HOOKS = [
-    _ours("allreduce", EXACT),
-    _ours("noop", 0.0, averages=False),
-    _ours("fp16", HALF),
-    _ours("bf16", HALF),
-    _ours("fp8", EIGHT_BITS),
-    _ours("int8", EIGHT_BITS),
-    _ours("int4", SPARSE),
-    _ours("fp4", SPARSE),
-    _ours("int2", SPARSE),
-    _ours("natural", SPARSE),
-    _ours("qsgd", UNBIASED),
-    _ours("terngrad", UNBIASED),
-    _ours("onebit", SPARSE),
-    _ours("signsgd", SPARSE),
-    _ours("topk:warmup_steps=0", SPARSE),
-    _ours("demo", SPARSE),
-    _ours("dgc:warmup_steps=0", SPARSE),
-    _ours("threshold:value=1e-7", SPARSE),
-    _ours("randomk", UNBIASED),
-    _ours("powersgd:rank=4,start_step=0", SPARSE),
-    _ours("batched_powersgd:start_step=0", SPARSE),
-    _ours("gossip", 0.0, averages=False),
-    _ours("push_sum", 0.0, averages=False),
-    _ours("local_sgd", 0.0, averages=False),
-    _ours("diloco", 0.0, averages=False),
-    _ours("hierarchical:inner=int8,ranks_per_node=2", EIGHT_BITS),
-    _ours("cast:inner=allreduce", HALF),
-    _ours("error_feedback:inner=bf16", HALF),
-    _ours("route:rules=[['*bias','allreduce']],default=int8".replace("'", '"'), EIGHT_BITS),
-    _ours("schedule:stages=[[0,'int4']]".replace("'", '"'), SPARSE),
-    _ours("skip_nonfinite:inner=bf16", HALF),
-    _ours("auto", EXACT),  # until it has measured something
-    _ours("guard:inner=int8,max_error=0.5", EIGHT_BITS),
+    MeasuredHook("allreduce", EXACT),
+    MeasuredHook("noop", 0.0, averages=False),
+    MeasuredHook("fp16", HALF),
+    MeasuredHook("bf16", HALF),
+    MeasuredHook("fp8", EIGHT_BITS),
+    MeasuredHook("int8", EIGHT_BITS),
+    MeasuredHook("int4", SPARSE),
+    MeasuredHook("fp4", SPARSE),
+    MeasuredHook("int2", SPARSE),
+    MeasuredHook("natural", SPARSE),
+    MeasuredHook("qsgd", UNBIASED),
+    MeasuredHook("terngrad", UNBIASED),
+    MeasuredHook("onebit", SPARSE),
+    MeasuredHook("signsgd", SPARSE),
+    MeasuredHook("topk:warmup_steps=0", SPARSE),
+    MeasuredHook("demo", SPARSE),
+    MeasuredHook("dgc:warmup_steps=0", SPARSE),
+    MeasuredHook("threshold:value=1e-7", SPARSE),
+    MeasuredHook("randomk", UNBIASED),
+    MeasuredHook("powersgd:rank=4,start_step=0", SPARSE),
+    MeasuredHook("batched_powersgd:start_step=0", SPARSE),
+    MeasuredHook("gossip", 0.0, averages=False),
+    MeasuredHook("push_sum", 0.0, averages=False),
+    MeasuredHook("local_sgd", 0.0, averages=False),
+    MeasuredHook("diloco", 0.0, averages=False),
+    MeasuredHook("hierarchical:inner=int8,ranks_per_node=2", EIGHT_BITS),
+    MeasuredHook("cast:inner=allreduce", HALF),
+    MeasuredHook("error_feedback:inner=bf16", HALF),
+    MeasuredHook('route:rules=[["*bias","allreduce"]],default=int8', EIGHT_BITS),
+    MeasuredHook('schedule:stages=[[0,"int4"]]', SPARSE),
+    MeasuredHook("skip_nonfinite:inner=bf16", HALF),
+    MeasuredHook("auto", EXACT),  # until it has measured something
+    MeasuredHook("guard:inner=int8,max_error=0.5", EIGHT_BITS),
 ]
 """Hooks at their defaults, except those that start later; wrappers around a common hook."""
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401  # wrappers load it in their first step, the bare module not
 from torch import Tensor
 
-from bench import steps
 from commhooks import CommHook
 from commhooks.hook.base import tree
+from commhooks.lab.comparison.entry import Entry
+from commhooks.lab.comparison.trial import FIRST_STEP, Trial
+from commhooks.lab.models import Workload
 
 __all__ = ["Usage", "expected_state_bytes", "usage"]
 
@@ -31,14 +33,18 @@ class Usage:
     peak: int
 
 
-def usage(rank: int, model: str, wrapper: str) -> Usage:
-    """Measure a process that trains ``model`` in ``wrapper`` for a few steps."""
-    gradient_bytes = steps.prepare(rank, model, [wrapper], {})
+def usage(rank: int, model: str, entry: Entry) -> Usage:
+    """Measure a process that trains ``model`` for a few steps."""
+    workload = Workload(model)
+    module = workload.make_module()
+    gradient_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    trial = Trial(entry, module, workload, rank, first_step=FIRST_STEP)
     for _ in range(STEPS):
-        steps.backward(rank, wrapper, True)
-    steps.clear_gradients(wrapper)
+        trial.step()
+        trial.clear()
     gc.collect()
-    state = sum(storage_bytes(steps.hook_of(wrapper)).values())
+    hook = trial._handle.hook if trial._handle is not None else None
+    state = sum(storage_bytes(hook if isinstance(hook, CommHook) else None).values())
     return Usage(gradient_bytes, state, _status("VmRSS"), _status("VmHWM"))
 
 
@@ -51,7 +57,7 @@ def storage_bytes(hook: CommHook | None) -> dict[int, int]:
 
 def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None:
     """Return the bytes by the formula in docs/memory.md, for float32; None if buckets matter."""
-    parameters = list(steps.MODELS[model]().parameters())
+    parameters = list(Workload(model).make_module().parameters())
     numel = sum(parameter.numel() for parameter in parameters)
     errors = 4 * numel
     match hook:

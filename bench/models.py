@@ -6,7 +6,6 @@ case for a reducer.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -32,26 +31,30 @@ class ManySmall(nn.Module):
         return torch.randn(256)
 
 
+class TwoLayers(Transformer):
+    """25 MB of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
+
+class FourLayers(Transformer):
+    """50 MB of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+
+
 class ThreeLayers(Transformer):
     """38 MB of parameters, with enough arithmetic to hide some of the communication."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = self.layers[:3]
+        super().__init__(layers=3)
 
     @staticmethod
     def example_input() -> torch.Tensor:
         """Return 128 vectors."""
         return torch.randn(128, 512)
-
-
-MODELS: dict[str, Callable[[], Transformer | ManySmall]] = {
-    "transformer-151MB": Transformer,
-    "transformer-50MB": functools.partial(Transformer, layers=4),
-    "transformer-25MB": functools.partial(Transformer, layers=2),
-    "transformer-38MB": ThreeLayers,
-    "2000x256": ManySmall,
-}
 
 
 def parameter_shapes(kind: Callable[[], nn.Module]) -> list[torch.Size]:

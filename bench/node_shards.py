@@ -1,7 +1,7 @@
 """Compare the two forms of ``hierarchical``: ``python -m bench.node_shards RESULT.json``
 
 2 nodes of 2 ranks. Each rank has a link of its own to the other node, of the given rate, and sends
-to its neighbor at the speed of memory. Backwards of both forms alternate, so that other load on the
+to its neighbor at the speed of memory. Blocks of both forms alternate, so that other load on the
 machine affects both. Batches are small, because four ranks on a small machine would otherwise
 measure its cores.
 """
@@ -17,16 +17,26 @@ from typing import Any
 
 import torch
 
-from bench import steps
+from bench.measured_hooks import EXACT, entry_of
+from bench.models import ThreeLayers
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
+from commhooks.lab.comparison import remote
+from commhooks.lab.comparison.entry import BARE, Entry
+from commhooks.lab.comparison.trial import StepTimes
+from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
 
 RANKS, PER_NODE = 4, 2
-MODEL, BUCKET_MB = "transformer-38MB", 8.0
+MODEL, BUCKET_MB = "bench.models:ThreeLayers", 8.0
 INNER = ("allreduce", "int8", "int4", '{"name":"powersgd","rank":4,"start_step":0}')
 BATCH = 8
-WARM_UP = 3
+BLOCK = 3
+
+
+def small_batch() -> torch.Tensor:
+    """Return the inputs."""
+    return ThreeLayers.example_input()[:BATCH]
 
 
 def main() -> None:
@@ -43,6 +53,8 @@ def main() -> None:
     for rate in map(parse_rate, arguments.rate or ["100mbit", "1gbit"]):
         link = shaped_link(RANKS, rate, hosts_per_node=PER_NODE)
         with link as hosts, Ranks(RANKS, hosts) as ranks:
+            wrapper = (("bucket_cap_mb", BUCKET_MB),)
+            ranks(remote.prepare, Workload(MODEL, "bench.node_shards:small_batch", wrapper))
             for inner in INNER:
                 rows.append(_compare(ranks, rate, inner, arguments.rounds))
                 document = {"about": about, "rows": rows}
@@ -51,21 +63,22 @@ def main() -> None:
 
 def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, Any]:
     """Return the seconds of a backward on the slowest rank in both forms, pair by pair."""
-    wrappers = [_wrapper(inner, sharded=False), _wrapper(inner, sharded=True)]
-    ranks(steps.prepare, MODEL, ["bare", *wrappers], {"bucket_cap_mb": BUCKET_MB})
-    ranks(steps.use_batch, BATCH)
+    forms = [_form(inner, sharded=False), _form(inner, sharded=True)]
+    if inner == "allreduce":
+        for form in forms:
+            assert max(first.error for first in ranks(remote.verify, form)) < EXACT
     load = [os.getloadavg()[0]]
     seconds: list[list[float]] = [[], []]
-    for round_ in range(WARM_UP + rounds):
-        for form in (0, 1) if round_ % 2 else (1, 0):
-            seconds[form].append(max(ranks(steps.backward, wrappers[form], True)))
-    if inner == "allreduce":
-        assert max(ranks(steps.largest_difference, *wrappers)) < 1e-5
-    bare = [max(ranks(steps.backward, "bare", True)) for _ in range(WARM_UP)]
+    sent: list[list[float]] = [[], []]
+    for done in range(0, rounds, BLOCK):
+        for index in (0, 1) if done % 2 else (1, 0):
+            blocks = ranks(remote.time_block, forms[index], done, BLOCK)
+            seconds[index] += _backwards(blocks)
+            sent[index] = [block.costs.wire_bytes for block in blocks]
+    bare = _backwards(ranks(remote.time_block, BARE, 0, BLOCK))
     load.append(os.getloadavg()[0])
-    leader, sharded = (times[WARM_UP:] for times in seconds)
+    leader, sharded = seconds
     ratios = [a / b for a, b in zip(sharded, leader, strict=True)]
-    sent = [[of_rank[0] for of_rank in ranks(steps.sent, name)] for name in wrappers]
     row = {
         "rate": format_rate(rate),
         "inner": inner,
@@ -86,9 +99,16 @@ def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, An
     return row
 
 
-def _wrapper(inner: str, *, sharded: bool) -> str:
+def _form(inner: str, *, sharded: bool) -> Entry:
     options = f"inner={inner},ranks_per_node={PER_NODE},sharded={str(sharded).lower()}"
-    return f"ours hierarchical:{options}"
+    return entry_of(f"hierarchical:{options}")
+
+
+def _backwards(blocks: list[remote.Block]) -> list[float]:
+    """Return the seconds of each backward on the slowest rank."""
+    return [
+        StepTimes.slowest(step).backward for step in zip(*(b.times for b in blocks), strict=True)
+    ]
 
 
 if __name__ == "__main__":

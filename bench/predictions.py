@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import steps
 from bench.load import busy_seconds, own_seconds
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import burst_bytes, shaped_link
 from commhooks.hook.spec import parse_hook_spec
+from commhooks.lab.comparison import remote
+from commhooks.lab.comparison.entry import Entry
+from commhooks.lab.comparison.trial import StepTimes
+from commhooks.lab.models import Workload
 from commhooks.lab.simulation import (
     BASELINE,
     Job,
@@ -39,12 +42,12 @@ from commhooks.lab.simulation import (
     measure,
 )
 
-MODEL = "transformer-38MB"
+MODEL = "bench.models:ThreeLayers"
 BUCKET_MB = 8.0
 RANKS = (2, 3, 4)
 RATES = (100e6, 1e9, 10e9)
 HOOKS: dict[str, Mapping[str, Any]] = {
-    f"ours {spec}": parse_hook_spec(spec).config
+    spec: parse_hook_spec(spec).config
     for spec in (
         "allreduce",
         "bf16",
@@ -54,11 +57,10 @@ HOOKS: dict[str, Mapping[str, Any]] = {
         "onebit",
     )
 }
-"""The hooks, by their names in `steps.wrap`."""
-PLAIN = "ours allreduce"
+PLAIN = "allreduce"
 
-WARM_UP = 2
 _STEPS = range(3, 10)
+_BLOCK = 3
 _SECONDS = 3.0  # for steps beyond the minimum
 _OTHERS = 0.12  # cores; steps in which other processes used more do not count, if others remain
 
@@ -91,7 +93,7 @@ class Cell:
 def rates_of_this_machine() -> Measurements:
     """Measure with as many busy processes as there are cores, as in the measured steps."""
     job = Job(
-        "bench.models:ThreeLayers",
+        MODEL,
         ranks_per_machine=max(RANKS),
         bucket_cap_mb=BUCKET_MB,
     )
@@ -99,15 +101,16 @@ def rates_of_this_machine() -> Measurements:
 
 
 def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
-    """Time each backward, and the cores that other processes used meanwhile."""
+    """Time backwards, and the cores that other processes used in the same block of steps."""
     pids = [os.getpid(), *ranks(_pid)]
     timed: list[tuple[float, float]] = []
     end = time.monotonic() + _SECONDS
     while len(timed) < _STEPS.start or (len(timed) < _STEPS.stop and time.monotonic() < end):
         before, start = busy_seconds() - own_seconds(pids), time.monotonic()
-        seconds = max(ranks(steps.backward, hook, True))
-        others = busy_seconds() - own_seconds(pids) - before
-        timed.append((seconds, max(0.0, others) / (time.monotonic() - start)))
+        blocks = ranks(remote.time_block, Entry(hook, HOOKS[hook]), len(timed), _BLOCK)
+        others = max(0.0, busy_seconds() - own_seconds(pids) - before) / (time.monotonic() - start)
+        steps = map(StepTimes.slowest, zip(*(block.times for block in blocks), strict=True))
+        timed += [(step.backward, others) for step in steps]
     return timed
 
 
@@ -160,10 +163,8 @@ def _measure(path: Path) -> None:
         if not missing:
             continue
         with shaped_link(size, rate) as link, Ranks(size, link) as ranks:
-            ranks(steps.prepare, MODEL, missing, {"bucket_cap_mb": BUCKET_MB})
+            ranks(remote.prepare, Workload(MODEL, wrapper=(("bucket_cap_mb", BUCKET_MB),)))
             for hook in missing:
-                for _ in range(WARM_UP):
-                    ranks(steps.backward, hook, True)
                 timed = measured_steps(ranks, hook)
                 rows.append({"ranks": size, "bits_per_second": rate, "hook": hook, "steps": timed})
                 path.write_text(json.dumps(rows, indent=1))

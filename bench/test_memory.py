@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench.measured_hooks import MEASURED_HOOKS, TORCH, MeasuredHook
+from bench.measured_hooks import MEASURED_HOOKS, TORCHS_HOOKS, MeasuredHook, entry_of
 from bench.memory import Usage, expected_state_bytes, usage
 from commhooks.cluster import Ranks
 
-MODEL = "transformer-50MB"
+MODEL = "bench.models:FourLayers"
 NOISE = 0.05  # share of the gradients: other allocations of the process
 RANKS = 2
 
@@ -27,25 +27,27 @@ def _freed_memory_goes_back() -> Iterator[None]:
 
 
 @functools.cache
-def measured(wrapper: str) -> Usage:
+def usage_of(name: str) -> Usage:
     """Return the figures of the rank that needed most."""
     with Ranks(RANKS) as ranks:
-        return max(ranks(usage, MODEL, wrapper), key=lambda used: used.peak)
+        return max(ranks(usage, MODEL, entry_of(name)), key=lambda used: used.peak)
 
 
 @pytest.mark.benchmark(group="memory")
 @pytest.mark.parametrize(
-    "measured", [*TORCH, *MEASURED_HOOKS], ids=lambda measured: measured.wrapper
+    "measured",
+    [MeasuredHook("torch", 0.0), *TORCHS_HOOKS, *MEASURED_HOOKS],
+    ids=lambda measured: measured.name,
 )
 def test_memory(benchmark: Any, measured: MeasuredHook) -> None:
     """Measure memory; the time that is shown is that of starting the processes."""
-    bare = measured("bare")
-    used = benchmark.pedantic(measured, (measured.wrapper,), rounds=1, iterations=1)
-    said = expected_state_bytes(measured.hook, MODEL, RANKS) if measured.is_ours else None
+    bare = usage_of("bare")
+    used = benchmark.pedantic(usage_of, (measured.name,), rounds=1, iterations=1)
+    said = expected_state_bytes(measured.hook, MODEL, RANKS) if measured.hook else None
     if said is not None:
         assert used.state_bytes == pytest.approx(said, rel=1e-3)
     if measured.hook == "allreduce":
-        torch_peak = measured("torch").peak
+        torch_peak = usage_of("torch").peak
         assert used.peak <= torch_peak + NOISE * used.gradient_bytes
     benchmark.extra_info.update(
         gradient_bytes=used.gradient_bytes,

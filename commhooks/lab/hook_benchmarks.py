@@ -4,14 +4,14 @@ Note [Benchmarks in turn]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 Times of hooks can be compared only if the hooks take turns: a machine that becomes slower would
 otherwise favor the first ones. But pytest runs one test after the other. So a test only verifies
-its hook, and leaves an empty entry in pytest-benchmark's table. After the last test of a module, all
-its hooks are timed in turn as in ``commhooks compare``, and the entries are filled. Nothing is timed
-in this process: the times of an entry are those of the slowest rank in each step.
+its hook, and leaves an empty entry in pytest-benchmark's table. After the last test of a module,
+all its hooks are timed in turn as in ``commhooks compare``, and the entries are filled. Nothing is
+timed in this process: the times of an entry are those of the slowest rank in each step.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from commhooks.lab.units import format_rate, parse_rate
 
 __all__ = ["HookBenchmarks", "ModuleBenchmarks"]
 
-_NOOP = Entry("noop", {"name": "noop"})
+_BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry("noop", {"name": "noop"}))}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,12 @@ class _Place:
     steps: int
 
     def __str__(self) -> str:
-        return f"{self.workload.model}, {self.world_size} ranks, {self.link}, {self.steps} steps"
+        wrapper = "".join(f", {name}={value}" for name, value in self.workload.wrapper)
+        wrapper += "" if self.workload.set_to_none else ", gradients set to zero"
+        return (
+            f"{self.workload.model}, {self.world_size} ranks, {self.link}, {self.steps} steps"
+            f"{wrapper}"
+        )
 
 
 class _RanksOfModule(Ranks):
@@ -98,7 +103,7 @@ class _Group:
         )
         self._experiment.begin(self._setting, ranks)
         self._benchmarks: list[tuple[str, Any]] = []
-        for entry in (BARE, TORCH, _NOOP):
+        for entry in _BESIDE.values():
             self.verify(entry)
 
     def verify(self, entry: Entry) -> FirstSteps:
@@ -134,13 +139,12 @@ class _Group:
             row = rows.get(name)
             if row is None:
                 continue
-            for seconds in self._setting.step_seconds(name):
-                benchmark.stats.update(seconds)
+            for times in self._setting.times(name):
+                benchmark.stats.update(times.step)
+            figures = {n: self._setting.figures(n) for n in (*_BESIDE, name)}
             benchmark.extra_info.update(
-                hook=name,
-                bare_seconds=rows[BARE.name].step_seconds,
-                torch_seconds=rows[TORCH.name].step_seconds,
-                noop_seconds=rows[_NOOP.name].step_seconds,
+                step_seconds={n: f.step_seconds for n, f in figures.items() if f},
+                backward_seconds={n: f.backward_seconds for n, f in figures.items() if f},
                 ratio_to_torch=row.to_torch,
                 exposed_seconds=row.exposed_seconds,
                 waited_seconds=row.waited_seconds,
@@ -148,7 +152,6 @@ class _Group:
                 gradient_bytes=row.gradient_bytes,
                 wire_bytes=row.wire_bytes,
                 ratio=row.ratio,
-                error=row.error,
                 peak_bytes=row.peak_bytes,
             )
         return str(found)
@@ -219,7 +222,7 @@ class HookBenchmarks:
 
     def __call__(
         self,
-        hook: str | CommHook | dict[str, Any],
+        hook: str | CommHook | dict[str, Any] | Entry,
         /,
         *,
         model: str | Callable[[], nn.Module],
@@ -227,6 +230,8 @@ class HookBenchmarks:
         world_size: int = 2,
         link: str = LOOPBACK,
         steps: int = 50,
+        wrapper: Mapping[str, Any] | None = None,
+        set_to_none: bool = True,
         **hook_options: Any,
     ) -> FirstSteps:
         """Verify a hook now, and time its steps after the last test of the module.
@@ -236,7 +241,7 @@ class HookBenchmarks:
         are processes on CPU with the Gloo backend.
 
         Args:
-            hook: as for :func:`commhooks.register`.
+            hook: as for :func:`commhooks.register`; or "bare" or "torch".
             model: a function without arguments that returns the model; or a name, see
                 :class:`commhooks.lab.models.Workload`. The output is the loss or contains it, else
                 the loss is the mean square of the output.
@@ -246,6 +251,8 @@ class HookBenchmarks:
             link: "loopback", or the rate of each rank's link, as in "1gbit", which needs root; the
                 test is skipped without it.
             steps: number of timed steps.
+            wrapper: options of the wrappers, such as ``{"bucket_cap_mb": 8}``.
+            set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
             hook_options: options of the hook. If one has the name of an argument above, pass a
                 config or a hook.
 
@@ -260,21 +267,26 @@ class HookBenchmarks:
         chosen = {"world_size": world_size, "link": link, "steps": steps, **self.options}
         if chosen["link"] != LOOPBACK:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
-        place = _Place(Workload(_name(model), batch and _name(batch)), **chosen)
+        options = tuple(sorted((wrapper or {}).items()))
+        workload = Workload(_name(model), batch and _name(batch), options, set_to_none)
+        place = _Place(workload, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)
         self.benchmark.group = str(place)
         first: FirstSteps = self.benchmark.pedantic(group.verify, (entry,))
+        noop_error = group.verify(_BESIDE["noop"]).error
+        self.benchmark.extra_info.update(hook=entry.name, error=first.error, noop_error=noop_error)
         if self.benchmark.stats is not None:  # it is None with --benchmark-disable
             self.benchmark.stats.stats.data.clear()  # the time of the verification
             group.add(entry, self.benchmark)
         return first
 
 
-def _entry(hook: str | CommHook | dict[str, Any], options: dict[str, Any]) -> Entry:
-    for baseline in (BARE, TORCH):
-        if hook == baseline.name:
-            return baseline
+def _entry(hook: str | CommHook | dict[str, Any] | Entry, options: dict[str, Any]) -> Entry:
+    if isinstance(hook, Entry):
+        return hook
+    if hook in (BARE.name, TORCH.name):
+        return _BESIDE[hook]
     made = hook if isinstance(hook, CommHook) else create(hook, **options)
     if not isinstance(hook, str):
         return Entry(repr(made), made.to_config())

@@ -122,8 +122,9 @@ def test_other_figures_are_in_extra_info(session: tuple[str, dict[str, Any]]) ->
     assert 0 < info["error"] < 0.1
     assert info["gradient_bytes"] == 4 * (64 * 64 + 64)
     assert info["peak_bytes"] > 0
-    assert info["torch_seconds"] == found["test_torch"]["stats"]["median"]
-    assert info["noop_seconds"] < found["test_sleeping"]["stats"]["min"]
+    assert info["step_seconds"]["torch"] == found["test_torch"]["stats"]["median"]
+    assert 0 < info["step_seconds"]["noop"] < found["test_sleeping"]["stats"]["min"]
+    assert info["backward_seconds"]["int8"] < info["step_seconds"]["int8"]
     assert info["floor_seconds"] is None
 
 

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from commhooks.adapters.handle import HookHandle, register
 from commhooks.adapters.wrapping import wrap
+from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.registry import create
 from commhooks.lab.simulation import BASELINE
 
@@ -35,19 +36,21 @@ class Entry:
         """
         return {"name": BASELINE} if self == TORCH else self.config
 
-    def wrap(
-        self, module: nn.Module, *, init_sync: bool = True
-    ) -> tuple[nn.Module, HookHandle | None]:
+    def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
+        """Return the bytes that a rank sends in a step, if there is no hook to count them."""
+        return 0 if self == BARE else all_reduce_bytes(gradient_bytes, world_size)
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
         """Wrap the module as this entry needs it. Collective, except for the bare entry.
 
-        ``init_sync`` is that of the wrappers: False if all ranks have the same model.
+        ``options`` are those of the wrappers: ``init_sync=False`` if all ranks have the same model.
         """
         if self == BARE:
             return module, None
         if self == TORCH:
-            return TorchDistributedDataParallel(module, init_sync=init_sync), None
+            return TorchDistributedDataParallel(module, **options), None
         assert self.config is not None
-        model = wrap(module, init_sync=init_sync)
+        model = wrap(module, **options)
         return model, register(model, self.config)
 
 

@@ -28,7 +28,7 @@ from commhooks.lab.comparison.memory import Peak, give_back
 from commhooks.lab.comparison.plan import VERIFIED_STEPS, WARM_UP
 from commhooks.lab.comparison.result import TrainingPoint
 from commhooks.lab.comparison.training import TrainingRun
-from commhooks.lab.comparison.trial import FIRST_STEP, Trial, TrialCosts
+from commhooks.lab.comparison.trial import FIRST_STEP, StepTimes, Trial, TrialCosts
 from commhooks.lab.models import Workload
 
 __all__ = [
@@ -61,8 +61,7 @@ class FirstSteps:
 class Block:
     """Consecutive timed steps of an entry."""
 
-    seconds: tuple[float, ...]
-    """Of each step."""
+    times: tuple[StepTimes, ...]
     costs: TrialCosts
 
 
@@ -116,13 +115,13 @@ def time_block(rank: int, entry: Entry, done: int, steps: int) -> Block:
     side.mean = []
 
     def work(trial: Trial, _peak: Peak) -> Block:
-        seconds = []
+        times = []
         for index in range(WARM_UP + steps):
             if index == WARM_UP:
                 trial.begin_counting()
-            seconds.append(trial.step())
+            times.append(trial.step())
             trial.clear()
-        return Block(tuple(seconds[WARM_UP:]), trial.costs())
+        return Block(tuple(times[WARM_UP:]), trial.costs())
 
     return _take_turn(side, entry, rank, FIRST_STEP + done - WARM_UP, work)
 

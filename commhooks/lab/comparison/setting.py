@@ -11,7 +11,7 @@ from commhooks.lab.comparison.entry import BARE
 from commhooks.lab.comparison.plan import Task
 from commhooks.lab.comparison.remote import Block, FirstSteps
 from commhooks.lab.comparison.result import TrainingPoint
-from commhooks.lab.comparison.trial import TrialCosts
+from commhooks.lab.comparison.trial import StepTimes, TrialCosts
 
 __all__ = ["Figures", "RankCaller", "Setting"]
 
@@ -34,6 +34,7 @@ class Figures:
 
     step_seconds: float
     step_spread_seconds: float
+    backward_seconds: float
     exposed_seconds: float
     costs: TrialCosts
 
@@ -48,21 +49,22 @@ class Setting:
     training: dict[str, list[TrainingPoint]] = field(default_factory=dict)
     _blocks: dict[str, list[Block]] = field(default_factory=dict)
 
-    def step_seconds(self, name: str) -> list[float]:
-        """Return the seconds of all timed steps of an entry, on the slowest rank of each."""
-        return [step for block in self._blocks.get(name, ()) for step in block.seconds]
+    def times(self, name: str) -> list[StepTimes]:
+        """Return all timed steps of an entry, on the slowest rank of each."""
+        return [times for block in self._blocks.get(name, ()) for times in block.times]
 
     def figures(self, name: str) -> Figures | None:
         """Return the figures of an entry; None if it or the bare model has not been measured."""
         blocks, bare = self._blocks.get(name), self._blocks.get(BARE.name)
         if not blocks or not bare:
             return None
-        seconds = self.step_seconds(name)
+        seconds, backward = zip(*self.times(name), strict=True)
         return Figures(
             step_seconds=statistics.median(seconds),
             step_spread_seconds=_spread(seconds),
+            backward_seconds=statistics.median(backward),
             exposed_seconds=statistics.median(
-                statistics.median(block.seconds) - statistics.median(other.seconds)
+                _median_step(block) - _median_step(other)
                 for block, other in zip(blocks, bare, strict=False)  # an interrupt may leave one
             ),
             costs=_mean_costs(blocks),
@@ -78,7 +80,8 @@ class Setting:
                 return first.wire_bytes
             case "measuring":
                 by_rank = ranks(remote.time_block, task.entry, task.done, task.steps)
-                slowest = tuple(map(max, zip(*(block.seconds for block in by_rank), strict=True)))
+                steps = zip(*(block.times for block in by_rank), strict=True)
+                slowest = tuple(map(StepTimes.slowest, steps))
                 block = Block(slowest, by_rank[0].costs)
                 self._blocks.setdefault(name, []).append(block)
                 return block.costs.wire_bytes
@@ -106,13 +109,17 @@ def _worst(by_rank: Sequence[FirstSteps]) -> FirstSteps:
 
 
 def _mean_costs(blocks: Sequence[Block]) -> TrialCosts:
-    steps = [len(block.seconds) for block in blocks]
+    steps = [len(block.times) for block in blocks]
     exposed = [block.costs.exposed_seconds for block in blocks]
     known = [seconds for seconds in exposed if seconds is not None]
     return TrialCosts(
         statistics.fmean([block.costs.wire_bytes for block in blocks], steps),
         statistics.fmean(known, steps) if known else None,
     )
+
+
+def _median_step(block: Block) -> float:
+    return statistics.median(times.step for times in block.times)
 
 
 def _spread(values: Sequence[float]) -> float:

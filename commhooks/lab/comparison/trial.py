@@ -1,17 +1,18 @@
 """One entry on one rank: its steps and what they cost."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.comm.wire import all_reduce_bytes
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.models import Workload
 
-__all__ = ["FIRST_STEP", "Trial", "TrialCosts"]
+__all__ = ["FIRST_STEP", "StepTimes", "Trial", "TrialCosts"]
 
 FIRST_STEP = 100_000
 """Hooks count steps from here, so that all warm-ups are over."""
@@ -25,6 +26,18 @@ class TrialCosts:
     exposed_seconds: float | None
 
 
+class StepTimes(NamedTuple):
+    """The seconds of a step, and of its backward alone."""
+
+    step: float
+    backward: float
+
+    @classmethod
+    def slowest(cls, by_rank: Iterable["StepTimes"]) -> "StepTimes":
+        """Return the longest times of all ranks."""
+        return cls(*map(max, zip(*by_rank, strict=True)))
+
+
 class Trial:
     """An entry's wrapper around ``module``, and its steps.
 
@@ -34,28 +47,29 @@ class Trial:
     def __init__(
         self, entry: Entry, module: nn.Module, workload: Workload, rank: int, *, first_step: int
     ) -> None:
+        self._entry = entry
         self._module = module
         self._workload = workload
         self._rank = rank
         self._batch = workload.make_input(module, rank)
-        self._model, self._handle = entry.wrap(module, init_sync=False)
+        self._model, self._handle = entry.wrap(module, init_sync=False, **dict(workload.wrapper))
         if self._handle is not None:
             self._handle.load_state_dict({**self._handle.state_dict(), "step": first_step})
         self._before = self._sums()
 
-    def step(self) -> float:
-        """Run one step, which all ranks begin together, and return its seconds.
-
-        The gradients stay until :meth:`clear`.
-        """
+    def step(self) -> StepTimes:
+        """Run one step, which all ranks begin together. The gradients stay until :meth:`clear`."""
         dist.barrier()
         start = time.perf_counter()
-        torch.autograd.backward(self._workload.loss(self._model, self._batch, self._rank))
-        return time.perf_counter() - start
+        loss = self._workload.loss(self._model, self._batch, self._rank)
+        middle = time.perf_counter()
+        torch.autograd.backward(loss)
+        end = time.perf_counter()
+        return StepTimes(end - start, end - middle)
 
     def clear(self) -> None:
-        """Drop the gradients."""
-        self._model.zero_grad(set_to_none=True)
+        """Clear the gradients."""
+        self._model.zero_grad(set_to_none=self._workload.set_to_none)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of all trained parameters, with zeros for missing ones."""
@@ -71,17 +85,12 @@ class Trial:
     def costs(self) -> TrialCosts:
         """Return the costs of the steps since :meth:`begin_counting`."""
         if self._handle is None:
-            return TrialCosts(self._bytes_without_hook(), None)
+            gradient_bytes = sum(parameter.nbytes for parameter in self._trained())
+            return TrialCosts(self._entry.wire_bytes(gradient_bytes, dist.get_world_size()), None)
         steps, wire_bytes, exposed = (
             now - before for now, before in zip(self._sums(), self._before, strict=True)
         )
         return TrialCosts(wire_bytes / steps, exposed / steps)
-
-    def _bytes_without_hook(self) -> int:
-        if self._model is self._module:
-            return 0
-        gradient_bytes = sum(parameter.nbytes for parameter in self._trained())
-        return all_reduce_bytes(gradient_bytes, dist.get_world_size())
 
     def _sums(self) -> tuple[float, float, float]:
         """Return steps, bytes and exposed seconds since the hook was registered."""

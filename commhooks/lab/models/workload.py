@@ -22,10 +22,14 @@ class Workload:
         model: the name of a model, as for :func:`commhooks.lab.models.load_model`.
         input: ``package.module:factory`` of a batch, which is a tensor, a tuple of positional
             arguments or a dict of keyword arguments. None: the model's own ``example_input()``.
+        wrapper: names and values of options of the wrappers, such as ``("bucket_cap_mb", 8)``.
+        set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
     """
 
     model: str
     input: str | None = None
+    wrapper: tuple[tuple[str, Any], ...] = ()
+    set_to_none: bool = True
 
     def make_module(self) -> nn.Module:
         """Make the model.
