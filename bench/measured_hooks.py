@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from reducer import DistributedDataParallel
 
@@ -102,7 +102,7 @@ def entry_of(name: str) -> Entry:
     """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
     if name in (BARE.name, TORCH.name):
         return BARE if name == BARE.name else TORCH
-    return TorchsHook(name) if name in _TORCHS else Entry(name, parse_hook_spec(name).config)
+    return TorchsHook(name) if name in _TORCHS else Entry(name, hook_spec(name).config)
 
 
 NOOP_COPYING = NoopCopying("noop, copying")

@@ -25,7 +25,7 @@ from typing import Any
 from bench.load import busy_seconds, own_seconds
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import burst_bytes, shaped_link
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.trial import StepTimes
@@ -47,7 +47,7 @@ BUCKET_MB = 8.0
 RANKS = (2, 3, 4)
 RATES = (100e6, 1e9, 10e9)
 HOOKS: dict[str, Mapping[str, Any]] = {
-    spec: parse_hook_spec(spec).config
+    spec: hook_spec(spec).config
     for spec in (
         "allreduce",
         "bf16",

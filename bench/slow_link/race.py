@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bench.slow_link.record import Course
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import TrainingPoint, remote
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.models import Workload
@@ -58,7 +58,7 @@ def race(
 
     Needs root, see :mod:`commhooks.cluster.links`.
     """
-    spec = parse_hook_spec(hook)
+    spec = hook_spec(hook)
     link = shaped_link(setting.ranks, setting.bits_per_second)
     with link as hosts, Ranks(setting.ranks, hosts) as ranks:
         ranks(remote.prepare, Workload(MODEL))

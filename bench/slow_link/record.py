@@ -15,7 +15,7 @@ __all__ = ["Course", "Record", "courses_of"]
 
 @dataclass(frozen=True)
 class Course:
-    """The training with one hook, which :func:`commhooks.hook.spec.parse_hook_spec` can read.
+    """The training with one hook, which :func:`commhooks.hook.spec.hook_spec` can read.
 
     ``bare_step_seconds``: time of a training step on each rank alone, just before and just after.
     It shows whether the machine was equally fast for all hooks. ``load``: its load average, at the

@@ -91,7 +91,7 @@ class CommHook:
     """
 
     name: ClassVar[str] = ""
-    """The registered name, set by :func:`commhooks.register_hook`."""
+    """The registered name, set by :func:`commhooks.register_hook`; else ``module:Class``."""
     lossless: ClassVar[bool] = False
     """Whether the result is the exact average, up to rounding."""
     consensus: ClassVar[bool] = True
@@ -152,7 +152,7 @@ class CommHook:
                 "bucket, comm)`, and `await` each collective"
             )
         if "name" not in cls.__dict__:
-            cls.name = f"{cls.__module__}.{cls.__qualname__}"
+            cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
     def __post_init__(self) -> None:
         validate(self)

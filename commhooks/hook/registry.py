@@ -15,6 +15,7 @@ from commhooks.hook.fidelity import Fidelity, fidelity_of
 from commhooks.hook.nesting import check_config
 from commhooks.hook.options.types import parsers
 from commhooks.hook.options.validation import OptionInfo, check_names, describe_options
+from commhooks.hook.references import load_reference, reference_to
 
 __all__ = [
     "HookInfo",
@@ -22,6 +23,7 @@ __all__ = [
     "create",
     "declared_candidates",
     "describe",
+    "portable_config",
     "register_hook",
 ]
 
@@ -82,6 +84,7 @@ def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind
 def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
     """Make a hook from its name and options, or from a config that ``to_config()`` returned.
 
+    The name of a class that is not registered is ``package.module:Class``, or ``file.py:Class``.
     ``options`` override those of a config. An option that is a hook accepts its name or config:
     ``{"name": "error_feedback", "inner": {"name": "topk", "density": 0.01}}``.
 
@@ -128,7 +131,7 @@ def describe(name: str) -> HookInfo:
     kind = _find(name)
     document = inspect.getdoc(kind) or ""
     options = describe_options(kind)
-    is_own = kind.__module__.startswith("commhooks.algorithms.")
+    is_own = _is_own(kind)
     return HookInfo(
         name=name,
         summary=document.partition("\n")[0],
@@ -144,19 +147,31 @@ def describe(name: str) -> HookInfo:
     )
 
 
+def portable_config(hook: CommHook) -> dict[str, Any]:
+    """Return the config by which processes that have imported no module of the user make a hook."""
+    config: dict[str, Any] = _portable(hook.to_config())
+    return config
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_portable(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _portable(item) for key, item in value.items()}
+    kind = _hooks.get(str(found.get("name")))
+    if kind is not None and not _is_own(kind) and found["name"] not in _provided():
+        with suppress(CommHookError):  # whatever registers it must be imported there
+            found["name"] = reference_to(kind)
+    return found
+
+
+def _is_own(kind: type[CommHook]) -> bool:
+    return kind.__module__.startswith("commhooks.algorithms.")
+
+
 def _add(name: str, kind: Any, *, override: bool) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, CommHook)):
-        raise CommHookError(f"hook {name!r}: expected a subclass of CommHook, found {kind!r}")
-    if kind.reduce is CommHook.reduce:
-        raise CommHookError(
-            f"hook {name!r}: expected {kind.__qualname__} to have a method `async def reduce(self, "
-            "bucket, comm)` that returns the average, found none"
-        )
-    if inspect.get_annotations(kind) and not _is_own_dataclass(kind):
-        raise CommHookError(
-            f"hook {name!r}: the annotations of {kind.__qualname__} are not options yet; put "
-            "@dataclass below @register_hook"
-        )
+    _check_class(name, kind)
     if not re.fullmatch(r"[\w.-]+", name):
         raise CommHookError(
             f"hook {name!r}: expected a name of letters, digits, '_', '-' and '.', so that it can "
@@ -172,6 +187,21 @@ def _add(name: str, kind: Any, *, override: bool) -> None:
     _hooks[name] = kind
 
 
+def _check_class(name: str, kind: Any) -> None:
+    if not (isinstance(kind, type) and issubclass(kind, CommHook)):
+        raise CommHookError(f"hook {name!r}: expected a subclass of CommHook, found {kind!r}")
+    if kind.reduce is CommHook.reduce:
+        raise CommHookError(
+            f"hook {name!r}: expected {kind.__qualname__} to have a method `async def reduce(self, "
+            "bucket, comm)` that returns the average, found none"
+        )
+    if inspect.get_annotations(kind) and not _is_own_dataclass(kind):
+        raise CommHookError(
+            f"hook {name!r}: the annotations of {kind.__qualname__} are not options yet; put "
+            "@dataclass below @register_hook"
+        )
+
+
 def _is_own_dataclass(kind: type) -> bool:
     return is_dataclass(kind) and "__dataclass_fields__" in kind.__dict__
 
@@ -182,6 +212,8 @@ def _is_same(taken: type, kind: type) -> bool:
 
 
 def _find(name: str) -> type[CommHook]:
+    if ":" in name:
+        return _load_class(name)
     if name not in _hooks and name in (provided := _provided()):
         _load(provided[name])
     if name in _hooks:
@@ -193,6 +225,15 @@ def _find(name: str) -> type[CommHook]:
         + (f"; did you mean {near[0]!r}?" if near else ".")
         + f" Available: {', '.join(names)}."
     )
+
+
+def _load_class(reference: str) -> type[CommHook]:
+    try:
+        kind = load_reference(reference)
+    except CommHookError as error:
+        raise UnknownHookError(str(error)) from error
+    _check_class(reference, kind)
+    return kind  # type: ignore[no-any-return]
 
 
 def _provided() -> dict[str, EntryPoint]:

@@ -1,37 +1,46 @@
-"""Parse hooks from text, as on the command line.
+"""Turn what users name hooks by into specs: text as on the command line, and Python objects.
 
 ::
 
     bf16                                             a name
+    my_module:MyHook                                 a class, or in a script: train.py:MyHook
     powersgd:rank=4,start_step=0                     a name and options
+    my_module:MyHook:rank=4                          a class and options
     error_feedback:inner=topk                        a hook in a hook, by name
     error_feedback:inner=(topk:density=0.001)        a hook in a hook, with options
     schedule:stages=[[0,"allreduce"],[50,"int4"]]    a value in JSON
     {"name": "powersgd", "rank": 4}                  a config in JSON
 
 In a list of hooks, ``option=value`` belongs to the preceding hook, so
-``bf16,powersgd:rank=4,start_step=0,int8`` is a list of three hooks.
+``bf16,powersgd:rank=4,start_step=0,int8`` is a list of three hooks, and ``powersgd,rank=4`` is one.
 """
 
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 from commhooks.errors import CommHookError, CommHookOptionError, reason_of
-from commhooks.hook.base import CommHook
-from commhooks.hook.registry import create
+from commhooks.hook.base import CommHook, tree
+from commhooks.hook.registry import available, create, portable_config
 
-__all__ = ["HookSpec", "parse_hook_spec", "parse_hook_specs", "split_hook_specs"]
+__all__ = ["HookLike", "HookSpec", "hook_spec", "parse_hook_specs", "spec_of", "split_hook_specs"]
 
+_NAME = re.compile(
+    r"""([\w./-]+ (?::[A-Za-z_][\w.]*(?=\s*(?:$|[:,])))?)  # a name, or module:Class
+        (?:[:,](.*))?                                      # options""",
+    re.DOTALL | re.VERBOSE,
+)
 _OPTION = re.compile(r"\s*(\w+)\s*=(.*)", re.DOTALL)
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 @dataclass(frozen=True)
 class HookSpec:
-    """The config of a hook, and the text from which it was parsed."""
+    """A hook to be made in other processes: its config, and a text for tables and messages."""
 
     text: str
     config: Mapping[str, Any]
@@ -44,34 +53,64 @@ class HookSpec:
         return self.text
 
 
-def parse_hook_spec(text: str) -> HookSpec:
-    """Parse one hook, and check that :func:`commhooks.create` can make it.
+HookLike: TypeAlias = (
+    str | HookSpec | CommHook | type[CommHook] | Mapping[str, Any] | tuple[str, Mapping[str, Any]]
+)
+"""What names a hook: a text, a hook, a class, a config, or a name and a dict of options."""
+
+
+def hook_spec(hook: HookLike) -> HookSpec:
+    """Return the spec of a hook, after checking that :func:`commhooks.create` can make it.
 
     Raises:
-        UnknownHookError, CommHookOptionError: the errors of ``create``, preceded by the text.
-        CommHookOptionError: the text does not have one of the forms above.
+        UnknownHookError, CommHookOptionError: the errors of ``create``, preceded by the hook.
+        CommHookOptionError: the hook has none of the forms of ``HookLike``.
     """
-    spec = HookSpec(text.strip(), _config(text.strip(), text.strip()))
-    try:
-        spec.create()
-    except CommHookError as error:
-        raise type(error)(f"hook {spec.text!r}: {error}") from error
+    match hook:
+        case HookSpec():
+            return hook
+        case str():
+            return _spec_of_text(hook.strip())
+        case CommHook():
+            made = hook
+        case type() if issubclass(hook, CommHook):
+            made = hook()
+        case (str(name), Mapping() as options):
+            made = create(name, **options)
+        case Mapping():
+            made = create(hook)
+        case _:
+            raise CommHookOptionError(
+                "expected a hook: a text such as powersgd:rank=4, a CommHook or its class, a "
+                f"config, or (name, options); found {hook!r}"
+            )
+    spec = HookSpec(spec_of(made), portable_config(made))
+    spec.create()
     return spec
 
 
-def parse_hook_specs(
-    hooks: Iterable[str | HookSpec],
-) -> tuple[list[HookSpec], dict[str, str]]:
-    """Parse each hook once, and return those that can be made and, by text, why others cannot.
+def spec_of(hook: CommHook) -> str:
+    """Return a hook as on the command line, with the options that are not the default."""
+    options = hook.to_config()
+    del options["name"]
+    with suppress(CommHookError):  # it has options without a default
+        usual = create(hook.name).to_config()
+        options = {name: value for name, value in options.items() if value != usual[name]}
+    texts = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    return f"{hook.name}:{','.join(texts)}" if texts else hook.name
 
-    Raises the error of :func:`parse_hook_spec` for the first hook if none of several can be made.
+
+def parse_hook_specs(hooks: Iterable[HookLike]) -> tuple[list[HookSpec], dict[str, str]]:
+    """Return the spec of each hook that can be made, once, and by text why others cannot.
+
+    Raises the error of :func:`hook_spec` for the first hook if none of several can be made.
     """
     specs: dict[str, HookSpec] = {}
     reasons: dict[str, str] = {}
     errors: list[Exception] = []
     for hook in hooks:
         try:
-            spec = parse_hook_spec(hook) if isinstance(hook, str) else hook
+            spec = hook_spec(hook)
             specs[spec.text] = spec
         except Exception as error:  # other packages' hooks may raise anything
             reasons[str(hook).strip()] = reason_of(error)
@@ -97,17 +136,38 @@ def split_hook_specs(text: str) -> list[str]:
     return texts
 
 
+def _spec_of_text(text: str) -> HookSpec:
+    config = _config(text, text)
+    try:
+        hook = create(config)
+    except CommHookError as error:
+        raise type(error)(f"hook {text!r}: {error}") from error
+    if not all(type(each).__module__.startswith("commhooks.") for each in tree(hook)):
+        config = portable_config(hook)
+    if not text.startswith("{"):
+        text = ":".join(part for part in _named(text, text) if part is not None)
+    return HookSpec(text, config)
+
+
+def _named(text: str, whole: str) -> tuple[str, str | None]:
+    """Split a name and its options, which are None if there is no separator."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        raise _ill_formed(whole, f"{text.partition(':')[0]!r} is not a name")
+    name, colon, attribute = match[1].partition(":")
+    if colon and name in available() and find_spec(name) is None:
+        raise _ill_formed(whole, f"{attribute!r} is not option=value")
+    return match[1], match[2]
+
+
 def _config(text: str, whole: str) -> dict[str, Any]:
     if text.startswith("{"):
         config = _json(text, whole)
         assert isinstance(config, dict)
         return config
-    name, colon, options = text.partition(":")
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise _ill_formed(whole, f"{name!r} is not a name")
-    pieces = _split(options, ",", whole) if colon else []
+    name, options = _named(text, whole)
     config = {"name": name}
-    for piece in pieces:
+    for piece in [] if options is None else _split(options, ",", whole):
         match = _OPTION.fullmatch(piece)
         if match is None:
             raise _ill_formed(whole, f"{piece!r} is not option=value")

@@ -23,8 +23,9 @@ from torch import nn
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import LinkError, ShapedLink, shaped_link
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
+from commhooks.hook.spec import HookLike, hook_spec
 from commhooks.lab.comparison.compare import check_model
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment
@@ -222,7 +223,7 @@ class HookBenchmarks:
 
     def __call__(
         self,
-        hook: str | CommHook | dict[str, Any] | Entry,
+        hook: HookLike | Entry,
         /,
         *,
         model: str | Callable[[], nn.Module],
@@ -268,7 +269,7 @@ class HookBenchmarks:
         if chosen["link"] != LOOPBACK:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
         options = tuple(sorted((wrapper or {}).items()))
-        workload = Workload(_name(model), batch and _name(batch), options, set_to_none)
+        workload = Workload(model, batch, options, set_to_none)
         place = _Place(workload, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)
@@ -282,17 +283,12 @@ class HookBenchmarks:
         return first
 
 
-def _entry(hook: str | CommHook | dict[str, Any] | Entry, options: dict[str, Any]) -> Entry:
+def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
     if isinstance(hook, Entry):
         return hook
     if hook in (BARE.name, TORCH.name):
         return _BESIDE[hook]
-    made = hook if isinstance(hook, CommHook) else create(hook, **options)
-    if not isinstance(hook, str):
-        return Entry(repr(made), made.to_config())
-    given = ",".join(f"{name}={value}" for name, value in options.items())
-    return Entry(f"{hook}:{given}" if given else hook, made.to_config())
-
-
-def _name(found: str | Callable[..., Any]) -> str:
-    return found if isinstance(found, str) else f"{found.__module__}:{found.__qualname__}"
+    if options:
+        hook = create(hook, **options) if isinstance(hook, str | Mapping) else hook(**options)
+    spec = hook_spec(hook)
+    return Entry(spec.text, spec.config)

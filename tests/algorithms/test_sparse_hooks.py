@@ -22,7 +22,7 @@ from commhooks.algorithms.sparse.randomk import RandomK
 from commhooks.algorithms.sparse.selection import draw_indices
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -274,7 +274,7 @@ def test_recipe_of_sparseloco():
     """As docs/hooks/topk.md has it: 64 of 4096 in 2 bits, 0.164 bits per parameter."""
     page = (Path(__file__).parents[2] / "docs/hooks/topk.md").read_text()
     (recipe,) = re.findall(r"^ +(error_feedback:.*)$", page, re.M)
-    hook = commhooks.create(parse_hook_spec(recipe).config)
+    hook = commhooks.create(hook_spec(recipe).config)
     gradient = torch.randn(100 * 4096)
     (result,), _ = lockstep([hook.inner], [make_bucket({"p": gradient.clone()})])
     assert [int(chunk.count_nonzero()) for chunk in result.split(4096)] == [64] * 100

@@ -27,7 +27,7 @@ def test_repr_is_source_and_state_is_not_an_option() -> None:
 
 
 def test_unregistered_hooks_have_a_name() -> None:
-    assert Remembering.name == f"{__name__}.Remembering"
+    assert Remembering.name == f"{__name__}:Remembering"
     assert Remembering().to_config() == {"name": Remembering.name, "decay": 0.5}
 
 

@@ -1,9 +1,14 @@
-"""Hooks parsed from text."""
+"""Hooks parsed from text, and from what Python users have."""
+
+import importlib
+from pathlib import Path
 
 import pytest
+from support import my_hooks
 
+import commhooks
 from commhooks import CommHookError, CommHookOptionError, UnknownHookError
-from commhooks.hook.spec import parse_hook_spec, parse_hook_specs, split_hook_specs
+from commhooks.hook.spec import HookLike, hook_spec, parse_hook_specs, split_hook_specs
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ from commhooks.hook.spec import parse_hook_spec, parse_hook_specs, split_hook_sp
     ],
 )
 def test_all_forms(text: str, config: dict[str, object]) -> None:
-    spec = parse_hook_spec(text)
+    spec = hook_spec(text)
     assert spec.config == config
     assert str(spec) == text
     assert spec.create().name == config["name"]
@@ -72,6 +77,80 @@ def test_errors_name_the_mistake(text: str, kind: type[CommHookError], says: str
     with pytest.raises(kind, match=says) as caught:
         parse_hook_specs(split_hook_specs(text))
     assert str(caught.value).startswith("hook '")
+
+
+@pytest.mark.parametrize(
+    ("text", "normal", "config"),
+    [
+        ("support.my_hooks:Coarse", None, {"name": "support.my_hooks:Coarse"}),
+        ("support.my_hooks:Coarse:step=4", None, {"name": "support.my_hooks:Coarse", "step": 4}),
+        ("coarse:step=4", None, {"name": "support.my_hooks:Coarse", "step": 4}),
+        ("powersgd,rank=4", "powersgd:rank=4", {"name": "powersgd", "rank": 4}),
+    ],
+)
+def test_classes_and_other_spellings(
+    text: str, normal: str | None, config: dict[str, object]
+) -> None:
+    importlib.import_module("support.my_hooks")
+    [split] = split_hook_specs(text)
+    spec = hook_spec(split)
+    assert str(spec) == (normal or text)
+    assert spec.config.items() >= config.items()
+
+
+def test_a_hook_of_a_script(tmp_path: Path) -> None:
+    source = Path(my_hooks.__file__).read_text().replace('"coarse"', '"scripted"')
+    script = tmp_path / "my_script.py"
+    script.write_text(source)
+    made = hook_spec(f"{script}:Coarse:step=2").create()
+    assert getattr(made, "step", None) == 2
+    assert hook_spec("scripted:step=2").config["name"] == "my_script:Coarse"
+    with pytest.raises(UnknownHookError, match=r"'missing\.py' cannot be imported: FileNotFound"):
+        hook_spec("missing.py:Coarse")
+    other = tmp_path / "other" / "my_script.py"
+    other.parent.mkdir()
+    other.write_text(source)
+    with pytest.raises(UnknownHookError, match="another module is named 'my_script'"):
+        hook_spec(f"{other}:Coarse")
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        my_hooks.Coarse(step=4),
+        {"name": "coarse", "step": 4},
+        ("coarse", {"step": 4}),
+        ("support.my_hooks:Coarse", {"step": 4}),
+    ],
+)
+def test_python_objects(hook: HookLike) -> None:
+    spec = hook_spec(hook)
+    assert spec.text == "coarse:step=4"
+    # A process that has not imported the module finds the class.
+    assert spec.config == {"name": "support.my_hooks:Coarse", "step": 4}
+    assert spec.create() == my_hooks.Coarse(step=4)
+
+
+def test_nested_hooks_and_classes_without_a_name() -> None:
+    outer = commhooks.create("cast", inner=my_hooks.Coarse(step=2), dtype="bfloat16")
+    for hook in (outer, "cast:inner=(coarse:step=2),dtype=bfloat16"):
+        inner = hook_spec(hook).config["inner"]
+        assert inner == {"name": "support.my_hooks:Coarse", "step": 2}
+    unnamed = my_hooks.Unnamed()
+    assert hook_spec(unnamed).config == {"name": "support.my_hooks:Unnamed"}
+    assert hook_spec(my_hooks.Unnamed).create() == unnamed == commhooks.create(unnamed.to_config())
+
+
+def test_a_class_that_other_processes_cannot_find() -> None:
+    class Local(my_hooks.Unnamed):
+        pass
+
+    with pytest.raises(CommHookError, match=r"has no .*<locals>"):
+        hook_spec(Local())
+    with pytest.raises(CommHookOptionError, match=r"expected a hook: a text .*found 3"):
+        hook_spec(3)  # type: ignore[arg-type]
+    with pytest.raises(CommHookError, match="expected a subclass of CommHook"):
+        hook_spec("support.my_hooks:dataclass")
 
 
 def test_a_list_keeps_what_can_be_made() -> None:

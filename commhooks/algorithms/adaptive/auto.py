@@ -38,7 +38,6 @@ from commhooks.algorithms.adaptive.candidates import (
     check_candidate,
     default_candidates,
     hook_of_spec,
-    spec_of,
 )
 from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.decision import Decision
@@ -71,6 +70,7 @@ from commhooks.errors import (
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.options import Ge, Made
 from commhooks.hook.registry import register_hook
+from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
 from commhooks.planning import Plan
 from reducer import GradBucket

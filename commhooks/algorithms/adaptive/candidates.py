@@ -1,13 +1,11 @@
 """The hooks that plans choose from, and their specs in plans."""
 
-import json
-from contextlib import suppress
 from typing import Any
 
-from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.registry import create, declared_candidates
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.registry import declared_candidates
+from commhooks.hook.spec import hook_spec
 
 __all__ = [
     "DEFAULT_CANDIDATES",
@@ -15,7 +13,6 @@ __all__ = [
     "default_candidates",
     "default_specs",
     "hook_of_spec",
-    "spec_of",
 ]
 
 DEFAULT_CANDIDATES = (
@@ -44,25 +41,14 @@ def default_specs() -> list[str]:
 
 def default_candidates() -> list[CommHook]:
     """Return new hooks of :func:`default_specs`."""
-    return [parse_hook_spec(spec).create() for spec in default_specs()]
+    return [hook_spec(spec).create() for spec in default_specs()]
 
 
 def hook_of_spec(value: Any) -> Any:
     """Return the hook of a spec with options, such as "powersgd:rank=4"; other values as is."""
     if isinstance(value, str) and ":" in value:
-        return parse_hook_spec(value).create()
+        return hook_spec(value).create()
     return value
-
-
-def spec_of(hook: CommHook) -> str:
-    """Return the hook as on the command line, with the options that are not the default."""
-    options = hook.to_config()
-    del options["name"]
-    with suppress(CommHookError):  # it has options without a default
-        usual = create(hook.name).to_config()
-        options = {name: value for name, value in options.items() if value != usual[name]}
-    texts = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-    return f"{hook.name}:{','.join(texts)}" if texts else hook.name
 
 
 def check_candidate(hook: CommHook, where: str) -> None:

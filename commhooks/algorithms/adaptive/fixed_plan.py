@@ -6,7 +6,7 @@ from typing import Any
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
 
 __all__ = ["exact_plan", "hooks_of_plan", "plan_of", "positions_of"]
@@ -34,7 +34,7 @@ def hooks_of_plan(plan: Plan, owner: str) -> list[CommHook]:
     hooks: list[CommHook] = []
     for spec in dict.fromkeys(row.hook for row in plan.rows):
         try:
-            hook = parse_hook_spec(spec).create()
+            hook = hook_spec(spec).create()
         except CommHookError as error:
             raise CommHookOptionError(f"option 'plan' of hook {owner!r}: {error}") from error
         if hook not in hooks:
@@ -50,7 +50,7 @@ def positions_of(
     Raises CommHookError if the plan is for other parameters.
     """
     hook_of = plan.hook_of()
-    specs = {spec: hooks.index(parse_hook_spec(spec).create()) for spec in set(hook_of.values())}
+    specs = {spec: hooks.index(hook_spec(spec).create()) for spec in set(hook_of.values())}
     if not hook_of:
         return dict.fromkeys(parameters, 0)
     for what, names in (

@@ -3,11 +3,17 @@
 The models have the parameters and the arithmetic of the published ones. Weights and inputs are
 random, because only time and bytes are measured.
 
-Imports: errors.
+Imports: errors, hook.
 """
 
 from commhooks.lab.models.gpt2 import GPT2Small
-from commhooks.lab.models.loading import ModelError, built_in_models, load_callable, load_model
+from commhooks.lab.models.loading import (
+    ModelError,
+    built_in_models,
+    load_callable,
+    load_model,
+    name_of,
+)
 from commhooks.lab.models.lstm import LSTMLanguageModel
 from commhooks.lab.models.resnet import ResNet50
 from commhooks.lab.models.transformer import Transformer
@@ -23,4 +29,5 @@ __all__ = [
     "built_in_models",
     "load_callable",
     "load_model",
+    "name_of",
 ]

@@ -1,19 +1,19 @@
 """Loads models by name or by factory: ``gpt2-small``, ``my_package.models:make``."""
 
 import difflib
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from commhooks.errors import CommHookError
+from commhooks.hook.references import load_reference, reference_to
 from commhooks.lab.models.gpt2 import GPT2Small
 from commhooks.lab.models.lstm import LSTMLanguageModel
 from commhooks.lab.models.resnet import ResNet50
 from commhooks.lab.models.transformer import Transformer
 
-__all__ = ["ModelError", "built_in_models", "load_callable", "load_model"]
+__all__ = ["ModelError", "built_in_models", "load_callable", "load_model", "name_of"]
 
 _BUILT_IN: dict[str, Callable[[], nn.Module]] = {
     "gpt2-small": GPT2Small,
@@ -33,10 +33,9 @@ def built_in_models() -> list[str]:
 
 
 def load_model(name: str) -> nn.Module:
-    """Make a built-in model, or call the factory ``package.module:factory``.
+    """Make a built-in model, or call the factory ``package.module:factory``, ``file.py:factory``.
 
-    The current directory is searched only if it is on ``sys.path``. Inside ``with
-    torch.device("meta")`` built-in models take no memory.
+    Inside ``with torch.device("meta")`` built-in models take no memory.
 
     Raises ModelError if the name is unknown; if the factory cannot be imported, is not callable or
     raises; or if it does not return a module with parameters that need gradients.
@@ -48,7 +47,7 @@ def load_model(name: str) -> nn.Module:
             f"no model is named {name!r}"
             + (f"; did you mean {near[0]!r}?" if near else ".")
             + f" Built in: {', '.join(built_in_models())}. "
-            "A model of your own: package.module:factory."
+            "A model of your own: package.module:factory or train.py:factory."
         )
     try:
         model = factory()
@@ -68,33 +67,24 @@ def load_model(name: str) -> nn.Module:
 
 
 def load_callable(path: str) -> Callable[..., Any]:
-    """Import the callable ``package.module:name``. Raises ModelError."""
-    found = _load_object(path)
+    """Import the callable ``package.module:name`` or ``file.py:name``. Raises ModelError."""
+    try:
+        found = load_reference(path)
+    except CommHookError as error:
+        raise ModelError(str(error)) from error
     if not callable(found):
         raise ModelError(f"{path!r}: expected a callable, found {type(found).__name__}")
     return found  # type: ignore[no-any-return]
 
 
-def _load_object(path: str) -> Any:
-    """Import the object ``package.module:name``. Raises ModelError."""
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ModelError(f"expected package.module:name, found {path!r}")
+def name_of(found: str | Callable[..., Any]) -> str:
+    """Return the name by which rank processes import a callable. Raises ModelError."""
+    if isinstance(found, str):
+        return found
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise ModelError(
-            f"{path!r}: the module {module_name!r} cannot be imported: {_text(error)}"
-        ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=1)
-            raise ModelError(
-                f"{path!r}: {module_name!r} has no {attribute!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        found = getattr(found, part)
-    return found
+        return reference_to(found)
+    except CommHookError as error:
+        raise ModelError(str(error)) from error
 
 
 def _text(error: Exception) -> str:

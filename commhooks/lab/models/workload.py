@@ -1,13 +1,13 @@
 """A model to measure with, its input and its loss."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commhooks.lab.models.loading import ModelError, load_callable, load_model
+from commhooks.lab.models.loading import ModelError, load_callable, load_model, name_of
 
 __all__ = ["Workload"]
 
@@ -19,17 +19,24 @@ class Workload:
     """A model and its input, by name, so that every process makes the same ones.
 
     Args:
-        model: the name of a model, as for :func:`commhooks.lab.models.load_model`.
-        input: ``package.module:factory`` of a batch, which is a tensor, a tuple of positional
-            arguments or a dict of keyword arguments. None: the model's own ``example_input()``.
+        model: the name of a model, as for :func:`commhooks.lab.models.load_model`, or a function or
+            class of a module, whose name is kept.
+        input: ``package.module:factory`` of a batch, or the factory. A batch is a tensor, a tuple
+            of positional arguments or a dict of keyword arguments. None: the model's own
+            ``example_input()``.
         wrapper: names and values of options of the wrappers, such as ``("bucket_cap_mb", 8)``.
         set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
     """
 
-    model: str
-    input: str | None = None
+    model: str | Callable[..., nn.Module]
+    input: str | Callable[..., Any] | None = None
     wrapper: tuple[tuple[str, Any], ...] = ()
     set_to_none: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", name_of(self.model))
+        if self.input is not None:
+            object.__setattr__(self, "input", name_of(self.input))
 
     def make_module(self) -> nn.Module:
         """Make the model.
@@ -37,13 +44,13 @@ class Workload:
         All ranks get the same weights if the factory draws them from torch's default generator.
         """
         torch.manual_seed(_SEED)
-        return load_model(self.model)
+        return load_model(str(self.model))
 
     def make_input(self, module: nn.Module, rank: int) -> Any:
         """Make the batch of a rank, which is the same in every step. Raises ModelError."""
         torch.manual_seed(_SEED + 1 + rank)
         if self.input is not None:
-            return load_callable(self.input)()
+            return load_callable(str(self.input))()
         example_input = getattr(module, "example_input", None)
         if example_input is None:
             raise ModelError(

@@ -23,7 +23,7 @@ from commhooks.algorithms.adaptive.fit import Cost, Point
 from commhooks.algorithms.adaptive.link import Estimate
 from commhooks.algorithms.adaptive.trial import relative_error
 from commhooks.costs.timeline import Timing
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan, Row
 from commhooks.testing.compare import disagreement, same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
@@ -327,7 +327,7 @@ def send_all(rank: int, size: int) -> None:
         "allreduce",
     ]
     hook = Auto(plan=plan_of(dict.fromkeys(SHAPES, order[0])))
-    hooks = [parse_hook_spec(spec).create() for spec in order]
+    hooks = [hook_spec(spec).create() for spec in order]
     hook._hooks = [hooks[-1], *hooks[:-1]]
     hook._table._hooks = hook._hooks
     trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.03)
