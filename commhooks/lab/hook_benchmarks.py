@@ -22,7 +22,7 @@ from torch import nn
 
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import LinkError, ShapedLink, shaped_link
-from commhooks.errors import CommHookError
+from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, hook_spec
@@ -288,7 +288,12 @@ def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
         return hook
     if hook in (BARE.name, TORCH.name):
         return _BESIDE[hook]
-    if options:
-        hook = create(hook, **options) if isinstance(hook, str | Mapping) else hook(**options)
+    match hook:
+        case str() | Mapping() if options:
+            hook = create(hook, **options)
+        case type():
+            hook = hook(**options)
+        case _ if options:
+            raise CommHookOptionError(f"expected no options beside {hook!r}, found {options}")
     spec = hook_spec(hook)
     return Entry(spec.text, spec.config)
