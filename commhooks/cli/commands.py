@@ -41,6 +41,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="commhooks", message="%(package)s %(version)s")
 def commands() -> None:
     """Choose a gradient communication hook for data-parallel training."""
     # Find factories in the current directory, as `python -m` does.

@@ -72,6 +72,12 @@ class Measured:
     reasons: Mapping[int, str]
     """Why hooks can average no group, by their index."""
 
+    @property
+    def alone_seconds(self) -> float:
+        """The time of a step without communication on this machine."""
+        backward = sum(bucket.backward_seconds + bucket.unpack_seconds for bucket in self.buckets)
+        return self.forward_seconds + backward
+
 
 def measure_groups(job: PlanningJob) -> Measured:
     """Measure with two ranks on this machine, which takes seconds to minutes.
