@@ -118,8 +118,7 @@ def plan(
             ranks_per_node=cluster.ranks_per_node,
             bucket_cap_mb=cluster.bucket_cap_mb,
         ),
-        configs=tuple(spec.config for spec in specs)
-        + ((error.config,) if isinstance(error, HookSpec) else ()),
+        hooks=(*specs, error) if isinstance(error, HookSpec) else tuple(specs),
         exact=tuple(rule.strip() for rule in exact.split(",") if rule.strip()),
         world_size=cluster.world_size,
     )

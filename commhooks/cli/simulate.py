@@ -91,9 +91,9 @@ def simulate(
         first_step=step,
     )
     known = _measured(job, specs, cluster.world_size, measurements)
-    reasons |= {s.text: reason for s in specs if (reason := known.reason(s.config)) is not None}
+    reasons |= {s.text: reason for s in specs if (reason := known.reason(s)) is not None}
     study = Study(
-        hooks={str(spec): known.of(spec.config) for spec in specs if spec.text not in reasons},
+        hooks={str(spec): known.of(spec) for spec in specs if spec.text not in reasons},
         network=network,
         backend=NCCL() if cluster.backend == "nccl" else known.gloo,
         cores=cluster.cores_of_rank,
@@ -115,14 +115,13 @@ def _measured(
     job: Job, specs: Sequence[HookSpec], world_size: int, path: Path | None
 ) -> Measurements:
     """Return the measurements in the file, after measuring and saving what it lacks."""
-    configs = [spec.config for spec in specs]
     sizes = dry_run_sizes([world_size], job.ranks_per_node)
     known = Measurements.load(path) if path is not None and path.exists() else None
     if known is not None and known.job != job:
         raise CommHookOptionError(
             f"{path}: expected measurements of {job}, found those of {known.job}; use another file"
         )
-    missing = configs if known is None else known.lacking(configs, sizes)
+    missing = specs if known is None else known.lacking(specs, sizes)
     if missing:
         console = Console(stderr=True)
         with console.status(f"measuring {job.model} with {len(missing)} hooks"):

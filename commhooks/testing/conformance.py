@@ -31,7 +31,7 @@ __all__ = ["ConformanceError", "check_hook"]
 
 
 _HOOKS = str(Path("commhooks", "algorithms"))
-_FRAMEWORK = tuple(str(Path(module.__file__).parent) for module in (commhooks, reducer, torch))
+_FRAMEWORK = tuple(each.__path__[0] for each in (commhooks, reducer, torch))
 
 
 class ConformanceError(AssertionError):
