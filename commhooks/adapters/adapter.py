@@ -130,6 +130,12 @@ class Adapter(ABC):
     def stats(self) -> HookStats:
         """Return the statistics of the installed hook, since it was installed."""
 
+    def recent_stats(self, last: int) -> HookStats:
+        """Return those of the last steps, or of all where C++ or torch runs the hook."""
+        if self._runner is None:
+            return self.stats()
+        return self._collector.stats(self.group.size(), last)
+
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:  # noqa: B027
         """Rebuild the buckets by the keys of parameters' names, where the wrapper can do that."""
 

@@ -205,9 +205,24 @@ class HookHandle:
         if model is not None:
             _handles.pop(model, None)
 
-    def stats(self) -> HookStats:
-        """Return what the hook cost and saved on this rank since it was registered or replaced."""
-        stats = self._in_use().stats()
+    def __repr__(self) -> str:
+        model = type(inner_module(self._model() or nn.Identity())).__name__
+        if self._adapter is None:
+            state = "removed" if self._awaited is None else f"awaits {self._awaited!r}"
+            return f"HookHandle({state})"
+        return f"HookHandle({self._hook!r} on {model}, {self._adapter.steps} steps)"
+
+    def stats(self, last: int | None = None) -> HookStats:
+        """Return what the hook cost and saved on this rank since it was registered or replaced.
+
+        With ``last=100``, the means are over the last 100 steps, at most 1000, without a warm-up
+        that came before. Then ``exposed_seconds`` is not known. Hooks in C++, such as ``bf16``, and
+        torch-style functions have means over all steps in any case; ``steps`` says how many.
+        """
+        if last is not None and last < 1:
+            raise CommHookError(f"stats(last): expected at least 1 step, found {last}")
+        adapter = self._in_use()
+        stats = adapter.stats() if last is None else adapter.recent_stats(last)
         hook = self.hook
         return replace(stats, metrics=hook.metrics()) if isinstance(hook, CommHook) else stats
 

@@ -14,7 +14,7 @@ __all__ = ["commands"]
 _COMMANDS = {
     "compare": "commhooks.cli.compare:compare",
     "describe": "commhooks.cli.catalog:describe",
-    "doctor": "commhooks.cli.doctor:doctor",
+    "doctor": "commhooks.cli.catalog:doctor",
     "list": "commhooks.cli.catalog:list_hooks",
     "plan": "commhooks.cli.plan:plan",
     "simulate": "commhooks.cli.simulate:simulate",
@@ -41,6 +41,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="commhooks", message="%(package)s %(version)s")
 def commands() -> None:
     """Choose a gradient communication hook for data-parallel training."""
     # Find factories in the current directory, as `python -m` does.

@@ -2,19 +2,31 @@
 
 import json
 import signal
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import click
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
-from commhooks.cli.comparison_table import costs_table, pairs_table, times_table
-from commhooks.cli.parameters import FILE, IMAGE, RATE, hooks_option, input_option, model_option
-from commhooks.cli.progress_bar import progress_bar
-from commhooks.cli.tables import show_failures
-from commhooks.lab.comparison import Comparison, ComparisonInterrupted, LaunchedRanks
+from commhooks.cli.parameters import (
+    FILE,
+    IMAGE,
+    RATE,
+    hooks_option,
+    import_option,
+    input_option,
+    model_option,
+)
+from commhooks.cli.tables import show_failures, table_of_hooks
+from commhooks.lab.comparison import Comparison, ComparisonInterrupted, LaunchedRanks, Row
 from commhooks.lab.comparison import compare as compare_hooks
+from commhooks.lab.comparison.progress import ProgressCallback
+from commhooks.lab.comparison.table import Columns, costs_columns, explanations
 
 __all__ = ["compare"]
 
@@ -24,16 +36,18 @@ _INTERRUPTED = 130  # what shells report after Ctrl-C
 @click.command()
 @model_option
 @input_option
+@import_option
 @click.option(
     "--train",
     metavar="NAME",
-    help="Also train with each hook. package.module:function, a generator function "
-    "train(model, rank, world_size) that runs one training step per next() and yields a function "
-    "that returns the validation loss.",
+    help="Also train with each hook. package.module:function or file.py:function, a generator "
+    "function train(model, rank, world_size) that runs one training step per next() and yields a "
+    "function that returns the validation loss.",
 )
 @hooks_option(
-    "Hooks with their options, for example bf16,powersgd:rank=4. A hook in a hook is written in "
-    "parentheses: error_feedback:inner=(topk:density=0.01)."
+    "Hooks with their options, for example int8,powersgd:rank=4 or my_module:MyHook. A hook in a "
+    "hook is written in parentheses: error_feedback:inner=(topk:density=0.01). bf16 is always "
+    "added."
 )
 @click.option("--world-size", type=int, help="Number of ranks; 2 by default.")
 @click.option(
@@ -81,7 +95,7 @@ def compare(
     """Measure hooks on a model, beside torch DDP and the bare model.
 
     Ranks are processes on this machine, on CPU. Each hook is verified before it is timed. Ctrl-C
-    prints what has been measured so far.
+    prints what has been measured so far. The last lines say which hook to use.
 
     A hook that fails is left out, and a line says why; the others are measured. The exit status is
     0 if no hook failed, 1 if some did or nothing could be measured, 2 for wrong options, and 130
@@ -100,7 +114,7 @@ def compare(
         is_first = ranks is None or ranks.rank == 0
         status = 0
         try:
-            with progress_bar() if is_first else nullcontext(lambda *_: None) as progress:
+            with _progress_bar() if is_first else nullcontext(lambda *_: None) as progress:
                 comparison = compare_hooks(
                     model,
                     hooks,
@@ -149,8 +163,61 @@ def _write(
 def _show(comparison: Comparison) -> None:
     console = Console()
     if comparison.pairs:
-        console.print(pairs_table(comparison))
-    console.print(times_table(comparison))
-    console.print(costs_table(comparison))
-    for note in comparison.notes:
-        console.print(f"Note: {note}.", highlight=False, markup=False)
+        console.print(_pairs_table(comparison))
+    console.print(_times_table(comparison))
+    console.print(_costs_table(comparison))
+    for line in comparison.remarks():
+        console.print(line, highlight=False, markup=False)
+
+
+def _times_table(comparison: Comparison) -> Table:
+    """Make the table of times: a section per link, with one row per entry."""
+    columns = comparison.times_columns()
+    caption = "\n".join(explanations(list(columns)))
+    table = table_of_hooks(columns, title=comparison.title, caption=caption)
+    for link in comparison.links:
+        table.add_row(Text(f"{link}, {comparison.kind_of(link)}", style="bold"))
+        for row in comparison.rows:
+            if row.link == link:
+                _add(table, f"  {row.hook}", row, columns)
+        for failure in comparison.failures_over(link):
+            table.add_row(Text(f"  {failure.hook}"), "failed")
+        table.add_section()
+    return table
+
+
+def _costs_table(comparison: Comparison) -> Table:
+    """Make the table of what does not depend on the link, with one row per entry."""
+    columns = costs_columns(comparison.rows)
+    table = table_of_hooks(columns, caption="\n".join(explanations(list(columns))))
+    for hook in comparison.hooks:
+        _add(table, hook, comparison.row(hook, comparison.links[0]), columns)
+    return table
+
+
+def _pairs_table(comparison: Comparison) -> Table:
+    """Make the table of the network between hosts."""
+    caption = "\n".join(explanations(["rate", "latency", "slow"]))
+    names = ("rate", "latency", "")
+    table = table_of_hooks(names, first="pair of hosts", title="network", caption=caption)
+    for pair, *cells in comparison.pair_cells():
+        table.add_row(Text(pair), *cells)
+    return table
+
+
+def _add(table: Table, name: str, row: Row, columns: Columns) -> None:
+    table.add_row(Text(name), *(cell(row) for cell in columns.values()))
+
+
+@contextmanager
+def _progress_bar() -> Iterator[ProgressCallback]:
+    """Show a bar on the standard error output, if that is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def update(what: str, done: float, total: float) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield update

@@ -2,19 +2,12 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from html import escape
 
 from commhooks.cli.comparison_plot import panels, save
-from commhooks.cli.comparison_table import (
-    costs_columns,
-    explanations,
-    failures_of,
-    format_pair,
-    kind_of,
-    times_columns,
-)
 from commhooks.lab.comparison import Comparison, Row
+from commhooks.lab.comparison.table import Columns, costs_columns, explanations
 
 __all__ = ["comparison_page"]
 
@@ -45,7 +38,10 @@ def comparison_page(comparison: Comparison) -> str:
     parts = [
         f"<h1>{title}</h1>",
         f"<p>Communication hooks, measured by <code>commhooks compare</code> {about}</p>",
-        *(f"<p><strong>Note:</strong> {escape(note)}.</p>" for note in comparison.notes),
+        *(
+            f"<p><strong>{escape(name)}:</strong> {escape(text)}</p>"
+            for name, _, text in (line.partition(": ") for line in comparison.remarks())
+        ),
         *(
             f'<p><strong class="failed">Failed:</strong> {escape(str(failure))}.</p>'
             for failure in comparison.failures
@@ -56,14 +52,14 @@ def comparison_page(comparison: Comparison) -> str:
         "</div>",
         *(
             _table(
-                f"{link}, {kind_of(comparison, link)}",
-                times_columns(comparison),
+                f"{link}, {comparison.kind_of(link)}",
+                comparison.times_columns(),
                 [row for row in comparison.rows if row.link == link],
-                [failure.hook for failure in failures_of(comparison, link)],
+                [failure.hook for failure in comparison.failures_over(link)],
             )
             for link in comparison.links
         ),
-        _table("Costs", costs_columns(comparison), _first_rows(comparison)),
+        _table("Costs", costs_columns(comparison.rows), _first_rows(comparison)),
         _definitions(comparison),
     ]
     return (
@@ -79,8 +75,7 @@ def _network(comparison: Comparison) -> Iterable[str]:
     if not comparison.pairs:
         return
     rows = []
-    for pair in sorted(comparison.pairs, key=lambda pair: pair.bits_per_second):
-        *cells, mark = format_pair(comparison, pair)
+    for *cells, mark in comparison.pair_cells():
         tag = f'<td class="slow">{mark}</td>'
         rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells) + tag)
     yield _html_table("Network", ["pair of hosts", "rate", "latency", ""], rows)
@@ -88,7 +83,7 @@ def _network(comparison: Comparison) -> Iterable[str]:
 
 def _table(
     title: str,
-    columns: Mapping[str, Callable[[Row], str]],
+    columns: Columns,
     rows: Iterable[Row],
     failed: Iterable[str] = (),
 ) -> str:
@@ -111,7 +106,9 @@ def _html_table(title: str, names: Iterable[str], rows: Iterable[str]) -> str:
 
 
 def _definitions(comparison: Comparison) -> str:
-    lines = (line.partition(": ") for line in explanations(comparison))
+    names = [*comparison.times_columns(), *costs_columns(comparison.rows)]
+    names += ["rate", "latency", "slow"] if comparison.pairs else []
+    lines = (line.partition(": ") for line in explanations(names))
     return f"<dl>{''.join(f'<dt>{a}</dt><dd>{escape(b)}</dd>' for a, _, b in lines)}</dl>"
 
 

@@ -103,7 +103,7 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
 def _draw_losses(axes: Axes, comparison: Comparison, link: str) -> None:
     _draw_training(axes, comparison, link, lambda point: point.seconds)
     axes.xaxis.set_major_formatter(EngFormatter("s"))
-    predicted = "" if comparison.row("torch", link).measured else ", predicted"
+    predicted = ", predicted" if comparison.kind_of(link) == "predicted" else ""
     axes.set_xlabel(f"training time over {link}{predicted}")
 
 

@@ -1,7 +1,10 @@
 """Options, and types of options, that several commands share."""
 
+import functools
+import math
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,24 +12,26 @@ import click
 
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
-from commhooks.hook.spec import HookSpec, parse_hook_specs, split_hook_specs
+from commhooks.hook.references import import_module
+from commhooks.hook.spec import HookSpec, hook_spec, parse_hook_specs, split_hook_specs
 from commhooks.lab.machine import cores as cores_here
 from commhooks.lab.models import built_in_models, load_callable
 from commhooks.lab.simulation import Link, Network
-from commhooks.lab.units import parse_duration, parse_rate
+from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
 
 __all__ = [
     "DURATION",
     "FILE",
     "IMAGE",
     "RATE",
+    "Cluster",
     "cluster_options",
-    "cores_of_rank",
     "hooks_option",
+    "import_option",
     "input_option",
     "model_option",
-    "network_of",
     "usable_hooks",
+    "with_references",
 ]
 
 
@@ -82,13 +87,25 @@ model_option = click.option(
     "--model",
     required=True,
     metavar="NAME",
-    help=f"The model: package.module:factory, or one of {', '.join(built_in_models())}.",
+    help="The model: package.module:factory, a function in a file as train.py:make_model, or one "
+    f"of {', '.join(built_in_models())}.",
 )
 input_option = click.option(
     "--input",
     "input_factory",
     metavar="NAME",
-    help="package.module:factory of a batch. Default: the model's example_input().",
+    help="package.module:factory or file.py:factory of a batch. Default: the model's "
+    "example_input().",
+)
+import_option = click.option(
+    "--import",
+    metavar="MODULE",
+    multiple=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda _context, _option, names: [import_module(name) for name in names],
+    help="Import a module, or a file such as my_hooks.py, that registers hooks; may be given "
+    "several times.",
 )
 
 
@@ -108,6 +125,56 @@ def hooks_option(
         callback=lambda _context, _option, given: [text for texts in given for text in texts],
         help=text,
     )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the options of :func:`cluster_options` describe."""
+
+    world_size: int
+    link: float
+    latency: float
+    ranks_per_node: int
+    node_link: float | None
+    backend: str
+    cores: float | None
+    speed: float | None
+    step_time: float | None
+    bucket_cap_mb: float | None
+
+    def __post_init__(self) -> None:
+        if self.speed is not None and self.step_time is not None:
+            raise click.UsageError("--speed and --step-time say the same; expected one of them")
+
+    @property
+    def network(self) -> Network:
+        """The links between ranks."""
+        node_link = Link(self.node_link or self.link, latency_seconds=0)
+        return Network(
+            self.world_size, Link(self.link, self.latency), node_link, self.ranks_per_node
+        )
+
+    @property
+    def cores_of_rank(self) -> float:
+        """The cores that the threads of one rank share."""
+        if self.step_time is not None and self.cores is None:
+            return math.inf
+        cores = self.cores or max(cores_here(), self.ranks_per_node)
+        return cores / self.ranks_per_node
+
+    def speed_for(self, alone_seconds: float) -> float:
+        """Return the speed, if this machine takes ``alone_seconds`` for a step of one rank."""
+        return alone_seconds / self.step_time if self.step_time else self.speed or 1.0
+
+    def title(self, model: str, speed: float) -> str:
+        """Return what is predicted, in two lines."""
+        per_rank = self.cores_of_rank
+        cores = "unlimited cores" if math.isinf(per_rank) else f"{per_rank:g} cores for each rank"
+        return (
+            f"{model}, {self.world_size} ranks at {format_rate(self.link)}, "
+            f"{format_duration(self.latency)}; predicted\n"
+            f"for {self.backend}, {cores}, {speed:.3g} times the speed of this machine"
+        )
 
 
 _CLUSTER = (
@@ -150,14 +217,18 @@ _CLUSTER = (
         "--cores",
         type=click.FloatRange(min=0, min_open=True),
         help="CPU cores of each node, which its ranks share. Default: as many as this machine has, "
-        "but at least one per rank.",
+        "but at least one per rank; with --step-time without limit, as for GPUs.",
+    ),
+    click.option(
+        "--step-time",
+        type=DURATION,
+        help="Forward and backward of one rank alone on the cluster, for example 350ms; sets "
+        "--speed.",
     ),
     click.option(
         "--speed",
         type=click.FloatRange(min=0, min_open=True),
-        default=1.0,
-        show_default=True,
-        help="How many times as fast as this machine the ranks compute.",
+        help="How many times as fast as this machine the ranks compute. Default: 1.",
     ),
     click.option(
         "--bucket-cap-mb",
@@ -167,25 +238,24 @@ _CLUSTER = (
 )
 
 
-def cluster_options(command: _Function) -> _Function:
-    """Add the options that describe a cluster, and how the model is trained on it."""
+def cluster_options(command: _Function) -> Callable[..., Any]:
+    """Add options for a cluster and how the model is trained on it; they arrive as ``cluster``."""
+
+    @functools.wraps(command)
+    def with_cluster(**options: Any) -> Any:
+        cluster = Cluster(**{field.name: options.pop(field.name) for field in fields(Cluster)})
+        return command(cluster=cluster, **options)
+
+    found: Callable[..., Any] = with_cluster
     for option in reversed(_CLUSTER):
-        command = option(command)
-    return command
+        found = option(found)
+    return found
 
 
-def network_of(
-    world_size: int, link: float, latency: float, ranks_per_node: int, node_link: float | None
-) -> Network:
-    """Return the network that :func:`cluster_options` describe."""
-    return Network(
-        world_size, Link(link, latency), Link(node_link or link, latency_seconds=0), ranks_per_node
-    )
-
-
-def cores_of_rank(cores: float | None, ranks_per_node: int) -> float:
-    """Return the cores that the threads of one rank share."""
-    return (cores or max(cores_here(), ranks_per_node)) / ranks_per_node
+def with_references(specs: Iterable[HookSpec], *references: str) -> list[HookSpec]:
+    """Return each hook once, with those that others are compared with first."""
+    found = {name: hook_spec(name) for name in references}
+    return list((found | {spec.text: spec for spec in specs}).values())
 
 
 def usable_hooks(

@@ -1,5 +1,6 @@
 """``commhooks plan``: choose a hook for each group of parameters, without training."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,20 +16,22 @@ from commhooks.algorithms.adaptive.candidates import (
 from commhooks.cli.parameters import (
     FILE,
     IMAGE,
+    Cluster,
     cluster_options,
-    cores_of_rank,
     hooks_option,
+    import_option,
     input_option,
     model_option,
-    network_of,
     usable_hooks,
+    with_references,
 )
 from commhooks.cli.tables import show_failures, table_of_hooks
 from commhooks.errors import CommHookError
-from commhooks.hook.spec import HookSpec, parse_hook_spec
+from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of
 from commhooks.lab.simulation import BASELINE, NCCL, Job
-from commhooks.lab.units import format_duration, format_rate
+from commhooks.lab.units import format_duration
+from commhooks.lab.verdict import cost_of_measuring
 from commhooks.planning import Plan, Problem, Row, merged, solve
 
 __all__ = ["plan"]
@@ -49,7 +52,7 @@ class _Error(click.ParamType):  # type: ignore[type-arg]
             limit = float(text)
         except ValueError:
             try:
-                return parse_hook_spec(text)
+                return hook_spec(text)
             except CommHookError as error:
                 self.fail(f"expected a number or a hook; {error}", param, ctx)
         if not 0 <= limit < float("inf"):
@@ -60,6 +63,7 @@ class _Error(click.ParamType):  # type: ignore[type-arg]
 @click.command()
 @model_option
 @input_option
+@import_option
 @click.option(
     "--error",
     type=_Error(),
@@ -91,15 +95,7 @@ def plan(
     error: float | HookSpec,
     candidates: Sequence[str],
     exact: str,
-    world_size: int,
-    link: float,
-    latency: float,
-    ranks_per_node: int,
-    node_link: float | None,
-    backend: str,
-    cores: float | None,
-    speed: float,
-    bucket_cap_mb: float | None,
+    cluster: Cluster,
     save: Path | None,
     all_groups: bool,
     plot: Path | None,
@@ -111,19 +107,26 @@ def plan(
     limits. Use a saved plan with commhooks.register(model, "auto", plan="plan.json"). A candidate
     that fails is left out, and a line says why; the exit status is then 1 if you have named it.
     """
-    specs, reasons = _specs(candidates, model, backend)
+    specs, reasons = _specs(candidates, model, cluster.backend)
     if isinstance(error, HookSpec):
         check_candidate(error.create(), "--error")
-    network = network_of(world_size, link, latency, ranks_per_node, node_link)
+    network = cluster.network
     job = PlanningJob(
-        Job(model, input_factory, ranks_per_node=ranks_per_node, bucket_cap_mb=bucket_cap_mb),
-        configs=tuple(spec.config for spec in specs)
-        + ((error.config,) if isinstance(error, HookSpec) else ()),
+        Job(
+            model,
+            input_factory,
+            ranks_per_node=cluster.ranks_per_node,
+            bucket_cap_mb=cluster.bucket_cap_mb,
+        ),
+        hooks=(*specs, error) if isinstance(error, HookSpec) else tuple(specs),
         exact=tuple(rule.strip() for rule in exact.split(",") if rule.strip()),
-        world_size=world_size,
+        world_size=cluster.world_size,
     )
+    start = time.monotonic()
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):
         measured = measure_groups(job)
+    measuring_seconds = time.monotonic() - start
+    speed = cluster.speed_for(measured.alone_seconds)
     if isinstance(error, HookSpec) and len(specs) in measured.reasons:
         raise CommHookError(f"--error {error}: {measured.reasons[len(specs)]}")
     reasons |= {specs[i].text: why for i, why in measured.reasons.items()}
@@ -131,8 +134,8 @@ def plan(
         measured,
         [str(spec) for spec in specs],
         network,
-        NCCL() if backend == "nccl" else measured.gloo,
-        cores=cores_of_rank(cores, ranks_per_node),
+        NCCL() if cluster.backend == "nccl" else measured.gloo,
+        cores=cluster.cores_of_rank,
         speed=speed,
         error=error if isinstance(error, float) else error_of_hook(measured, len(specs)),
     )
@@ -141,11 +144,12 @@ def plan(
         found.save(save)
     if plot is not None:
         _plot(problem, found, plot)
-    title = f"{model}, {world_size} ranks at {format_rate(link)}; predicted"
     rows = found.rows if all_groups else merged(found.rows)
     console = Console()
-    console.print(_table(rows, found.elements, title))
+    console.print(_table(rows, found.elements, cluster.title(model, speed)))
     console.print(found.summary, highlight=False)
+    saved = found.before.exposed_seconds
+    console.print(cost_of_measuring(measuring_seconds, saved), highlight=False)
     lines = [f"{hook}: {why}" for hook, why in reasons.items()]
     show_failures(console, lines, is_error=bool(candidates))
 
@@ -160,8 +164,7 @@ def _specs(
         backend,
         lambda hook: check_candidate(hook, "candidates"),
     )
-    specs = [parse_hook_spec(BASELINE), *usable]
-    return list({str(spec): spec for spec in specs}.values()), reasons
+    return with_references(usable, BASELINE), reasons
 
 
 def _table(rows: Sequence[Row], elements: int, title: str) -> Table:

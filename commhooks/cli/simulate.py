@@ -2,26 +2,29 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from commhooks.cli.colors import GRAY, line_styles
 from commhooks.cli.parameters import (
     FILE,
     IMAGE,
+    Cluster,
     cluster_options,
-    cores_of_rank,
     hooks_option,
+    import_option,
     input_option,
     model_option,
-    network_of,
     usable_hooks,
+    with_references,
 )
 from commhooks.cli.tables import show_failures, table_of_hooks
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.spec import HookSpec, parse_hook_spec
+from commhooks.hook.spec import HookSpec
 from commhooks.lab.simulation import (
     BASELINE,
     NCCL,
@@ -32,6 +35,7 @@ from commhooks.lab.simulation import (
     measure,
 )
 from commhooks.lab.units import format_duration, format_rate
+from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
 __all__ = ["simulate"]
 
@@ -39,9 +43,10 @@ __all__ = ["simulate"]
 @click.command()
 @model_option
 @input_option
+@import_option
 @hooks_option(
-    "Hooks with their options, for example bf16,powersgd:rank=4. Plain averaging (allreduce) is "
-    "always added."
+    "Hooks with their options, for example int8,powersgd:rank=4 or my_module:MyHook. Plain "
+    "averaging (allreduce) and bf16 are always added."
 )
 @cluster_options
 @click.option(
@@ -62,15 +67,7 @@ def simulate(
     model: str,
     input_factory: str | None,
     hooks: Sequence[str],
-    world_size: int,
-    link: float,
-    latency: float,
-    ranks_per_node: int,
-    node_link: float | None,
-    backend: str,
-    cores: float | None,
-    speed: float,
-    bucket_cap_mb: float | None,
+    cluster: Cluster,
     step: int,
     measurements: Path | None,
     plot: Path | None,
@@ -82,55 +79,49 @@ def simulate(
     network, and what overlaps with it, is simulated. docs/scaling.md explains the method and its
     limits. A hook that cannot be simulated is left out, a line says why, and the exit status is 1.
     """
-    network = network_of(world_size, link, latency, ranks_per_node, node_link)
-    usable, reasons = usable_hooks(hooks, model, backend)
-    specs = _with_baseline(usable)
+    network = cluster.network
+    usable, reasons = usable_hooks(hooks, model, cluster.backend)
+    specs = with_references(usable, BASELINE, CAUTIOUS)
     job = Job(
         model,
         input_factory,
-        ranks_per_node=ranks_per_node,
-        ranks_per_machine=ranks_per_node,
-        bucket_cap_mb=bucket_cap_mb,
+        ranks_per_node=cluster.ranks_per_node,
+        ranks_per_machine=cluster.ranks_per_node,
+        bucket_cap_mb=cluster.bucket_cap_mb,
         first_step=step,
     )
-    known = _measured(job, specs, world_size, measurements)
-    reasons |= {s.text: reason for s in specs if (reason := known.reason(s.config)) is not None}
+    known = _measured(job, specs, cluster.world_size, measurements)
+    reasons |= {s.text: reason for s in specs if (reason := known.reason(s)) is not None}
     study = Study(
-        hooks={str(spec): known.of(spec.config) for spec in specs if spec.text not in reasons},
+        hooks={str(spec): known.of(spec) for spec in specs if spec.text not in reasons},
         network=network,
-        backend=NCCL() if backend == "nccl" else known.gloo,
-        cores=cores_of_rank(cores, ranks_per_node),
-        speed=speed,
+        backend=NCCL() if cluster.backend == "nccl" else known.gloo,
+        cores=cluster.cores_of_rank,
     )
+    study = replace(study, speed=cluster.speed_for(study.alone_seconds))
+    title = cluster.title(model, study.speed)
     if plot is not None:
         _plot(study, plot, model)
     if json_file is not None:
         figures = study.to_json() | {"model": model, "failures": reasons}
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
     console = Console()
-    console.print(_table(study, model, reasons))
+    console.print(_table(study, title, reasons))
     console.print(study.advice, highlight=False)
     show_failures(console, (f"{hook}: {reason}" for hook, reason in reasons.items()))
-
-
-def _with_baseline(specs: Sequence[HookSpec]) -> list[HookSpec]:
-    """Return each hook once, with plain averaging first unless it is among the hooks."""
-    baseline = [] if any(str(spec) == BASELINE for spec in specs) else [parse_hook_spec(BASELINE)]
-    return list({str(spec): spec for spec in [*baseline, *specs]}.values())
 
 
 def _measured(
     job: Job, specs: Sequence[HookSpec], world_size: int, path: Path | None
 ) -> Measurements:
     """Return the measurements in the file, after measuring and saving what it lacks."""
-    configs = [spec.config for spec in specs]
     sizes = dry_run_sizes([world_size], job.ranks_per_node)
     known = Measurements.load(path) if path is not None and path.exists() else None
     if known is not None and known.job != job:
         raise CommHookOptionError(
             f"{path}: expected measurements of {job}, found those of {known.job}; use another file"
         )
-    missing = configs if known is None else known.lacking(configs, sizes)
+    missing = specs if known is None else known.lacking(specs, sizes)
     if missing:
         console = Console(stderr=True)
         with console.status(f"measuring {job.model} with {len(missing)} hooks"):
@@ -142,25 +133,25 @@ def _measured(
     return known
 
 
-def _table(study: Study, model: str, failed: Iterable[str]) -> Table:
-    network, baseline = study.network, study.predictions[BASELINE]
+def _table(study: Study, title: str, failed: Iterable[str]) -> Table:
+    baseline = study.predictions[BASELINE]
     table = table_of_hooks(
-        ("step", "exposed", "speed-up", "of alone", "MB sent", "break-even"),
-        title=f"{model}, {network.size} ranks at {format_rate(network.link.bits_per_second)}, "
-        f"{format_duration(network.link.latency_seconds)}; predicted",
-        caption="step: forward and backward. exposed: the time that communication adds.\n"
-        f"of alone: a step without communication ({format_duration(study.alone_seconds)}) divided "
-        "by this step.\n"
-        "MB sent: by one rank. break-even: the rates of links at which it beats allreduce.",
+        ("step", "exposed", "speed-up", "MB sent", "fidelity", "break-even"),
+        title=title,
+        caption="step: forward and backward. exposed: the time that communication adds to "
+        f"{format_duration(study.alone_seconds)}.\n"
+        "MB sent: by one rank. break-even: the rates of links at which it beats allreduce.\n"
+        "fidelity: largest change of the validation loss in small trainings, at default options.",
     )
+    table.columns[0].min_width = 9
     for hook, prediction in study.predictions.items():
         table.add_row(
             hook,
             format_duration(prediction.step_seconds),
             format_duration(prediction.exposed_seconds),
             f"{baseline.step_seconds / prediction.step_seconds:.2f}",
-            f"{study.alone_seconds / prediction.step_seconds:.0%}",
             f"{prediction.wire_bytes / 1e6:.1f}",
+            fidelity_text(hook),
             "" if hook == BASELINE else str(study.break_even(hook) or "never"),
         )
     for hook in failed:
@@ -169,10 +160,21 @@ def _table(study: Study, model: str, failed: Iterable[str]) -> Table:
 
 
 def _plot(study: Study, path: Path, model: str) -> None:
-    from commhooks.cli.simulation_plot import draw_curves  # takes a second to import
+    """Draw curves of step time against the number of ranks."""
+    from matplotlib.figure import Figure  # takes a second to import
 
-    rate = format_rate(study.network.link.bits_per_second)
+    title = f"{model} at {format_rate(study.network.link.bits_per_second)}, predicted"
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    sizes = study.curve_sizes()
+    for hook, style in line_styles(study.hooks).items():
+        axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook, **style)
+    axes.axhline(study.alone_seconds, color=GRAY, linestyle=":", label="no communication")
+    axes.axvline(study.network.size, color="lightgray", zorder=0)
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step", title=title)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
     try:
-        draw_curves(study, path, f"{model} at {rate}, predicted")
-    except (OSError, ValueError) as error:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
         raise click.ClickException(f"--plot {path}: {error}") from error

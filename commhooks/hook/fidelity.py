@@ -27,6 +27,11 @@ class Fidelity:
         """Return the change by task."""
         return {"digits": self.digits, "bytes": self.bytes, "gpt": self.gpt}
 
+    @property
+    def worst(self) -> float:
+        """Return the change on the task that suffers most."""
+        return max((value for value in self.changes.values() if value is not None), default=0.0)
+
     def __str__(self) -> str:
         changes = [
             f"{value:+.1f} % on {task}" for task, value in self.changes.items() if value is not None

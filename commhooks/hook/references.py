@@ -9,24 +9,32 @@ from typing import Any
 
 from commhooks.errors import CommHookError
 
-__all__ = ["load_reference", "reference_to"]
+__all__ = ["import_module", "load_reference", "reference_to"]
+
+
+def import_module(name: str, where: str = "") -> ModuleType:
+    """Import a module, or a file whose name ends with ``.py``. Raises CommHookError.
+
+    The folder of a file is added to ``sys.path``, as Python does for a script.
+    """
+    try:
+        return _import(name)
+    except (Exception, SystemExit) as error:
+        raise CommHookError(
+            f"{where}{name!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def load_reference(reference: str) -> Any:
     """Import the object ``package.module:name``, or ``folder/file.py:name``. Raises CommHookError.
 
-    The current directory is searched only if it is on ``sys.path``. The folder of a file is added
-    to it, as Python does for a script; the file is imported, so it must not train then.
+    The current directory is searched only if it is on ``sys.path``. A script is imported, so it
+    must not train then.
     """
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
         raise CommHookError(f"expected package.module:name or file.py:name, found {reference!r}")
-    try:
-        found: Any = _import(module_name)
-    except (Exception, SystemExit) as error:
-        raise CommHookError(
-            f"{reference!r}: {module_name!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
+    found: Any = import_module(module_name, f"{reference!r}: ")
     for part in attribute.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, dir(found), n=1)

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
@@ -58,13 +59,19 @@ class HookInfo:
         if self.lossless and any("CommHook" in option.type for option in self.options):
             kind = "as lossless as its hooks"
         lines = [f"{self.name} ({kind}; {', '.join(self.backends)}): {self.summary}"]
-        lines += [f"  {option}" for option in self.options]
+        for option in self.options:
+            lines += [f"  {option}", *_wrapped(option.text)]
         lines += [f"  needs: {', '.join(self.needs)}"] if self.needs else []
         lines += [f"  wire: {self.wire}"] if self.wire else []
         if self.fidelity is not None:
             lines.append(f"  validation loss, to plain averaging's: {self.fidelity}")
         lines += [f"  {self.paper}"] if self.paper else []
         return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    indent = " " * 6
+    return textwrap.wrap(text, 94, initial_indent=indent, subsequent_indent=indent)
 
 
 def register_hook(name: str, *, override: bool = False) -> Callable[[Kind], Kind]:

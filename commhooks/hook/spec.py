@@ -27,7 +27,15 @@ from commhooks.errors import CommHookError, CommHookOptionError, reason_of
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.registry import available, create, portable_config
 
-__all__ = ["HookLike", "HookSpec", "hook_spec", "parse_hook_specs", "spec_of", "split_hook_specs"]
+__all__ = [
+    "HookLike",
+    "HookSpec",
+    "config_of",
+    "hook_spec",
+    "parse_hook_specs",
+    "spec_of",
+    "split_hook_specs",
+]
 
 _NAME = re.compile(
     r"""([\w./-]+ (?::[A-Za-z_][\w.]*(?=\s*(?:$|[:,])))?)  # a name, or module:Class
@@ -87,6 +95,11 @@ def hook_spec(hook: HookLike) -> HookSpec:
     spec = HookSpec(spec_of(made), portable_config(made))
     spec.create()
     return spec
+
+
+def config_of(hook: HookLike) -> Mapping[str, Any]:
+    """Return a config as it is, or that of the spec of a hook."""
+    return hook if isinstance(hook, Mapping) else hook_spec(hook).config
 
 
 def spec_of(hook: CommHook) -> str:

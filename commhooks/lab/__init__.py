@@ -1,4 +1,4 @@
 """Tools to choose a hook: comparison, simulation, models to measure with, and the doctor.
 
-Imports: cluster, costs, errors, extensions, reducer.
+Imports: cluster, costs, errors, extensions, hook, reducer.
 """

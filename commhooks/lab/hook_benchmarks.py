@@ -158,7 +158,7 @@ class _Group:
         return str(found)
 
     def _do(self, tasks: Sequence[Any]) -> None:
-        progress = Progress(lambda *_: None, {self._setting.name: tasks}, {})
+        progress = Progress(lambda *_: None, {self._setting.name: tasks})
         self._experiment.do(self._setting, self._ranks, list(tasks), progress)
 
     def raise_failure(self) -> None:

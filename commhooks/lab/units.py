@@ -6,7 +6,8 @@ import re
 __all__ = ["format_duration", "format_rate", "parse_duration", "parse_rate"]
 
 _BITS_PER_SECOND = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_RATE = re.compile(r"([0-9.e+-]+?)\s*([kmgt]?)bit(?:/s)?", re.IGNORECASE)
+# A capital B stands for bytes.
+_RATE = re.compile(r"([0-9.e+-]+?)\s*([kKmMgGtT]?)(?:(?i:bit(?:/s|ps)?)|bps|b/s)")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _DURATION = re.compile(r"([0-9.e+-]+?)\s*(s|ms|us|ns)", re.IGNORECASE)
 
@@ -20,7 +21,7 @@ def parse_rate(text: str) -> float:
         rate = math.nan
     if not 0 < rate < math.inf:
         raise ValueError(
-            f"expected a rate in bits per second, such as 100mbit, 1gbit or 2.5gbit; found {text!r}"
+            f"expected a rate in bits per second, such as 100mbit, 1gbit or 2.5Gbps; found {text!r}"
         )
     return rate
 

@@ -1,6 +1,7 @@
 """Statistics of what a hook costs and saves, per bucket and in total."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -9,7 +10,10 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.runtime.recording import Run
 from reducer import GradBucket
 
-__all__ = ["BucketStats", "HookStats", "StatsCollector", "bucket_stats"]
+__all__ = ["KEPT_STEPS", "BucketStats", "HookStats", "StatsCollector", "bucket_stats"]
+
+KEPT_STEPS = 1000
+"""The number of steps that are kept one by one, for statistics of the last ones."""
 
 
 @dataclass(frozen=True)
@@ -118,17 +122,36 @@ def bucket_stats(
 
 
 @dataclass
+class _Costs:
+    """Sums over the runs of one bucket, in step ``step`` or in all."""
+
+    step: int = 0
+    gradient_bytes: int = 0
+    wire_bytes: float | None = 0
+    hook_seconds: float = 0.0
+
+    def add(self, gradient_bytes: int, wire_bytes: float | None, hook_seconds: float) -> None:
+        """Add what a run has cost."""
+        self.gradient_bytes += gradient_bytes
+        if wire_bytes is None or self.wire_bytes is None:
+            self.wire_bytes = None
+        else:
+            self.wire_bytes += wire_bytes
+        self.hook_seconds += hook_seconds
+
+
+@dataclass
 class _Entry:
-    """Sums over the steps of one bucket."""
+    """What one bucket has cost."""
 
     index: int
     names: tuple[str, ...]
     left_out: int = 0
     """Steps before this bucket was made."""
     steps: int = 0
-    gradient_bytes: int = 0
-    wire_bytes: float | None = 0
-    hook_seconds: float = 0.0
+    total: _Costs = field(default_factory=_Costs)
+    recent: deque[_Costs] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """The last steps, one by one."""
 
 
 class StatsCollector:
@@ -157,45 +180,61 @@ class StatsCollector:
         """Add one run."""
         entry = self._entries.get(self._key(run.bucket)) or self._open(run.bucket)
         entry.steps += 1
-        entry.gradient_bytes += run.bucket.buffer().nbytes
-        entry.hook_seconds += run.seconds
-        if run.wire_bytes is None or entry.wire_bytes is None:
-            entry.wire_bytes = None
-        else:
-            entry.wire_bytes += run.wire_bytes
+        step = entry.steps if self._steps is None else self._steps
+        if not entry.recent or entry.recent[-1].step != step:
+            entry.recent.append(_Costs(step))
+        for costs in (entry.total, entry.recent[-1]):
+            costs.add(run.bucket.buffer().nbytes, run.wire_bytes, run.seconds)
         if self.listener is not None:
             self.listener(run)
 
     def record_exchange(self, run: Run) -> None:
         """Add the bytes of an exchange to those of the bucket on which it began."""
         entry = self._entries.get(self._key(run.bucket))
-        if entry is not None and entry.wire_bytes is not None and run.wire_bytes is not None:
-            entry.wire_bytes += run.wire_bytes
+        if entry is not None and run.wire_bytes is not None:
+            for costs in (entry.total, entry.recent[-1]):
+                costs.add(0, run.wire_bytes, 0.0)
         if self.listener is not None:
             self.listener(run)
 
     def wire_bytes(self, key: str) -> float | None:
         """Return the mean per step for the bucket with this key, or None if it is not known."""
         entry = self._entries.get(key)
-        return entry.wire_bytes / entry.steps if entry and entry.wire_bytes is not None else None
+        known = entry.total.wire_bytes if entry else None
+        return known / entry.steps if entry and known is not None else None
 
-    def stats(self, world_size: int) -> HookStats:
-        """Return the statistics of the present buckets."""
+    def stats(self, world_size: int, last: int | None = None) -> HookStats:
+        """Return the statistics of the present buckets, of all steps or of the last ones."""
         entries = sorted(self._entries.values(), key=lambda entry: entry.index)
-        buckets = [
-            bucket_stats(
-                world_size,
-                index=entry.index,
-                names=entry.names,
-                gradient_bytes=entry.gradient_bytes // steps,
-                wire_bytes=None if entry.wire_bytes is None else entry.wire_bytes / steps,
-                hook_seconds=entry.hook_seconds / steps,
+        buckets = []
+        steps = 0
+        for entry in entries:
+            own, costs = self._window(entry, last)
+            steps = max(steps, own)
+            buckets.append(
+                bucket_stats(
+                    world_size,
+                    index=entry.index,
+                    names=entry.names,
+                    gradient_bytes=costs.gradient_bytes // own,
+                    wire_bytes=None if costs.wire_bytes is None else costs.wire_bytes / own,
+                    hook_seconds=costs.hook_seconds / own,
+                )
             )
-            for entry in entries
-            for steps in (self._steps or entry.steps,)
-        ]
-        steps = self._steps or max((entry.steps for entry in entries), default=0)
-        return HookStats.of(steps, buckets, world_size, self._left_out)
+        left_out = self._left_out if last is None else 0
+        return HookStats.of(steps or self._steps or 0, buckets, world_size, left_out)
+
+    def _window(self, entry: _Entry, last: int | None) -> tuple[int, _Costs]:
+        """Return the number of the steps, and the sums over them."""
+        steps = self._steps or entry.steps
+        if last is None:
+            return steps, entry.total
+        last = min(last, steps, KEPT_STEPS)
+        found = _Costs()
+        for costs in entry.recent:
+            if costs.step > steps - last:
+                found.add(costs.gradient_bytes, costs.wire_bytes, costs.hook_seconds)
+        return last, found
 
     def _key(self, bucket: GradBucket) -> str:
         unit = self.units.get(bucket.names[0])

@@ -8,9 +8,13 @@
 
 import inspect
 import pickle
+import re
+from pathlib import Path
 
 import torch
 
+import commhooks
+import reducer
 from commhooks.cluster import RankStartError
 from commhooks.hook.base import CommHook
 from commhooks.testing.ranks import run_ranks
@@ -24,6 +28,10 @@ from commhooks.testing.rules import (
 )
 
 __all__ = ["ConformanceError", "check_hook"]
+
+
+_HOOKS = str(Path("commhooks", "algorithms"))
+_FRAMEWORK = tuple(each.__path__[0] for each in (commhooks, reducer, torch))
 
 
 class ConformanceError(AssertionError):
@@ -53,10 +61,12 @@ def check_hook(
     the script.
 
     Raises:
-        ConformanceError: the hook breaks a rule; later rules are not checked.
+        ConformanceError: the hook breaks a rule; later rules are not checked. The traceback of the
+            rank is a note of its ``__context__``.
         TypeError: ``factory`` does not make a hook, or cannot be sent to other processes.
         RankStartError: the processes cannot be started.
     """
+    __tracebackhide__ = True  # pytest shows the line that calls this
     if not callable(factory):
         raise TypeError(
             "check_hook: expected a function that makes a hook, such as its class, found "
@@ -81,7 +91,7 @@ def check_hook(
             except RankStartError:
                 raise  # not caused by the hook
             except Exception as error:
-                raise ConformanceError(_explain(hook, name, error)) from error
+                raise ConformanceError(_explain(hook, name, error)) from None
 
 
 def _check(rank: int, size: int, name: str, factory: Factory, device: str) -> None:
@@ -99,10 +109,20 @@ def _exempt(hook: CommHook) -> set[str]:
 
 def _explain(hook: CommHook, name: str, error: Exception) -> str:
     if isinstance(error, BrokenRuleError):
-        found = str(error)
+        first, *others = str(error).split("; ")
+        found = f"{first}, and {len(others)} more" if len(others) > 1 else str(error)
     elif isinstance(error, TimeoutError):
         found = f"a hang: {error}"
     else:
-        found = f"{type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error}{_place(error)}"
     rule = inspect.getdoc(RULES[name])
     return f"{hook!r} breaks the rule {name!r}. {rule} Found: {found}"
+
+
+def _place(error: Exception) -> str:
+    """Return where the code of a hook has raised on the rank, if that is known."""
+    frames = re.findall(
+        r'File "(.+?)", line (\d+), in (\S+)', "".join(getattr(error, "__notes__", ()))
+    )
+    own = [frame for frame in frames if not frame[0].startswith(_FRAMEWORK) or _HOOKS in frame[0]]
+    return ", at {}:{} in {}".format(*own[-1]) if own else ""

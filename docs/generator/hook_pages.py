@@ -5,10 +5,8 @@ that is made from the code begins with that, and what the page says about it fol
 when" ends with what the page of the family and the page of all hooks say there.
 """
 
-import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,32 +155,16 @@ def _options(name: str) -> str:
     info = commhooks.describe(name)
     if not info.options:
         return "None."
-    notes = option_notes(_KINDS[name])
     lines = ["| option | type | default | |", "|---|---|---|---|"]
     for option in info.options:
         default = "required" if option.required else f"`{option.default!r}`"
         limits = ", ".join(limit.replace(" ", _SPACE) for limit in option.constraints)
         kind = option.type.replace("|", "or")
-        note = notes.get(option.name, "")
+        note = _inline(option.text)
         lines.append(
             f"| `{option.name}` | {kind}{f' ({limits})' if limits else ''} | {default} | {note} |"
         )
     return "\n".join(lines)
-
-
-def option_notes(kind: type) -> dict[str, str]:
-    """Return the docstrings of a class's fields, also of those that it inherits."""
-    notes: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not base.__module__.startswith("commhooks."):
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        for line, following in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(line, ast.AnnAssign) and isinstance(following, ast.Expr):
-                text = inspect.cleandoc(ast.literal_eval(following.value))
-                notes[ast.unparse(line.target)] = _inline(text)
-    return notes
 
 
 def _inline(text: str) -> str:

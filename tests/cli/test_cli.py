@@ -19,6 +19,7 @@ from commhooks.cluster.links import unavailable
 
 pytest.importorskip("click")
 from click.testing import CliRunner
+from support import my_hooks
 
 from commhooks.cli.commands import commands
 
@@ -40,7 +41,7 @@ def test_list_names_every_hook() -> None:
     text = run("list")
     for name in commhooks.available():
         assert name in text
-    assert "all-reduce" in text
+    assert re.search(r"^ +int4 +lossy +7\.5x +\+0\.2 +\+0\.8 +\+0\.5 *$", text, re.M)
 
 
 def test_list_has_families_and_needs_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,10 @@ def test_list_has_families_and_needs_within_80_columns(monkeypatch: pytest.Monke
 
 
 def test_describe() -> None:
-    assert run("describe", "powersgd") == f"{commhooks.describe('powersgd')}\n"
+    text = run("describe", "powersgd")
+    assert text == f"{commhooks.describe('powersgd')}\n"
+    assert "  seed: int = 0\n      Of the random factors, which also depend on the" in text
+    assert "all-reduces" in text
 
 
 def test_an_unknown_hook_is_one_line() -> None:
@@ -105,6 +109,31 @@ def compare_small(*more: str, status: int = 0) -> str:
     )
 
 
+def test_the_version() -> None:
+    assert re.fullmatch(r"commhooks \d\S+\n", run("--version"))
+
+
+def test_a_hook_and_a_model_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank processes, which the command starts, find them as well."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    source = Path(my_hooks.__file__).read_text().replace('"coarse"', '"from_script"')
+    (tmp_path / "script_of_user.py").write_text(
+        f"{source}\n\nfrom support.compared import net as make_model\n"
+    )
+    text = run(
+        *("compare", "--model", "script_of_user.py:make_model", "--import", "script_of_user.py"),
+        *("--hooks", "from_script:step=2,script_of_user:Unnamed", "--steps", "2"),
+    )
+    for name in ("from_script:step=2", "script_of_user:Unnamed", "bf16"):
+        assert re.search(rf"^ +{name} +[0-9.]+ ±", text, re.M)
+    assert re.search(r"^loopback: (Use|No)", text, re.M)
+    assert "Average in multiples" in run("describe", "script_of_user.py:Coarse")
+    assert "from_script" in run("list", "--import", "script_of_user.py")
+    text = run("list", "--import", "no_such_module", status=1)
+    assert text.startswith("Error: 'no_such_module' cannot be imported: ModuleNotFoundError")
+
+
 def test_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
@@ -143,7 +172,7 @@ def test_compare_goes_on_without_hooks_that_fail(
     )
     assert "Traceback" not in text
     lines = text.splitlines()
-    assert re.search(r"^ +bf16 +[0-9.]+ ms", text, re.M)
+    assert re.search(r"^ +bf16 +[0-9.]+ ±", text, re.M)
     for hook, why in {
         "powersgd:rank=96": "expected a rank of at most",
         "int9": "no hook is named",

@@ -73,7 +73,8 @@ def test_a_table_a_plan_and_a_picture(tmp_path: Path) -> None:
     path, image = tmp_path / "plan.json", tmp_path / "step.png"
     options = ("--error", "int4", "--save", str(path), "--plot", str(image))
     text = run(*BASIC, *CANDIDATES, *options)
-    for word in ("4 ranks at 1 Mbit/s", "hidden", "exposed", "Saves ", "error"):
+    assert "Hooks can save at most" in text
+    for word in ("4 ranks at 1 Mbit/s", "for gloo", "hidden", "exposed", "Saves ", "error"):
         assert word in text
     plan = Plan.load(path)
     assert plan.after.step_seconds < plan.before.step_seconds

@@ -53,7 +53,10 @@ def test_a_table_of_hooks_and_advice(kept: Path) -> None:
     text = run(*BASIC, *hooks, "--world-size", "4096", "--measurements", str(kept))
     for word in ("allreduce", "int8", "topk", "speed-up", "4096 ranks at 1 Gbit/s", "predicted"):
         assert word in text
-    assert "Use " in text or "Keep " in text
+    assert "for gloo, " in text
+    assert "1 times the speed of this machine" in text
+    assert re.search(r"^ int8 .* \+0\.6 % ", text, re.M)
+    assert "Use " in text or "keep " in text
 
 
 @pytest.mark.usefixtures("_measuring_is_an_error")
@@ -65,7 +68,7 @@ def test_json_and_a_plot_for_any_number_of_ranks(kept: Path, tmp_path: Path, siz
     run(*BASIC, "--hook", "int8", "--world-size", size, *options)
     found = json.loads(figures.read_text())
     assert found["model"] == "support.small_models:make"
-    assert list(found["hooks"]) == ["allreduce", "int8"]
+    assert list(found["hooks"]) == ["allreduce", "bf16", "int8"]
     assert found["hooks"]["int8"]["gradient_bytes"] == 4 * (2 * (64 * 64 + 64) + 64 * 8 + 8)
     assert found["hooks"]["int8"]["step_seconds"] > found["alone_seconds"] > 0
     assert found["curve_ranks"][-1] >= int(size)
@@ -88,11 +91,23 @@ def test_options_of_the_network_change_the_prediction(kept: Path, tmp_path: Path
     assert step("--cores", "0.5") > step("--cores", "8")
 
 
+@pytest.mark.usefixtures("_measuring_is_an_error")
+def test_the_time_of_a_step_sets_the_speed(kept: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    arguments = (*BASIC, "--hook", "int8", "--world-size", "64", "--measurements", str(kept))
+    text = run(*arguments, "--step-time", "350ms", "--json", str(figures))
+    assert json.loads(figures.read_text())["alone_seconds"] == pytest.approx(0.35, rel=0.01)
+    assert "for gloo, unlimited cores, " in text
+    assert "4 cores for each rank" in run(*arguments, "--step-time", "1s", "--cores", "4")
+    text = run(*arguments, "--step-time", "1s", "--speed", "2", status=2)
+    assert "--speed and --step-time say the same" in text
+
+
 def test_a_hook_that_is_not_in_the_file_is_measured_and_added(kept: Path) -> None:
     before = Measurements.load(kept)
-    run(*BASIC, "--hook", "bf16", "--world-size", "64", "--measurements", str(kept))
+    run(*BASIC, "--hook", "fp16", "--world-size", "64", "--measurements", str(kept))
     after = Measurements.load(kept)
-    assert after.dry_runs.keys() - before.dry_runs.keys() == {'{"name": "bf16"}'}
+    assert after.dry_runs.keys() - before.dry_runs.keys() == {'{"name": "fp16"}'}
     assert before.dry_runs.items() <= after.dry_runs.items()
 
 
@@ -159,7 +174,7 @@ def test_hooks_that_fail_are_rows_with_a_reason(kept: Path, tmp_path: Path) -> N
     assert "\nFailed: int9: hook 'int9': no hook is named 'int9'" in text
     assert "\nFailed: powersgd:rank=x: hook 'powersgd:rank=x': option 'rank'" in text
     found = json.loads(figures.read_text())
-    assert list(found["hooks"]) == ["allreduce", "int8"]
+    assert list(found["hooks"]) == ["allreduce", "bf16", "int8"]
     assert list(found["failures"]) == ["int9", "powersgd:rank=x"]
 
 

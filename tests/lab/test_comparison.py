@@ -5,14 +5,17 @@ import gc
 import io
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from support.compared import PARAMETERS
+from support.compared import PARAMETERS, net, train
+from support.comparisons import make_comparison
+from support.my_hooks import Coarse, Unnamed
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -27,9 +30,9 @@ from commhooks.lab.comparison import (
     ComparisonInterrupted,
     LaunchedRanks,
     compare,
-    limits,
     remote,
 )
+from commhooks.lab.comparison.compare import check_limits
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import pairs_of_hosts
 from commhooks.lab.comparison.plan import timing_tasks
@@ -42,6 +45,10 @@ GRADIENT_BYTES = 4 * PARAMETERS
 HOOKS = ["allreduce", "bf16", "powersgd:rank=2", "local_sgd:period=4"]
 
 needs_links = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+
+
+def small_net() -> torch.nn.Module:
+    return net()
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +154,65 @@ def test_as_csv(comparison: Comparison) -> None:
     assert len(rows) == len(comparison.rows)
     assert float(rows[1]["wire_bytes"]) == all_reduce_bytes(GRADIENT_BYTES, 2)
     assert "training" not in rows[0]
+
+
+def test_python_objects_are_compared_and_bf16_always_is() -> None:
+    """Rank processes import the function, and the modules of the hooks."""
+    hooks = [Coarse(step=2), Unnamed, {"name": "int8"}, ("powersgd", {"rank": 2})]
+    found = compare(small_net, hooks, train=train, steps=2, train_steps=2)
+    assert found.model == f"{__name__}:small_net"
+    names = ["bf16", "coarse:step=2", "support.my_hooks:Unnamed", "int8", "powersgd:rank=2"]
+    assert found.hooks == ["bare", "torch", *names]
+    assert found.failures == ()
+    assert found.row("support.my_hooks:Unnamed").error == pytest.approx(0, abs=1e-6)
+    assert found.row("coarse:step=2").validation_loss is not None
+
+
+def test_as_text(comparison: Comparison) -> None:
+    text = str(comparison)
+    for name in (*comparison.hooks, *comparison.links):
+        assert re.search(rf"^ *{re.escape(name)}\b", text, re.M)
+    lines = text.splitlines()
+    heads = next(line for line in lines if line.startswith("hook "))
+    assert heads.split()[1:4] == ["step", "of", "torch"]
+    assert re.search(r"^1 Mbit/s: (Use|No).*Hooks can save", text, re.M)
+    assert " ± " in text
+
+
+def test_a_comparison_with_little_in_it_has_a_text() -> None:
+    full = make_comparison()
+    only = [row for row in full.rows if row.hook == "bf16" and row.bits_per_second == 1e9]
+    bare = dict.fromkeys(
+        ("step_spread_seconds", "exposed_seconds", "ratio", "error", "peak_bytes"), None
+    )
+    row = replace(only[0], break_even_bits_per_second=None, training=(), **bare)  # type: ignore[arg-type]
+    found = replace(full, rows=(row,), pairs=(), notes=())
+    assert "bf16" in str(found)
+    assert found.verdicts() == {}
+    assert "nothing was measured" in str(replace(found, rows=()))
+
+
+def test_verdicts_are_by_link_and_say_what_knowing_them_costs() -> None:
+    found = replace(make_comparison(), measuring_seconds=60.0)
+    verdicts = found.verdicts()
+    assert list(verdicts) == ["loopback", "1000 Mbit/s", "100 Mbit/s"]
+    # 0.1 s alone; torch adds 16 ms over loopback, 0.8 s and 8 s over links, bf16 half of it.
+    assert "1.2 times as fast as torch DDP" in verdicts["loopback"]
+    # Its trained loss is that of torch: it is recommended although small trainings lost more.
+    assert verdicts["100 Mbit/s"].startswith("Use powersgd:rank=4,start_step=0, 22.8 times as fast")
+    assert "a validation loss of +0.0 % here" in verdicts["100 Mbit/s"]
+    assert "at most 4 s of a step, so the 60 s of measuring" in verdicts["100 Mbit/s"]
+    noisy = [replace(row, step_spread_seconds=0.1) for row in found.rows]
+    text = replace(found, rows=tuple(noisy)).verdicts()["loopback"]
+    assert text.startswith("No hook helps: keep torch DDP.")
+    assert "Hooks can save nothing of a step here; measuring it took 60 s." in text
+    untrained = replace(found, rows=tuple(replace(row, training=()) for row in found.rows))
+    assert "its effect on the loss is not known" in untrained.verdicts()["100 Mbit/s"]
+    # A negative time has its noise beside it.
+    rows = [
+        replace(row, exposed_seconds=-0.001) if row.hook == "bf16" else row for row in found.rows
+    ]
+    assert "-1.0 ± 14.1 ms" in str(replace(found, rows=tuple(rows)))
 
 
 def test_a_missing_row_is_a_key_error(comparison: Comparison) -> None:
@@ -285,23 +351,17 @@ def test_blocks_contain_all_steps_in_balanced_order() -> None:
         assert names == ["bare", "torch", "a", "a", "torch", "bare"] * turns
 
 
-def test_the_estimate_of_what_is_left() -> None:
+def test_progress_counts_steps() -> None:
     told: list[tuple[float, float]] = []
     entries = [BARE, Entry("a", {"name": "bf16"})]
     plan = {name: timing_tasks(entries, 8) for name in ("loopback", "1 Mbit/s")}
-    progress = Progress(lambda *call: told.append(call[1:]), plan, {"1 Mbit/s": 1e6})
-    assert progress.seconds_left() is None
+    progress = Progress(lambda *call: told.append(call[1:]), plan)
     progress.tell("loopback", "measuring")
-    assert told[0][1] == 0
-    bare, a = plan["loopback"]
-    progress.end("loopback", bare, 10.0, 0)  # a second for each step, two of them not timed
-    assert progress.seconds_left() == pytest.approx(30)  # as if all were like it
-    progress.end("loopback", a, 20.0, 250_000)  # 2 seconds, and 2 more at 1 Mbit/s
-    assert progress.seconds_left() == pytest.approx(10 * 1 + 10 * (2 + 2))
-    progress.end("1 Mbit/s", plan["1 Mbit/s"][1], 50.0, 250_000)
-    assert progress.seconds_left() == pytest.approx(10)
+    progress.end("loopback", plan["loopback"][0])  # eight steps, after two that are not timed
+    progress.tell("loopback", "measuring")
     progress.drop("1 Mbit/s")
-    assert progress.seconds_left() == 0
+    progress.tell("loopback", "measuring")
+    assert told == [(0, 40), (10, 40), (10, 20)]
 
 
 @needs_links
@@ -516,8 +576,8 @@ def test_bad_input_is_an_error_before_anything_starts(
 
 def test_memory_is_limited() -> None:
     with pytest.raises(ComparisonError, match=r"need about 18000\.8 GB"):
-        limits.check_limits(2, 10**12)
-    limits.check_limits(2, 10**6)
+        check_limits(2, 10**12)
+    check_limits(2, 10**6)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,18 @@ from commhooks.lab.units import format_duration, format_rate, parse_duration, pa
         ("400 kbit", 4e5),
         ("8bit", 8.0),
         ("1e2Mbit", 1e8),
+        ("10Gbps", 1e10),
+        ("10 Gb/s", 1e10),
+        ("10gbitps", 1e10),
     ],
 )
 def test_parse_rate(text: str, rate: float) -> None:
     assert parse_rate(text) == rate
 
 
-@pytest.mark.parametrize("text", ["", "1", "1gb", "1gbyte", "-1gbit", "0mbit", "1.2.3gbit", "gbit"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "1gb", "1gbyte", "1GB/s", "1GBps", "-1gbit", "0mbit", "1.2.3gbit", "gbit"]
+)
 def test_text_that_is_not_a_rate(text: str) -> None:
     with pytest.raises(ValueError, match="expected a rate in bits per second"):
         parse_rate(text)

@@ -1,6 +1,7 @@
 """Statistics of hooks: counted bytes, means per step, tables."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks.runtime.recording import Run
-from commhooks.runtime.stats import BucketStats, HookStats, StatsCollector
+from commhooks.runtime.stats import KEPT_STEPS, BucketStats, HookStats, StatsCollector
 
 
 def make_bucket(names: list[str], index: int = 0) -> commhooks.GradBucket:
@@ -40,6 +41,63 @@ def test_the_collector_gives_means_per_step() -> None:
     assert stats.total == BucketStats(None, ("a", "b", "c"), 120, 60.0, 2.0, 3.0, None)
     assert collector.wire_bytes(first.key) == 20.0
     assert collector.wire_bytes("another") is None
+
+
+def test_the_last_steps() -> None:
+    collector = StatsCollector()
+    bucket = make_bucket(["a"])
+    for wire in (40, 40, 10, 20):
+        collector.record(run(bucket, wire, wire / 10))
+    collector.record_exchange(run(bucket, 5, 1.0))
+    stats = collector.stats(2, last=2)
+    assert (stats.steps, stats.total.wire_bytes, stats.total.hook_seconds) == (2, 17.5, 1.5)
+    assert stats.total.gradient_bytes == 40
+    assert collector.stats(2, last=9) == collector.stats(2)
+    for _ in range(KEPT_STEPS):
+        collector.record(run(bucket, 8, 1.0))
+    stats = collector.stats(2, last=5000)
+    assert (stats.steps, stats.total.wire_bytes) == (KEPT_STEPS, 8)
+
+
+def test_the_last_steps_of_units() -> None:
+    """A unit may have several runs in a step, or none."""
+    collector = StatsCollector()
+    collector.units = {"a": ("a",), "b": ("b",)}
+    for wires in ((40, 2), (10, 3), (10,)):
+        collector.begin_step()
+        for name, wire in zip("ab", wires, strict=False):
+            collector.record(run(make_bucket([name]), wire, 1.0))
+            collector.record(run(make_bucket([name]), wire, 1.0))
+    found = [bucket.wire_bytes for bucket in collector.stats(2, last=2).buckets]
+    assert found == [20.0, 3.0]
+
+
+def train_with_warm_up(rank: int, size: int) -> None:
+    for wrapper in (commhooks.DistributedDataParallel, TorchDistributedDataParallel):
+        model = wrapper(nn.Linear(64, 64))
+        handle = commhooks.register(model, "powersgd", rank=4, start_step=10)
+        for _ in range(14):
+            model(torch.ones(2, 64)).sum().backward()
+        assert re.fullmatch(
+            r"HookHandle\(PowerSGD\(rank=4, .*\) on Linear, 14 steps\)", repr(handle)
+        )
+        ratio = handle.stats().total.ratio
+        assert ratio is not None
+        assert ratio < 2
+        recent = handle.stats(last=4)
+        assert recent.steps == 4
+        assert recent.total.ratio == pytest.approx(64 * 65 / (4 * 128 + 64))
+        with pytest.raises(commhooks.CommHookError, match="at least 1 step, found 0"):
+            handle.stats(last=0)
+        handle.replace("bf16")
+        model(torch.ones(2, 64)).sum().backward()
+        assert handle.stats(last=1).total.ratio == 2
+        handle.remove()
+        assert repr(handle) == "HookHandle(removed)"
+
+
+def test_the_last_steps_are_without_the_warm_up(run_ranks: Any) -> None:
+    run_ranks(train_with_warm_up, 2)
 
 
 def test_rebuilt_buckets_replace_the_old_ones() -> None:

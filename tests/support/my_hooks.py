@@ -28,3 +28,11 @@ class Unnamed(commhooks.CommHook):
 
     async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
         return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
+@dataclass
+class Raising(commhooks.CommHook):
+    """Fails in each step."""
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        raise RuntimeError("no luck")

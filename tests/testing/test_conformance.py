@@ -2,11 +2,14 @@
 
 import functools
 import importlib
+import re
+import traceback
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch.distributed as dist
+from support import my_hooks
 
 import commhooks
 from commhooks.costs.timeline import Timing
@@ -225,6 +228,24 @@ def test_the_rule_finds_the_broken_hook(broken_hooks, monkeypatch, name, rule):
 def test_all_rules_before_it_hold(broken_hooks, name, rule):
     with pytest.raises(ConformanceError, match=f"breaks the rule '{rule}'"):
         check_hook(getattr(broken_hooks, name))
+
+
+@pytest.mark.usefixtures("run_ranks")
+def test_a_failure_is_short_and_names_the_line(broken_hooks, monkeypatch):
+    monkeypatch.setattr(conformance, "RULES", {"result": RULES["result"]})
+    with pytest.raises(ConformanceError) as caught:
+        check_hook(my_hooks.Raising)
+    assert "no luck" in str(caught.value)
+    assert re.search(r", at \S+my_hooks\.py:\d+ in reduce$", str(caught.value))
+    monkeypatch.setattr(conformance, "RULES", {"mean": RULES["mean"]})
+    with pytest.raises(ConformanceError, match=r"off by \S+, and \d+ more$"):
+        check_hook(broken_hooks.ReturnsTheSum)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "direct cause" not in shown
+    assert "During handling" not in shown
+    assert len(shown.splitlines()) < 12
+    hidden = caught.traceback[-1].frame.f_locals
+    assert hidden["__tracebackhide__"]
 
 
 def test_there_is_a_broken_hook_for_every_rule():

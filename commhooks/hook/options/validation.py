@@ -3,9 +3,13 @@
 types.py says what a type accepts, and constraints.py has the limits, such as ``Ge(1)``.
 """
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
+import textwrap
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -18,13 +22,17 @@ __all__ = ["OptionInfo", "check_names", "describe_options", "option_names", "val
 
 @dataclasses.dataclass(frozen=True)
 class OptionInfo:
-    """One option. ``type`` and ``constraints`` are text; ``default`` is None if ``required``."""
+    """One option. ``type`` and ``constraints`` are text; ``default`` is None if ``required``.
+
+    ``text`` is what the class says about it: the string below the field.
+    """
 
     name: str
     type: str
     default: Any
     required: bool
     constraints: tuple[str, ...] = ()
+    text: str = ""
 
     def __str__(self) -> str:
         value = "" if self.required else f" = {self.default!r}"
@@ -39,8 +47,10 @@ def option_names(kind: type) -> list[str]:
 
 def describe_options(kind: type) -> tuple[OptionInfo, ...]:
     """Return a description of each option of a hook class."""
-    hints = _hints(kind)
-    return tuple(_describe(field, hints[field.name]) for field in _fields(kind))
+    hints, texts = _hints(kind), _texts(kind)
+    return tuple(
+        _describe(field, hints[field.name], texts.get(field.name, "")) for field in _fields(kind)
+    )
 
 
 def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
@@ -89,13 +99,32 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is missing and field.default_factory is missing
 
 
-def _describe(field: dataclasses.Field[Any], hint: Any) -> OptionInfo:
+@functools.cache
+def _texts(kind: type) -> dict[str, str]:
+    """Return the strings below the fields of a class and its bases, whose source must be there."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            source = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, SyntaxError):
+            continue
+        assert isinstance(source, ast.ClassDef)
+        for line, below in itertools.pairwise(source.body):
+            match line, below:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def _describe(field: dataclasses.Field[Any], hint: Any, text: str) -> OptionInfo:
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
     required = _is_required(field)
     shown = None if required else default
-    return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint))
+    return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint), text)
 
 
 def _type_error(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:

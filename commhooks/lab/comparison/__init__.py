@@ -4,7 +4,7 @@ Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation.
 """
 
 from commhooks.lab.comparison.compare import compare
-from commhooks.lab.comparison.launched import LaunchedRanks
+from commhooks.lab.comparison.hosts import LaunchedRanks
 from commhooks.lab.comparison.result import (
     Comparison,
     ComparisonError,

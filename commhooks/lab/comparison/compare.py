@@ -1,17 +1,21 @@
 """The comparison itself, see :func:`compare`."""
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from commhooks.cluster import links as shaped
 from commhooks.hook.base import is_lossless
-from commhooks.hook.spec import HookSpec, parse_hook_specs
+from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment
-from commhooks.lab.comparison.launched import LaunchedRanks
-from commhooks.lab.comparison.limits import check_limits
+from commhooks.lab.comparison.hosts import LaunchedRanks
 from commhooks.lab.comparison.progress import ProgressCallback
 from commhooks.lab.comparison.report import Report
 from commhooks.lab.comparison.result import (
@@ -22,17 +26,22 @@ from commhooks.lab.comparison.result import (
 )
 from commhooks.lab.comparison.training import load_training_function
 from commhooks.lab.machine import cores
-from commhooks.lab.models import Workload
+from commhooks.lab.models import Workload, name_of
+from commhooks.lab.verdict import CAUTIOUS
 
-__all__ = ["check_model", "compare"]
+__all__ = ["check_limits", "check_model", "compare"]
+
+_RANKS_PER_CORE = 8
+_PROCESS_BYTES = 400_000_000  # of a process that has imported torch
+_COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, temporaries
 
 
 def compare(
-    model: str,
-    hooks: Sequence[str | HookSpec],
+    model: str | Callable[..., nn.Module],
+    hooks: Sequence[HookLike],
     *,
-    input: str | None = None,  # noqa: A002
-    train: str | None = None,
+    input: str | Callable[..., Any] | None = None,  # noqa: A002
+    train: str | Callable[..., Any] | None = None,
     world_size: int = 2,
     links: Sequence[float] = (),
     steps: int = 50,
@@ -42,7 +51,7 @@ def compare(
     ranks: LaunchedRanks | None = None,
     progress: ProgressCallback = lambda *_: None,
 ) -> Comparison:
-    """Measure ``hooks``, torch DDP and the bare model side by side on this machine.
+    """Measure ``hooks``, bf16, torch DDP and the bare model side by side on this machine.
 
     Each entry is verified first: its gradients must be finite, and if the hook is lossless, they
     must be the exact mean. Then the entries take turns in blocks of steps, over loopback and over
@@ -57,12 +66,14 @@ def compare(
     from there on, and is one of the ``failures`` of the result. The others go on in new processes.
 
     Args:
-        model: the name of a model, see :class:`commhooks.lab.models.Workload`.
-        hooks: texts as :mod:`commhooks.hook.spec` describes them, or what it returns.
-        input: the name of a function that returns a batch, see
+        model: the name of a model, or a function of a module that makes one, see
             :class:`commhooks.lab.models.Workload`.
-        train: ``package.module:function``, see :mod:`commhooks.lab.comparison.training`.
-        world_size: number of ranks; :func:`commhooks.lab.comparison.limits.check_limits` limits it.
+        hooks: texts as :mod:`commhooks.hook.spec` describes them, hooks or their classes, configs,
+            or pairs of a name and a dict of options. Rank processes make hooks of their own.
+        input: a function that returns a batch, or its name, see
+            :class:`commhooks.lab.models.Workload`.
+        train: a function or its name, see :mod:`commhooks.lab.comparison.training`.
+        world_size: number of ranks; :func:`check_limits` limits it.
         links: rates in bits per second.
         steps: number of timed steps for each entry and link.
         train_steps: number of training steps for each entry and measured link, or over loopback if
@@ -73,8 +84,7 @@ def compare(
         ranks: the ranks that torchrun started; all of them call this with the same arguments. Their
             own network is measured, nothing is predicted, and ``world_size`` is theirs. None starts
             processes on this machine.
-        progress: called with a description of the current work, the seconds so far, and the
-            estimated seconds of the whole; 0 if nothing is known yet.
+        progress: called with a description of the current work, the steps so far, and all steps.
 
     Raises:
         ModelError, TrainingError: before anything starts.
@@ -83,12 +93,14 @@ def compare(
             bare model or torch DDP fails, or a link can be neither made nor predicted.
         ComparisonInterrupted: Ctrl-C; contains what has been measured so far.
     """
+    start = time.monotonic()
     if ranks is not None:
         world_size = ranks.world_size
         if links:
             raise ComparisonError("expected no links for ranks on hosts, which have their own")
     _check_numbers(world_size, steps, train_steps, timeout, links)
     if train is not None:
+        train = name_of(train)
         load_training_function(train)
     workload = Workload(model, input)
     gradient_bytes, precision = check_model(
@@ -96,6 +108,8 @@ def compare(
     )
     specs, reasons = parse_hook_specs(hooks)  # the module of the model may register hooks
     _check_names(specs)
+    if not any(spec.text == CAUTIOUS for spec in specs):
+        specs.insert(0, hook_spec(CAUTIOUS))
     entries = [BARE, TORCH, *(Entry(spec.text, spec.config) for spec in specs)]
     exact = {spec.text for spec in specs if is_lossless(spec.create())}
     notes = []
@@ -132,7 +146,8 @@ def compare(
         if not found.rows:
             raise
         raise ComparisonInterrupted(found) from None
-    return report.comparison(links, complete=True)
+    found = report.comparison(links, complete=True)
+    return replace(found, measuring_seconds=time.monotonic() - start)
 
 
 def _check_numbers(
@@ -170,3 +185,33 @@ def check_model(workload: Workload, world_size: int) -> tuple[int, float]:
     check_limits(world_size, sum(parameter.nbytes for parameter in module.parameters()))
     precision = max(torch.finfo(parameter.dtype).eps for parameter in parameters)
     return sum(parameter.nbytes for parameter in parameters), precision
+
+
+def check_limits(world_size: int, parameter_bytes: int) -> None:
+    """Raise ComparisonError if this machine cannot run the ranks.
+
+    The limits are 8 ranks per core, and for each rank memory of 0.4 GB and of nine copies of the
+    parameters, however many entries take turns.
+    """
+    most = _RANKS_PER_CORE * cores()
+    if world_size > most:
+        raise ComparisonError(
+            f"{world_size} ranks are more than the {most} that can run on {cores()} cores (at most "
+            f"{_RANKS_PER_CORE} per core); `commhooks simulate` predicts larger world sizes"
+        )
+    needed = world_size * (_PROCESS_BYTES + parameter_bytes * _COPIES)
+    available = _available_bytes()
+    if available is not None and needed > available:
+        raise ComparisonError(
+            f"{world_size} ranks need about {needed / 1e9:.1f} GB ({_COPIES} copies of "
+            f"{parameter_bytes / 1e6:.0f} MB of parameters each), and {available / 1e9:.1f} GB are "
+            "available; use fewer ranks or a smaller model"
+        )
+
+
+def _available_bytes() -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    fields = dict(line.split(":") for line in path.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

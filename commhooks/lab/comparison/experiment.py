@@ -1,7 +1,6 @@
 """What is measured in a comparison, setting by setting."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,7 +54,7 @@ class Experiment:
         """Measure over loopback and over links of these rates."""
         plan = {LOOPBACK: self._tasks(is_first=True, trains=not links)}
         plan |= {format_rate(rate): self._tasks(is_first=False, trains=True) for rate in links}
-        progress = Progress(callback, plan, {format_rate(rate): rate for rate in links})
+        progress = Progress(callback, plan)
         with Ranks(self.world_size, threads=self._threads, timeout=self.timeout) as ranks:
             self.measure(Setting(LOOPBACK), ranks, plan[LOOPBACK], progress)
             progress.tell(LOOPBACK, "running hooks dry")
@@ -77,7 +76,7 @@ class Experiment:
     def run_on_hosts(self, ranks: RankCaller, callback: ProgressCallback) -> None:
         """Measure the network between the hosts of ``ranks``, and the entries over it."""
         plan = {HOSTS: self._tasks(is_first=True, trains=True)}
-        progress = Progress(callback, plan, {})
+        progress = Progress(callback, plan)
         pairs = pairs_of_hosts(ranks)
         for index, pair in enumerate(measure_pairs(ranks, pairs)):
             self.pairs.append(pair)
@@ -111,9 +110,8 @@ class Experiment:
             if any(failure.hook == name for failure in self.failures):
                 continue
             progress.tell(setting.name, f"{task.kind} {name}")
-            start = time.monotonic()
             try:
-                wire_bytes = setting.run(ranks, task, self.train or "")
+                setting.run(ranks, task, self.train or "")
                 self._check(setting, task)
             except Exception as error:
                 details = "\n".join(getattr(error, "__notes__", ()))
@@ -130,7 +128,7 @@ class Experiment:
                 ranks.restart()
                 ranks(remote.prepare, self.workload)
             else:
-                progress.end(setting.name, task, time.monotonic() - start, wire_bytes)
+                progress.end(setting.name, task)
 
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
         tasks = verifying_tasks(self.entries) if is_first else []

@@ -36,7 +36,7 @@ class Report:
         experiment = self.experiment
         rows = self.rows(links, complete=complete)
         return Comparison(
-            experiment.workload.model,
+            str(experiment.workload.model),
             experiment.world_size,
             experiment.steps,
             describe_machine(),

@@ -4,10 +4,28 @@ import csv
 import io
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from commhooks.errors import CommHookError
+from commhooks.lab.comparison.rows import (
+    HOSTS,
+    LOOPBACK,
+    ComparisonError,
+    Failure,
+    HostPair,
+    Row,
+    TrainingPoint,
+)
+from commhooks.lab.comparison.table import (
+    Columns,
+    aligned,
+    costs_columns,
+    explanations,
+    format_bytes,
+    pair_cells,
+    times_columns,
+)
+from commhooks.lab.verdict import cost_of_measuring, kept, verdict
 
 __all__ = [
     "HOSTS",
@@ -21,99 +39,7 @@ __all__ = [
     "TrainingPoint",
 ]
 
-LOOPBACK = "loopback"
-HOSTS = "network of these hosts"
-
 _SLOW = 0.5  # of the rate of the fastest pair
-
-
-class ComparisonError(CommHookError):
-    """A comparison is not possible, or the model fails without any hook."""
-
-
-@dataclass(frozen=True)
-class TrainingPoint:
-    """The state after ``step`` training steps; seconds and bytes are totals so far."""
-
-    step: int
-    seconds: float
-    wire_bytes: float
-    validation_loss: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """One entry over one link. Times are those of the slowest rank, bytes those of rank 0."""
-
-    hook: str
-    """The text of the hook, "bare" for the bare model or "torch" for torch DDP."""
-    link: str
-    """ "loopback", a rate, or "network of these hosts"."""
-    bits_per_second: float | None
-    """None unless the link is a rate."""
-    measured: bool
-    """True if times are measured, False if they are predicted from loopback."""
-    step_seconds: float
-    """Forward and backward; the median over steps."""
-    step_spread_seconds: float | None
-    """The distance between the quartiles over steps; None if not measured."""
-    to_torch: float
-    """``step_seconds`` divided by that of torch DDP with its plain average."""
-    exposed_seconds: float
-    """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
-    waited_seconds: float | None
-    """The mean time in which backward only waited for communication; None if not known."""
-    floor_seconds: float | None
-    """Bytes on the wire divided by the rate, plus the bare step; None for loopback."""
-    predicted_seconds: float | None
-    """The predicted time of a step, also for measured links; None if it cannot be predicted."""
-    gradient_bytes: int
-    wire_bytes: float
-    """The mean per step."""
-    ratio: float | None
-    """The bytes of plain averaging divided by ``wire_bytes``."""
-    error: float | None
-    """The relative L2 error of a step's gradients against the exact mean, on the worst rank. None
-    for the bare model."""
-    peak_bytes: int | None
-    """The peak of memory besides the parameters: gradients, buckets, state, temporaries."""
-    break_even_bits_per_second: float | None
-    """The rate below which the hook is faster than torch DDP. Infinity: at any rate; 0: never."""
-    training: tuple[TrainingPoint, ...] = ()
-
-    @property
-    def validation_loss(self) -> float | None:
-        """The loss after the last training step."""
-        return self.training[-1].validation_loss if self.training else None
-
-
-@dataclass(frozen=True)
-class HostPair:
-    """The network between two hosts of a job, while no other pair sends."""
-
-    first: str
-    second: str
-    bits_per_second: float
-    """Of the slower direction."""
-    latency_seconds: float
-    """Of one direction."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A hook that failed. It has no rows from ``link`` on, or no training if that failed."""
-
-    hook: str
-    link: str | None
-    """The link over which it failed; None if the hook cannot be made."""
-    reason: str
-    """One line."""
-    details: str = ""
-    """The traceback of the rank, or the last lines of its output if it died."""
-
-    def __str__(self) -> str:
-        where = "" if self.link is None else f" ({self.link})"
-        return f"{self.hook}{where}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -131,6 +57,44 @@ class Comparison:
     """All pairs of hosts, if torchrun started the ranks."""
     failures: tuple[Failure, ...] = ()
     """The hooks that failed, each once."""
+    measuring_seconds: float | None = field(default=None, compare=False)
+    """The time that the comparison took."""
+
+    def __str__(self) -> str:
+        """Return tables, notes, failures and verdicts as plain text, as wide as needed."""
+        if not self.rows:
+            return "\n".join(["nothing was measured", *map(str, self.failures)])
+        columns = self.times_columns() | costs_columns(self.rows)
+        table = [["hook", *columns]]
+        for link in self.links:
+            table.append([f"{link}, {self.kind_of(link)}"])
+            rows = [row for row in self.rows if row.link == link]
+            table += [[f"  {row.hook}", *(cell(row) for cell in columns.values())] for row in rows]
+            table += [[f"  {failure.hook}", "failed"] for failure in self.failures_over(link)]
+        parts = [self.title, aligned(table), "\n".join(explanations(list(columns)))]
+        if self.pairs:
+            parts.append(aligned([("pair of hosts", "rate", "latency", ""), *self.pair_cells()]))
+        parts.append("\n".join([*self.remarks(), *(f"Failed: {each}" for each in self.failures)]))
+        return "\n\n".join(filter(None, parts))
+
+    @property
+    def title(self) -> str:
+        """What was compared."""
+        gradients = format_bytes(self.rows[0].gradient_bytes)
+        return f"{self.model}, {self.world_size} ranks, {gradients} of gradients"
+
+    def times_columns(self) -> Columns:
+        """Return the columns of times; those of costs do not need the whole comparison."""
+        return times_columns(self.rows, self.exposed_spread)
+
+    def pair_cells(self) -> list[tuple[str, str, str, str]]:
+        """Return the lines of a table of pairs of hosts."""
+        return pair_cells(self.pairs, self.slow_pairs)
+
+    def remarks(self) -> list[str]:
+        """Return the notes and the verdicts, a line each."""
+        notes = [f"Note: {note}." for note in self.notes]
+        return notes + [f"{link}: {text}" for link, text in self.verdicts().items()]
 
     @property
     def slow_pairs(self) -> list[HostPair]:
@@ -155,15 +119,62 @@ class Comparison:
                 return row
         raise KeyError((hook, link))
 
+    def kind_of(self, link: str) -> str:
+        """Return "measured" or "predicted", which the times over a link are."""
+        is_measured = any(row.measured for row in self.rows if row.link == link)
+        return "measured" if is_measured else "predicted"
+
+    def failures_over(self, link: str) -> list[Failure]:
+        """Return the hooks that failed over a link; over the first, those that cannot be made."""
+        return [each for each in self.failures if (each.link or self.links[0]) == link]
+
+    def exposed_spread(self, row: Row) -> float | None:
+        """Return the noise of ``exposed_seconds``: as ``step_spread_seconds``, of a difference."""
+        rows = {each.hook: each for each in self.rows if each.link == row.link}
+        if not row.measured:  # it is predicted from the first link
+            rows = {each.hook: each for each in self.rows if each.link == self.links[0]}
+        spreads = [rows[hook].step_spread_seconds for hook in (row.hook, "bare") if hook in rows]
+        known = [spread for spread in spreads if spread is not None]
+        return math.hypot(*known) if known else None
+
+    def verdicts(self) -> dict[str, str]:
+        """Return by link which hook to use, and from how many steps on it was worth comparing."""
+        return {link: text for link in self.links if (text := self._verdict(link))}
+
+    def _verdict(self, link: str) -> str:
+        rows = {row.hook: row for row in self.rows if row.link == link}
+        baseline = next((name for name in ("torch", "allreduce") if name in rows), None)
+        if baseline is None or len(rows.keys() - {"bare", baseline}) == 0:
+            return ""
+        seconds = {hook: row.step_seconds for hook, row in rows.items()}
+
+        def noise(*hooks: str) -> float:
+            """Return about two standard errors of the difference of medians."""
+            spreads = [self.exposed_spread(rows[hook]) or 0.0 for hook in hooks]
+            return 2 * math.hypot(*spreads) / math.sqrt(max(self.steps, 1))
+
+        plain = rows[baseline].validation_loss
+        losses = {
+            hook: 100 * (row.validation_loss / plain - 1)
+            for hook, row in rows.items()
+            if plain and row.validation_loss is not None
+        }
+        text = verdict(seconds, baseline, losses, noise)
+        if self.measuring_seconds is not None and "bare" in rows:
+            keep = kept(seconds, baseline, noise)
+            saved = seconds[keep] - seconds["bare"]
+            text += f" {cost_of_measuring(self.measuring_seconds, saved, noise(keep))}"
+        return text
+
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison in JSON's types; infinity becomes the string "inf"."""
         rows = [asdict(row) | {"validation_loss": row.validation_loss} for row in self.rows]
-        plain: dict[str, Any] = _plain(asdict(self) | {"rows": rows})
+        plain: dict[str, Any] = _plain(asdict(self) | {"rows": rows, "verdicts": self.verdicts()})
         return plain
 
     def to_csv(self) -> str:
         """Return one line per row, without the training points, and one per failure."""
-        names = [field.name for field in fields(Row) if field.name != "training"]
+        names = [each.name for each in fields(Row) if each.name != "training"]
         names += ["validation_loss", "reason"]
         text = io.StringIO()
         writer = csv.DictWriter(text, names, extrasaction="ignore")

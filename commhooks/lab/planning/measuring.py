@@ -1,6 +1,6 @@
 """Measures a model and candidates in processes on this machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,16 +9,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
+from commhooks.algorithms.adaptive.trial import Outcome, Trial
 from commhooks.cluster import Ranks
+from commhooks.comm.communicator import Communicator
+from commhooks.comm.exchange import Exchange
 from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
 from commhooks.costs.gloo import Gloo
 from commhooks.costs.step_trace import BucketTrace, StepTrace
 from commhooks.errors import CommHookError, reason_of
-from commhooks.hook.base import CommHook, is_lossless
-from commhooks.hook.derived_bucket import BucketPart
+from commhooks.hook.base import CommHook, Role, is_lossless
+from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import roles_of
-from commhooks.lab.planning.errors import try_hook
+from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.simulation.calibration import measure_gloo
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.measurements import Job
@@ -34,10 +37,10 @@ _TIMEOUT_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class PlanningJob:
-    """What to measure: ``configs`` of hooks, and the rules for parameters averaged exactly."""
+    """What to measure: ``hooks``, and the rules for parameters averaged exactly."""
 
     job: Job
-    configs: tuple[Mapping[str, Any], ...]
+    hooks: tuple[HookLike, ...]
     """Plain averaging first."""
     exact: tuple[str, ...]
     world_size: int
@@ -72,6 +75,12 @@ class Measured:
     reasons: Mapping[int, str]
     """Why hooks can average no group, by their index."""
 
+    @property
+    def alone_seconds(self) -> float:
+        """The time of a step without communication on this machine."""
+        backward = sum(bucket.backward_seconds + bucket.unpack_seconds for bucket in self.buckets)
+        return self.forward_seconds + backward
+
 
 def measure_groups(job: PlanningJob) -> Measured:
     """Measure with two ranks on this machine, which takes seconds to minutes.
@@ -84,7 +93,7 @@ def measure_groups(job: PlanningJob) -> Measured:
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
         groups, buckets, forward_seconds = ranks(_prepare, job)[0]
-        for index, config in enumerate(job.configs):
+        for index, config in enumerate(map(config_of, job.hooks)):
             try:
                 cells = ranks(_measure, config)[0]
                 columns.append(cells)
@@ -183,11 +192,48 @@ def _measure_group(group: ParameterGroup, config: Mapping[str, Any], side: _Side
     gradients = part.bucket(0, is_last=True)
     try:
         hook = create(config)
-        outcome = try_hook(hook, gradients, together, side.roles, side.first_step)
+        outcome = _try_hook(hook, gradients, together, side.roles, side.first_step)
         trace = side.tracer.trace(config, gradients, side.roles)
     except CommHookError as error:  # on all ranks alike
         return _Cell(refusal=reason_of(error))
     return _Cell(outcome.norm, 0.0 if is_lossless(hook) else outcome.error, trace)
+
+
+def _try_hook(
+    hook: CommHook,
+    bucket: GradBucket,
+    group: dist.ProcessGroup,
+    roles: Mapping[str, Role],
+    step: int,
+) -> Outcome:
+    """Average a bucket, which does not change, as in a trial of ``auto``.
+
+    Raises CommHookError if the hook cannot average it.
+    """
+    trial = Trial(hook)
+    trial.prepare(dict(zip(bucket.names, bucket.parameters(), strict=True)), group, roles)
+    sample = bucket_with(bucket, bucket.buffer().clone(), step=step)
+    comm = Communicator(group, step=step, key=sample.key, seed=0)
+    return _finish(trial.run(sample, comm), hook, group)
+
+
+def _finish(
+    coroutine: Coroutine[Any, Any, Outcome], hook: CommHook, group: dist.ProcessGroup
+) -> Outcome:
+    """Run a trial to its end, one collective after the other."""
+    while True:
+        try:
+            pending = coroutine.send(None)
+        except StopIteration as stop:
+            outcome: Outcome = stop.value
+            return outcome
+        if isinstance(pending, Exchange) or pending.members:
+            coroutine.close()
+            raise CommHookError(
+                f"hook {hook!r} cannot be planned: expected a hook that averages among all ranks "
+                "in the same step"
+            )
+        pending.start(group).wait()
 
 
 class _Tracer:

@@ -14,10 +14,9 @@ from commhooks.costs.gloo import Gloo
 from commhooks.costs.nccl import NCCL
 from commhooks.costs.network import Backend, Link, Network
 from commhooks.costs.prediction import Prediction, predict
-from commhooks.lab.simulation.break_even import BreakEvenRates, break_even_rates
 from commhooks.lab.simulation.measurements import Job, Measurements
 from commhooks.lab.simulation.measuring import measure
-from commhooks.lab.simulation.study import BASELINE, Study
+from commhooks.lab.simulation.study import BASELINE, BreakEvenRates, Study, break_even_rates
 
 __all__ = [
     "BASELINE",

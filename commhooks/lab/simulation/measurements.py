@@ -8,11 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from commhooks.costs.dry_runs import DryRuns
 from commhooks.costs.gloo import Gloo
 from commhooks.errors import CommHookError
+from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.models import Workload
 
 __all__ = ["Job", "Measurements", "hook_key"]
@@ -43,26 +43,23 @@ class Measurements:
     dry_runs: Mapping[str, DryRuns]
     reasons: Mapping[str, str] = field(default_factory=dict)
 
-    def __contains__(self, config: Mapping[str, Any]) -> bool:
-        return hook_key(config) in self.dry_runs
+    def __contains__(self, hook: HookLike) -> bool:
+        return hook_key(hook) in self.dry_runs
 
-    def reason(self, config: Mapping[str, Any]) -> str | None:
+    def reason(self, hook: HookLike) -> str | None:
         """Return why a hook cannot be simulated, or None if it can."""
-        return self.reasons.get(hook_key(config))
+        return self.reasons.get(hook_key(hook))
 
-    def of(self, config: Mapping[str, Any]) -> DryRuns:
+    def of(self, hook: HookLike) -> DryRuns:
         """Return the dry runs of a measured hook."""
-        return self.dry_runs[hook_key(config)]
+        return self.dry_runs[hook_key(hook)]
 
-    def lacking(
-        self, configs: Sequence[Mapping[str, Any]], sizes: Sequence[int]
-    ) -> list[Mapping[str, Any]]:
+    def lacking(self, hooks: Sequence[HookLike], sizes: Sequence[int]) -> list[HookLike]:
         """Return the hooks that have not been measured for all ``sizes``."""
         return [
-            config
-            for config in configs
-            if not (known := self.dry_runs.get(hook_key(config)))
-            or set(sizes) - known.by_size.keys()
+            hook
+            for hook in hooks
+            if not (known := self.dry_runs.get(hook_key(hook))) or set(sizes) - known.by_size.keys()
         ]
 
     def with_more(self, other: "Measurements") -> "Measurements":
@@ -94,6 +91,6 @@ class Measurements:
             ) from error
 
 
-def hook_key(config: Mapping[str, Any]) -> str:
+def hook_key(hook: HookLike) -> str:
     """Return the hook's config in JSON, with sorted keys."""
-    return json.dumps(config, sort_keys=True)
+    return json.dumps(config_of(hook), sort_keys=True)

@@ -14,6 +14,7 @@ from commhooks.errors import reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
+from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.machine import cores
 from commhooks.lab.models import ModelError
 from commhooks.lab.simulation.calibration import measure_gloo
@@ -30,7 +31,7 @@ _TIMEOUT_SECONDS = 1800.0  # for a large model on a small machine
 
 def measure(
     job: Job,
-    configs: Sequence[Mapping[str, Any]],
+    hooks: Sequence[HookLike],
     sizes: Sequence[int],
     ranks: Ranks | None = None,
 ) -> Measurements:
@@ -44,12 +45,12 @@ def measure(
     busy = min(job.ranks_per_machine, cores())
     if ranks is None:
         with Ranks(max(2, busy), timeout=_TIMEOUT_SECONDS) as own:
-            return measure(job, configs, sizes, own)
+            return measure(job, hooks, sizes, own)
     gloo = measure_gloo(ranks)
     ranks(prepare_dry_runs, job, busy)
     dry_runs: dict[str, DryRuns] = {}
     reasons: dict[str, str] = {}
-    for config in configs:
+    for config in map(config_of, hooks):
         try:
             dry_runs[hook_key(config)] = ranks(dry_run_hook, config, list(sizes))[0]
         except Exception as error:

@@ -1,7 +1,7 @@
 """Compares hooks on one network, to choose between them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,18 +9,38 @@ from typing import Any
 from commhooks.costs.dry_runs import DryRuns
 from commhooks.costs.network import Backend, Link, Network
 from commhooks.costs.prediction import Prediction, predict
-from commhooks.lab.simulation.break_even import BreakEvenRates, break_even_rates
 from commhooks.lab.units import format_rate
+from commhooks.lab.verdict import verdict
 
-__all__ = ["BASELINE", "Study"]
+__all__ = ["BASELINE", "BreakEvenRates", "Study", "break_even_rates"]
 
 BASELINE = "allreduce"
 """The hook that others are compared with, because it is exact."""
 
-_WORTH_IT = 1.1
-"""The speed-up of a step that justifies a loss of accuracy."""
 _LONG_CURVE = 1024  # nodes
+_RATES = [10 ** (6 + step / 2) for step in range(15)]  # 1 Mbit/s to 10 Tbit/s
+_PRECISION = 1.01  # of a break-even rate
 _LOOPBACK = Link(1e15)  # bytes only cost time on cores, which is in the rates of Gloo
+
+
+@dataclass(frozen=True)
+class BreakEvenRates:
+    """An interval of rates in bits per second; from 0 to infinity stands for any rate.
+
+    Most hooks are faster below some rate, because they save bytes and cost time. Hooks that save
+    rounds of messages, but send more bytes between nodes, are faster above some rate.
+    """
+
+    above: float
+    below: float
+
+    def __str__(self) -> str:
+        ends = []
+        if self.above > 0:
+            ends.append(f"above {format_rate(self.above)}")
+        if math.isfinite(self.below):
+            ends.append(f"below {format_rate(self.below)}")
+        return ", ".join(ends) or "any rate"
 
 
 @dataclass(frozen=True)
@@ -83,27 +103,11 @@ class Study:
 
     @property
     def advice(self) -> str:
-        """One or two sentences that say which hook to use."""
-        baseline = self.predictions[self.baseline]
-        best = min(self.predictions, key=lambda hook: self.predictions[hook].step_seconds)
-        gain = baseline.step_seconds / self.predictions[best].step_seconds
-        rate = format_rate(self.network.link.bits_per_second)
-        where = f"With {self.network.size} ranks at {rate}"
+        """Sentences that say which hook to use."""
         if len(self.predictions) == 1:
             return f"There is nothing to compare {self.baseline} with: name other hooks."
-        if best == self.baseline:
-            return (
-                f"Keep {self.baseline}. {where} none of the other hooks is faster, and it is exact."
-            )
-        if gain < _WORTH_IT:
-            return (
-                f"Keep {self.baseline}. {where} a step would be {gain:.2f} times as fast with "
-                f"{best}, which does not justify a loss of accuracy."
-            )
-        return (
-            f"Use {best}. {where} a step is {gain:.1f} times as fast as with {self.baseline}. "
-            "Whether the model learns as well is not predicted: train with it to find out."
-        )
+        seconds = {hook: found.step_seconds for hook, found in self.predictions.items()}
+        return verdict(seconds, self.baseline)
 
     def to_json(self) -> dict[str, Any]:
         """Return all predictions in JSON's types.
@@ -138,3 +142,30 @@ def _ends(rates: BreakEvenRates | None) -> dict[str, float | None] | None:
         "above": rates.above,
         "below": rates.below if math.isfinite(rates.below) else None,
     }
+
+
+def break_even_rates(is_faster: Callable[[float], bool]) -> BreakEvenRates | None:
+    """Find the rates for which ``is_faster`` returns True; None if there are none.
+
+    If there are several intervals, this is the lowest one.
+    """
+    first = next((index for index, rate in enumerate(_RATES) if is_faster(rate)), None)
+    if first is None:
+        return None
+    last = first
+    while last + 1 < len(_RATES) and is_faster(_RATES[last + 1]):
+        last += 1
+    above, below = 0.0, math.inf
+    if first > 0:
+        above = _edge(is_faster, _RATES[first], _RATES[first - 1])
+    if last + 1 < len(_RATES):
+        below = _edge(is_faster, _RATES[last], _RATES[last + 1])
+    return BreakEvenRates(above, below)
+
+
+def _edge(is_faster: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Bisect between a rate inside the interval and one outside; return one just inside."""
+    while max(inside, outside) / min(inside, outside) > _PRECISION:
+        middle = math.sqrt(inside * outside)
+        inside, outside = (middle, outside) if is_faster(middle) else (inside, middle)
+    return inside

@@ -2,16 +2,26 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
+from commhooks.hook.registry import create
+from commhooks.hook.roles import prepare
+from commhooks.lab.simulation.fake_group import FakeGroup
 from reducer import GradBucket
 
-__all__ = ["sent_bytes", "typical_steps", "with_arrivals"]
+__all__ = ["sent_bytes", "typical_steps", "usual_ratio", "with_arrivals"]
 
 _WINDOW = 1000
 _MOST_KINDS = 8
+_LATE, _PERIODS = 100_000, 240  # steps after all warm-ups; a multiple of usual periods
 
 
 def typical_steps(
@@ -59,3 +69,23 @@ def sent_bytes(
 ) -> tuple[int | None, ...]:
     """Return the bytes that a rank sends for each bucket in a step, by the cost formula."""
     return tuple(hook.wire_bytes(bucket_with(b, b.buffer(), step=step), size) for b in buckets)
+
+
+def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
+    """Return the bytes of plain averaging divided by those of a hook with its default options.
+
+    For a square matrix on ``size`` ranks, after all warm-ups, by the cost formula of the hook; None
+    if it has no formula or cannot be made by its name.
+    """
+    matrix = torch.zeros(edge, edge)
+    bucket = GradBucket(matrix.view(-1), [nn.Parameter(matrix)], ["weight"], index=0, count=1)
+    try:
+        hook = create(name)
+        prepare(hook, {"weight": matrix}, cast("dist.ProcessGroup", FakeGroup(size)), {})
+    except CommHookError:
+        return None
+    steps = range(_LATE, _LATE + _PERIODS)
+    sent = [sent_bytes(hook, [bucket], size, step)[0] for step in steps]
+    known = [count for count in sent if count is not None]
+    total = sum(known) if len(known) == len(sent) else 0
+    return all_reduce_bytes(matrix.nbytes, size) * len(steps) / total if total else None

@@ -15,10 +15,9 @@ def registered(context: RuleContext) -> None:
     """Be available by name: decorate the class with @register_hook("name")."""
     hook = context.make_hook()
     kind = type(hook)
-    names = commhooks.available()
     require(
-        kind.name in names,
-        f"expected the name of {kind.__name__} among {names}, found {kind.name!r}",
+        kind.name in commhooks.available(),
+        f"expected {kind.__name__} to be registered by name, found none",
     )
     found = type(commhooks.create(hook.to_config()))
     require(found is kind, f"expected create({kind.name!r}) to make a {kind}, found {found}")
