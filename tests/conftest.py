@@ -3,6 +3,7 @@
 The parent of xdist's workers runs no tests, so it does not spend seconds on importing torch.
 """
 
+import contextlib
 import gc
 import os
 import socket
@@ -10,13 +11,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 from support.covering import covering_sample
 from support.integrations import MISSING
 
-hypothesis.settings.register_profile("default", deadline=None)  # no test is timed
-hypothesis.settings.load_profile("default")
+with contextlib.suppress(ImportError):  # `make gpu-check` runs without it
+    import hypothesis
+
+    hypothesis.settings.register_profile("default", deadline=None)  # no test is timed
+    hypothesis.settings.load_profile("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -53,12 +53,17 @@ def stages(folder: Path) -> Iterator[Stage]:
         for tool in ("memcheck", "racecheck"):
             command = (sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, "-x")
             yield Stage(tool, (*command, *SANITIZED), 45, (*own, apart))
-    for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py")):
+    for path in _benches():
         name = path.stem.removeprefix("test_gpu_")
         report = f"--benchmark-json={folder / path.stem}.json"
         bench = (*PYTEST, f"bench/gpu/{path.name}", "-W", "default", report)
         yield Stage(f"bench {name}", bench, 40, own)
     yield Stage("conformance", (*PYTEST, "-m", "gpu", CONFORMANCE), 60, own)
+
+
+def _benches() -> list[Path]:
+    found = sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
+    return [] if missing({"pytest_benchmark": ""}) else found
 
 
 def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[StageResult]]:
@@ -83,6 +88,8 @@ def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[StageResult
         yield results
     if find_sanitizer() is None:
         results.append(StageResult("memcheck, racecheck", "left out", 0.0, "no compute-sanitizer"))
+    if not _benches():
+        results.append(StageResult("benches", "left out", 0.0, "no pytest-benchmark"))
     yield results
 
 

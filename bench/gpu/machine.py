@@ -15,7 +15,7 @@ NEEDED = {
     "torch": "everything",
     "numpy": "the kernels' tests",
     "pytest": "the tests",
-    "setuptools": "the build",
+    "setuptools>=77": "the build",
 }
 WANTED = {
     "pytest_benchmark": "the benchmarks",
@@ -26,12 +26,15 @@ DISTRIBUTIONS = ("torch", "numpy", "pytest", "pytest-benchmark", "ninja")
 
 
 def missing(names: dict[str, str]) -> list[str]:
-    """Return the packages that this Python lacks, with their purpose."""
-    return [
-        f"{name} ({purpose})"
-        for name, purpose in names.items()
-        if importlib.util.find_spec(name) is None
-    ]
+    """Return the packages that this Python lacks, or has too old, with their purpose."""
+    return [f"{name} ({purpose})" for name, purpose in names.items() if not _is_there(name)]
+
+
+def _is_there(requirement: str) -> bool:
+    name, _, least = requirement.partition(">=")
+    if importlib.util.find_spec(name) is None:
+        return False
+    return not least or int((_version(name) or "0").partition(".")[0]) >= int(least)
 
 
 def find_sanitizer() -> str | None:

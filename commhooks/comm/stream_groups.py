@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import Store
 from commhooks.comm.stage_groups import StageGroups, _drop
 from commhooks.errors import CommHookError, CommHookPeerError
 
-__all__ = ["StreamGroups"]
+__all__ = ["StreamGroups", "options_like"]
 
 _WATCH_SECONDS = 0.5
 
@@ -119,7 +119,7 @@ class StreamGroups(StageGroups):
             _drop([aborted.pop()])
 
     def _make_options(self) -> Any:
-        return self._backend.options
+        return options_like(self._backend.options)
 
     def _make_group(self, store: Store, rank: int, size: int) -> Any:
         return type(self._backend)(store, rank, size, self._options)
@@ -129,6 +129,22 @@ _DO = (
     "Its average is not the same on all ranks: load a checkpoint on all of them, then register the "
     "hook again with replace() of its handle, or restart"
 )
+
+
+_KEPT = ("_timeout", "_devices", "_threads", "is_high_priority_stream", "config")
+
+
+def options_like(options: Any) -> Any:
+    """Return options of a new process group with the time-out and the limits of another.
+
+    ``split_from`` and ``split_color`` are left out. NCCL would make the new communicator by a
+    collective of all ranks of the parent, and of members that the parent's color chooses.
+    """
+    found = type(options)()
+    for name in _KEPT:
+        if hasattr(options, name):
+            setattr(found, name, getattr(options, name))
+    return found
 
 
 def _watch(reference: weakref.ref[StreamGroups], closed: threading.Event) -> None:

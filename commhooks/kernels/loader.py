@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -54,6 +55,11 @@ class CudaBackend:
         try:
             function = _function(source, kernel, device_index)
             cuda.driver.launchKernel(function, *grid, *block, shared_bytes, stream, parameters, 0)
+        except cuda.driver.CUDADriverError as error:
+            raise CommHookError(
+                f"{kernel}: cuda:{device_index} refused to launch {grid} blocks of {block} threads "
+                f"with {shared_bytes} bytes of shared memory: {error}"
+            ) from error
         finally:
             if before != device_index:
                 cuda.runtime.setDevice(before)
@@ -136,7 +142,7 @@ def _temporary_directory() -> Path:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a file in one step, because other processes may read it."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
+    """Write a file in one step, because other processes and threads may read and write it."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     part.write_bytes(content)
     part.replace(path)

@@ -1,5 +1,6 @@
 """The stream on which a hook works, beside those of backward."""
 
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: Any = None if device.type == "cpu" else torch.Stream(device=device)
+        self._entered = threading.local()
 
     def mark(self, *, timed: bool = False) -> torch.Event | None:
         """Record the position of the current stream, and when it gets there if it is ``timed``."""
@@ -49,7 +51,13 @@ class SideStream:
 
     def __enter__(self) -> None:
         if self._stream is not None:
-            self._stream.__enter__()
+            # The object keeps what to return to, so threads must not share one.
+            self._entered.stream = torch.Stream(
+                stream_id=self._stream.stream_id,
+                device_index=self._stream.device_index,
+                device_type=self._stream.device_type,
+            )
+            self._entered.stream.__enter__()
 
     def __exit__(
         self,
@@ -58,4 +66,4 @@ class SideStream:
         traceback: TracebackType | None,
     ) -> None:
         if self._stream is not None:
-            self._stream.__exit__(kind, error, traceback)
+            self._entered.stream.__exit__(kind, error, traceback)

@@ -1,7 +1,8 @@
 """Runs a hook to its end on the thread of backward; the backend keeps collectives in order."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class StreamRunner:
         self._groups = _groups(group, device, token)
         self._exchange_groups = _groups(group, device, token, purpose="exchanges")
         self._has_failed = False
+        self._device = device
         self._stream = SideStream(device)
         self._exchange_stream = SideStream(device)
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
@@ -57,8 +59,8 @@ class StreamRunner:
         execution.launch(self._stream)
         self._stream.follow(execution.mark, bucket.buffer())
         try:
-            self._recover()
-            with self._stream, torch.no_grad():
+            with self._stream, self._mode():
+                self._recover()
                 result = self._run(execution, self._groups)
         except CommHookError as error:
             execution.close()
@@ -102,6 +104,12 @@ class StreamRunner:
             if groups is not None:
                 groups.close()
 
+    @contextmanager
+    def _mode(self) -> Iterator[None]:
+        """Leave the modes of backward, whose thread has those of its caller."""
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            yield
+
     def _recover(self) -> None:
         """Begin anew after a step that failed, or raise its error."""
         for groups in (self._groups, self._exchange_groups):
@@ -132,7 +140,7 @@ class StreamRunner:
 
     def _run_exchange(self, execution: ExchangeExecution) -> None:
         try:
-            with self._exchange_stream, torch.no_grad():
+            with self._exchange_stream, self._mode():
                 result = self._run(execution, self._exchange_groups)
                 execution.future.set_result(result)
         except CommHookError as error:

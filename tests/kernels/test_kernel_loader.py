@@ -1,6 +1,11 @@
 """Compilation of kernels with NVRTC, if it is installed, and the cache of machine code."""
 
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
+import torch
 from cuda_compile import __main__ as check
 from cuda_compile.report import Usage, usages
 from emulation import LocalSource
@@ -61,3 +66,46 @@ def test_the_error_contains_the_messages_of_the_compiler():
         CommHookError, match=r"broken.cu for sm_90: NVRTC fails with(.|\n)*no_such_kernel"
     ):
         nvrtc.compile_source(SUMS, ["no_such_kernel"], "sm_90")
+
+
+class RefusedLaunchError(Exception):
+    """Stands for CuPy's CUDADriverError."""
+
+
+def refuse(*_: object) -> None:
+    raise RefusedLaunchError("CUDA_ERROR_INVALID_VALUE")
+
+
+def test_a_refused_launch_is_a_hook_error(monkeypatch):
+    chosen = []
+    runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=chosen.append)
+    driver = SimpleNamespace(launchKernel=refuse, CUDADriverError=RefusedLaunchError)
+    cuda = SimpleNamespace(runtime=runtime, driver=driver)
+    monkeypatch.setattr(loader, "_check_cupy", lambda: None)
+    monkeypatch.setattr(loader, "_cuda", lambda: cuda)
+    monkeypatch.setattr(loader, "_function", lambda *_: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    with pytest.raises(CommHookError, match=r"cuda:1 refused to launch .*INVALID_VALUE"):
+        loader.CudaBackend().launch(SUMS, "f", (1, 1, 1), (99999, 1, 1), 0, 0, 0, 1)
+    assert chosen == [1, 0]
+
+
+def test_threads_write_the_same_file(tmp_path, monkeypatch):
+    parts = set()
+    monkeypatch.setattr(Path, "replace", lambda part, _: parts.add(part))
+    threads = [
+        threading.Thread(target=loader._write, args=(tmp_path / "code", b"1")) for _ in range(2)
+    ]
+    barrier = threading.Barrier(2)
+    write_bytes = Path.write_bytes
+
+    def write(path: Path, content: bytes) -> None:
+        write_bytes(path, content)
+        barrier.wait()
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(parts) == 2

@@ -102,7 +102,25 @@ def test_nothing_runs_after_a_build_that_failed(
 
 def test_what_is_missing_is_named_with_its_purpose() -> None:
     assert machine.missing({"no_such_package": "nothing"}) == ["no_such_package (nothing)"]
-    assert machine.missing({"torch": "everything"}) == []
+    assert machine.missing({"torch": "everything", "setuptools>=77": "the build"}) == []
+
+
+def test_a_package_that_is_too_old_is_named() -> None:
+    assert machine.missing({"torch>=99": "everything"}) == ["torch>=99 (everything)"]
+
+
+def test_benches_are_left_out_without_pytest_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its options would be an error of usage."""
+    passed = StageResult("any", "passed", 1.0, "")
+    monkeypatch.setattr(check, "run_stage", lambda *_: passed)
+    monkeypatch.setattr(check, "missing", lambda names: list(names))
+    planned = list(check.stages(tmp_path))
+    assert not any(stage.name.startswith("bench") for stage in planned)
+    *_, last = check.run_all(planned, tmp_path)
+    left_out = StageResult("benches", "left out", 0.0, "no pytest-benchmark")
+    assert left_out in last
 
 
 def test_an_outcome_that_was_left_out_is_not_bad() -> None:
