@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _module: pytest.StashKey[ModuleBenchmarks] = pytest.StashKey()
 """What the tests of the current module benchmark."""
-_tables = pytest.StashKey[list[str]]()
+_tables = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,11 +63,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 module.time_in_turn()
         finally:
             module.close()
-            stash.setdefault(_tables, []).extend(module.tables)
+            stash.setdefault(_tables, {}).update(module.tables)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show what pytest-benchmark has no columns for."""
-    for table in terminalreporter.config.stash.get(_tables, []):
-        terminalreporter.section("communication hooks")
+    for title, table in terminalreporter.config.stash.get(_tables, {}).items():
+        terminalreporter.section(f"communication hooks: {title}")
         terminalreporter.write_line(table)

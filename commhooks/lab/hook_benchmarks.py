@@ -175,11 +175,14 @@ class _Group:
 
 @dataclass
 class ModuleBenchmarks:
-    """What the tests of one module benchmark. ``tables`` are filled by :meth:`time_in_turn`."""
+    """What the tests of one module benchmark.
+
+    ``tables`` are filled by :meth:`time_in_turn`, by their titles.
+    """
 
     name: str
     path: Path
-    tables: list[str] = field(default_factory=list)
+    tables: dict[str, str] = field(default_factory=dict)
     _groups: dict[_Place, _Group] = field(default_factory=dict)
     _open: ExitStack = field(default_factory=ExitStack)
 
@@ -204,7 +207,7 @@ class ModuleBenchmarks:
         """Time the hooks of each place in turn. Raises CommHookError if one fails."""
         for place, group in self._groups.items():
             if group.is_timed:
-                self.tables.append(f"{place}\n{group.time_in_turn()}")
+                self.tables[str(place)] = group.time_in_turn()
         for group in self._groups.values():
             group.raise_failure()
 
