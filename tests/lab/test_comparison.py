@@ -207,7 +207,7 @@ def test_verdicts_are_by_link_and_say_what_knowing_them_costs() -> None:
     assert text.startswith("No hook helps: keep torch DDP.")
     assert "Hooks can save nothing of a step here; measuring it took 60 s." in text
     untrained = replace(found, rows=tuple(replace(row, training=()) for row in found.rows))
-    assert "its effect on the loss is not known" in untrained.verdicts()["100 Mbit/s"]
+    assert "unknown effect on the loss: train with it" in untrained.verdicts()["100 Mbit/s"]
     # A negative time has its noise beside it.
     rows = [
         replace(row, exposed_seconds=-0.001) if row.hook == "bf16" else row for row in found.rows
