@@ -7,12 +7,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import my_hooks
 from support.compared import PARAMETERS, net, train
 from support.comparisons import make_comparison
 from support.my_hooks import Coarse, Unnamed
@@ -166,6 +169,25 @@ def test_python_objects_are_compared_and_bf16_always_is() -> None:
     assert found.failures == ()
     assert found.row("support.my_hooks:Unnamed").error == pytest.approx(0, abs=1e-6)
     assert found.row("coarse:step=2").validation_loss is not None
+
+
+@pytest.mark.exhaustive  # a script takes seconds to start
+def test_the_hook_and_the_model_of_the_script_that_runs(tmp_path: Path) -> None:
+    source = Path(my_hooks.__file__).read_text()
+    source += """
+import support.compared
+from commhooks.lab.comparison import compare
+
+
+if __name__ == "__main__":
+    print(compare(support.compared.net, [Coarse(step=3), "__main__:Unnamed"], steps=2))
+"""
+    script = tmp_path / "a_script.py"
+    script.write_text(source)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    text = subprocess.check_output([sys.executable, script], env=environment, text=True)
+    for name in ("coarse:step=3", "__main__:Unnamed"):
+        assert re.search(rf"^ +{name} +[0-9.]+ ±", text, re.M)
 
 
 def test_as_text(comparison: Comparison) -> None:
