@@ -26,7 +26,7 @@ from bench import steps
 from bench.load import busy_seconds, own_seconds
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import burst_bytes, shaped_link
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.lab.simulation import (
     BASELINE,
     Job,
@@ -44,7 +44,7 @@ BUCKET_MB = 8.0
 RANKS = (2, 3, 4)
 RATES = (100e6, 1e9, 10e9)
 HOOKS: dict[str, Mapping[str, Any]] = {
-    f"ours {spec}": parse_hook_spec(spec).config
+    f"ours {spec}": hook_spec(spec).config
     for spec in (
         "allreduce",
         "bf16",

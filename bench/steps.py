@@ -22,7 +22,7 @@ import commhooks
 from bench.models import MODELS
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from reducer import DistributedDataParallel, GradBucket
 
 _models: dict[str, nn.Module] = {}
@@ -61,7 +61,7 @@ def wrap(name: str, module: nn.Module, options: dict[str, Any]) -> nn.Module:
         wrapped.register_comm_hook(None, debugging_hooks.noop_hook)
         return wrapped
     spec = name.removeprefix("ours").strip() or "allreduce"
-    _handles[name] = commhooks.register(wrapped, parse_hook_spec(spec).create())
+    _handles[name] = commhooks.register(wrapped, hook_spec(spec).create())
     return wrapped
 
 
