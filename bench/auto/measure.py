@@ -18,7 +18,7 @@ from bench.load import busy_seconds, own_seconds
 from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.hook.base import is_lossless
-from commhooks.hook.spec import parse_hook_spec
+from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
 from commhooks.planning.assignment import uniform
 
@@ -67,7 +67,7 @@ def errors_of(model: str, size: int, effort: Effort) -> dict[str, float]:
     with Ranks(size) as ranks:
         ranks(remote.prepare, model)
         for spec in effort.candidates:
-            parsed = parse_hook_spec(spec)
+            parsed = hook_spec(spec)
             found[spec] = 0.0
             if not is_lossless(parsed.create()):
                 with _training(ranks, spec, dict(parsed.config), metered=True):
@@ -89,7 +89,7 @@ def measure(point: Point, errors: Mapping[str, float], effort: Effort) -> Row:
         settings: dict[str, Row] = {AUTO: {}}
         for spec in effort.candidates:
             if errors[spec] <= errors[REFERENCE]:
-                ranks(remote.add, spec, dict(parse_hook_spec(spec).config), False)
+                ranks(remote.add, spec, dict(hook_spec(spec).config), False)
                 settings[spec] = {"error": errors[spec]}
         for name, plan in _other_plans(learned).items():
             ranks(remote.add, name, fixed_config(point.model, plan), True)

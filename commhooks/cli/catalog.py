@@ -1,6 +1,4 @@
-"""What is here: ``commhooks list``, ``commhooks describe`` and ``commhooks doctor``."""
-
-import sys
+"""``commhooks list`` and ``commhooks describe``: the hooks and their options."""
 
 import click
 from rich import box
@@ -11,10 +9,9 @@ from rich.text import Text
 from commhooks.cli.parameters import import_option
 from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
-from commhooks.lab.doctor import Health, diagnose
 from commhooks.lab.simulation.typical_steps import usual_ratio
 
-__all__ = ["describe", "doctor", "list_hooks"]
+__all__ = ["describe", "list_hooks"]
 
 _FAMILIES = {
     "exact": "exact or half",
@@ -34,7 +31,6 @@ digits, bytes, gpt: change of the validation loss in percent in three small trai
 Figures are for the default options. A hook can be registered by its name alone, unless the table \
 says what it needs.
 `commhooks describe NAME` shows the options, what is sent, the paper, and the number of seeds."""
-_STYLES = {Health.FINE: "green", Health.ABSENT: "yellow", Health.BROKEN: "bold red"}
 _TASKS = ("digits", "bytes", "gpt")
 
 
@@ -68,30 +64,6 @@ def list_hooks() -> None:
 def describe(name: str) -> None:
     """Show the options, the cost and the source of the hook NAME, or of my_module:MyHook."""
     click.echo(describe_hook(name))
-
-
-@click.command()
-def doctor() -> None:
-    """Check this machine: versions, extensions, backends, GPUs, tools.
-
-    Says what to install. The exit status is 1 if something is broken.
-    """
-    findings = diagnose()
-    console = Console()
-    part_width = max(len(finding.part) for finding in findings)
-    health_width = max(len(health.value) for health in Health)
-    for finding in findings:
-        part = f" {finding.part:<{part_width}}  "
-        health = f"{finding.health.value:<{health_width}}  "
-        lines = [Text.assemble(part, (health, _STYLES[finding.health]), finding.found)]
-        if finding.remedy:
-            lines.append(Text(" " * len(part + health) + finding.remedy, style="dim"))
-        for line in lines:
-            console.print(
-                line, soft_wrap=True
-            )  # the terminal wraps, so commands can be copied whole
-    if any(finding.health is Health.BROKEN for finding in findings):
-        sys.exit(1)
 
 
 def _average(info: HookInfo) -> str:

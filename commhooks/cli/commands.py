@@ -14,7 +14,7 @@ __all__ = ["commands"]
 _COMMANDS = {
     "compare": "commhooks.cli.compare:compare",
     "describe": "commhooks.cli.catalog:describe",
-    "doctor": "commhooks.cli.catalog:doctor",
+    "doctor": "commhooks.cli.doctor:doctor",
     "list": "commhooks.cli.catalog:list_hooks",
     "plan": "commhooks.cli.plan:plan",
     "simulate": "commhooks.cli.simulate:simulate",

@@ -168,12 +168,12 @@ class Cluster:
 
     def title(self, model: str, speed: float) -> str:
         """Return what is predicted, in two lines."""
-        per_rank = self.cores_of_rank
-        cores = "unlimited cores" if math.isinf(per_rank) else f"{per_rank:g} cores for each rank"
+        each = self.cores_of_rank
+        cores = "unlimited cores" if math.isinf(each) else f"{each:g} cores for each rank"
         return (
             f"{model}, {self.world_size} ranks at {format_rate(self.link)}, "
             f"{format_duration(self.latency)}; predicted\n"
-            f"for {self.backend}, {cores}, {speed:.3g} times the speed of this machine"
+            f"for {self.backend}, {cores}, computing {speed:.3g} times as fast as here"
         )
 
 

@@ -45,12 +45,13 @@ def verdict(
     def described(hook: str) -> str:
         text = f"{hook}, {faster[hook]:.1f} times as fast as {_shown(keep)}"
         if (change := changes[hook]) is None:
-            return f"{text}, and train with it, because its effect on the loss is not known"
+            return f"{text}, with an unknown effect on the loss: train with it"
         where = "here" if losses and hook in losses else "at most, in small trainings"
         return f"{text}, with a validation loss of {change:+.1f} % {where}"
 
-    lossy = [hook for hook, change in changes.items() if (change or 0.0) > _TOLERATED]
-    good = next((hook for hook in faster if hook not in lossy), None)
+    known = {hook: change for hook, change in changes.items() if change is not None}
+    good = next((hook for hook, change in known.items() if change <= _TOLERATED), None)
+    good = good or next((hook for hook in faster if hook not in known), None)
     if good is not None:
         text = f"Use {described(good)}."
     else:
@@ -62,9 +63,8 @@ def verdict(
         if others and not faster:
             share = seconds[others[0]] / seconds[keep]
             text += f" With {others[0]} a step takes {share:.2f} times as long."
-    if lossy and (good is None or seconds[lossy[0]] < seconds[good]):
-        text += f" Not recommended: {described(lossy[0])}."
-    return text
+    rest = [hook for hook in faster if good is None or seconds[hook] < seconds[good]]
+    return f"{text} Faster: {described(rest[0])}." if rest else text
 
 
 def _shown(baseline: str) -> str:

@@ -42,6 +42,8 @@ def test_list_names_every_hook() -> None:
     for name in commhooks.available():
         assert name in text
     assert re.search(r"^ +int4 +lossy +7\.5x +\+0\.2 +\+0\.8 +\+0\.5 *$", text, re.M)
+    assert re.search(r"^ +local_sgd +different +8\.0x ", text, re.M)
+    assert re.search(r"^ +threshold +lossy +-0\.3 ", text, re.M)  # its bytes vary
 
 
 def test_list_has_families_and_needs_within_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import my_hooks
 from support.compared import PARAMETERS, net, train
 from support.comparisons import make_comparison
 from support.my_hooks import Coarse, Unnamed
@@ -168,6 +171,25 @@ def test_python_objects_are_compared_and_bf16_always_is() -> None:
     assert found.row("coarse:step=2").validation_loss is not None
 
 
+@pytest.mark.exhaustive  # a script takes seconds to start
+def test_the_hook_and_the_model_of_the_script_that_runs(tmp_path: Path) -> None:
+    source = Path(my_hooks.__file__).read_text()
+    source += """
+import support.compared
+from commhooks.lab.comparison import compare
+
+
+if __name__ == "__main__":
+    print(compare(support.compared.net, [Coarse(step=3), "__main__:Unnamed"], steps=2))
+"""
+    script = tmp_path / "a_script.py"
+    script.write_text(source)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    text = subprocess.check_output([sys.executable, script], env=environment, text=True)
+    for name in ("coarse:step=3", "__main__:Unnamed"):
+        assert re.search(rf"^ +{name} +[0-9.]+ ±", text, re.M)
+
+
 def test_as_text(comparison: Comparison) -> None:
     text = str(comparison)
     for name in (*comparison.hooks, *comparison.links):
@@ -207,7 +229,7 @@ def test_verdicts_are_by_link_and_say_what_knowing_them_costs() -> None:
     assert text.startswith("No hook helps: keep torch DDP.")
     assert "Hooks can save nothing of a step here; measuring it took 60 s." in text
     untrained = replace(found, rows=tuple(replace(row, training=()) for row in found.rows))
-    assert "its effect on the loss is not known" in untrained.verdicts()["100 Mbit/s"]
+    assert "unknown effect on the loss: train with it" in untrained.verdicts()["100 Mbit/s"]
     # A negative time has its noise beside it.
     rows = [
         replace(row, exposed_seconds=-0.001) if row.hook == "bf16" else row for row in found.rows

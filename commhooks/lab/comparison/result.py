@@ -39,6 +39,7 @@ __all__ = [
     "TrainingPoint",
 ]
 
+_EXACT = 1e-5  # a relative error that is only rounding, in float32
 _SLOW = 0.5  # of the rate of the fastest pair
 
 
@@ -154,7 +155,9 @@ class Comparison:
             return 2 * math.hypot(*spreads) / math.sqrt(max(self.steps, 1))
 
         plain = rows[baseline].validation_loss
-        losses = {
+        exact = [hook for hook, row in rows.items() if row.error is not None and row.error < _EXACT]
+        losses = dict.fromkeys(exact, 0.0)
+        losses |= {
             hook: 100 * (row.validation_loss / plain - 1)
             for hook, row in rows.items()
             if plain and row.validation_loss is not None

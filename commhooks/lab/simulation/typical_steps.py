@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
@@ -79,13 +78,14 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
     """
     matrix = torch.zeros(edge, edge)
     bucket = GradBucket(matrix.view(-1), [nn.Parameter(matrix)], ["weight"], index=0, count=1)
+    steps = range(_LATE, _LATE + _PERIODS)
     try:
         hook = create(name)
         prepare(hook, {"weight": matrix}, cast("dist.ProcessGroup", FakeGroup(size)), {})
-    except CommHookError:
+        sent = [sent_bytes(hook, [bucket], size, step)[0] for step in steps]
+    except Exception:  # other packages' hooks may raise anything
         return None
-    steps = range(_LATE, _LATE + _PERIODS)
-    sent = [sent_bytes(hook, [bucket], size, step)[0] for step in steps]
     known = [count for count in sent if count is not None]
-    total = sum(known) if len(known) == len(sent) else 0
-    return all_reduce_bytes(matrix.nbytes, size) * len(steps) / total if total else None
+    if len(known) < len(sent) or not any(known):
+        return None
+    return all_reduce_bytes(matrix.nbytes, size) * len(steps) / sum(known)
