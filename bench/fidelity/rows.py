@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from bench.fidelity.record import Record, Run
 from bench.fidelity.tasks import ALL_TASKS, TASKS
-from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
-from bench.fidelity.variants import trained_on
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks, trained_on
 
 __all__ = ["Row", "mean", "measured_tasks", "plain_runs", "row_of", "rows", "spread"]
 
