@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -24,19 +23,11 @@ from bench.auto import tables as auto_tables
 from bench.fidelity.record import Record
 from bench.fidelity.rows import mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
-from bench.figures import pareto_front
 from bench.plots import Draw
 from bench.slow_link.record import PLAIN, courses_of
 from commhooks.lab.units import format_rate
 
-__all__ = [
-    "KINDS",
-    "Pages",
-    "UnknownResultError",
-    "make_tables",
-    "quantity",
-    "section_of",
-]
+__all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "quantity", "section_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -94,18 +85,8 @@ def _comparison(document: Document) -> Iterator[str]:
     notes = "\n".join(f"- {note}" for note in document.get("notes", ()))
     yield f"{document['model']}, {document['world_size']} ranks."
     yield notes
-    columns = [
-        "hook",
-        "step_seconds",
-        "to_torch",
-        "exposed_seconds",
-        "floor_seconds",
-        "wire_bytes",
-        "ratio",
-        "error",
-        "peak_bytes",
-        "validation_loss",
-    ]
+    columns = ["hook", "step_seconds", "to_torch", "exposed_seconds", "floor_seconds", "wire_bytes"]
+    columns += ["ratio", "error", "peak_bytes", "validation_loss"]
     for link, frame in pd.DataFrame(document["rows"]).groupby("link", sort=False):
         how = "measured" if frame["measured"].all() else "predicted"
         yield f"### {link}, {how}"
@@ -128,16 +109,8 @@ def _predictions(document: Document) -> Iterator[str]:
     )
     frame["error"] = frame["error"].map("{:+.0%}".format)
     frame = frame.rename(columns={"is_undisturbed": "undisturbed"})
-    columns = [
-        "ranks",
-        "link",
-        "hook",
-        "measured_seconds",
-        "predicted_seconds",
-        "error",
-        "undisturbed",
-    ]
-    yield table(frame[columns])
+    times = ["measured_seconds", "predicted_seconds"]
+    yield table(frame[["ranks", "link", "hook", *times, "error", "undisturbed"]])
 
 
 def _slow_link(document: Document) -> Iterator[str]:
@@ -154,7 +127,7 @@ def _slow_link(document: Document) -> Iterator[str]:
         f"{quantity('seconds', max(bare))}, median {quantity('seconds', statistics.median(bare))}, "
         "before and after the trainings."
     )
-    yield (summary.race_table(courses))
+    yield summary.race_table(courses)
 
 
 def _trainings(document: Document) -> Iterator[str]:
@@ -176,23 +149,20 @@ def _trainings(document: Document) -> Iterator[str]:
                 if len(runs) > 1
                 else f"Plain averaging, {recipe}: {mean(losses):.4f}, one seed."
             )
-        found = rows(record, task)
-        front = pareto_front([(row.byte_share, row.change_to_usual) for row in found])
-        frame = pd.DataFrame(
-            {
-                "hook": row.trained.label + f" ({row.trained.recipe})" * bool(row.trained.recipe),
-                "loss": f"{mean(run.loss for run in row.runs):.4f}",
-                "change": f"{row.change:+.1%}",
-                "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
-                "front": "yes" * ((row.byte_share, row.change_to_usual) in front),
-                "allowed": f"{row.trained.tolerance:.0%}",
-                "accuracy": mean(run.accuracy or math.nan for run in row.runs),
-                "wire_bytes": mean(run.wire_bytes for run in row.runs),
-                "share of plain": row.byte_share,
-            }
-            for row in found
-        ).dropna(axis="columns", how="all")
-        yield table(frame)
+        yield table(
+            pd.DataFrame(
+                {
+                    "hook": f"{row.trained.label} ({row.runs[0].recipe})",
+                    "loss": f"{mean(run.loss for run in row.runs):.4f}",
+                    "change": f"{row.change:+.1%}",
+                    "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
+                    "allowed": f"{row.trained.tolerance:.0%}",
+                    "wire_bytes": mean(run.wire_bytes for run in row.runs),
+                    "share of plain": row.byte_share,
+                }
+                for row in rows(record, task)
+            )
+        )
 
 
 def _auto(document: Document) -> Iterator[str]:
@@ -207,7 +177,7 @@ def _auto(document: Document) -> Iterator[str]:
     )
     for entry in document["points"].values():
         yield f"### {auto_tables.title(entry)}"
-        yield (auto_tables.circumstances(entry))
+        yield auto_tables.circumstances(entry)
         yield table(pd.DataFrame(auto_tables.point_rows(entry)))
     for model, entry in document["rate_changes"].items():
         yield f"### {model}, while the rate of the link changes"
@@ -222,7 +192,6 @@ def _torch_hooks(document: Document) -> Iterator[str]:
         f"load before and after {about['load']}. The loss is that after {about['steps']} steps."
     )
     yield table(pd.DataFrame(document["rows"]))
-    yield (summary.trials(document))
 
 
 def _gpu_check(run: Document) -> Iterator[str]:

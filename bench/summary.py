@@ -25,7 +25,7 @@ from bench.plots import Draw
 from bench.slow_link.record import PLAIN, Course, courses_of
 from commhooks.lab.units import format_rate, parse_rate
 
-__all__ = ["UnknownFactError", "facts", "fill", "plots", "race_table", "trials"]
+__all__ = ["UnknownFactError", "facts", "fill", "plots", "race_table"]
 
 HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""
@@ -325,14 +325,14 @@ def _torch_hooks(document: dict[str, Any]) -> dict[str, str]:
         for key, divisor, digits in ("step_seconds", unit, ".2f"), ("validation_loss", 1, ".3f"):
             lines[-1] += [f"{row[key] / divisor:{digits}}" if row else "fails" for row in pair]
     columns = ["here", "torch", "step here", "step there", "loss here", "loss there"]
-    return {"torch hooks": _table(columns, lines), "torch hooks tried": trials(document)}
+    return {"torch hooks": _table(columns, lines), "torch hooks tried": _trials(document["tried"])}
 
 
-def trials(document: dict[str, Any]) -> str:
-    """Return how trials of torch's hooks ended."""
-    lines = [
-        [f"`{hook}`"]
-        + ["; ".join(f"{n} times: {how}" for how, n in found.items()) for found in ends.values()]
-        for hook, ends in document["tried"].items()
-    ]
+def _trials(tried: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    """Return how trials of torch's hooks ended, on several buckets and on one."""
+    ends = {
+        hook: ["; ".join(f"{n}: {how}" for how, n in found.items()) for found in by_count.values()]
+        for hook, by_count in tried.items()
+    }
+    lines = [[f"`{hook}`", a, "the same" if a == b else b] for hook, (a, b) in ends.items()]
     return _table(["hook", "several buckets", "one bucket"], lines)

@@ -94,14 +94,14 @@ def outcomes(hook: str, options: dict[str, Any]) -> dict[str, int]:
         try:
             run_ranks(try_hook, RANKS, hook, options, timeout=TIME_LIMIT)
         except Exception as error:
-            found[_first_sentence(error)] += 1
+            found[first_sentence(error)] += 1
         else:
             found["completed"] += 1
         close_ranks()
     return dict(found)
 
 
-def _first_sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
     """Return the error that a callback had, without the advice that follows."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return text.rpartition("callback: ")[2].partition(". ")[0].strip(": ")
