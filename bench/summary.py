@@ -130,7 +130,7 @@ def _fidelity(record: Record) -> dict[str, str]:
     spreads = [spread(runs) for runs in plain if len(runs) > 1]
     seeds = {len(row.runs) for found in measured.values() for row in found}
     gpt = rows(record, "gpt")
-    beyond = sorted(worst.keys() - set(within), key=worst.__getitem__)
+    beyond = [hook for hook in sorted(worst, key=worst.__getitem__) if hook not in within]
     return {
         "hooks": str(len(worst)),
         "within": str(len(within)),
@@ -197,7 +197,8 @@ def race_table(courses: Mapping[str, Course]) -> str:
     """Return the times of hooks to plain averaging's lowest loss, the fastest first."""
     seconds, loss = _arrivals(courses), courses[PLAIN].lowest.validation_loss
     lasts = {hook: course.points[-1] for hook, course in courses.items()}
-    never = sorted(lasts.keys() - seconds.keys(), key=lambda hook: lasts[hook].validation_loss)
+    never = [hook for hook in lasts if hook not in seconds]
+    never.sort(key=lambda hook: lasts[hook].validation_loss)
     lines = []
     for hook in (*seconds, *never):
         last, arrival = lasts[hook], courses[hook].first_at(loss)
