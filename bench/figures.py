@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from bench.fidelity.rows import Row
-from bench.plots import Draw, label_points, plot
-from bench.slow_link.hooks import PLAIN
-from bench.slow_link.record import Course
-from commhooks.cli.colors import GRAY, color_of
+from bench.plots import BELOW, Draw, label_points, plot
+from bench.slow_link.record import PLAIN, Course
+from commhooks.cli.colors import GRAY, color_of, line_styles
 from commhooks.lab.units import format_rate
 
-__all__ = ["fidelity", "kernels", "pareto_front", "scaling", "slow_link"]
+__all__ = ["LABELED", "fidelity", "kernels", "pareto_front", "scaling", "short", "slow_link"]
 
-MAIN = [PLAIN, "bf16", "int8", "onebit", "topk:warmup_steps=0", "powersgd:rank=4,start_step=0"]
-"""The hooks that are labeled where showing all would hide them."""
+LABELED = (
+    *("bf16", "int8", "int4", "int2", "terngrad", "onebit", "topk", "powersgd"),
+    *("local_sgd", "dgc", "demo", "diloco"),
+    *("one-worker DiLoCo", "diloco with int4", "Streaming DiLoCo", "SparseLoCo"),  # only on gpt
+)
+"""What the plot of the fidelity shows; wrappers and more hooks are in tables."""
 
 
-def _short(hook: str) -> str:
-    return hook.removeprefix("ours ").partition(":")[0]
+def short(hook: str) -> str:
+    """Return the name of a hook as plots and tables show it: with its rank, if it has one."""
+    name, _, options = hook.removeprefix("ours ").partition(":")
+    rank = re.match(r"rank=\d+", options)
+    return f"{name}, {rank[0].replace('=', ' ')}" if rank else name
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -33,68 +40,80 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def fidelity(by_task: dict[str, list[Row]]) -> Draw:
-    """Draw the change of the loss against the bytes sent, relative to plain averaging.
-
-    Plain averaging uses the usual optimizer of the task, also where a hook has another one.
-    """
+    """Draw the change of the loss against the bytes sent, relative to plain averaging."""
+    shown = {
+        task: [row for row in found if row.trained.title in LABELED]
+        for task, found in by_task.items()
+    }
 
     def fill(panels: list[Any]) -> None:
-        for axes, (task, found) in zip(panels, by_task.items(), strict=True):
-            points = [
-                (row.trained.title, 100 * row.byte_share, 100 * row.change_to_usual)
-                for row in found
-            ]
-            colors = [color_of(row.trained.hook) for row in found]
-            for row, (_, x, y), color in zip(found, points, colors, strict=True):
-                low, high = (100 * pick(row.changes_to_usual) for pick in (min, max))
-                axes.plot([x, x], [low, high], color=color, linewidth=1, alpha=0.6)
+        labels = []
+        for axes, (task, found) in zip(panels, shown.items(), strict=True):
+            points = []
+            for row in found:
+                x, y, color = (
+                    100 * row.byte_share,
+                    100 * row.change_to_usual,
+                    color_of(row.trained.hook),
+                )
+                seeds = [100 * change for change in row.changes_to_usual]
+                axes.plot([x, x], [min(seeds), max(seeds)], color=color, linewidth=1, alpha=0.6)
                 axes.plot(x, y, "o", color=color, markersize=4.5)
-            front = pareto_front([(x, y) for _, x, y in points])
-            axes.step(*zip(*front, strict=True), where="post", color=GRAY, linestyle=":", zorder=0)
+                points.append((row.trained.title, x, y, color))
+            labels.append(points)
+            front = pareto_front([(x, y) for _, x, y, _ in points])
+            corners = [(x, before) for (_, before), (x, _) in itertools.pairwise(front)]
+            steps = sorted([*front, *corners], key=lambda point: (point[0], -point[1]))
+            axes.plot(*zip(*steps, strict=True), color=GRAY, linestyle=":", zorder=0)
             axes.axhline(0, color=GRAY, linewidth=0.8)
-            axes.set(xscale="log", title=task)
+            axes.set(xscale="log", title=task, ylabel="validation loss\nagainst plain averaging")
             axes.set_yscale("symlog", linthresh=5, linscale=2)
-            least = min(x for _, x, _ in points)
-            axes.set_xlim(least / 1.6, 150)
+            least, most = (pick(x for _, x, _, _ in points) for pick in (min, max))
+            axes.set_xlim(least / 1.6, 1.6 * most)
             shares = [x for x in (0.03, 0.1, 0.3, 1, 3, 10, 25, 50, 100) if x >= least / 1.6]
             axes.set_xticks(shares, [f"{share:g} %" for share in shares])
             axes.minorticks_off()
-            ticks = [-2, 0, 2, 5, 10, 50, 200]
             top = max(100 * max(row.changes_to_usual) for row in found)
-            ticks = [tick for tick in ticks if tick <= 1.5 * top]
-            axes.set_ylim(-3, 1.3 * top)
+            ticks = [tick for tick in (-2, 0, 2, 5, 10, 20, 50, 100) if tick <= 1.5 * top]
+            axes.set_ylim(-3, 1.4 * top)
             axes.set_yticks(ticks, [f"{tick:+d} %" if tick else "0" for tick in ticks])
-            axes.set_ylabel("validation loss\nagainst plain averaging")
-            label_points(axes, points, colors)
         panels[-1].set_xlabel("bytes sent, as a share of plain averaging's")
+        for axes, points in zip(panels, labels, strict=True):
+            label_points(axes, sorted(points, key=lambda point: -point[1]))
 
-    return plot(4.2 * len(by_task), 1, len(by_task), fill)
+    return plot(3.1 * len(by_task), 1, len(by_task), fill)
 
 
 def slow_link(courses: dict[str, Course]) -> Draw:
-    """Draw the loss against the training time; the main hooks in color, the others gray."""
+    """Draw the loss against the training time.
+
+    Names are at the end of curves that reach plain averaging's loss, and at the start of others.
+    """
+    styles = line_styles(courses)
 
     def fill(panels: list[Any]) -> None:
         (axes,) = panels
         for hook, course in courses.items():
-            xs = [point.seconds for point in course.points]
-            ys = [point.validation_loss for point in course.points]
-            if hook not in MAIN:
-                axes.plot(xs, ys, color=GRAY, linewidth=0.7, alpha=0.35, zorder=1)
-                continue
-            axes.plot(xs, ys, color=color_of(hook), linewidth=1.8, zorder=2)
+            xs, ys = zip(*((p.seconds, p.validation_loss) for p in course.points), strict=True)
+            axes.plot(xs, ys, linewidth=1.8, **styles[hook])
         goal = courses[PLAIN].lowest.validation_loss
         axes.axhline(goal, color=GRAY, linewidth=0.8, linestyle=":")
         axes.set(xscale="log", xlabel="training time", ylabel="validation loss, nats per byte")
-        axes.set_xticks([1, 10, 60, 300], ["1 s", "10 s", "1 min", "5 min"])
+        axes.set_xticks([5, 10, 60, 300, 900], ["5 s", "10 s", "1 min", "5 min", "15 min"])
         axes.minorticks_off()
         axes.grid(visible=True)
-        axes.set_xlim(1, 1300)
-        lows = [min(p.validation_loss for p in course.points) for course in courses.values()]
-        axes.set_ylim(min(lows) - 0.1, 4.2)
-        main = {hook: course.points[0] for hook, course in courses.items() if hook in MAIN}
-        starts = [(_short(hook), p.seconds, p.validation_loss) for hook, p in main.items()]
-        label_points(axes, starts, [*map(color_of, main)], [(-4, 4), (0, 7)])
+        axes.set_xlim(3.2, 1800)
+        axes.set_ylim(1.6, 4.25)
+        axes.set_yticks([2.5, 3, 3.5, 4])
+        names: dict[bool, list[tuple[str, float, float, str]]] = {True: [], False: []}
+        for hook, course in courses.items():
+            arrives = course.first_at(goal) is not None
+            point = course.points[-1 if arrives else 0]
+            color = styles[hook]["color"]
+            names[arrives].append((short(hook), point.seconds, point.validation_loss, color))
+        # Names below their points extend to the right.
+        label_points(axes, sorted(names[True], key=lambda name: -name[1]), BELOW)
+        label_points(axes, names[False])
 
     return plot(4.2, 1, 1, fill)
 
@@ -110,30 +129,28 @@ def scaling(cells: Sequence[dict[str, Any]]) -> Draw:
                 mine = [c for c in cells if (c["hook"], c["bits_per_second"]) == (hook, rate)]
                 mine.sort(key=lambda cell: cell["ranks"])
                 ranks = [cell["ranks"] for cell in mine]
-                color = color_of(_short(hook))
+                color = color_of(short(hook).partition(",")[0])
                 measured = [cell["measured_seconds"] for cell in mine]
-                axes.plot(ranks, measured, "o-", color=color, markersize=4, label=_short(hook))
+                axes.plot(ranks, measured, "o-", color=color, markersize=4, label=short(hook))
                 predicted = [cell["predicted_seconds"] for cell in mine]
                 axes.plot(ranks, predicted, "--", color=color, linewidth=1, alpha=0.8)
             axes.set(yscale="log", title=format_rate(rate), xlabel="ranks")
             axes.set_xticks(sorted({cell["ranks"] for cell in cells}))
-            axes.set_yticks(
-                [0.1, 0.2, 0.5, 1, 2, 5], ["0.1 s", "0.2 s", "0.5 s", "1 s", "2 s", "5 s"]
-            )
-            axes.set_ylim(0.07, 8)
+            axes.margins(y=0.06)  # each panel has its own scale
+            seconds = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 3, 5)
+            low, high = axes.get_ylim()
+            ticks = [tick for tick in seconds if low <= tick <= high]
+            axes.set_yticks(ticks, [f"{tick:g} s" for tick in ticks])
             axes.minorticks_off()
             axes.grid(visible=True)
-        panels[0].set_ylabel("backward: measured (solid), predicted (dashed)", fontsize=8)
+        panels[0].set_ylabel("time of backward")
+        for style, label in (("o-", "measured"), ("--", "predicted")):
+            panels[0].plot([], [], style, color=GRAY, markersize=4, label=label)
         panels[0].figure.legend(
-            *panels[0].get_legend_handles_labels(),
-            loc="lower center",
-            bbox_to_anchor=(0.5, 0.99),
-            ncols=len(hooks),
-            columnspacing=1,
-            handlelength=1.2,
+            *panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4
         )
 
-    return plot(3.4, len(rates), 1, fill)
+    return plot(3.6, len(rates), 1, fill)
 
 
 def kernels(benchmarks: Sequence[dict[str, Any]]) -> Draw:

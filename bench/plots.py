@@ -6,22 +6,29 @@ well. matplotlib is imported when the first one is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from commhooks.cli.colors import GRAY
 
-__all__ = ["Draw", "label_points", "plot"]
+__all__ = ["BELOW", "BESIDE", "Draw", "NoPlaceError", "label_points", "plot"]
 
 Draw = Callable[[Path], None]
 """Writes a plot to a file."""
 
 _WIDTH = 6.4
-_PLACES = (
-    *((5, 0), (-5, 0), (0, 7), (0, -7), (5, 7), (5, -7), (-5, 7), (-5, -7)),
-    *((dx, dy) for dy in (15, -15, 24, -24, 33) for dx in (5, -5)),
+BESIDE = sorted(
+    ((dx, dy) for dy in range(-26, 27, 2) for dx in (5, -5, 0) if dx or abs(dy) >= 8),
+    key=lambda place: (abs(place[1]), place[0] <= 0),
 )
+"""Places of a name, in points from its own point: the nearest first."""
+BELOW = tuple((4, -dy) for dy in range(9, 100, 2))
+"""Places for names of points that are close to each other, at the end of a line that leads down."""
+
+
+class NoPlaceError(ValueError):
+    """A name fits nowhere."""
 
 
 def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) -> Draw:
@@ -42,13 +49,13 @@ def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) ->
             "axes.spines.right": False,
             "grid.alpha": 0.3,
             "legend.frameon": False,
+            "figure.constrained_layout.use": True,
         }
         names = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "grid.color")
         style |= dict.fromkeys((*names, "xtick.color", "ytick.color"), GRAY)
         with mpl.rc_context(style):
             figure, axes = pyplot.subplots(rows, columns, figsize=(_WIDTH, height), squeeze=False)
             fill(list(axes.flat))
-            figure.tight_layout()
             figure.savefig(path, metadata={"Date": None}, transparent=True, bbox_inches="tight")
             pyplot.close(figure)
 
@@ -57,39 +64,67 @@ def plot(height: float, columns: int, rows: int, fill: Callable[[Any], None]) ->
 
 def label_points(
     axes: Any,
-    points: Sequence[tuple[str, float, float]],
-    colors: Sequence[str],
-    places: Sequence[tuple[int, int]] = _PLACES,
+    points: Iterable[tuple[str, float, float, str]],
+    places: Sequence[tuple[int, int]] = BESIDE,
 ) -> None:
-    """Write a name beside each point, at the first place where it covers no other name or point.
+    """Write names beside points, each at the first place where it covers no name, line or point.
 
-    ``places`` are relative to the point.
+    ``points``: name, coordinates and color. Draw all lines before, and set the limits of the axes.
+
+    Raises:
+        NoPlaceError: a name fits in none of the places.
     """
-    axes.figure.canvas.draw()
-    taken = [_dot(axes, x, y) for _, x, y in points]
-    for (name, x, y), color in zip(points, colors, strict=True):
-        for dx, dy in places:
-            text = axes.annotate(
-                name,
-                (x, y),
-                (dx, dy),
-                textcoords="offset points",
-                ha="left" if dx > 0 else "right" if dx < 0 else "center",
-                va="center",
-                color=color,
-                fontsize=7.5,
-            )
-            box = text.get_window_extent().padded(1)
-            frame = axes.get_window_extent().padded(6)
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
-                taken.append(box)
-                break
-            text.remove()
-
-
-def _dot(axes: Any, x: float, y: float) -> Any:
     from matplotlib.transforms import Bbox
 
-    at_x, at_y = axes.transData.transform((x, y))
-    return Bbox.from_extents(at_x - 3, at_y - 3, at_x + 3, at_y + 3)
+    axes.figure.canvas.draw()
+    frame = axes.get_window_extent().padded(6)
+    taken = [*_boxes(axes.lines), *(text.get_window_extent() for text in axes.texts)]
+    for name, x, y, color in points:
+        for place in places:
+            text = _annotate(axes, name, (x, y), place, color=color, fontsize=8)
+            box = text.get_window_extent().padded(1)
+            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            raise NoPlaceError(
+                f"expected a free place for the name {name!r} beside ({x:.4g}, {y:.4g}); found "
+                f"none among {len(places)}. Make the plot larger, or name fewer points"
+            )
+        taken.append(box)
+        if places is BELOW:
+            line = {"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0}
+            _annotate(axes, "", (x, y), (0, place[1] - 3), arrowprops=line)
+            at_x, at_y = axes.transData.transform((x, y))
+            taken.append(Bbox.from_extents(at_x - 2, box.y0, at_x + 2, at_y))
+
+
+def _annotate(
+    axes: Any, name: str, point: tuple[float, float], place: tuple[int, int], **options: Any
+) -> Any:
+    dx, _ = place
+    side = "left" if dx > 0 else "right" if dx < 0 else "center"
+    text = axes.annotate(
+        name, point, place, textcoords="offset points", ha=side, va="center", **options
+    )
+    text.set_in_layout(False)  # the layout that places were chosen in stays
+    return text
+
+
+def _boxes(lines: Iterable[Any]) -> Iterator[Any]:
+    """Yield boxes around the markers of lines, and around the lines, one every three pixels."""
+    import numpy as np
+    from matplotlib.transforms import Bbox
+
+    for line in lines:
+        path = line.get_transform().transform(np.column_stack(line.get_data()))
+        if line.get_linestyle() != "None" and len(path):
+            lengths = np.abs(np.diff(path, axis=0)).max(axis=1)
+            ends = np.append(0, np.cumsum(lengths))
+            at = np.arange(0, ends[-1], 3)
+            between = np.column_stack([np.interp(at, ends, values) for values in path.T])
+            path = np.append(path, between, axis=0)
+        half = 1 + line.get_markersize() / 2 if line.get_marker() != "None" else 2
+        for x, y in path:
+            yield Bbox.from_extents(x - half, y - half, x + half, y + half)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
-import torch
-
 import commhooks
-from bench.fidelity.training import RANKS
+from bench.fidelity.trained_hooks import RANKS
+from commhooks.lab.machine import describe_machine
 
 __all__ = ["Record", "Run"]
 
@@ -66,8 +61,9 @@ class Record:
     def add(self, run: Run) -> None:
         """Add a run, in place of an older one with the same key."""
         self._runs[run.key] = run
-        cpus = {*self.about.get("cpu", "").split(" and "), _about()["cpu"]} - {""}
-        self.about = _about() | {"cpu": " and ".join(sorted(cpus))}
+        machine = describe_machine()
+        cpus = {*self.about.get("cpu", "").split(" and "), str(machine["cpu"])} - {""}
+        self.about = {"ranks": RANKS, **machine, "cpu": " and ".join(sorted(cpus))}
 
     def save(self, path: Path) -> None:
         """Write the file, all of it or nothing."""
@@ -83,14 +79,3 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
         return commhooks.create(config).to_config()
     except commhooks.CommHookError:
         return config  # with options or a hook that no longer exist
-
-
-@functools.cache
-def _about() -> dict[str, Any]:
-    return {
-        "ranks": RANKS,
-        "cpu": cpuinfo.get_cpu_info().get("brand_raw", platform.machine()),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }

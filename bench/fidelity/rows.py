@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from bench.fidelity.record import Record, Run
 from bench.fidelity.tasks import ALL_TASKS, TASKS
-from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks
-from bench.fidelity.variants import trained_on
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_hooks, trained_on
 
 __all__ = ["Row", "mean", "measured_tasks", "plain_runs", "row_of", "rows", "spread"]
 
@@ -46,11 +45,6 @@ class Row:
     def change_to_usual(self) -> float:
         """Return the mean of these changes."""
         return mean(self.changes_to_usual)
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the mean change is within the tolerance."""
-        return self.change <= self.trained.tolerance
 
     @property
     def byte_share(self) -> float:
@@ -98,10 +92,6 @@ def spread(runs: Sequence[Run]) -> float:
     """Return the range of losses, relative to their mean."""
     losses = [run.loss for run in runs]
     return (max(losses) - min(losses)) / mean(losses)
-
-
-def mean(values: Iterable[float]) -> float:
-    return statistics.mean(values)
 
 
 def _plain(record: Record, task: str, recipe: str) -> list[Run]:

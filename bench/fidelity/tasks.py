@@ -89,7 +89,19 @@ def _adamw(lr: float) -> Recipe:
     return Recipe(torch.optim.AdamW, options, max_norm=1.0)
 
 
-class Digits(Task):
+class Classification(Task):
+    """Inputs and their labels."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        images, labels = batch
+        return cross_entropy(model(images), labels)
+
+    def accuracy(self, model: nn.Module, batch: Batch) -> float:
+        images, labels = batch
+        return (model(images).argmax(-1) == labels).float().mean().item()
+
+
+class Digits(Classification):
     """A convolutional network of 38,000 parameters on scikit-learn's digits, 8 by 8 pixels.
 
     Noise of half the range of a pixel is added, new noise each time that a digit is used. Every
@@ -142,14 +154,6 @@ class Digits(Task):
     def validation(self, rank: int, size: int) -> Batch:
         images, labels = self._validation
         return images[rank::size], labels[rank::size]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        images, labels = batch
-        return cross_entropy(model(images), labels)
-
-    def accuracy(self, model: nn.Module, batch: Batch) -> float:
-        images, labels = batch
-        return (model(images).argmax(-1) == labels).float().mean().item()
 
 
 class Bytes(Task):
@@ -243,7 +247,7 @@ def _corpus() -> Corpus:
     return load_corpus()  # once for all runs of a process
 
 
-class Clusters(Task):
+class Clusters(Classification):
     """A perceptron of 51,000 parameters on 40 overlapping clusters of points in 64 dimensions.
 
     Each of the 10 classes has four clusters. Points are drawn anew in each step.
@@ -286,14 +290,6 @@ class Clusters(Task):
     def validation(self, rank: int, size: int) -> Batch:
         points, labels = self._validation
         return points[rank::size], labels[rank::size]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        points, labels = batch
-        return cross_entropy(model(points), labels)
-
-    def accuracy(self, model: nn.Module, batch: Batch) -> float:
-        points, labels = batch
-        return (model(points).argmax(-1) == labels).float().mean().item()
 
     def _draw(self, count: int, generator: torch.Generator) -> Batch:
         clusters = torch.randint(len(self._centers), (count,), generator=generator)

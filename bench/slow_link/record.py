@@ -10,7 +10,10 @@ from typing import Any
 from commhooks.lab.comparison import TrainingPoint
 from commhooks.lab.machine import describe_machine
 
-__all__ = ["Course", "Record", "courses_of"]
+__all__ = ["PLAIN", "Course", "Record", "courses_of"]
+
+PLAIN = "allreduce"
+"""The hook that all others are compared with."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_a_point_is_measured_once_and_shown(
     # Over loopback it averages exactly, but for plans that what else runs here may bring about.
     assert settings["auto"]["error"] <= settings["int4"]["error"]
     assert settings["fewest bytes"]["wire_bytes"] < settings["allreduce"]["wire_bytes"]
-    text = results_page.section_of(path).tables
+    text = "\n\n".join(results_page.section_of(path))
     assert "### tiny, 0.0 million parameters, 2 ranks, loopback" in text
     assert text.count("\n| ") == 1 + len(settings)
 

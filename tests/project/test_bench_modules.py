@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import torch_hooks
+
 ROOT = Path(__file__).parents[2]
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -17,3 +19,11 @@ MODULES = sorted(
 def test_it_imports(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     importlib.import_module(module)
+
+
+def test_trials_of_torchs_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_hooks, "TRIALS", 1)
+    buckets = torch_hooks.BUCKETS["several"]
+    assert torch_hooks.outcomes("fp16_compress_hook", buckets) == {"completed": 1}
+    text = "Got the following error when running the callback: IndexError: not an index. Use x\ny"
+    assert torch_hooks.first_sentence(RuntimeError(text)) == "IndexError: not an index"

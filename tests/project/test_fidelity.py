@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from bench.fidelity import missing, tasks
+from bench.fidelity import tasks, training
 from bench.fidelity.published import PACKAGED, figures
 from bench.fidelity.record import Record, Run
 from bench.fidelity.rows import row_of, rows
 from bench.fidelity.tasks import ALL_TASKS, TASKS
-from bench.fidelity.trained_hooks import REFERENCE, TrainedHook
+from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_on
 from bench.fidelity.training import TrainingResult, train
-from bench.fidelity.variants import trained_on
 from examples.gpt import GPTConfig
 from examples.stdlib_text import load_corpus
 
@@ -48,7 +47,6 @@ def test_each_seed_is_compared_with_plain_averaging_on_it() -> None:
     record = record_of(*plain, *tried)
     (row,) = rows(record, "digits")
     assert row.changes == pytest.approx([0.1, 0.1])
-    assert not row.is_within
     assert figures(record) == {"bf16": dict.fromkeys(TASKS, 10.0) | {"seeds": 2}}
 
 
@@ -158,12 +156,12 @@ def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_pa
             raise KeyboardInterrupt
         return [TrainingResult(loss=1.0, accuracy=None, wire_bytes=2.0)] * size
 
-    monkeypatch.setattr(missing, "run_ranks", fake)
+    monkeypatch.setattr(training, "run_ranks", fake)
     chosen = [TrainedHook("int4"), TrainedHook("diloco", name="a variant")]
     with pytest.raises(KeyboardInterrupt):
-        missing.run_missing("gpt", chosen, 0, Record.load(path), path)
-    missing.run_missing("gpt", chosen, 0, Record.load(path), path)
-    missing.run_missing("gpt", chosen, 0, Record.load(path), path)
+        training.run_missing("gpt", chosen, 0, Record.load(path), path)
+    training.run_missing("gpt", chosen, 0, Record.load(path), path)
+    training.run_missing("gpt", chosen, 0, Record.load(path), path)
     assert trained == [REFERENCE, "int4", "int4", "a variant"]
 
 

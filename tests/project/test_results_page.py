@@ -3,23 +3,36 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("pandas")  # extra `bench`
-from bench import figures
+from bench import figures, plots, summary
 from bench import results_page as page
 from bench.gpu import machine
+from bench.slow_link.record import courses_of
 from commhooks.cli.colors import color_of
 
 
 def test_the_page_is_up_to_date() -> None:
-    """If not: ``make results``."""
+    """If not: ``make results``. Marks hide no text."""
     made = page.make_pages()
     for path, text in made.texts.items():
-        assert (page.DOCS / path).read_text() == text, path
+        assert (page.ROOT / path).read_text() == text, path
+        # What follows a comment at the start of a line is no Markdown.
+        assert not re.search(r"^[-\s]*<!--=.*-->.", text, re.M), path
     stored = {path.name for path in (page.DOCS / "results").glob("*.svg")}
     assert stored == set(made.plots)
+
+
+def test_marks_are_filled_in() -> None:
+    text = "It is <!--=ratio-->2<!--=--> times.\n\n<!--=table-->\nold\n<!--=-->\n"
+    filled = "It is <!--=ratio-->3<!--=--> times.\n\n<!--=table-->\n\n| new |\n\n<!--=-->\n"
+    assert summary.fill(text, {"ratio": "3", "table": "| new |"}) == filled
+    assert summary.fill(filled, {"ratio": "3", "table": "| new |"}) == filled
+    with pytest.raises(summary.UnknownFactError, match=r"found 'ratio'. Known are: table"):
+        summary.fill(text, {"table": "| new |"})
 
 
 def test_a_result_of_no_kind_is_refused(tmp_path: Path) -> None:
@@ -57,17 +70,16 @@ def test_training_over_a_slow_link(tmp_path: Path) -> None:
         course("allreduce", 3.0, 2.0, 2.1),
         course("bf16", 3.0, 1.9, 2.5),  # only the first time counts
         course("noop", 3.0, 2.5, 2.2),
+        course("int8", 2.0, 2.0, 2.0),
     ]
     document = {"about": about | {"cpu": "a CPU", "cores": 2}, "courses": courses}
     (tmp_path / "2026-01-01-slow.json").write_text(json.dumps(document))
     made = page.make_tables(tmp_path)
     assert "lowest validation loss, 2.0000, after 20 steps and 10 s" in made
-    rows = [re.sub(" +", " ", line) for line in made.splitlines()]
-    assert (
-        "| bf16 | 500 ms | 1 MB | 80 ms | 10.0 s, 20 steps | 1 | 30 | 2.5 | before 100 ms, after "
-        "200 ms |"
-    ) in rows
-    assert "| noop | 500 ms | 1 MB | 80 ms | | | 30 | 2.2 | before 100 ms, after 200 ms |" in rows
+    rows = made.splitlines()
+    assert "| `int8` | 0.5 s | 1 MB | 5 s, 10 steps | 2.0 | 2.0 |" in rows
+    assert "| `bf16` | 0.5 s | 1 MB | 10 s, 20 steps | 1.00 | 1.00 |" in rows
+    assert "| `noop` | 0.5 s | 1 MB | not in 30 steps: 2.200 |  |  |" in rows
 
 
 def test_the_pareto_front_is_what_nothing_beats() -> None:
@@ -92,13 +104,50 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     assert "fill: #ffffff" not in text
 
 
+def names_in(plot: str) -> set[str]:
+    return set(re.findall(r">([^<>]+)</text>", (page.DOCS / "results" / plot).read_text()))
+
+
+def test_each_plot_names_what_it_shows() -> None:
+    def newest(pattern: str) -> Any:
+        return json.loads(max(page.RESULTS.glob(pattern)).read_text())
+
+    courses = courses_of(newest(f"*-{summary.HEADLINE}-ranks.json"))
+    assert {"noop", "bf16", "onebit", "powersgd, rank 4"} <= set(map(figures.short, courses))
+    assert set(map(figures.short, courses)) <= names_in("slow-link.svg")
+    assert set(figures.LABELED) <= names_in("fidelity.svg")
+    hooks = {figures.short(cell["hook"]) for cell in newest("*-links.json")["cells"]}
+    assert hooks | {"measured", "predicted"} <= names_in("scaling.svg")
+    assert {"int8", "onebit", "fp4 mxfp4", "a plain copy"} <= names_in("kernels.svg")
+
+
+def test_names_cover_no_line_and_a_name_without_a_place_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found: list[Any] = []
+
+    def fill(panels: Any) -> None:
+        (axes,) = panels
+        axes.plot([0, 1], [0.5, 0.5])
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        plots.label_points(axes, [("on the line", 0.5, 0.5, "red"), ("again", 0.5, 0.5, "red")])
+        line = axes.transData.transform((0.5, 0.5))[1]
+        found.extend(text.get_window_extent() for text in axes.texts)
+        assert not any(box.y0 < line < box.y1 for box in found)
+        assert not found[0].overlaps(found[1])
+        with pytest.raises(plots.NoPlaceError, match=r"the name 'x{999}' beside \(0.5, 0.5\)"):
+            plots.label_points(axes, [("x" * 999, 0.5, 0.5, "red")])
+
+    plots.plot(3, 1, 1, fill)(tmp_path / "plot.svg")
+    assert len(found) == 2
+
+
 def test_a_gpu_check(tmp_path: Path) -> None:
     stage = {"name": "tests", "status": "failed", "seconds": 7.0, "tail": "x\n=== 1 | 2 failed ==="}
     row = {"group": "gpu: pack", "name": "test_large[pack]", "extra_info": {"aim": "a", "ms": 1.5}}
     document = {"machine": machine.describe(page.ROOT), "stages": [stage], "benchmarks": [row]}
     path = tmp_path / "2026-01-01-a-device.json"
     path.write_text(json.dumps(document))
-    rows = [re.sub(" +", " ", line) for line in page.section_of(path).tables.splitlines()]
+    rows = [re.sub(" +", " ", line) for line in "\n".join(page.section_of(path)).splitlines()]
     assert "| tests | failed | 7,000 ms | 1 \\| 2 failed |" in rows
     assert "| pack | 1.5 |" in rows
 
