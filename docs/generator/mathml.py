@@ -21,4 +21,5 @@ def _convert_one(match: re.Match[str]) -> str:
         return str(to_mathml(tex))
     # Formulas that a wide space separates wrap on a narrow screen.
     formulas = (to_mathml(part, display="block") for part in tex.split(r"\qquad"))
-    return f'<div class="formula">{" ".join(formulas)}</div>'
+    spans = " ".join(f"<span>{formula}</span>" for formula in formulas)
+    return f'<div class="formula">{spans}</div>'

@@ -85,8 +85,9 @@ def test_formulas_become_mathml() -> None:
     page = '<p><span class="arithmatex">\\(x_i &lt; 1\\)</span></p>'
     assert mathml.convert(page).startswith("<p><math")
     assert "&#x0003C;" in mathml.convert(page)
-    block = mathml.convert('<div class="arithmatex">\\[\nx\n\\]</div>')
-    assert block.startswith('<div class="formula"><math')
+    block = mathml.convert('<div class="arithmatex">\\[\nx, \\qquad y\n\\]</div>')
+    assert block.startswith('<div class="formula"><span><math')
+    assert block.count("</math></span>") == 2
     assert 'display="block"' in block
 
 
