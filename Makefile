@@ -1,9 +1,10 @@
 # Every target sets up what it needs: a virtual environment in $(VENV) with the package installed in
-# place and its C++ extensions compiled. Nothing but Python 3.11, a C++ compiler and make is expected.
+# place, its C++ extensions compiled, and the extras that the target uses. Nothing but Python 3.11, a C++
+# compiler and make is expected.
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,cli,demo,bench,dev,docs
+EXTRAS ?=
 PYTEST_ARGS ?=
 SITE_ARGS ?=
 WORKERS ?= -n 3 --dist loadfile
@@ -13,7 +14,7 @@ GPU_RESULTS ?= bench/results
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-INTEGRATIONS := $(VENV)/.integrations
+WITH := $(INSTALLED).# and extras: .venv/.installed.cli,test
 CXX_SOURCES := $(shell find csrc commhooks tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 CUDA_SOURCES := $(shell find csrc commhooks tests -name '*.cu')
 
@@ -26,60 +27,61 @@ unexport PYTHONDONTWRITEBYTECODE # each process would compile the tests and the 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(INSTALLED) ## Train a small GPT on 2 ranks with three hooks, show what each cost and saved
+demo: $(WITH)cli ## Train a small GPT on 2 ranks with three hooks, show what each cost and saved
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
+test: $(WITH)bench,cli,test ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-test-all: $(INTEGRATIONS) ## Run the exhaustive cases, which `make test` leaves out
+test-all: $(WITH)bench,cli,docs,integrations,test ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(WORKERS) $(PYTEST_ARGS)
 
 # What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.
 PURE_TESTS ?= tests/pure tests/adapters/test_torch_ddp.py tests/algorithms/test_selection.py \
   tests/codecs/test_codecs.py tests/codecs/test_index_code.py tests/codecs/test_precision.py
 
-test-pure: $(INSTALLED) ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
+test-pure: $(WITH)bench,cli,test ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
 	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
 
-torch-suite: $(INSTALLED) ## Run torch's own tests of its wrapper on this project's wrapper
+torch-suite: $(WITH)test ## Run torch's own tests of its wrapper on this project's wrapper
 	$(BIN)/python -m pytest -c tests/torch_suite/pytest.ini --rootdir . \
 	  tests/torch_suite/suite.py $(PYTEST_ARGS)
 
 MUTATE ?= commhooks/hook --tests tests/hook
 
-mutate: $(INSTALLED) ## Run tests on mutants of modules (MUTATE="commhooks/runtime --tests tests/runtime")
+mutate: $(WITH)test ## Run tests on mutants of modules (MUTATE="commhooks/runtime --tests tests/runtime")
 	$(BIN)/python tests/mutation.py $(MUTATE)
 
 SANITIZERS ?= address thread
 
-sanitize: $(INSTALLED) ## Run tests of the C++ under sanitizers (SANITIZERS="address thread")
+sanitize: $(WITH)test ## Run tests of the C++ under sanitizers (SANITIZERS="address thread")
 	set -e; for kind in $(SANITIZERS); do PYTHON=$(BIN)/python .ci/sanitize $$kind; done
 
 MINUTES ?= 30
 SEED ?= 0
 
-soak: $(INSTALLED) ## Train with random hooks and faults, and check all ranks (MINUTES=30 SEED=0)
+soak: $(WITH)test ## Train with random hooks and faults, and check all ranks (MINUTES=30 SEED=0)
 	PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES) --seed $(SEED)
 
-build: $(INSTALLED) ## Set up the virtual environment and compile the extensions
+build: $(if $(EXTRAS),$(WITH)$(EXTRAS),$(INSTALLED)) ## Set up the environment and compile (EXTRAS=test,dev adds what these need)
 
-lint: $(INSTALLED) ## Check style, formatting and types
+lint: $(WITH)bench,cli,dev,tensorboard ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CUDA_SOURCES)
 	$(BIN)/mypy
 
-format: $(INSTALLED) ## Rewrite Python, C++ and CUDA sources in the project's format
+format: $(WITH)dev ## Rewrite Python, C++ and CUDA sources in the project's format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES) $(CUDA_SOURCES)
 
-bench: $(INSTALLED) ## Run the benchmarks side by side with torch's own
+bench: $(WITH)bench,cli ## Run the benchmarks side by side with torch's own
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
 
-results: $(INSTALLED) ## Write the pages of results and their plots from bench/results
+results: $(WITH)bench,cli ## Write the pages of results, their plots, and what pages of hooks take from the code
 	$(BIN)/python -m bench.results_page
+	$(BIN)/python docs/generator/hook_pages.py
 
 wheel wheel-pure sdist: $(INSTALLED)
 	PYTHON=$(BIN)/python .ci/packages $@ dist
@@ -98,7 +100,7 @@ matrix: ## Build, install and test with each of PYTHONS and TORCHES (what is ins
 gpu-check: ## Build, test and measure on a CUDA device, with $(PYTHON) and the packages it has
 	$(PYTHON) -m bench.gpu.check --output $(GPU_RESULTS)
 
-cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an error
+cuda: $(WITH)nvrtc ## Compile every CUDA source to machine code; a warning is an error
 	PYTHONPATH=tests $(BIN)/python -m cuda_compile
 	@if ! command -v nvcc >/dev/null; then echo "nvcc not found: csrc/packing/cuda not compiled"; \
 	else set -e; for source in $(filter csrc/%,$(CUDA_SOURCES)); do for arch in sm_80 sm_90; do \
@@ -107,7 +109,7 @@ cuda: $(INSTALLED) ## Compile every CUDA source to machine code; a warning is an
 	    "$$source"; \
 	done; done; fi
 
-docs: $(INSTALLED) ## Build the documentation site in build/docs; a broken link is an error
+docs: $(WITH)docs ## Build the documentation site in build/docs; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check-site: docs ## Open every page of the site in headless Chromium, if there is one
@@ -122,13 +124,12 @@ clean: ## Remove the virtual environment and everything that was built
 # isolation would replace with a download of its own.
 $(INSTALLED): pyproject.toml setup.py csrc/extensions.py constraints.txt $(CXX_SOURCES) $(CUDA_SOURCES) | $(BIN)/python
 	$(BIN)/python -m pip install --constraint constraints.txt torch numpy ninja setuptools wheel
-	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation \
-	  --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --constraint constraints.txt --no-build-isolation --editable .
 	@touch $@
 
-# The package is installed, so this adds what its extra requires.
-$(INTEGRATIONS): $(INSTALLED)
-	$(BIN)/python -m pip install --constraint constraints.txt 'commhooks[integrations]'
+# The package is installed, so this adds what its extras require, and compiles nothing.
+$(WITH)%: pyproject.toml constraints.txt | $(INSTALLED)
+	$(BIN)/python -m pip install --constraint constraints.txt 'commhooks[$*]'
 	@touch $@
 
 $(BIN)/python:

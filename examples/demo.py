@@ -1,114 +1,186 @@
-"""Train one GPT with three hooks, and show what each costs and saves.
+"""Train one GPT with three hooks, and show what each costs and when it pays.
 
     python examples/demo.py            (or: make demo)
 
-Run train_gpt.py on 2 ranks of this machine, once per hook; print one table, and draw the validation
-loss against the bytes sent.
+Train the model of train_gpt.py on 2 ranks of this machine, once per hook. Print one table, which
+ends in the time that the same training takes over slower links, and draw the validation loss
+against the bytes sent. The trainings take turns, so that other work on the machine slows all of
+them alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
-from run_log import read_log
+from stdlib_text import load_corpus, train_batch
+from torch import Tensor
+from train_config import RunConfig, TrainConfig, make_parser, parse_args
+from train_gpt import GPT, Trainer
 
-SCRIPT = Path(__file__).with_name("train_gpt.py")
+from commhooks.cluster import Ranks
+from commhooks.lab.machine import cores
+from commhooks.lab.simulation import Job, Link, Network, Study, measure
 
-# The runs differ only in what is sent.
-HOOKS: dict[str, list[str]] = {
-    "allreduce": [],
-    "bf16": [],
-    "powersgd": ["rank=8"],
-}
+HOOKS: list[dict[str, Any]] = [
+    {"name": "allreduce"},
+    {"name": "bf16"},
+    {"name": "powersgd", "rank": 8},
+]
+PLAIN = "allreduce"
+WORTH_IT = 0.9
+"""The largest share of plain averaging's time that justifies a hook."""
+LINKS = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
+DEFAULTS = ["--steps", "200", "--warmup-steps", "30", "--evaluate-every", "25"]
+DEFAULTS += ["--evaluate-batches", "4"]
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results in the log of one run; bytes and seconds are those of rank 0."""
+    """A run with one hook: the validations, and the median time of a step on rank 0."""
 
     hook: str
-    evaluations: list[dict[str, Any]]
-    step_seconds: float  # median
-    exposed_seconds: float  # mean per step
+    evaluations: list[dict[str, float]]
+    step_seconds: float
 
     @property
-    def last(self) -> dict[str, Any]:
+    def last(self) -> dict[str, float]:
         """The validation after the last step."""
         return self.evaluations[-1]
 
 
-def run_hook(hook: str, options: list[str], folder: Path, ranks: int, more: list[str]) -> Result:
-    """Train with one hook and read the log back. Exit if training fails."""
-    log_file = folder / f"{hook}.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(SCRIPT), "--hook", hook]
-    for option in options:
-        command += ["--hook-option", option]
-    command += ["--log-file", str(log_file), *more]
-    # One thread per rank: the ranks share the cores of one machine.
-    process = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-    if process.returncode != 0:
-        sys.exit(f"demo: training with hook {hook!r} failed (exit status {process.returncode})")
-    return read_result(hook, log_file)
+# ------------------------------------------------------------------------- in the rank processes
+
+_trainers: dict[str, Trainer] = {}
 
 
-def read_result(hook: str, log_file: Path) -> Result:
-    """Return what the log of a run with ``hook`` says."""
-    records = read_log(log_file)
-    steps = [record for record in records if record["event"] == "step"]
-    return Result(
-        hook,
-        [record for record in records if record["event"] == "evaluation"],
-        statistics.median(record["seconds"] for record in steps),
-        steps[-1]["exposed_seconds"] / steps[-1]["step"],
+def begin(rank: int, config: TrainConfig, run: RunConfig) -> None:  # noqa: ARG001
+    """Make a model for each hook."""
+    for hook in HOOKS:
+        _trainers[hook["name"]] = Trainer(replace(config, hook=hook), run)
+
+
+def advance(rank: int, hook: str, steps: int) -> tuple[list[float], dict[str, float]]:  # noqa: ARG001
+    """Train for some steps; return the seconds of each, and a validation."""
+    trainer = _trainers[hook]
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        trainer.step()
+        seconds.append(time.perf_counter() - started)
+    traffic = trainer.traffic()
+    assert traffic.wire_bytes is not None
+    evaluation = {"step": trainer.steps_done, "wire_bytes": traffic.wire_bytes}
+    return seconds, {**evaluation, "loss": trainer.evaluate()}
+
+
+def make_model() -> GPT:
+    """Return the model to simulate. Rank processes have the command line of this program."""
+    return GPT(options()[1].model)
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    """Return a batch of the model to simulate."""
+    config = options()[1]
+    text = load_corpus().train
+    return train_batch(text, config.batch_size, config.block_size, seed=0, step=0, rank=0)
+
+
+# ------------------------------------------------------------------------------ in this process
+
+
+def train(ranks: Ranks, config: TrainConfig, run: RunConfig, console: Console) -> list[Result]:
+    """Train with each hook."""
+    ranks(begin, config, run)
+    names = [hook["name"] for hook in HOOKS]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    evaluations: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with Progress(console=console) as progress:
+        tasks = {name: progress.add_task(name, total=config.steps) for name in names}
+        for done in range(0, config.steps, run.evaluate_every):
+            steps = min(run.evaluate_every, config.steps - done)
+            for name, task in tasks.items():
+                more, evaluation = ranks(advance, name, steps)[0]
+                seconds[name] += more
+                evaluations[name].append(evaluation)
+                text = f"{name}: validation loss {evaluation['loss']:.3f}"
+                progress.update(task, advance=steps, description=text)
+    return [Result(name, evaluations[name], statistics.median(seconds[name])) for name in names]
+
+
+def predict(ranks: Ranks, results: list[Result]) -> dict[str, list[float]]:
+    """Predict the seconds of a step over each link: measured here, plus what the link adds."""
+    job = Job("demo:make_model", "demo:make_batch", ranks_per_machine=ranks.world_size)
+    measured = measure(job, HOOKS, [ranks.world_size], ranks)
+    link = Link(max(LINKS.values()))
+    study = Study(
+        {hook["name"]: measured.of(hook) for hook in HOOKS},
+        Network(ranks.world_size, link, link),
+        measured.gloo,
+        cores=max(1.0, cores() / ranks.world_size),
+        loopback_seconds={result.hook: result.step_seconds for result in results},
     )
+    return {
+        name: [study.step_seconds(result.hook, rate) for result in results]
+        for name, rate in LINKS.items()
+    }
 
 
-def make_table(results: list[Result]) -> Table:
+def make_table(results: list[Result], predicted: dict[str, list[float]]) -> Table:
     """Return one row per hook; ratios are against the first."""
-    plain = results[0].last["wire_bytes"]
-    table = Table(title="What each hook costs and saves", caption_justify="left")
+    steps = results[0].last["step"]
+    runs = {"here": [result.step_seconds for result in results], **predicted}
+    table = Table(title="What each hook costs, and when it pays", caption_justify="left")
     table.caption = (
-        "Bytes: per rank, whole run. Ratio: wire bytes of allreduce / wire bytes of the hook. "
-        "Exposed: time per step that backward waits for communication."
+        f"Bytes: sent by one rank. Run: {steps:.0f} steps, without validation; over the links, "
+        "with each rank on a machine of its own, predicted."
     )
     table.add_column("hook")
     # Line breaks, so that the table fits a terminal of 80 columns.
-    for name in ("validation\nloss", "gradient\nbytes", "wire\nbytes", "ratio", "step", "exposed"):
+    for name in ("validation\nloss", "wire\nbytes", "ratio", *(f"run,\n{name}" for name in runs)):
         table.add_column(name, justify="right")
-    for result in results:
+    for index, result in enumerate(results):
         table.add_row(
             result.hook,
             f"{result.last['loss']:.3f}",
-            format_bytes(result.last["gradient_bytes"]),
             format_bytes(result.last["wire_bytes"]),
-            f"{plain / result.last['wire_bytes']:.1f}x",
-            f"{result.step_seconds * 1e3:.1f} ms",
-            f"{result.exposed_seconds * 1e3:.2f} ms",
+            f"{results[0].last['wire_bytes'] / result.last['wire_bytes']:.1f}x",
+            *(f"{steps * seconds[index]:.1f} s" for seconds in runs.values()),
         )
     return table
 
 
+def verdict(results: list[Result], predicted: dict[str, list[float]]) -> str:
+    """Say for each link whether a hook is faster than plain averaging."""
+    runs = {"this machine's loopback": [result.step_seconds for result in results], **predicted}
+    lines = []
+    for name, seconds in runs.items():
+        fastest, best = min(zip(seconds, results, strict=True), key=lambda pair: pair[0])
+        share = fastest / seconds[0]
+        if share > WORTH_IT:
+            lines.append(f"Over {name}, keep {PLAIN}: no hook here saves a tenth of the time.")
+        else:
+            lines.append(f"Over {name}, {best.hook} takes {share:.0%} of the time of {PLAIN}.")
+    return "\n".join(lines)
+
+
 def draw(results: list[Result], path: Path) -> None:
     """Draw validation loss against bytes sent, one line per hook."""
-    mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(7.2, 4.5), layout="constrained")
+    from matplotlib.figure import Figure  # takes a second to import, in each rank process
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    figure = Figure(figsize=(7.2, 4.5), layout="constrained")
+    axes = figure.add_subplot()
     for result, marker in zip(results, "osD", strict=False):
-        sent = [record["wire_bytes"] for record in result.evaluations]
-        loss = [record["loss"] for record in result.evaluations]
+        sent = [evaluation["wire_bytes"] for evaluation in result.evaluations]
+        loss = [evaluation["loss"] for evaluation in result.evaluations]
         axes.plot(sent, loss, marker=marker, markersize=4, linewidth=1.6, label=result.hook)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -121,7 +193,6 @@ def draw(results: list[Result], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(title="hook", framealpha=1)
     figure.savefig(path, dpi=160)
-    plt.close(figure)
 
 
 def format_bytes(count: float) -> str:
@@ -133,29 +204,35 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} {units[0]}"
 
 
-def main() -> None:
-    """Run from the command line."""
+def options() -> tuple[argparse.Namespace, TrainConfig, RunConfig]:
+    """Return the options of this program, and those of train_gpt.py."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT with three hooks; compare loss, bytes and time.",
         epilog="Other options go to train_gpt.py, for example --steps 50.",
     )
-    parser.add_argument("--folder", type=Path, default=Path("build/demo"), help="for logs and plot")
+    parser.add_argument("--folder", type=Path, default=Path("build/demo"), help="for the plot")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
     args, more = parser.parse_known_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    return args, *parse_args(make_parser(), [*DEFAULTS, *more])
 
+
+def main() -> None:
+    """Run from the command line."""
+    args, config, run = options()
+    args.folder.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    more = ["--evaluate-every", "50", "--evaluate-batches", "8", *more]
-    results = [
-        run_hook(hook, options, args.folder, args.ranks, more) for hook, options in HOOKS.items()
-    ]
+    console = Console()
+    with Ranks(args.ranks) as ranks:
+        results = train(ranks, config, run, console)
+        with console.status("Predicting the same training over other links"):
+            predicted = predict(ranks, results)
     plot = args.folder / "loss_vs_bytes.png"
     draw(results, plot)
-    console = Console()
     console.print()
-    console.print(make_table(results))
-    console.print(f"Plot: {plot}    Logs: {args.folder}/*.jsonl    ", end="", highlight=False)
-    console.print(f"Time: {time.perf_counter() - started:.0f} s", highlight=False)
+    console.print(make_table(results, predicted))
+    console.print(verdict(results, predicted), highlight=False)
+    seconds = time.perf_counter() - started
+    console.print(f"Plot: {plot}    Time: {seconds:.0f} s", highlight=False)
 
 
 if __name__ == "__main__":

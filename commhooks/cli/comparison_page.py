@@ -1,8 +1,12 @@
 """A comparison as one HTML page that needs no other file and no network."""
 
+import importlib.metadata
 import io
 import re
+import shlex
+import sys
 from collections.abc import Callable, Iterable
+from datetime import datetime
 from html import escape
 
 from commhooks.cli.comparison_plot import panels, save
@@ -14,15 +18,19 @@ __all__ = ["comparison_page"]
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; }
+caption { text-align: left; font-weight: 600; padding: .3rem 0; position: sticky; left: 0; }
+code { overflow-wrap: anywhere; }
 th, td { padding: .2rem .8rem; text-align: right; white-space: nowrap; }
 th { border-bottom: 2px solid; }
 td { border-bottom: 1px solid #8884; }
-th:first-child, td:first-child { text-align: left; font-family: ui-monospace, monospace; }
+th:first-child, td:first-child { text-align: left; font-family: ui-monospace, monospace;
+  position: sticky; left: 0; background: Canvas;
+  min-width: 20vw; white-space: normal; overflow-wrap: anywhere; }
 dt { font-weight: 600; float: left; clear: left; margin-right: .5rem; }
 dd { margin: 0; }
-.plots { display: grid; gap: 1rem; }
+.plots { display: grid; gap: 1rem; grid-template-columns: minmax(0, 1fr); }
 @media (min-width: 60rem) { .plots { grid-template-columns: 1fr 1fr; } }
 figure { margin: 0; background: white; border-radius: 6px; padding: .5rem; }
 figure svg { max-width: 100%; height: auto; display: block; margin: auto; }
@@ -34,7 +42,10 @@ def comparison_page(comparison: Comparison) -> str:
     """Return the page: what was compared, on what, plots and tables, and what the columns mean."""
     title = f"{escape(comparison.model)} on {comparison.world_size} ranks"
     machine = ", ".join(f"{name}: {value}" for name, value in comparison.machine.items())
-    about = f"in {comparison.steps} steps per hook and link. {escape(machine)}."
+    about = (
+        f"in {comparison.steps} steps per hook and link, on {datetime.now():%Y-%m-%d, %H:%M}, with "
+        f"commhooks {_version()}. {escape(machine)}.</p>\n<p><code>$ {escape(_command())}</code>"
+    )
     parts = [
         f"<h1>{title}</h1>",
         f"<p>Communication hooks, measured by <code>commhooks compare</code> {about}</p>",
@@ -71,6 +82,17 @@ def comparison_page(comparison: Comparison) -> str:
     )
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("commhooks")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a source folder"
+
+
+def _command() -> str:
+    return shlex.join(["commhooks", *sys.argv[1:]])
+
+
 def _network(comparison: Comparison) -> Iterable[str]:
     if not comparison.pairs:
         return
@@ -100,8 +122,9 @@ def _html_table(title: str, names: Iterable[str], rows: Iterable[str]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     return (
-        f"<table>\n<caption>{escape(title)}</caption>\n<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody>\n</table>"
+        f'<div class="scroll" tabindex="0">\n<table>\n<caption>{escape(title)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n"
+        f"<tbody>\n{body}\n</tbody>\n</table>\n</div>"
     )
 
 

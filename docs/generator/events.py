@@ -1,28 +1,18 @@
-"""What MkDocs calls while it builds the site: adds what is made from the code, and converts maths.
+"""What MkDocs calls: completes the navigation, adds references, converts formulas.
 
-================================  =====================================================
-page                              what is added
-================================  =====================================================
-hooks/NAME.md                     facts, options, costs, fidelity and source of the hook
-hooks/index.md                    the table of all hooks
-reference/authors.md              the compiled class ``GradBucket``
-reference/command-line.md         the help of each command
-================================  =====================================================
+``GradBucket`` is compiled and commands are made by click, so mkdocstrings does not see them.
 """
 
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import compiled_pages
+import hook_pages
 import mathml
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]  # for `bench`, which is not installed
-
-import compiled_pages  # noqa: E402
-import hook_pages  # noqa: E402
 
 
 def on_config(config: Any) -> None:
@@ -33,27 +23,21 @@ def on_config(config: Any) -> None:
         (title, pages) = next(iter(section.items()))
         if title == "Hooks":
             pages[1:1] = [
-                {family.title: [family.page, *(f"hooks/{name}.md" for name in family.hooks)]}
+                {family.title: [f"hooks/{name}.md" for name in (family.name, *family.hooks)]}
                 for family in hook_pages.FAMILIES
             ]
-        if title == "Design":
+        if title == "Contribute":
             notes = sorted((ROOT / "docs" / "design").glob("*.md"), reverse=True)
-            pages.append({"Notes": [f"design/{path.name}" for path in notes]})
+            pages.append({"Design notes": [f"design/{path.name}" for path in notes]})
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Add what is made from the code."""
-    path = page.file.src_uri
-    if match := re.fullmatch(r"hooks/(\w+)\.md", path):
-        name = match[1]
-        if name == "index":
-            return markdown.replace("## What", f"{hook_pages.overview()}\n## What", 1)
-        if name in hook_pages.NAMES:
-            return hook_pages.assemble(name, markdown)
-    if path == "reference/authors.md":
-        return markdown + compiled_pages.bucket()
-    if path == "reference/command-line.md":
-        return markdown + compiled_pages.commands()
+    match page.file.src_uri:
+        case "reference/authors.md":
+            return markdown + compiled_pages.bucket()
+        case "reference/command-line.md":
+            return markdown + compiled_pages.commands()
     return markdown
 
 

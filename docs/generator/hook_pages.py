@@ -1,23 +1,28 @@
-"""Pages of hooks: what people have written in docs/hooks, and what the code and the results say.
+"""Write the parts of docs/hooks that are made from the code and the results: ``make results``.
 
-Every page has the sections of :data:`FORM`, in this order. A page may have more sections. A section
-that is made from the code begins with that, and what the page says about it follows. "What happens
-when" ends with what the page of the family and the page of all hooks say there.
+A part stands between ``<!-- made: NAME -->`` and ``<!-- end -->``; the rest of a page is written by
+people. Every page of a hook has the sections of :data:`FORM`, in this order, and may have more.
 """
 
 import functools
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import commhooks
-from bench.fidelity.published import by_hook
-from bench.fidelity.record import Record
-from bench.fidelity.rows import Row, measured_tasks, plain_runs, spread
-from bench.fidelity.tasks import TASKS
-from commhooks import algorithms
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]  # for `bench`, which is not installed
 
+import commhooks  # noqa: E402
+from bench.fidelity.published import by_hook  # noqa: E402
+from bench.fidelity.record import Record  # noqa: E402
+from bench.fidelity.rows import Row, measured_tasks, plain_runs, spread  # noqa: E402
+from bench.fidelity.tasks import TASKS  # noqa: E402
+from commhooks import algorithms  # noqa: E402
+
+PAGES = ROOT / "docs" / "hooks"
 FORM = [
     "When to use it",
     "What it does",
@@ -27,9 +32,9 @@ FORM = [
     "What happens when",
     "Source",
 ]
-ROOT = Path(__file__).resolve().parents[2]
 MUCH = 2.0
 """Percent of the validation loss: what a hook loses beyond that, its page says first."""
+_PART = re.compile(r"(?<=<!-- made: )(\w+) -->\n.*?(?=<!-- end -->)", re.S)
 _MINUS = "\N{MINUS SIGN}"
 _SPACE = "\N{NO-BREAK SPACE}"
 """Between a number and its unit or its limit, so that both stay in one line."""
@@ -43,10 +48,6 @@ class Family:
     title: str
     hooks: tuple[str, ...]
 
-    @property
-    def page(self) -> str:
-        return f"hooks/{self.name}.md"
-
 
 _KINDS = {kind.name: kind for kind in map(algorithms.__dict__.get, algorithms.__all__)}
 _TITLES = {
@@ -58,44 +59,20 @@ _TITLES = {
     "wrappers": "Hooks around hooks",
     "adaptive": "Hooks that adapt",
 }
-
-
-def _families() -> Iterator[Family]:
-    for name, title in _TITLES.items():
-        yield Family(
-            name, title, tuple(n for n in sorted(_KINDS) if commhooks.describe(n).family == name)
-        )
-
-
-FAMILIES = tuple(_families())
+FAMILIES = tuple(
+    Family(name, title, tuple(n for n in sorted(_KINDS) if commhooks.describe(n).family == name))
+    for name, title in _TITLES.items()
+)
 NAMES = {hook: family for family in FAMILIES for hook in family.hooks}
 
 
-# ------------------------------------------------------------------------------ putting together
+def made(page: Path) -> str:
+    """Return the text of a page with its parts made anew."""
 
+    def make(match: re.Match[str]) -> str:
+        return f"{match[1]} -->\n\n{PARTS[match[1]](page.stem)}\n\n"
 
-def assemble(name: str, written: str) -> str:
-    """Return the page of a hook: its written sections, and those that are made."""
-    start, sections = sections_of(written)
-    shared = [_written(NAMES[name].page).get(FORM[5], ""), _written("hooks/index.md")[FORM[5]]]
-    made: dict[str, Callable[[str], str]] = {
-        "Options": _options,
-        "Cost": _cost,
-        "Fidelity": _fidelity,
-        "Source": _source,
-    }
-    parts = [start.rstrip(), _facts(name)]
-    for title in _in_order(list(sections)):
-        texts = [made[title](name)] if title in made else []
-        texts += [sections[title]] if title in sections else []
-        texts += shared if title == FORM[5] else []
-        if any(texts):
-            parts += [f"## {title}", "\n\n".join(filter(None, texts))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _written(page: str) -> dict[str, str]:
-    return sections_of((ROOT / "docs" / page).read_text())[1]
+    return _PART.sub(make, page.read_text())
 
 
 def sections_of(text: str) -> tuple[str, dict[str, str]]:
@@ -105,43 +82,26 @@ def sections_of(text: str) -> tuple[str, dict[str, str]]:
     return start, {title.strip(): body.strip() for title, _, body in pairs}
 
 
-def _in_order(written: list[str]) -> Iterator[str]:
-    """Yield the titles of the form; other titles follow the one that they follow in the page."""
-    for title in FORM:
-        yield title
-        if title in written:
-            for other in written[written.index(title) + 1 :]:
-                if other in FORM:
-                    break
-                yield other
+# ---------------------------------------------------------------------------------- the parts
 
 
-# ---------------------------------------------------------------------------------- made sections
-
-
-def _facts(name: str) -> str:
+def facts(name: str) -> str:
     info = commhooks.describe(name)
     wraps = any("CommHook" in option.type for option in info.options)
     exact = "exact" if info.lossless else "lossy"
-    facts = {
+    backends = {"gloo": "Gloo", "nccl": "NCCL (not yet run on a GPU)"}
+    rows = {
         "average": "as exact as its hooks" if info.lossless and wraps else exact,
         "ranks": "same result" if info.consensus else "different results",
-        "backends": ", ".join(info.backends),
-        "on CUDA": "not yet measured",
+        "backends": ", ".join(backends.get(backend, backend) for backend in info.backends),
     }
     if info.needs:
-        facts["needs"] = ", ".join(info.needs)
-    lines = [info.summary, "", f"| {' | '.join(facts)} |", "|---" * len(facts) + "|"]
-    lines += [f"| {' | '.join(facts.values())} |"]
-    by_task = _measured().get(name, {})
+        rows["needs"] = ", ".join(info.needs)
+    lines = [info.summary, "", *_table(list(rows), [list(rows.values())])]
     if losing := tasks_beyond(name):
-        found = ", ".join(f"{_percent(row.change)} on {task}" for task, row in by_task.items())
-        lines += [
-            "",
-            f'!!! warning "The measured loss is more than 2 % higher on {", ".join(losing)}"',
-            f"    Validation loss against plain averaging at the defaults: {found}.",
-            "    [Fidelity](#fidelity) says how that was measured.",
-        ]
+        tasks = ", ".join(losing)
+        lines += ["", "> [!WARNING]"]
+        lines += [f"> The measured loss is more than 2 % higher on {tasks}: [fidelity](#fidelity)."]
     return "\n".join(lines)
 
 
@@ -151,20 +111,17 @@ def tasks_beyond(name: str) -> list[str]:
     return [task for task, row in found.items() if 100 * row.change > MUCH]
 
 
-def _options(name: str) -> str:
+def options(name: str) -> str:
     info = commhooks.describe(name)
     if not info.options:
         return "None."
-    lines = ["| option | type | default | |", "|---|---|---|---|"]
+    rows = []
     for option in info.options:
         default = "required" if option.required else f"`{option.default!r}`"
         limits = ", ".join(limit.replace(" ", _SPACE) for limit in option.constraints)
-        kind = option.type.replace("|", "or")
-        note = _inline(option.text)
-        lines.append(
-            f"| `{option.name}` | {kind}{f' ({limits})' if limits else ''} | {default} | {note} |"
-        )
-    return "\n".join(lines)
+        kind = option.type.replace("|", "or") + (f" ({limits})" if limits else "")
+        rows.append([f"`{option.name}`", kind, default, _inline(option.text)])
+    return "\n".join(_table(["option", "type", "default", "meaning"], rows))
 
 
 def _inline(text: str) -> str:
@@ -172,60 +129,81 @@ def _inline(text: str) -> str:
     return " ".join(text.replace("``", "`").replace("|", "\\|").split())
 
 
-def _cost(name: str) -> str:
-    info = commhooks.describe(name)
-    share = _byte_share(_measured().get(name, {}))
-    lines = [f"**On the wire**, per step: {info.wire}."]
-    if share:
-        lines.append(
-            f"In the trainings below, {share} of plain averaging's bytes ({', '.join(TASKS)}), "
-            "warm-ups included."
-        )
-    return "\n".join(lines)
+def cost(name: str) -> str:
+    return f"**On the wire**, per step: {commhooks.describe(name).wire}."
 
 
-def _fidelity(name: str) -> str:
-    info = commhooks.describe(name)
+def fidelity(name: str) -> str:
     by_task = _measured().get(name)
     if not by_task:
-        return "Exact." if info.lossless else "Not measured."
-    return f"{_table({name: by_task})}\n\n{_conditions()}"
+        return "Exact." if commhooks.describe(name).lossless else "Not measured."
+    found = by_task.values()
+    trained = next(iter(found)).trained.description
+    rows = [
+        ["change of the loss", *(_percent(row.change, bold=MUCH) for row in found)],
+        ["by seed", *(", ".join(map(_percent, row.changes)) for row in found)],
+        ["bytes sent", *(share_in_percent(row.byte_share) for row in found)],
+    ]
+    text = (
+        f"{trained} against plain averaging, warm-ups included "
+        "([how this was measured](index.md#how-fidelity-was-measured)):"
+    )
+    return "\n".join([text, "", *_table(["", *by_task], rows)])
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
     info = commhooks.describe(name)
     file = Path(inspect.getsourcefile(_KINDS[name]) or "").relative_to(ROOT).as_posix()
     paper = f"Paper: <{info.paper}>. " if info.paper else ""
     return f"{paper}Code: `{file}`, class `{_KINDS[name].__name__}`."
 
 
-def overview() -> str:
+def overview(_: str) -> str:
     """Return the tables of all hooks, by family."""
     parts = []
     for family in FAMILIES:
-        parts += [f"## {family.title}\n", _first_paragraph(family)]
-        parts += [
-            f"\n| hook | sends | loss on {', '.join(TASKS)} | share of the bytes |",
-            "|---|---|---|---|",
-        ]
+        parts += [f"## {family.title}", "", _first_paragraph(family), ""]
+        rows = []
         for name in family.hooks:
             info = commhooks.describe(name)
             by_task = _measured().get(name, {})
-            changes = _of_each_task(by_task, lambda row: _percent(row.change, bold=MUCH))
-            exact = "exact" if info.lossless else "-"
-            cells = [f"[`{name}`]({name}.md)", info.wire, changes or exact, _byte_share(by_task)]
-            parts.append(f"| {' | '.join(cells)} |")
-        parts.append("")
-    return "\n".join([*parts, _conditions(), ""])
+            unknown = "exact" if info.lossless else "-"
+            losses = [
+                _percent(by_task[task].change, bold=MUCH) if task in by_task else unknown
+                for task in TASKS
+            ]
+            rows.append([f"[`{name}`]({name}.md)", info.wire, *losses, _byte_shares(by_task)])
+        parts += [*_table(["hook", "sends", *TASKS, "bytes sent"], rows), ""]
+    return "\n".join(parts).rstrip()
 
 
 def _first_paragraph(family: Family) -> str:
-    text = (ROOT / "docs" / family.page).read_text()
-    paragraph = text.split("\n\n")[1]
+    paragraph = (PAGES / f"{family.name}.md").read_text().split("\n\n")[1]
     return f"{paragraph} [More]({family.name}.md)"
 
 
-# --------------------------------------------------------------------------------- fidelity
+def conditions(_: str) -> str:
+    record = _record()
+    tasks = "\n".join(f"- *{task}*: {kind.summary}." for task, kind in TASKS.items())
+    known = {t: next(iter(plain_runs(record, t).values())) for t in measured_tasks(record)}
+    spreads = ", ".join(
+        f"{100 * spread(runs):.1f} % ({t})" for t, runs in known.items() if len(runs) > 1
+    )
+    return (
+        "Change of the validation loss against plain averaging on the same data, mean over seeds, "
+        f"on {record.about['ranks']} ranks on CPU, at the hook's defaults and plain averaging's "
+        f"learning rate:\n\n{tasks}\n\nUnder plain averaging itself seeds are up to {spreads} "
+        f"apart. **Bold**: more than {MUCH:.0f} %. `bench/README.md` has the method, "
+        "[results](../results.md) everything measured."
+    )
+
+
+PARTS: dict[str, Callable[[str], str]] = {
+    part.__name__: part for part in (facts, options, cost, fidelity, source, overview, conditions)
+}
+
+
+# ------------------------------------------------------------------------------ figures and tables
 
 
 @functools.cache
@@ -238,37 +216,9 @@ def _record() -> Record:
     return Record.load(max((ROOT / "bench" / "results").glob("*-fidelity.json")))
 
 
-def _table(found: dict[str, dict[str, Row]]) -> str:
-    columns = ["hook", *TASKS, "by seed", "share of plain averaging's bytes"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for by_task in found.values():
-        label = next(iter(by_task.values())).trained.description
-        changes = [
-            _percent(by_task[task].change, bold=MUCH) if task in by_task else "not measured"
-            for task in TASKS
-        ]
-        seeds = "; ".join(
-            f"{task}: {', '.join(map(_percent, row.changes))}" for task, row in by_task.items()
-        )
-        lines.append(f"| {label} | {' | '.join(changes)} | {seeds} | {_byte_share(by_task)} |")
-    return "\n".join(lines)
-
-
-def _conditions() -> str:
-    record = _record()
-    tasks = " ".join(f"*{task}*: {kind.summary}." for task, kind in TASKS.items())
-    known = {t: next(iter(plain_runs(record, t).values())) for t in measured_tasks(record)}
-    spreads = " and ".join(
-        f"{100 * spread(runs):.1f} % ({t})" for t, runs in known.items() if len(runs) > 1
-    )
-    return (
-        '??? info "How this was measured"\n'
-        "    Change of the validation loss against plain averaging on the same data, mean over "
-        f"seeds, on {record.about['ranks']} ranks on CPU, at the hook's defaults and plain "
-        f"averaging's learning rate. {tasks} Under plain averaging itself seeds are up to "
-        f"{spreads} apart. **Bold**: more than {MUCH:.0f} %. `bench/README.md` has the method, "
-        "[results](../results.md) everything measured.\n"
-    )
+def _table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
+    for cells in (columns, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(cells)} |"
 
 
 def _percent(change: float, *, bold: float | None = None) -> str:
@@ -276,8 +226,11 @@ def _percent(change: float, *, bold: float | None = None) -> str:
     return f"**{text}**" if bold is not None and 100 * change > bold else text
 
 
-def _byte_share(by_task: dict[str, Row]) -> str:
-    return _of_each_task(by_task, lambda row: share_in_percent(row.byte_share))
+def _byte_shares(by_task: dict[str, Row]) -> str:
+    """Return the smallest and the largest share of plain averaging's bytes."""
+    shares = sorted(row.byte_share for row in by_task.values())
+    ends = dict.fromkeys(share_in_percent(share) for share in (*shares[:1], *shares[-1:]))
+    return " to ".join(ends)
 
 
 def share_in_percent(share: float) -> str:
@@ -286,7 +239,11 @@ def share_in_percent(share: float) -> str:
     return f"{percent:.0f}{_SPACE}%" if percent >= 10 else f"{percent:.2g}{_SPACE}%"
 
 
-def _of_each_task(by_task: dict[str, Row], show: Callable[[Row], str]) -> str:
-    """Return figures in the order of the tasks, with a dash for those not measured."""
-    cells = (show(by_task[task]) if task in by_task else "-" for task in TASKS)
-    return ", ".join(cells) if by_task else ""
+def main() -> None:
+    """Write all pages."""
+    for page in sorted(PAGES.glob("*.md")):
+        page.write_text(made(page))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,8 +16,10 @@ def convert(page: str) -> str:
 
 
 def _convert_one(match: re.Match[str]) -> str:
-    is_block = match["kind"] == "["
-    formula = to_mathml(
-        html.unescape(match["tex"]).strip(), display="block" if is_block else "inline"
-    )
-    return f'<div class="formula">{formula}</div>' if is_block else formula
+    tex = html.unescape(match["tex"]).strip()
+    if match["kind"] == "(":
+        return str(to_mathml(tex))
+    # Formulas that a wide space separates wrap on a narrow screen.
+    formulas = (to_mathml(part, display="block") for part in tex.split(r"\qquad"))
+    spans = " ".join(f"<span>{formula}</span>" for formula in formulas)
+    return f'<div class="formula">{spans}</div>'

@@ -1,6 +1,8 @@
 """The page of a comparison: complete, and without anything from elsewhere."""
 
+import importlib.metadata
 import re
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -56,6 +58,14 @@ def test_the_page_says_everything() -> None:
     for word in (*HOOKS, "100 Mbit/s, predicted", "a note &amp; more", "break-even", "&lt;c&gt;"):
         assert word in text
     assert text.count('class="slow">slow') == 1
+
+
+def test_the_page_says_when_and_how_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/commhooks", "compare", "--model", "a<b:c"])
+    text = comparison_page(make_comparison())
+    assert "<code>$ commhooks compare --model &#x27;a&lt;b:c&#x27;</code>" in text
+    assert f"{datetime.now():%Y-%m-%d}" in text
+    assert f"commhooks {importlib.metadata.version('commhooks')}." in text
 
 
 def test_after_an_interrupt_the_command_prints_and_writes_what_there_is(

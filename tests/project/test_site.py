@@ -3,14 +3,8 @@
 import re
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("mkdocs")  # extra `docs`
-
-import compiled_pages
-import events
 import hook_pages
-import mathml
+import pytest
 
 import commhooks
 import commhooks.testing
@@ -18,6 +12,10 @@ import commhooks.testing
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OWN = sorted(hook_pages.NAMES)
+
+
+def page_of(name: str) -> str:
+    return (DOCS / "hooks" / f"{name}.md").read_text()
 
 
 def test_each_hook_has_a_page() -> None:
@@ -28,47 +26,52 @@ def test_each_hook_has_a_page() -> None:
     assert {path.stem for path in (DOCS / "hooks").glob("*.md")} == {*OWN, *families, "index"}
 
 
+@pytest.mark.parametrize("name", ["index", *OWN])
+def test_pages_have_what_the_code_and_the_results_say(name: str) -> None:
+    """``make results`` writes it."""
+    parts = re.findall(r"^<!-- made: (\w+) -->$", page_of(name), re.M)
+    expected = ["overview", "conditions"]
+    if name != "index":
+        expected = ["facts", "options", "cost", "fidelity", "source"]
+    assert parts == expected
+    assert page_of(name) == hook_pages.made(DOCS / "hooks" / f"{name}.md")
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_a_page_has_the_form(name: str) -> None:
-    written = (DOCS / "hooks" / f"{name}.md").read_text()
-    start, sections = hook_pages.sections_of(written)
-    assert start.strip() == f"# {name}"
+    start, sections = hook_pages.sections_of(page_of(name))
+    assert start.strip().startswith(f"# {name}\n")
     assert list(sections)[:2] == hook_pages.FORM[:2]
     assert "$$" in sections["What it does"]
-    known = [title for title in sections if title in hook_pages.FORM]
-    assert known == sorted(known, key=hook_pages.FORM.index)
-    _, made = hook_pages.sections_of(hook_pages.assemble(name, written))
-    assert [title for title in made if title in hook_pages.FORM] == hook_pages.FORM
-    assert all(made.values())
+    assert [title for title in sections if title in hook_pages.FORM] == hook_pages.FORM
+    assert all(sections.values())
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_each_option_is_in_the_table_with_an_explanation(name: str) -> None:
-    table = hook_pages.assemble(name, f"# {name}\n").partition("## Options")[2].partition("## ")[0]
+    table = hook_pages.sections_of(page_of(name))[1]["Options"].replace("\\|", "")
     for option in commhooks.describe(name).options:
-        assert re.search(
-            rf"^\| `{option.name}` \|.*\| [^ |][^|]+\|$", table.replace("\\|", ""), re.M
-        )
+        assert re.search(rf"^\| `{option.name}` \|.*\| [^ |][^|]+\|$", table, re.M)
 
 
 def test_a_loss_of_more_than_two_percent_is_on_the_first_screen() -> None:
     for name in OWN:
         found = commhooks.describe(name).fidelity
         changes = [c for c in found.changes.values() if c is not None] if found else []
-        start = hook_pages.assemble(name, f"# {name}\n").partition("\n## ")[0]
-        assert ("!!! warning" in start) == any(change > 2 for change in changes), name
+        start = page_of(name).partition("\n## ")[0]
+        assert ("[!WARNING]" in start) == any(change > 2 for change in changes), name
 
 
 def test_pages_say_when_not_to_use_a_hook_that_loses_on_several_tasks() -> None:
     """Before the first heading but one: on the first screen."""
     for name in OWN:
         if len(hook_pages.tasks_beyond(name)) > 1:
-            written = hook_pages.sections_of((DOCS / "hooks" / f"{name}.md").read_text())[1]
-            when = " ".join(written["When to use it"].split())
+            when = " ".join(hook_pages.sections_of(page_of(name))[1]["When to use it"].split())
             assert re.search(r"Do not (use|train)[^.]* (loss|percents?|trainings)\b", when), name
 
 
 def test_everything_public_has_a_reference() -> None:
+    compiled_pages = pytest.importorskip("compiled_pages")  # extra `cli`
     pages = [path.read_text() for path in (DOCS / "reference").glob("*.md")]
     text = "\n".join([*pages, compiled_pages.bucket()])
     public = {f"commhooks.{name}" for name in commhooks.__all__ if name != "algorithms"}
@@ -78,15 +81,18 @@ def test_everything_public_has_a_reference() -> None:
 
 
 def test_formulas_become_mathml() -> None:
+    mathml = pytest.importorskip("mathml")  # extra `docs`
     page = '<p><span class="arithmatex">\\(x_i &lt; 1\\)</span></p>'
     assert mathml.convert(page).startswith("<p><math")
     assert "&#x0003C;" in mathml.convert(page)
-    block = mathml.convert('<div class="arithmatex">\\[\nx\n\\]</div>')
-    assert block.startswith('<div class="formula"><math')
+    block = mathml.convert('<div class="arithmatex">\\[\nx, \\qquad y\n\\]</div>')
+    assert block.startswith('<div class="formula"><span><math')
+    assert block.count("</math></span>") == 2
     assert 'display="block"' in block
 
 
 def test_reference_has_no_marks_for_sphinx() -> None:
+    events = pytest.importorskip("events")  # extra `docs`
     page = "<p>As :class:<code>X</code>, for example::</p><p>::</p><pre>a::b</pre>"
     expected = "<p>As <code>X</code>, for example:</p><pre>a::b</pre>"
     assert events._without_sphinx(page) == expected
