@@ -78,6 +78,7 @@ def _ratio(info: HookInfo) -> str:
 
 
 def _losses(info: HookInfo) -> list[str]:
-    changes = info.fidelity.changes if info.fidelity else {}
-    found = [changes.get(task) for task in _TASKS]
-    return ["" if change is None else f"{change:+.1f}" for change in found]
+    if info.fidelity is None:
+        return [""] * len(_TASKS)
+    changes = map(info.fidelity.changes.get, _TASKS)
+    return ["-" if change is None else f"{change:+.1f}" for change in changes]
