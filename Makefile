@@ -30,17 +30,17 @@ help: ## Show this list
 demo: $(WITH)cli ## Train a small GPT on 2 ranks with three hooks, show what each cost and saved
 	$(BIN)/python examples/demo.py
 
-test: $(WITH)bench,cli,test ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
+test: $(WITH)cli,results,test ## Run the tests (PYTEST_ARGS="-k powersgd" selects some)
 	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
-test-all: $(WITH)bench,cli,docs,integrations,test ## Run the exhaustive cases, which `make test` leaves out
+test-all: $(WITH)cli,docs,integrations,results,test ## Run the exhaustive cases, which `make test` leaves out
 	$(BIN)/python -m pytest -m exhaustive $(WORKERS) $(PYTEST_ARGS)
 
 # What works without the extensions, on torch's wrapper: tests/pure, and tests that need no other one.
 PURE_TESTS ?= tests/pure tests/adapters/test_torch_ddp.py tests/algorithms/test_selection.py \
   tests/codecs/test_codecs.py tests/codecs/test_index_code.py tests/codecs/test_precision.py
 
-test-pure: $(WITH)bench,cli,test ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
+test-pure: $(WITH)cli,results,test ## Test what works without the extensions (COMMHOOKS_NO_EXTENSION=1)
 	COMMHOOKS_NO_EXTENSION=1 $(BIN)/python -m pytest $(WORKERS) $(PURE_TESTS) $(PYTEST_ARGS)
 
 torch-suite: $(WITH)test ## Run torch's own tests of its wrapper on this project's wrapper
@@ -65,7 +65,7 @@ soak: $(WITH)test ## Train with random hooks and faults, and check all ranks (MI
 
 build: $(if $(EXTRAS),$(WITH)$(EXTRAS),$(INSTALLED)) ## Set up the environment and compile (EXTRAS=test,dev adds what these need)
 
-lint: $(WITH)bench,cli,dev,tensorboard ## Check style, formatting and types
+lint: $(WITH)cli,dev,results,tensorboard ## Check style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES) $(CUDA_SOURCES)
@@ -76,10 +76,10 @@ format: $(WITH)dev ## Rewrite Python, C++ and CUDA sources in the project's form
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES) $(CUDA_SOURCES)
 
-bench: $(WITH)bench,cli ## Run the benchmarks side by side with torch's own
+bench: $(WITH)cli,results ## Run the benchmarks side by side with torch's own
 	$(BIN)/python -m pytest bench $(PYTEST_ARGS)
 
-results: $(WITH)bench,cli ## Write the pages of results, their plots, and what pages of hooks take from the code
+results: $(WITH)cli,results ## Write the pages of results, their plots, and what pages of hooks take from the code
 	$(BIN)/python -m bench.results_page
 	$(BIN)/python docs/generator/hook_pages.py
 
