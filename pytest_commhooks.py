@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from commhooks.lab.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
+    from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
 
 _module: pytest.StashKey[ModuleBenchmarks] = pytest.StashKey()
 """What the tests of the current module benchmark."""
@@ -35,9 +35,9 @@ def hook_benchmark(request: pytest.FixtureRequest, benchmark: Any) -> HookBenchm
 
     ``hook_benchmark("powersgd", rank=4, model=Net, batch=make_batch, world_size=2, link="1gbit")``
     verifies the hook. All hooks of a module are timed at its end, in turn. See
-    :class:`commhooks.lab.hook_benchmarks.HookBenchmarks`.
+    :class:`commhooks.lab.comparison.hook_benchmarks.HookBenchmarks`.
     """
-    from commhooks.lab.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
+    from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
 
     stash = request.config.stash
     if _module not in stash:

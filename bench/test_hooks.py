@@ -11,7 +11,7 @@ from bench.conftest import median_of
 from bench.measured_hooks import MEASURED_HOOKS, TORCHS_HOOKS, MeasuredHook, entry_of
 from bench.models import TwoLayers
 from commhooks.cluster import Ranks
-from commhooks.lab.hook_benchmarks import HookBenchmarks
+from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
 from commhooks.lab.models import Transformer
 
 STEPS = 24  # two blocks in turn

@@ -13,7 +13,7 @@ from torch import nn
 from bench.measured_hooks import NOOP_COPYING, entry_of
 from bench.models import ManySmall
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.hook_benchmarks import HookBenchmarks
+from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
 from commhooks.lab.models import Transformer
 
 STEPS = 24
