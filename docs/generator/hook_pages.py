@@ -1,7 +1,8 @@
 """Write the parts of docs/hooks that are made from the code and the results: ``make results``.
 
 A part stands between ``<!-- made: NAME -->`` and ``<!-- end -->``; the rest of a page is written by
-people. Every page of a hook has the sections of :data:`FORM`, in this order, and may have more.
+people. Every page of a hook has the sections of :data:`FORM`, in this order, but for
+"What happens when", if there is nothing to say. It may have more.
 """
 
 import functools
@@ -155,7 +156,16 @@ def source(name: str) -> str:
     info = commhooks.describe(name)
     file = Path(inspect.getsourcefile(_KINDS[name]) or "").relative_to(ROOT).as_posix()
     paper = f"Paper: <{info.paper}>. " if info.paper else ""
-    return f"{paper}Code: `{file}`, class `{_KINDS[name].__name__}`."
+    pages = {f"{NAMES[name].name}.md": "the hooks of this family", "index.md": "all hooks"}
+    links = [
+        f"[{text}]({page}#what-happens-when)"
+        for page, text in pages.items()
+        if "\n## What happens when" in (PAGES / page).read_text()
+    ]
+    return (
+        f"{paper}Code: `{file}`, class `{_KINDS[name].__name__}`. What happens when: see "
+        f"{' and '.join(links)}."
+    )
 
 
 def overview(_: str) -> str:
