@@ -124,7 +124,7 @@ def judge(rows: list[dict[str, Any]], rates: Measurements) -> list[dict[str, Any
     """Return measured and predicted seconds, cell by cell."""
     judged = []
     for row in rows:
-        cell = Cell(row["ranks"], row["bits_per_second"], row["hook"])
+        cell = Cell(row["ranks"], row["bits_per_second"], row["hook"].removeprefix("ours "))
         seconds, is_undisturbed = typical(row["steps"])
         judged.append(
             {
