@@ -121,7 +121,7 @@ def bucket_stats(
     )
 
 
-@dataclass
+@dataclass(slots=True)  # many are kept
 class _Costs:
     """Sums over the runs of one bucket, in step ``step`` or in all."""
 
