@@ -73,12 +73,16 @@ def test_over_a_link(hook_benchmark):
 """
 
 
+# In a worker of xdist, pytest-benchmark is disabled.
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+
+
 def run(folder: Path, text: str, *arguments: str, **environment: str) -> tuple[int, str]:
     (folder / "test_hooks.py").write_text(text)
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_hooks.py", *arguments],
         cwd=folder,
-        env={**os.environ, "COLUMNS": "200", **environment},
+        env={**ENVIRONMENT, "COLUMNS": "200", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -35,6 +35,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", name_of(self.model))
+        object.__setattr__(self, "wrapper", tuple(map(tuple, self.wrapper)))  # lists in JSON
         if self.input is not None:
             object.__setattr__(self, "input", name_of(self.input))
 
