@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,12 +12,13 @@ from bench.auto import remote
 from bench.auto.models import MODELS
 from bench.auto.plans import fewest_bytes, plan_of, predicted, random_of_bytes
 from bench.auto.points import Effort, Point
-from bench.auto.remote import Learned
+from bench.auto.remote import Learned, Metered
 from bench.load import busy_seconds, own_seconds
 from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
+from commhooks.lab.comparison.entry import Entry
 from commhooks.planning import Plan
 from commhooks.planning.assignment import uniform
 
@@ -70,10 +70,11 @@ def errors_of(model: str, size: int, effort: Effort) -> dict[str, float]:
             parsed = hook_spec(spec)
             found[spec] = 0.0
             if not is_lossless(parsed.create()):
-                with _training(ranks, spec, dict(parsed.config), metered=True):
-                    ranks(remote.seconds, spec, effort.error_after)
-                    errors = ranks(remote.errors, spec, effort.error_steps)[0]
-                    found[spec] = statistics.median(errors)
+                ranks(remote.add, Metered(spec, parsed.config))
+                ranks(remote.seconds, spec, effort.error_after)
+                errors = ranks(remote.errors, spec, effort.error_steps)[0]
+                ranks(remote.drop, spec)
+                found[spec] = statistics.median(errors)
     return found
 
 
@@ -83,16 +84,16 @@ def measure(point: Point, errors: Mapping[str, float], effort: Effort) -> Row:
         parameters = ranks(remote.prepare, point.model)[0]
         load = [os.getloadavg()[0]]
         before = _loads(ranks)
-        ranks(remote.add, AUTO, auto_config(point.model, effort), True)
+        ranks(remote.add, Metered(AUTO, auto_config(point.model, effort)))
         warm_up = slowest(ranks, AUTO, effort.warm_up)
         learned = ranks(remote.learned, AUTO)[0]
         settings: dict[str, Row] = {AUTO: {}}
         for spec in effort.candidates:
             if errors[spec] <= errors[REFERENCE]:
-                ranks(remote.add, spec, dict(hook_spec(spec).config), False)
+                ranks(remote.add, Entry(spec, hook_spec(spec).config))
                 settings[spec] = {"error": errors[spec]}
         for name, plan in _other_plans(learned).items():
-            ranks(remote.add, name, fixed_config(point.model, plan), True)
+            ranks(remote.add, Metered(name, fixed_config(point.model, plan)))
             settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
         in_rounds = _take_turns(ranks, settings, effort)
         others = _others(before, _loads(ranks))
@@ -183,13 +184,6 @@ def _shares(plan: Plan) -> dict[str, float]:
 def slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
     """Train, and return the seconds of each step on the slowest rank."""
     return [max(each) for each in zip(*ranks(remote.seconds, name, steps), strict=True)]
-
-
-@contextmanager
-def _training(ranks: Ranks, name: str, config: Config, *, metered: bool) -> Iterator[None]:
-    ranks(remote.add, name, config, metered)
-    yield
-    ranks(remote.drop, name)
 
 
 def _loads(ranks: Ranks) -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ from bench.auto.measure import AUTO, auto_config, fixed_config, slowest
 from bench.auto.points import Effort, Point
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, burst_bytes
+from commhooks.lab.comparison.entry import Entry
 
 __all__ = ["FAST", "SLOW", "measure_change"]
 
@@ -36,16 +37,16 @@ def measure_change(model: str, effort: Effort) -> dict[str, Any]:
         for rate in (SLOW, FAST):
             _set_rate(link, rate)
             name = f"right at {rate:g}"
-            ranks(remote.add, name, auto_config(model, effort), False)
+            ranks(remote.add, Entry(name, auto_config(model, effort)))
             slowest(ranks, name, effort.warm_up)
             right[rate] = ranks(remote.learned, name)[0].plan
             ranks(remote.drop, name)
-        ranks(remote.add, AUTO, auto_config(model, effort), False)
+        ranks(remote.add, Entry(AUTO, auto_config(model, effort)))
         slowest(ranks, AUTO, effort.warm_up)
         changes = []
         for rate in (SLOW, FAST):
             name = f"fixed at {rate:g}"
-            ranks(remote.add, name, fixed_config(model, right[rate]), False)
+            ranks(remote.add, Entry(name, fixed_config(model, right[rate])))
             slowest(ranks, name, _BLOCK)
             _set_rate(link, rate)
             turns = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,23 +15,33 @@ from torch import nn
 
 import commhooks
 from bench.auto.meter import Meter
-from bench.auto.models import MODELS
+from bench.auto.models import MODELS, Model
+from commhooks.adapters.wrapping import wrap
 from commhooks.algorithms.adaptive.auto import Auto
+from commhooks.lab.comparison.entry import Entry
+from commhooks.lab.comparison.training import TrainingRun
+from commhooks.lab.models import Workload
 from commhooks.planning import Plan, Problem
-from reducer import DistributedDataParallel
 
-__all__ = ["Learned", "add", "drop", "errors", "learned", "pid", "prepare", "seconds", "sent"]
+__all__ = ["Learned", "Metered", "add", "drop", "errors", "learned", "prepare", "seconds", "sent"]
+
+_models: list[tuple[Model, nn.Module]] = []
+"""At most one, and its module after its first steps."""
+_runs: dict[str, TrainingRun] = {}
+_meters: dict[str, Meter] = {}
 
 
-@dataclass
-class _Side:
-    """The training with one setting."""
+class Metered(Entry):
+    """An entry for which :func:`errors` can be called. None of its hooks is native."""
 
-    model: nn.Module
-    handle: commhooks.HookHandle
-    optimizer: torch.optim.Optimizer
-    meter: Meter | None
-    step: int = 0
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, commhooks.HookHandle]:
+        """Wrap the module."""
+        assert self.config is not None
+        hook = commhooks.create(self.config)
+        _meters[self.name] = Meter(hook)
+        object.__setattr__(hook, "native", lambda _: None)
+        model = wrap(module, **options)
+        return model, commhooks.register(model, hook)
 
 
 @dataclass(frozen=True)
@@ -46,63 +57,52 @@ class Learned:
     """What trials, reports and planning have taken so far."""
 
 
-@dataclass
-class _Rank:
-    model: str = ""
-    module: nn.Module | None = None
-    """After its first steps."""
-    sides: dict[str, _Side] = field(default_factory=dict)
-
-
-_rank = _Rank()
-
-
 def prepare(rank: int, model: str) -> int:
     """Forget all trainings. Return the number of parameters of ``model``."""
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun does
-    _rank.model, _rank.module, _rank.sides = model, MODELS[model].make(), {}
-    return sum(parameter.numel() for parameter in _rank.module.parameters())
+    _runs.clear()
+    module = MODELS[model].make()
+    _models[:] = [(MODELS[model], module)]
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def add(rank: int, name: str, config: dict[str, Any], metered: bool) -> None:
-    """Begin a training. ``metered``: :func:`errors` can be called, and no hook is native."""
-    module = copy.deepcopy(_rank.module)
-    assert module is not None
-    model = DistributedDataParallel(module, init_sync=False)
-    hook = commhooks.create(config)
-    meter = Meter(hook) if metered else None
-    if metered:
-        object.__setattr__(hook, "native", lambda _: None)
-    handle = commhooks.register(model, hook)
-    optimizer = torch.optim.SGD(module.parameters(), MODELS[_rank.model].rate)
-    _rank.sides[name] = _Side(model, handle, optimizer, meter)
+def module() -> nn.Module:
+    """Return a copy of the module that was prepared."""
+    return copy.deepcopy(_models[0][1])
+
+
+def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
+    """Train with SGD, see :mod:`commhooks.lab.comparison.training`; without validation."""
+    kind, _ = _models[0]
+    optimizer = torch.optim.SGD(model.parameters(), kind.rate)
+    step = 0
+    while True:
+        optimizer.zero_grad()
+        model(*kind.batch(step, rank)).backward()
+        optimizer.step()
+        step += 1
+        yield lambda: math.nan
+
+
+def add(rank: int, entry: Entry) -> None:
+    """Begin a training."""
+    workload = Workload("bench.auto.remote:module")
+    _runs[entry.name] = TrainingRun(entry, workload, "bench.auto.remote:train", rank)
 
 
 def drop(rank: int, name: str) -> None:
     """Forget a training."""
-    del _rank.sides[name]
+    del _runs[name]
 
 
 def seconds(rank: int, name: str, steps: int) -> list[float]:
     """Train some steps. Return the seconds of each, which all ranks begin together."""
-    side, batch = _rank.sides[name], MODELS[_rank.model].batch
-    found = []
-    for _ in range(steps):
-        inputs = batch(side.step, rank)
-        dist.barrier()
-        start = time.perf_counter()
-        side.optimizer.zero_grad()
-        side.model(*inputs).backward()
-        side.optimizer.step()
-        found.append(time.perf_counter() - start)
-        side.step += 1
-    return found
+    return [_runs[name].step() for _ in range(steps)]
 
 
 def errors(rank: int, name: str, steps: int) -> list[float]:
-    """Train some steps. Return the error of the average of each."""
-    meter = _rank.sides[name].meter
-    assert meter is not None
+    """Train some steps with a metered entry. Return the error of the average of each."""
+    meter = _meters[name]
     found = []
     meter.is_on = True
     for _ in range(steps):
@@ -114,13 +114,13 @@ def errors(rank: int, name: str, steps: int) -> list[float]:
 
 def sent(rank: int, name: str) -> tuple[int, float]:
     """Return the number of steps so far, and the bytes that this rank has sent in them."""
-    stats = _rank.sides[name].handle.stats()
+    stats = _handle(name).stats()
     return stats.steps, stats.steps * (stats.total.wire_bytes or 0.0)
 
 
 def learned(rank: int, name: str) -> Learned:
     """Return what ``auto`` has found out."""
-    hook = cast("Auto", _rank.sides[name].handle.hook)
+    hook = cast("Auto", _handle(name).hook)
     control = hook._control
     assert hook.plan is not None
     return Learned(
@@ -135,3 +135,9 @@ def learned(rank: int, name: str) -> Learned:
 def pid(rank: int) -> int:
     """Return the process of this rank."""
     return os.getpid()
+
+
+def _handle(name: str) -> commhooks.HookHandle:
+    handle = _runs[name]._handle
+    assert handle is not None
+    return handle

@@ -67,13 +67,15 @@ class TrainingRun:
         self._count = 0
         self._seconds = 0.0
 
-    def step(self) -> None:
-        """Run the next training step, which all ranks begin together."""
+    def step(self) -> float:
+        """Run the next training step, which all ranks begin together, and return its seconds."""
         dist.barrier()
         start = time.perf_counter()
         self._validate = self._next()
-        self._seconds += time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self._seconds += seconds
         self._count += 1
+        return seconds
 
     def validate(self) -> TrainingPoint:
         """Return the point after the last step; its loss is the mean over ranks."""
