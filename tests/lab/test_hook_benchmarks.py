@@ -45,6 +45,17 @@ class Sleeping(commhooks.CommHook):
         return await comm.all_reduce(bucket.buffer().mul_(self.factor / comm.size))
 
 
+@commhooks.register_hook("late")
+@dataclass
+class Late(commhooks.CommHook):
+    """Fail in the warm-up of timed steps."""
+
+    async def reduce(self, bucket, comm):
+        if bucket.step < 100_000:
+            raise ValueError("too early")
+        return await comm.all_reduce(bucket.buffer().div_(comm.size))
+
+
 PLACE = {"model": net, "batch": batch, "steps": 3}
 '''
 SLEEPING = """
@@ -58,6 +69,10 @@ def test_averaging(hook_benchmark):
 
 def test_wrong(hook_benchmark):
     hook_benchmark("sleeping", seconds=0.0, factor=2.0, **PLACE)
+
+
+def test_late(hook_benchmark):
+    hook_benchmark("late", **PLACE)
 
 
 def test_torch(hook_benchmark):
@@ -144,6 +159,15 @@ def test_a_wrong_hook_fails_and_is_not_timed(session: tuple[str, dict[str, Any]]
     assert "test_wrong" not in found
     assert "1 failed" in output
     assert "expected the exact mean to within rounding" in output
+
+
+def test_a_hook_that_fails_later_is_an_error(session: tuple[str, dict[str, Any]]) -> None:
+    """The others have their times."""
+    output, found = session
+    assert "test_late" not in found
+    assert "1 error" in output
+    assert "late (loopback): " in output
+    assert "ValueError: too early" in output
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))

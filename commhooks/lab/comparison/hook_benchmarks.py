@@ -115,7 +115,7 @@ class _Group:
             if entry.config is not None and is_lossless(create(entry.config)):
                 self._experiment.exact.add(entry.name)
             self._do(verifying_tasks([entry]))
-            self.raise_failure()
+            self.raise_failures()
             known = self._setting.first_steps[entry.name]
         return known
 
@@ -126,6 +126,7 @@ class _Group:
 
     def add(self, entry: Entry, benchmark: Any) -> None:
         """Let the steps of an entry be those of a benchmark."""
+        benchmark.has_error = True  # until it has times: pytest-benchmark leaves it out
         self._benchmarks.append((entry.name, benchmark))
 
     def time_in_turn(self) -> str:
@@ -140,6 +141,7 @@ class _Group:
             row = rows.get(name)
             if row is None:
                 continue
+            benchmark.has_error = False
             for times in self._setting.times(name):
                 benchmark.stats.update(times.step)
             figures = {n: self._setting.figures(n) for n in (*_BESIDE, name)}
@@ -161,15 +163,16 @@ class _Group:
         progress = Progress(lambda *_: None, {self._setting.name: tasks})
         self._experiment.do(self._setting, self._ranks, list(tasks), progress)
 
-    def raise_failure(self) -> None:
-        """Raise the last failure once; the hook is left out from then on."""
-        while self._experiment.failures:
-            failure = self._experiment.failures.pop()
-            self._experiment.entries = [
-                entry for entry in self._experiment.entries if entry.name != failure.hook
-            ]
-            error = CommHookError(str(failure))
-            error.add_note(failure.details)
+    def raise_failures(self) -> None:
+        """Raise what has failed since the last call; these hooks are left out from then on."""
+        failures = self._experiment.failures
+        if failures:
+            failed = {failure.hook for failure in failures}
+            entries = self._experiment.entries
+            self._experiment.entries = [entry for entry in entries if entry.name not in failed]
+            error = CommHookError("; ".join(map(str, failures)))
+            error.add_note("\n".join(failure.details for failure in failures))
+            failures.clear()
             raise error
 
 
@@ -209,7 +212,7 @@ class ModuleBenchmarks:
             if group.is_timed:
                 self.tables[str(place)] = group.time_in_turn()
         for group in self._groups.values():
-            group.raise_failure()
+            group.raise_failures()
 
     def close(self) -> None:
         """End the processes and remove the links."""
