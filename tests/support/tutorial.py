@@ -47,10 +47,12 @@ def _replace(path: Path, before: str, after: str) -> None:
 
 def _run(line: str, folder: Path, environment: dict[str, str], *, fails: bool) -> str:
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # In a worker of xdist, pytest-benchmark is disabled.
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     result = subprocess.run(
         shlex.split(line),
         cwd=folder,
-        env=os.environ | {"PATH": binaries} | environment,
+        env=own | {"PATH": binaries} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
