@@ -66,6 +66,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             stash.setdefault(_tables, {}).update(module.tables)
 
 
+@pytest.hookimpl(trylast=True)  # after pytest-benchmark's table
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Show what pytest-benchmark has no columns for."""
     for title, table in terminalreporter.config.stash.get(_tables, {}).items():
