@@ -62,7 +62,8 @@ def verdict(
             text += f"{_shown(baseline)}."
         if others and not faster:
             share = seconds[others[0]] / seconds[keep]
-            text += f" With {others[0]} a step takes {share:.2f} times as long."
+            text += f" With {others[0]} a step takes {share:.2f} times as long"
+            text += ", which may be noise." if share * _WORTH_IT < 1 else "."
     rest = [hook for hook in faster if good is None or seconds[hook] < seconds[good]]
     return f"{text} Faster: {described(rest[0])}." if rest else text
 
