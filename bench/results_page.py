@@ -258,7 +258,8 @@ def make_pages() -> Pages:
     known = summary.facts(RESULTS)
     texts = {"docs/results/tables.md": make_tables()}
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
-        if "<!--=" in (text := path.read_text()):
+        is_of_hook = path.parent == DOCS / "hooks"  # docs/generator/hook_pages.py makes these
+        if "<!--=" in (text := path.read_text()) and not is_of_hook:
             texts[path.relative_to(ROOT).as_posix()] = summary.fill(text, known)
     return Pages(texts, summary.plots(RESULTS))
 

@@ -1,13 +1,12 @@
 """Write the parts of docs/hooks that are made from the code and the results: ``make results``.
 
-A part stands between ``<!-- made: NAME -->`` and ``<!-- end -->``; the rest of a page is written by
-people. Every page of a hook has the sections of :data:`FORM`, in this order, but for
-"What happens when", if there is nothing to say. It may have more.
+A part stands between marks, see bench/summary.py; people write the rest of a page. Every page of a
+hook has the sections of :data:`FORM`, in this order, but for "What happens when", if there is
+nothing to say. It may have more.
 """
 
 import functools
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]  # for `bench`, which is not installed
 
 import commhooks  # noqa: E402
+from bench import summary  # noqa: E402
 from bench.fidelity.published import by_hook  # noqa: E402
 from bench.fidelity.record import Record  # noqa: E402
 from bench.fidelity.rows import Row, measured_tasks, plain_runs, spread  # noqa: E402
@@ -35,7 +35,6 @@ FORM = [
 ]
 MUCH = 2.0
 """Percent of the validation loss: what a hook loses beyond that, its page says first."""
-_PART = re.compile(r"(?<=<!-- made: )(\w+) -->\n.*?(?=<!-- end -->)", re.S)
 _MINUS = "\N{MINUS SIGN}"
 _SPACE = "\N{NO-BREAK SPACE}"
 """Between a number and its unit or its limit, so that both stay in one line."""
@@ -68,12 +67,10 @@ NAMES = {hook: family for family in FAMILIES for hook in family.hooks}
 
 
 def made(page: Path) -> str:
-    """Return the text of a page with its parts made anew."""
-
-    def make(match: re.Match[str]) -> str:
-        return f"{match[1]} -->\n\n{PARTS[match[1]](page.stem)}\n\n"
-
-    return _PART.sub(make, page.read_text())
+    """Return the text of a page with its parts and figures made anew."""
+    text = page.read_text()
+    parts = {name: part(page.stem) for name, part in PARTS.items() if f"<!--={name}-->" in text}
+    return summary.fill(text, _figures() | parts)
 
 
 def sections_of(text: str) -> tuple[str, dict[str, str]]:
@@ -219,6 +216,11 @@ PARTS: dict[str, Callable[[str], str]] = {
 @functools.cache
 def _measured() -> dict[str, dict[str, Row]]:
     return by_hook(_record())
+
+
+@functools.cache
+def _figures() -> dict[str, str]:
+    return summary.facts(ROOT / "bench" / "results")
 
 
 @functools.cache
