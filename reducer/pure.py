@@ -1,4 +1,4 @@
-"""What is left of ``reducer._C`` where it was not compiled: buckets, but no reducer."""
+"""Fallback where ``reducer._C`` is not compiled: buckets, but no reducer."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Finds the adapter for what people have in hand: wrappers, and what libraries put around them."""
+"""Find the adapter of a wrapped model, also inside the wrappers of other libraries."""
 
 import weakref
 from collections.abc import Callable

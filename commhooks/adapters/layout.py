@@ -21,7 +21,7 @@ __all__ = ["Layout"]
 
 
 class Layout:
-    """The arrangement of the ranks, of which each constructs it. Collective."""
+    """The arrangement of the ranks. All of them construct it: a collective."""
 
     def __init__(self, adapter: Adapter) -> None:
         row = adapter.row

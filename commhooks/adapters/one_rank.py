@@ -1,4 +1,4 @@
-"""Makes torch.distributed.checkpoint refuse the state of a hook, of which it would lose most."""
+"""Make torch.distributed.checkpoint reject per-rank state, which it would deduplicate."""
 
 from typing import Any, NoReturn
 

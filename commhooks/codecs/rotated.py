@@ -1,4 +1,4 @@
-"""A codec of rotated numbers, for numbers of which a few are much larger than the others."""
+"""A codec of rotated numbers, for blocks with a few much larger numbers."""
 
 import torch
 from torch import Tensor

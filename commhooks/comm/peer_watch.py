@@ -17,8 +17,8 @@ these connections as well when it fails, so all ranks of the ring get to know. I
 each connection, which sleeps.
 
 A rank whose neighbor is gone in the middle of a step waits a few seconds for what is on its way,
-because most of it fails or completes by itself; longer in an exchange, of which the neighbor may
-have sent all before it left. Then it closes its connections, and what still has not ended never
+because most of it fails or completes by itself; longer in an exchange, whose data the neighbor may
+have sent before it left. Then it closes its connections, and what still has not ended never
 will: nothing can write to its memory any more. Its Works, and the tensors that they refer to, live
 on in the thread that waits for them.
 

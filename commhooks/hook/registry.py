@@ -124,7 +124,7 @@ def available() -> list[str]:
 
 
 def declared_candidates() -> list[str]:
-    """Return the sorted names of the hooks with ``is_candidate``, of which all can be loaded."""
+    """Return the sorted names of the hooks with ``is_candidate`` that can be loaded."""
     names = []
     for name in available():
         with suppress(CommHookError):  # another package is broken

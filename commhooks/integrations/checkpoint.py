@@ -43,7 +43,7 @@ class HookState:
 
     def __init__(self, handle: HookHandle) -> None:
         self.handle = handle
-        self._knows_checkpoint = False  # the one that is loaded, of which a rank may need nothing
+        self._knows_checkpoint = False  # that is loaded; a rank may need nothing of it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, or what to load it into: see Note [Load targets]."""

@@ -1,4 +1,4 @@
-"""The state of hooks, of which every rank has its own, in the checkpoints of other libraries."""
+"""Save the per-rank states of hooks in the checkpoints of other libraries."""
 
 import warnings
 from collections.abc import Iterator, Mapping

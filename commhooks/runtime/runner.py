@@ -43,7 +43,7 @@ class Runner(Protocol):
         """
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:
-        """End a step after ``index`` buckets, none of which was the last.
+        """End a step after ``index`` buckets without a last one.
 
         Return a future, which completes when all ranks have finished all buckets, or gets the error
         that ended the step. Its value means nothing.

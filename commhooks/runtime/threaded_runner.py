@@ -83,7 +83,7 @@ class ThreadedRunner:
         self._thread.groups.connect(stages)
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:
-        """Vote after ``index`` buckets, none of which was the last. Errors as for a bucket."""
+        """Vote after ``index`` buckets without a last one. Errors as for a bucket."""
         end = EndOfStep(self._hook, self._group, self._device, index=index, step=step)
         return self._launch(end)
 
@@ -95,7 +95,7 @@ class ThreadedRunner:
         """Wait until the exchanges that have begun are over, with or without an error."""
         exchanges, thread, over = self._exchanges, self._thread, threading.Event()
         if thread.is_alive():
-            # There and back, so that this thread has recorded them as well.
+            # A round trip, so that this thread has recorded them before it returns.
             thread.call(lambda: exchanges.when_idle(lambda: thread.call(over.set)))
             over.wait()
 

@@ -130,7 +130,7 @@ class Auto(CommHook):
     """A plan to use for good: what ``commhooks plan --save`` wrote, or its path. Nothing is
     measured then, and equal runs have equal bits. Otherwise the plan in use is here."""
     replan: Annotated[int, Ge(1)] = 500
-    """Make a new plan at least every so many steps."""
+    """Make a new plan after at most this many steps."""
 
     _is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
     _hooks: list[CommHook] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -88,7 +88,7 @@ class Controller:
         """What all probes after the first plan have taken."""
         self._norms: dict[str, list[float]] = {}
         self._trials = 0
-        """That all ranks have finished."""
+        """Trials finished on all ranks."""
         self._trial_seconds = deque[float](maxlen=_TRIALS)
         self._planning_seconds = math.nan
         self._plans = 0

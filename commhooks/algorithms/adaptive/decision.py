@@ -42,7 +42,7 @@ class Basis:
     error: float
     """Of the plan, as last sampled."""
     trials: int
-    """So many had been made."""
+    """Trials completed when the plan was made."""
 
     def reason(self, link: Cost, norm: float, trials: int, step: int, replan: int) -> str | None:
         """Return why to make a new plan for what is known now, or None."""

@@ -12,7 +12,7 @@ _TRUSTED = 0.05
 
 
 class Point(NamedTuple):
-    """A measurement: ``seconds`` for so many ``units``, which cost a fixed time, and ``bytes``."""
+    """A measurement: ``seconds`` for ``units``, which cost a fixed time each, and ``bytes``."""
 
     units: float
     bytes: float

@@ -56,7 +56,7 @@ def exact_names(
 ) -> set[str]:
     """Return the names of the parameters that match one of the rules.
 
-    Raises CommHookOptionError for a rule that is none.
+    Raises CommHookOptionError if a rule is invalid.
     """
     matchers = [Matcher.of(str(rule), f"exact.{i}", roles or {}) for i, rule in enumerate(rules)]
     return {name for name, p in parameters.items() if any(m.matches(name, p) for m in matchers)}

@@ -46,7 +46,7 @@ class Guard(CommHook):
     averages a sample of the gradients and what the inner hook has not sent, and so does an exact
     average. If the relative error of its average exceeds ``max_error``, all ranks use ``fallback``
     from the next step on, and log a warning. What the inner hook has not sent is added to the next
-    gradients. With a ``cooldown``, the inner hook is measured again after so many steps, and used
+    gradients. After ``cooldown`` steps, if that is set, the inner hook is measured again, and used
     again if its error is within the bound.
 
     Wire: that of the hook in use. In steps that measure, also an exact average of at most 1,048,576

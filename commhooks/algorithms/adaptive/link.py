@@ -8,7 +8,7 @@ Note [Bytes in a row]
 ~~~~~~~~~~~~~~~~~~~~~
 Links, switches and limits of clouds have buffers or tokens, so that after a pause some bytes pass
 faster than the rate. Then the time of a message says nothing of the rate, however often it is
-measured. What does is a message that follows so many bytes without a pause that no buffer is left.
+measured. A message shows it that follows many bytes without a pause, when all buffers are full.
 
 So collectives are summed up by *rows*: those without a pause between them in which buffers could
 take up a part that matters. The second half of the bytes of the longest rows shows the rate. Sums

@@ -27,7 +27,7 @@ PROBE_MESSAGES = 3
 """Of half a long row each, so that the last one ends a long row."""
 _LONG_BYTES = 1 << 21
 _LONG_SECONDS = 20e-3
-"""A long row has at least so many bytes, and what the link sends in so many seconds. The links of
+"""A long row has at least these bytes and this many seconds of sending. The links of
 our tests and benchmarks let 256 kB pass, or what they send in 1 ms. In shorter rows, threads that
 wake up late count too much: 5 ms of 10 Gbit/s showed 1.5 to 8.5."""
 _OTHER_TIME = 0.2

@@ -1,4 +1,4 @@
-"""What ranks tell each other now and then, so that all know the same.
+"""Periodic reports, gathered so that all ranks plan from the same data.
 
 Each rank sends a list of numbers. Its length follows from what all ranks agree on, and so does the
 meaning of each place. NaN stands for what a rank does not know.

@@ -15,8 +15,8 @@ all batches are one flat tensor, and so is what is sent:
       (k, n, r) or (k, r, m)                          only in the first half step
 
 On a GPU with CuPy each method of :class:`Compressor` is one launch for all batches, see
-kernels/lowrank.py. Otherwise it goes batch by batch: float32 on the CPU through compiled functions,
-each of which is one pass over the memory, everything else through torch's products. Nothing here
+kernels/lowrank.py. Otherwise it goes batch by batch: float32 on the CPU through compiled functions
+with one pass over the memory each, everything else through torch's products. Nothing here
 synchronizes a device.
 """
 

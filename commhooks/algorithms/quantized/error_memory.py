@@ -48,7 +48,7 @@ class ErrorMemory:
     def keep_average(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Add a rank's error of averages to the mean of all ranks' own errors.
 
-        Its element counts N times in an own error, of which there are N.
+        An element counts N times in one of the N own errors.
         """
         if "average_error" in own:
             error, average = mean["error"], own["average_error"]

@@ -87,7 +87,7 @@ class Report:
         ]
 
     def _predicted(self, rate: float) -> list[Row]:
-        """Return rows with the training of the first setting, of which only the times change."""
+        """Return rows with the training of the first setting, at the predicted times."""
         entries = [entry for entry in self._working if not self._reason(entry)]
         seconds = {entry.name: self._step_seconds(entry, rate) for entry in entries}
         rows = []
