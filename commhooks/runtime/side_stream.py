@@ -49,6 +49,11 @@ class SideStream:
             if memory is not None:
                 memory.record_stream(self._stream)
 
+    def join(self) -> None:
+        """Let later work of the current stream wait for the work here."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._stream.record_event())
+
     def __enter__(self) -> None:
         if self._stream is not None:
             # The object keeps what to return to, so threads must not share one.

@@ -96,7 +96,9 @@ class StreamRunner:
         """Do nothing, because no bucket is ever on its way."""
 
     def flush(self) -> None:
-        """Do nothing, because results only have to be waited for by streams."""
+        """Let the current stream wait for the hook, whose state is read or replaced next."""
+        for stream in (self._stream, self._exchange_stream):
+            stream.join()
 
     def close(self) -> None:
         """Drop the hook's process groups."""

@@ -92,6 +92,9 @@ class FakeStream:
     def __exit__(self, *_: object) -> None:
         self.is_entered = False
 
+    def record_event(self) -> "FakeStream":
+        return self
+
 
 def test_threads_enter_one_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_stream, "torch", SimpleNamespace(Stream=FakeStream))
@@ -110,3 +113,19 @@ def test_threads_enter_one_side_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         thread.join()
     assert not failures
+
+
+def test_a_flush_waits_for_steps_and_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a saved state would be copied while the exchange stream writes it."""
+    awaited: list[FakeStream] = []
+    current = SimpleNamespace(wait_event=awaited.append)
+    fake = SimpleNamespace(
+        Stream=FakeStream, accelerator=SimpleNamespace(current_stream=lambda _: current)
+    )
+    monkeypatch.setattr(side_stream, "torch", fake)
+    runner = object.__new__(StreamRunner)
+    runner._stream, runner._exchange_stream = (
+        SideStream(torch.device("cuda", 0)) for _ in range(2)
+    )
+    runner.flush()
+    assert awaited == [runner._stream._stream, runner._exchange_stream._stream]
