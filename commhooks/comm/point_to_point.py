@@ -39,10 +39,20 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Work
 from commhooks._C import join_works, ring_gather
 from commhooks.errors import CommHookPeerError
 
-__all__ = ["all_gather", "all_to_all", "is_possible", "send_and_receive"]
+__all__ = [
+    "BrokenConnectionError",
+    "all_gather",
+    "all_to_all",
+    "is_possible",
+    "send_and_receive",
+]
 
 _TAG = 0
 _AT_ONCE = timedelta(milliseconds=1)
+
+
+class BrokenConnectionError(CommHookPeerError):
+    """Gloo refuses to send, because a peer has closed its connection; the text is Gloo's."""
 
 
 def is_possible(group: dist.ProcessGroup, tensor: Tensor) -> bool:
@@ -76,7 +86,7 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor, gathered: Tensor) -> Wo
         return ring_gather(group, gathered.unbind())
     except RuntimeError as error:
         broken = str(error)  # the error itself refers to this frame, which keeps the group
-    raise CommHookPeerError(broken)
+    raise BrokenConnectionError(broken)
 
 
 def send_and_receive(
@@ -87,7 +97,7 @@ def send_and_receive(
     """Send tensors to some ranks and receive from some, possibly this one: Note [Receives first].
 
     Raises:
-        CommHookPeerError: A connection is known to be broken. Later failures show in the Work.
+        BrokenConnectionError: A connection is known to be broken. Later failures show in the Work.
     """
     rank = group.rank()
     sent, received = list(sent), list(received)
@@ -108,7 +118,7 @@ def send_and_receive(
     if broken is None:
         return join_works(works)
     _end(works)
-    raise CommHookPeerError(str(broken)) if isinstance(broken, RuntimeError) else broken
+    raise BrokenConnectionError(str(broken)) if isinstance(broken, RuntimeError) else broken
 
 
 def _end(works: Iterable[Work]) -> None:

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from commhooks.comm.communicator import Communicator, PendingCollective
 from commhooks.comm.exchange import Exchange
+from commhooks.comm.point_to_point import BrokenConnectionError
 from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Run, Stage
@@ -193,8 +194,8 @@ class HookExecution:
         """
         if reason:
             failure = CommHookPeerError(f"[rank {self.comm.rank}] another rank failed: {reason}")
-        elif isinstance(error, CommHookPeerError):  # of connecting, and complete
-            failure = CommHookPeerError(self._locate(str(error)))
+        elif isinstance(error, CommHookPeerError) and not isinstance(error, BrokenConnectionError):
+            failure = CommHookPeerError(self._locate(str(error)))  # of connecting, and complete
         else:
             failure = CommHookPeerError(
                 self._locate(describe_loss(self.comm.group, self.operation, error))
