@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import CommHook
 from commhooks.hook.base import tree
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.trial import FIRST_STEP, Trial
+from commhooks.lab.comparison.trial import Trial
 from commhooks.lab.models import Workload
 
 __all__ = ["Usage", "expected_state_bytes", "usage"]
@@ -38,7 +38,7 @@ def usage(rank: int, model: str, entry: Entry) -> Usage:
     workload = Workload(model)
     module = workload.make_module()
     gradient_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    trial = Trial(entry, module, workload, rank, first_step=FIRST_STEP)
+    trial = Trial(entry, module, workload, rank, first_step=0)
     for _ in range(STEPS):
         trial.step()
         trial.clear()
@@ -61,7 +61,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
     numel = sum(parameter.numel() for parameter in parameters)
     errors = 4 * numel
     match hook:
-        case "int8" | "int4" | "int2" | "fp8" | "fp4" | "onebit" | "signsgd" | "schedule":
+        case "int8" | "int4" | "int2" | "fp8" | "fp4" | "onebit" | "signsgd" | "schedule" | "guard":
             return errors + errors / world_size
         case "hierarchical":  # int8 between nodes with two ranks, each with half of the gradients
             return (errors + errors / (world_size // 2)) / 2
