@@ -32,16 +32,16 @@ EIGHT_BITS = 0.1
 SPARSE = 1.0
 UNBIASED = 2.0
 
-_TORCHS: dict[str, tuple[Callable[[], Any], Callable[..., Any], float]] = {
+_TORCHS: dict[str, tuple[Callable[[], Any], Callable[..., Any], float | None]] = {
     "torch noop": (lambda: None, debugging_hooks.noop_hook, 0.0),
     "torch fp16": (lambda: None, default_hooks.fp16_compress_hook, 0.5),
     "torch powersgd": (
         lambda: powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2),
         powerSGD_hook.powerSGD_hook,
-        float("nan"),
+        None,
     ),
 }
-"""The state, the hook, and the bytes on the wire in those of plain averaging; NaN: not known."""
+"""The state, the hook, and the share of plain averaging's bytes; None if it is not known."""
 
 
 class TorchsHook(Entry):
@@ -49,9 +49,8 @@ class TorchsHook(Entry):
 
     def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
         """Return the bytes that a rank sends in a step; 0 if they are not known."""
-        share = _TORCHS[self.name][2]
-        known = share == share
-        return round(share * TORCH.wire_bytes(gradient_bytes, world_size)) if known else 0
+        share = _TORCHS[self.name][2] or 0.0
+        return round(share * TORCH.wire_bytes(gradient_bytes, world_size))
 
     def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
         """Wrap the module."""
