@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pandas")  # extra `bench`
+pytest.importorskip("pandas")  # extra `results`
 from bench import figures, plots, summary
 from bench import results_page as page
 from bench.gpu import machine
