@@ -33,6 +33,7 @@ class HookRegistration:
         name: the name of the registered hook; None without one.
         averages_gradients: whether the hook averages gradients, rather than parameters.
         on_overwrite: called between two steps, after the parameters of all ranks were overwritten.
+        before_step: called before each synchronized forward; it may set another hook.
     """
 
     def __init__(self, reducer: Reducer, wire_dtype: torch.dtype | None) -> None:
@@ -51,6 +52,12 @@ class HookRegistration:
         self.name: str | None = None
         self.averages_gradients = True
         self.on_overwrite: Callable[[], None] | None = None
+        self.before_step: Callable[[], None] | None = None
+
+    def begin_step(self) -> None:
+        """Call ``before_step``."""
+        if self.before_step is not None:
+            self.before_step()
 
     def register(self, state: object, hook: TorchHook) -> None:
         """Register a torch-style hook.

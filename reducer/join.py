@@ -141,6 +141,7 @@ class ShadowHook(JoinHook):
         model = self._model
         plan = StepPlan.exchange(model, is_active=False)
         if plan.synchronizes:
+            model.hook_registration.begin_step()
             model.reducer.rebuild_buckets()
         if plan.syncs_buffers:
             model.sync_buffers(plan.root)

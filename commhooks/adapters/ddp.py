@@ -56,13 +56,23 @@ class DDPAdapter(Adapter):
         self._reducer.steps = steps
 
     def install(self, hook: CommHook, token: int) -> None:
-        native = hook.native(self.group)
+        native, native_at = hook.native(self.group), getattr(hook, "native_at", None)
         runner = make_runner(hook, self.group, self.device, token) if native is None else None
         self.regroup(hook.bucket_key)
         self._set(native if runner is None else runner, runner, is_native=native is not None)
+        if native_at is not None:
+            self._registration.before_step = functools.partial(self._choose_path, native_at)
         self._registration.name = hook.name
         self._registration.averages_gradients = not hook.changes_parameters
         self._registration.on_overwrite = functools.partial(_recover, hook, runner)
+
+    def _choose_path(self, native_at: Callable[[int, dist.ProcessGroup], Any]) -> None:
+        """Let a hook in C++ average the next step in place of the runner, or the runner again."""
+        native = native_at(self.steps, self.group)
+        if (native is not None) != self._is_native:
+            assert self._runner is not None
+            self._reducer.set_hook(self._runner if native is None else native)
+            self._is_native = native is not None
 
     def install_function(self, hook: TorchHook) -> None:
         self.regroup(_no_key)
@@ -122,6 +132,7 @@ class DDPAdapter(Adapter):
         self._registration.name = None
         self._registration.averages_gradients = True
         self._registration.on_overwrite = None
+        self._registration.before_step = None
 
     def _runs_in_cpp(self, recording: Recording) -> Iterator[HookRun]:
         """Yield the runs of native hooks, which are one collective from beginning to end."""
@@ -141,10 +152,10 @@ class DDPAdapter(Adapter):
             return all_gather_bytes(packed, row["ranks"])
         if row["group"] != 0:
             return all_reduce_bytes(packed, row["ranks"])
-        if self._runner is not None:
-            return self._collector.wire_bytes(row["key"])
         if self._is_native:  # one all-reduce of what was packed, or nothing was packed
             return all_reduce_bytes(packed, row["ranks"])
+        if self._runner is not None:
+            return self._collector.wire_bytes(row["key"])
         return None
 
 

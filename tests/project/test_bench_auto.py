@@ -9,10 +9,11 @@ from support.planning_problems import random_problem
 
 pytest.importorskip("pandas")  # extra `results`
 
+from commhooks.planning.assignment import exact
+
 from bench import results_page
 from bench.auto import __main__ as bench
 from bench.auto import intervals, plans, tables
-from commhooks.planning.assignment import exact
 from commhooks.planning.solver import is_within_limit
 
 
