@@ -9,11 +9,10 @@ from support.planning_problems import random_problem
 
 pytest.importorskip("pandas")  # extra `results`
 
-from commhooks.planning.assignment import exact
-
 from bench import results_page
 from bench.auto import __main__ as bench
-from bench.auto import intervals, plans, tables
+from bench.auto import plans, tables
+from commhooks.planning.problem import exact
 from commhooks.planning.solver import is_within_limit
 
 
@@ -69,6 +68,6 @@ def test_a_change_of_the_rate_is_over_when_what_follows_is_near_the_right_plan()
 
 
 def test_an_interval_contains_the_median_and_narrows() -> None:
-    few, many = (intervals.median_interval([0.9, 1.0, 1.2] * n) for n in (2, 50))
+    few, many = (tables.median_interval([0.9, 1.0, 1.2] * n) for n in (2, 50))
     assert few.low <= few.median == many.median == 1.0 <= few.high
     assert many.high - many.low < few.high - few.low

@@ -321,7 +321,8 @@ class Controller:
         if stage == "check":
             reason = self._why_new(step)
             if reason is None:
-                return self._without_plan(self._check(step, self._period(self.plan)))
+                left = int(self._basis[0]) + self._replan - step
+                return self._without_plan(self._check(step, min(self._period(self.plan), left)))
             self._reason = reason
             if "since the last plan" in reason or not self._trials:
                 return self._without_plan(self._try(step + 1))

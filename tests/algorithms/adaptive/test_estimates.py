@@ -125,8 +125,8 @@ def test_a_sample_has_what_has_not_been_sent() -> None:
     bucket = bucket_of({"a": (8, 6), "b": (5,)})
     before = bucket.buffer().clone()
 
-    def residual(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        return before[:48] if name == "a" else None  # as it lies in memory
+    def residual(name: str, gradient: Tensor, where: slice) -> Tensor | None:
+        return before[:48][where] if name == "a" else None  # as it lies in memory
 
     sample = draw_sample(bucket, ["a", "b"], residual, 60, turn=0)
     assert torch.equal(sample.gradients()[0], 2 * bucket.gradients()[0])
