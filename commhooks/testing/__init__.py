@@ -1,6 +1,6 @@
 """Tools for authors of hooks to test them: the conformance kit, and tests on several ranks.
 
-Imports: _C, adapters, cluster, commhooks, hook, reducer.
+Imports: adapters, cluster, comm, commhooks, hook, reducer.
 """
 
 from commhooks.testing.conformance import ConformanceError, check_hook
