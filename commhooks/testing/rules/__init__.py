@@ -2,8 +2,6 @@
 
 Each rule runs on every rank, and raises :class:`BrokenRuleError` only after its last collective, so
 that no other rank waits for this one.
-
-Imports: comm, commhooks, hook, reducer.
 """
 
 from collections.abc import Mapping
