@@ -170,7 +170,7 @@ class BucketPipeline {
   bool launch_or_finish_next(Turn::Holder& turn);
   std::optional<Launch> next_launch_locked();
   void launch(const Launch& launch);
-  BucketCall pack(const Launch& launch);
+  std::shared_ptr<GradBucket> pack(const Launch& launch);
   bool has_ended() const;
 
   Bucket* next_completed_locked();

@@ -25,7 +25,8 @@ ReductionGroups::ReductionGroups(
   }
   for (const auto& group : process_groups_) {
     groups_.emplace_back(std::make_shared<AverageHook>(group, std::nullopt), group);
-    groups_.emplace_back(std::make_shared<SparseAverageHook>(group), group);
+    groups_.emplace_back(
+        std::make_shared<AverageHook>(group, std::nullopt, "sparse average"), group);
   }
 }
 
