@@ -3,8 +3,7 @@
 The test kit, the comparison and the simulation start their ranks here.
 """
 
-from commhooks.cluster.call import RankError
-from commhooks.cluster.pool import RankPool, RankStartError
-from commhooks.cluster.ranks import Ranks
+from commhooks.cluster.ranks import RankPool, Ranks, RankStartError
+from commhooks.cluster.worker import RankError
 
 __all__ = ["RankError", "RankPool", "RankStartError", "Ranks"]
