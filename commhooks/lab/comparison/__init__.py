@@ -1,10 +1,9 @@
-"""Compares hooks on a model, over links. ``commhooks compare`` shows the result.
+"""Compare hooks on a model, over links. ``commhooks compare`` shows the result.
 
 Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation.
 """
 
 from commhooks.lab.comparison.compare import compare
-from commhooks.lab.comparison.hosts import LaunchedRanks
 from commhooks.lab.comparison.result import (
     Comparison,
     ComparisonError,
@@ -21,7 +20,6 @@ __all__ = [
     "ComparisonInterrupted",
     "Failure",
     "HostPair",
-    "LaunchedRanks",
     "Row",
     "TrainingPoint",
     "compare",
