@@ -1,8 +1,6 @@
 """Rank processes on this machine, and network namespaces with links of a given rate between them.
 
 The test kit, the comparison and the simulation start their ranks here.
-
-Imports: errors.
 """
 
 from commhooks.cluster.ranks import LaunchedRanks, RankCaller, RankPool, Ranks, RankStartError

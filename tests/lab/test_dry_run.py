@@ -47,7 +47,7 @@ def make_buckets() -> tuple[list[GradBucket], dict[str, torch.Tensor]]:
             [parameters[name] for name in group],
             group,
             index=index,
-            count=len(groups),
+            is_last=index == len(groups) - 1,
             step=STEP,
         )
         for index, group in enumerate(groups)

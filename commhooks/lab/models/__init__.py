@@ -1,7 +1,4 @@
-"""Models to measure with, by name. None needs a download.
-
-Imports: errors, hook.
-"""
+"""Models to measure with, by name. None needs a download."""
 
 from commhooks.lab.models.networks import GPT2Small, LSTMLanguageModel, ResNet50, Transformer
 from commhooks.lab.models.workload import (

@@ -261,7 +261,7 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
     if it has no formula or cannot be made by its name.
     """
     matrix = torch.zeros(edge, edge)
-    bucket = GradBucket(matrix.view(-1), [nn.Parameter(matrix)], ["weight"], index=0, count=1)
+    bucket = GradBucket(matrix.view(-1), [nn.Parameter(matrix)], ["weight"])
     steps = range(_LATE, _LATE + _PERIODS)
     try:
         hook = create(name)

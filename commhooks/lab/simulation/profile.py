@@ -118,7 +118,6 @@ class _Recorder:
         return future
 
     def _copy(self, bucket: TorchBucket) -> GradBucket:
-        parameters, index = bucket.parameters(), bucket.index()
+        parameters, flat = bucket.parameters(), bucket.buffer().clone()
         names = [self._names[id(parameter)] for parameter in parameters]
-        count = index + 1 if bucket.is_last() else index + 2
-        return GradBucket(bucket.buffer().clone(), parameters, names, index=index, count=count)
+        return GradBucket(flat, parameters, names, index=bucket.index(), is_last=bucket.is_last())
