@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeAlias
 
-from commhooks.costs.network import Backend, Network
+from commhooks.costs.backends import Backend
+from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.errors import CommHookOptionError
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster.call import Call
 from commhooks.cluster.group import join_group, local_store
-from commhooks.cluster.process import RankProcess
+from commhooks.cluster.ranks import RankProcess
+from commhooks.cluster.worker import Call
 from reducer import peers
 
 LIMIT_SECONDS = 60.0
@@ -85,7 +85,7 @@ def _result(process: RankProcess) -> Raised:
     assert wait([process.connection], LIMIT_SECONDS), process.stacks()
     result = process.receive()
     assert result is not None
-    assert result.error_text is None, result.error_text
+    assert result.error is None, result.traceback
     return result.value  # type: ignore[no-any-return]
 
 

@@ -44,7 +44,7 @@ from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.timing import clock_of
 from commhooks.algorithms.adaptive.trial import Trial
 from commhooks.algorithms.exact.allreduce import AllReduce
-from commhooks.algorithms.wrappers.route_rules import Rule
+from commhooks.algorithms.wrappers.route import Rule
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless

@@ -30,9 +30,8 @@ from statistics import fmean, median
 from typing import Any
 
 from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
-from commhooks.costs.gloo import Gloo
-from commhooks.costs.nccl import NCCL
-from commhooks.costs.network import Backend, Link, Network
+from commhooks.costs.backends import NCCL, Backend, Gloo
+from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
 from commhooks.planning import BucketTimes, Choice, Group, Plan, Problem, solve
 from commhooks.planning.problem import exact, sending_seconds, squared_error

@@ -193,7 +193,7 @@ def draw_sample(
     buffer = bucket.buffer()
     like = [torch.empty_like(part, dtype=buffer.dtype) for part in parts.values()]
     flat = buffer.new_empty(sum(part.numel() for part in parts.values()))
-    sample = GradBucket(flat, like, list(parts), index=0, count=1, step=bucket.step)
+    sample = GradBucket(flat, like, list(parts), step=bucket.step)
     for view, part in zip(sample.gradients(), parts.values(), strict=True):
         view.copy_(part)
     return sample

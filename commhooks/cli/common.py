@@ -1,0 +1,325 @@
+"""Options and output that several commands share."""
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from commhooks.errors import CommHookError, reason_of
+from commhooks.hook.base import CommHook
+from commhooks.hook.references import import_module
+from commhooks.hook.spec import HookSpec, hook_spec, parse_hook_specs, split_hook_specs
+from commhooks.lab.machine import cores as cores_here
+from commhooks.lab.models import built_in_models, load_callable
+from commhooks.lab.simulation import Link, Network
+from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
+
+__all__ = [
+    "DURATION",
+    "FILE",
+    "IMAGE",
+    "RATE",
+    "Cluster",
+    "cluster_options",
+    "hooks_option",
+    "import_option",
+    "input_option",
+    "model_option",
+    "show_failures",
+    "table_of_hooks",
+    "usable_hooks",
+    "with_references",
+]
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Parsed(click.ParamType):  # type: ignore[type-arg]
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value  # a default
+        try:
+            return self._parse(value)
+        except (CommHookError, ValueError) as error:
+            self.fail(str(error), param, ctx)
+
+
+class _File(click.Path):
+    """A file to write. A path that cannot be written is an error before anything is measured."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        return path
+
+
+class _Image(_File):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from matplotlib.figure import Figure  # takes a second to import
+
+        path = super().convert(value, param, ctx)
+        known = Figure().canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in known:
+            endings = ", ".join(known)
+            self.fail(f"{str(path)!r}: expected a name that ends with one of {endings}", param, ctx)
+        return path
+
+
+FILE = _File(dir_okay=False, writable=True)
+"""A path that can be written to."""
+IMAGE = _Image(dir_okay=False, writable=True)
+"""A path that can be written to, with an extension that matplotlib can draw."""
+RATE = _Parsed("rate", parse_rate)
+"""``1gbit`` -> bits per second."""
+DURATION = _Parsed("duration", parse_duration)
+"""``20us`` -> seconds."""
+
+model_option = click.option(
+    "--model",
+    required=True,
+    metavar="NAME",
+    help="The model: package.module:factory, a function in a file as train.py:make_model, or one "
+    f"of {', '.join(built_in_models())}.",
+)
+input_option = click.option(
+    "--input",
+    "input_factory",
+    metavar="NAME",
+    help="package.module:factory or file.py:factory of a batch. Default: the model's "
+    "example_input().",
+)
+import_option = click.option(
+    "--import",
+    metavar="MODULE",
+    multiple=True,
+    is_eager=True,
+    expose_value=False,
+    callback=lambda _context, _option, names: [import_module(name) for name in names],
+    help="Import a module, or a file such as my_hooks.py, that registers hooks; may be given "
+    "several times.",
+)
+
+
+def hooks_option(
+    text: str, *, name: str = "--hooks", required: bool = True
+) -> Callable[[_Function], _Function]:
+    """Make an option as ``--hooks bf16,powersgd:rank=4``, which may be given several times.
+
+    Its value is a list of texts, which may name hooks that cannot be made.
+    """
+    return click.option(
+        name,
+        name.removesuffix("s"),
+        type=_Parsed("hook,hook...", split_hook_specs),
+        multiple=True,
+        required=required,
+        callback=lambda _context, _option, given: [text for texts in given for text in texts],
+        help=text,
+    )
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster that the options of :func:`cluster_options` describe."""
+
+    world_size: int
+    link: float
+    latency: float
+    ranks_per_node: int
+    node_link: float | None
+    backend: str
+    cores: float | None
+    speed: float | None
+    step_time: float | None
+    bucket_cap_mb: float | None
+
+    def __post_init__(self) -> None:
+        if self.speed is not None and self.step_time is not None:
+            raise click.UsageError("--speed and --step-time say the same; expected one of them")
+
+    @property
+    def network(self) -> Network:
+        """The links between ranks."""
+        node_link = Link(self.node_link or self.link, latency_seconds=0)
+        return Network(
+            self.world_size, Link(self.link, self.latency), node_link, self.ranks_per_node
+        )
+
+    @property
+    def cores_of_rank(self) -> float:
+        """The cores that the threads of one rank share."""
+        if self.step_time is not None and self.cores is None:
+            return math.inf
+        cores = self.cores or max(cores_here(), self.ranks_per_node)
+        return cores / self.ranks_per_node
+
+    def speed_for(self, alone_seconds: float) -> float:
+        """Return the speed, if this machine takes ``alone_seconds`` for a step of one rank."""
+        return alone_seconds / self.step_time if self.step_time else self.speed or 1.0
+
+    def title(self, model: str, speed: float) -> str:
+        """Return a description of the prediction, in two lines."""
+        each = self.cores_of_rank
+        cores = "unlimited cores" if math.isinf(each) else f"{each:g} cores for each rank"
+        return (
+            f"{model}, {self.world_size} ranks at {format_rate(self.link)}, "
+            f"{format_duration(self.latency)}; predicted\n"
+            f"for {self.backend}, {cores}, computing {speed:.3g} times as fast as here"
+        )
+
+
+_CLUSTER = (
+    click.option(
+        "--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks."
+    ),
+    click.option(
+        "--link",
+        type=RATE,
+        required=True,
+        help="Rate of each node's link to the network, for example 25gbit.",
+    ),
+    click.option(
+        "--latency",
+        type=DURATION,
+        default="20us",
+        show_default=True,
+        help="Latency of the network, one way.",
+    ),
+    click.option(
+        "--ranks-per-node",
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Ranks on each node; they share its link.",
+    ),
+    click.option(
+        "--node-link",
+        type=RATE,
+        help="Rate of each rank's link inside its node. Default: the rate of --link.",
+    ),
+    click.option(
+        "--backend",
+        type=click.Choice(["gloo", "nccl"]),
+        default="gloo",
+        show_default=True,
+        help="Library of collectives on the cluster.",
+    ),
+    click.option(
+        "--cores",
+        type=click.FloatRange(min=0, min_open=True),
+        help="CPU cores of each node, which its ranks share. Default: as many as this machine has, "
+        "but at least one per rank; with --step-time without limit, as for GPUs.",
+    ),
+    click.option(
+        "--step-time",
+        type=DURATION,
+        help="Forward and backward of one rank alone on the cluster, for example 350ms; sets "
+        "--speed.",
+    ),
+    click.option(
+        "--speed",
+        type=click.FloatRange(min=0, min_open=True),
+        help="How many times as fast as this machine the ranks compute. Default: 1.",
+    ),
+    click.option(
+        "--bucket-cap-mb",
+        type=click.FloatRange(min=0, min_open=True),
+        help="Size of gradient buckets in MiB. Default: that of DistributedDataParallel.",
+    ),
+)
+
+
+def cluster_options(command: _Function) -> Callable[..., Any]:
+    """Add options for a cluster and how the model is trained on it; they arrive as ``cluster``."""
+
+    @functools.wraps(command)
+    def with_cluster(**options: Any) -> Any:
+        cluster = Cluster(**{field.name: options.pop(field.name) for field in fields(Cluster)})
+        return command(cluster=cluster, **options)
+
+    found: Callable[..., Any] = with_cluster
+    for option in reversed(_CLUSTER):
+        found = option(found)
+    return found
+
+
+def with_references(specs: Iterable[HookSpec], *references: str) -> list[HookSpec]:
+    """Return each hook once, with those that others are compared with first."""
+    found = {name: hook_spec(name) for name in references}
+    return list((found | {spec.text: spec for spec in specs}).values())
+
+
+def usable_hooks(
+    texts: Iterable[str],
+    model: str,
+    backend: str,
+    check: Callable[[CommHook], None] = lambda _: None,
+) -> tuple[list[HookSpec], dict[str, str]]:
+    """Return the hooks that can be used on a backend, and by text why others cannot.
+
+    The module of the model may register hooks. ``check`` raises CommHookError for other reasons.
+    Raises CommHookError if no hook is left.
+    """
+    if ":" in model:
+        load_callable(model)
+    specs, reasons = parse_hook_specs(texts)
+    for spec in specs:
+        hook = spec.create()
+        try:
+            check(hook)
+        except CommHookError as error:
+            reasons[spec.text] = reason_of(error)
+        if backend not in hook.backends:
+            reasons[spec.text] = f"supports {', '.join(hook.backends)}; found --backend {backend}"
+    usable = [spec for spec in specs if spec.text not in reasons]
+    if reasons and not usable:
+        raise CommHookError("; ".join(f"{text}: {reason}" for text, reason in reasons.items()))
+    return usable, reasons
+
+
+def table_of_hooks(
+    columns: Iterable[str], *, caption: str, title: str | None = None, first: str = "hook"
+) -> Table:
+    """Make an empty table: a column ``first``, then right-aligned ``columns``."""
+    table = Table(
+        title=title,
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def show_failures(
+    console: Console, failures: Iterable[object], status: int = 0, *, is_error: bool = True
+) -> None:
+    """Print a line for each hook that failed, then exit with status 1 or with ``status``.
+
+    Do not exit if ``status`` is 0 and nothing failed, or that is no error.
+    """
+    for failure in failures:
+        line = Text.assemble(("Failed: ", "bold red"), str(failure))
+        console.print(line, soft_wrap=True)  # one line in a pipe
+        status = status or int(is_error)
+    if status:
+        sys.exit(status)

@@ -1,0 +1,210 @@
+"""Plots of comparisons and predictions, with one color per hook."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter, NullFormatter
+
+from commhooks.lab.comparison import Comparison, Row, TrainingPoint
+from commhooks.lab.simulation import Study
+from commhooks.lab.units import format_rate
+
+__all__ = [
+    "GRAY",
+    "color_of",
+    "draw_comparison",
+    "draw_curves",
+    "line_styles",
+    "panels",
+    "save",
+]
+
+GRAY = "#7f8794"
+"""Of text and axes, and of what is only shown for comparison."""
+
+# One hue per family: blue exact, orange and pink few bits, green sparse, violet low rank, cyan
+# fewer partners, brown wrappers. All have about the same lightness, and are readable on light and
+# on dark pages.
+_COLORS = {
+    "torch": GRAY,
+    "allreduce": "#3b82c4",
+    "bf16": "#5aa9e6",
+    "fp16": "#2f78b7",
+    "noop": "#7fa8d1",
+    "int8": "#e8710a",
+    "int4": "#f0932b",
+    "int2": "#d9a441",
+    "fp8": "#c9822b",
+    "fp4": "#d98f3d",
+    "natural": "#b5893a",
+    "qsgd": "#e0567a",
+    "terngrad": "#c95d9e",
+    "onebit": "#e0403f",
+    "signsgd": "#c2506a",
+    "topk": "#2f9e44",
+    "threshold": "#66a80f",
+    "randomk": "#8aa63a",
+    "dgc": "#12a17a",
+    "demo": "#0b7a5c",
+    "powersgd": "#845ef7",
+    "batched_powersgd": "#a58bf0",
+    "gossip": "#1098ad",
+    "push_sum": "#3aa6b5",
+    "local_sgd": "#0f8fb0",
+    "diloco": "#3b7dd8",
+    "hierarchical": "#22a7c4",
+}
+_OTHER = "#a9745b"  # wrappers and hooks of other packages
+_DASHES = ("-", "--", ":", "-.")
+_WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
+_BAR_HEIGHT = 0.16
+
+Panel = Callable[[Axes], None]
+
+
+def draw_comparison(comparison: Comparison, path: Path) -> None:
+    """Draw step times by hook and link; after training, also loss against time and bytes."""
+    title = f"{comparison.model}, {comparison.world_size} ranks"
+    save(panels(comparison), path, title=title)
+
+
+def panels(comparison: Comparison) -> list[Panel]:
+    """Return the functions that draw the parts of the image."""
+    trained = [
+        link for link in comparison.links if any(row.training for row in _rows(comparison, link))
+    ]
+    found: list[Panel] = [functools.partial(_draw_times, comparison=comparison)]
+    found += [functools.partial(_draw_losses, comparison=comparison, link=link) for link in trained]
+    if trained:
+        found.append(
+            functools.partial(_draw_losses_by_bytes, comparison=comparison, link=trained[-1])
+        )
+    return found
+
+
+def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **options: Any) -> None:
+    """Draw panels side by side to a file. Options are those of ``Figure.savefig``."""
+    mpl.use("Agg")
+    with mpl.rc_context({"svg.fonttype": "none"}):
+        figure, grid = plt.subplots(
+            1,
+            len(panels),
+            figsize=(_WIDTH * len(panels), _HEIGHT),
+            layout="constrained",
+            squeeze=False,
+        )
+        for draw, axes in zip(panels, grid[0], strict=True):
+            draw(axes)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.grid(alpha=0.35)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(title)
+        figure.savefig(file, dpi=160, **options)
+    plt.close(figure)
+
+
+def draw_curves(study: Study, path: Path, model: str) -> None:
+    """Draw curves of predicted step times against the number of ranks."""
+    sizes = study.curve_sizes()
+
+    def draw(axes: Axes) -> None:
+        for hook, style in line_styles(study.hooks).items():
+            axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook, **style)
+        axes.axhline(study.alone_seconds, color=GRAY, linestyle=":", label="no communication")
+        axes.axvline(study.network.size, color="lightgray", zorder=0)
+        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step")
+        axes.legend()
+
+    title = f"{model} at {format_rate(study.network.link.bits_per_second)}, predicted"
+    save([draw], path, title=title)
+
+
+def color_of(hook: str) -> str:
+    """Return the color of a hook, whatever its options."""
+    return _COLORS.get(hook.partition(":")[0], _OTHER)
+
+
+def line_styles(hooks: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return matplotlib's options for each hook's line; lines of one color differ in dashes."""
+    seen: Counter[str] = Counter()
+    styles = {}
+    for hook in hooks:
+        color = color_of(hook)
+        styles[hook] = {"color": color, "linestyle": _DASHES[seen[color] % len(_DASHES)]}
+        seen[color] += 1
+    return styles
+
+
+def _draw_times(axes: Axes, comparison: Comparison) -> None:
+    """Draw a group of bars per hook, one bar per link; predicted bars are hatched."""
+    height = 0.8 / len(comparison.links)
+    hooks = list(dict.fromkeys((*comparison.hooks, *(f.hook for f in comparison.failures))))
+    bars = len(hooks) * len(comparison.links)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(max(_HEIGHT, 1.2 + _BAR_HEIGHT * bars))  # names must not overlap
+    for index, link in enumerate(comparison.links):
+        rows = _rows(comparison, link)
+        positions = [hooks.index(row.hook) + index * height for row in rows]
+        measured = rows[0].measured
+        axes.barh(
+            positions,
+            [row.step_seconds for row in rows],
+            height,
+            label=link if measured else f"{link} (predicted)",
+            hatch=None if measured else "//",
+            alpha=1.0 if measured else 0.6,
+        )
+    middle = (len(comparison.links) - 1) * height / 2
+    for failure in comparison.failures:
+        position = hooks.index(failure.hook) + height * comparison.links.index(
+            failure.link or comparison.links[0]
+        )
+        axes.annotate(
+            " failed", (0, position), xycoords=("axes fraction", "data"), va="center", color="C3"
+        )
+    axes.set_yticks([base + middle for base in range(len(hooks))], hooks)
+    axes.set_ylim(len(hooks) - 0.4, -0.6)
+    seconds = [row.step_seconds for row in comparison.rows]
+    if max(seconds) > 10 * min(seconds):  # otherwise a logarithmic axis may have no label
+        axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.set_xlabel("time of a step")
+    axes.legend(title="link")
+
+
+def _draw_losses(axes: Axes, comparison: Comparison, link: str) -> None:
+    _draw_training(axes, comparison, link, lambda point: point.seconds)
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    predicted = ", predicted" if comparison.kind_of(link) == "predicted" else ""
+    axes.set_xlabel(f"training time over {link}{predicted}")
+
+
+def _draw_losses_by_bytes(axes: Axes, comparison: Comparison, link: str) -> None:
+    _draw_training(axes, comparison, link, lambda point: point.wire_bytes)
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.set_xlabel("bytes sent per rank")
+
+
+def _draw_training(
+    axes: Axes, comparison: Comparison, link: str, along: Callable[[TrainingPoint], float]
+) -> None:
+    styles = line_styles(comparison.hooks)
+    for row in _rows(comparison, link):
+        if row.training:
+            losses = [point.validation_loss for point in row.training]
+            xs = [along(point) for point in row.training]
+            axes.plot(xs, losses, marker="o", ms=3, label=row.hook, **styles[row.hook])
+    axes.set_xscale("log")
+    axes.set_ylabel("validation loss")
+    axes.legend(title="hook")
+
+
+def _rows(comparison: Comparison, link: str) -> list[Row]:
+    return [row for row in comparison.rows if row.link == link]
