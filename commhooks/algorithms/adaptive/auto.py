@@ -31,7 +31,7 @@ from commhooks.algorithms.adaptive.candidates import (
     plan_of,
     positions_of,
 )
-from commhooks.algorithms.adaptive.control import Candidates, Controller, Decision
+from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.groups import (
     Buckets,
     Layout,
@@ -40,6 +40,7 @@ from commhooks.algorithms.adaptive.groups import (
     with_wire_bytes,
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
+from commhooks.algorithms.adaptive.messages import Decision
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.timing import clock_of
 from commhooks.algorithms.adaptive.trial import Trial

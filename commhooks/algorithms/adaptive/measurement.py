@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.control import (
+from commhooks.algorithms.adaptive.control import Controller, backend_of, network_of
+from commhooks.algorithms.adaptive.groups import Buckets, Layout
+from commhooks.algorithms.adaptive.messages import (
     Agenda,
-    Controller,
     Instructions,
     Probe,
     Report,
     TrialRecord,
-    backend_of,
-    network_of,
 )
-from commhooks.algorithms.adaptive.groups import Buckets, Layout
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.timing import Clock, Moment, Run, observe
 from commhooks.algorithms.adaptive.trial import (

@@ -17,7 +17,7 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive import control, trial
-from commhooks.algorithms.adaptive.control import Probe
+from commhooks.algorithms.adaptive.messages import Probe
 from commhooks.algorithms.adaptive.trial import relative_error
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import hook_spec

@@ -12,14 +12,7 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive.candidates import check_candidate
-from commhooks.algorithms.adaptive.control import (
-    Candidates,
-    Controller,
-    Instructions,
-    Probe,
-    Report,
-    TrialRecord,
-)
+from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.groups import (
     Layout,
     ParameterGroup,
@@ -27,6 +20,7 @@ from commhooks.algorithms.adaptive.groups import (
     with_wire_bytes,
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
+from commhooks.algorithms.adaptive.messages import Instructions, Probe, Report, TrialRecord
 from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.timing import HOST
 from commhooks.errors import CommHookOptionError

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive import trial
-from commhooks.algorithms.adaptive.control import Probe, link_of
+from commhooks.algorithms.adaptive.control import link_of
 from commhooks.algorithms.adaptive.groups import (
     ParameterGroup,
     group_parameters,
     with_wire_bytes,
 )
 from commhooks.algorithms.adaptive.measurement import _probe_of
+from commhooks.algorithms.adaptive.messages import Probe
 from commhooks.algorithms.adaptive.timing import HOST, Run, observe
 from commhooks.algorithms.adaptive.trial import draw_sample
 from commhooks.algorithms.exact.allreduce import AllReduce

@@ -10,8 +10,8 @@ from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, 
 
 import commhooks
 from commhooks.algorithms.adaptive import measurement
-from commhooks.algorithms.adaptive.control import Probe
 from commhooks.algorithms.adaptive.measurement import Measurement
+from commhooks.algorithms.adaptive.messages import Probe
 from commhooks.algorithms.adaptive.trial import ExactAverage, Outcome, Trial
 from commhooks.testing.probe import Trainer
 
