@@ -29,7 +29,8 @@ def test_a_point_is_measured_once_and_shown(
     assert 0 < settings["bf16"]["error"] < 0.01 < settings["int4"]["error"] < 1
     # Over loopback it averages exactly, but for plans that what else runs here may bring about.
     assert settings["auto"]["error"] <= settings["int4"]["error"]
-    assert settings["fewest bytes"]["wire_bytes"] < settings["allreduce"]["wire_bytes"]
+    # It may have tried nothing, because the bytes take so little time.
+    assert settings["fewest bytes"]["wire_bytes"] <= settings["allreduce"]["wire_bytes"]
     text = "\n\n".join(results_page.section_of(path))
     assert "### tiny, 0.0 million parameters, 2 ranks, loopback" in text
     assert text.count("\n| ") == 1 + len(settings)

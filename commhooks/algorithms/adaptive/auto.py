@@ -233,7 +233,7 @@ class Auto(CommHook):
         """
         hooks = set(self._table.table.values())
         is_idle = self._measuring is None or self._measuring.is_idle(step)
-        if len(hooks) != 1 or not is_idle or self._table.is_moving:
+        if len(hooks) != 1 or not is_idle:
             return None
         return self._hooks[hooks.pop()].native(group)
 

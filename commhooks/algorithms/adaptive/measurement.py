@@ -83,6 +83,8 @@ class Measurement:
         """The instructions that ranks are to have in this step, if any; empty but on rank 0."""
         self._received: tuple[int, str] | None = None
         """The instructions of rank 0, and in which step they came."""
+        self._followed = -1
+        """The step from which on ranks follow the last instructions."""
         self._spent_ns = self._first_ns = self._elapsed_ns = 0
         self._clear()
 
@@ -108,11 +110,15 @@ class Measurement:
         return {"plans": float(len(self.control.history))} | self.control.metrics | share
 
     def is_idle(self, step: int) -> bool:
-        """Return whether nothing is to be measured or agreed on in this step."""
+        """Return whether nothing is to be measured, agreed on or moved to other hooks in this step.
+
+        The same on all ranks: a later step than that with the last new plan shows that it has
+        succeeded everywhere, so residuals have moved.
+        """
         agenda = self.control.agenda
         return (
             agenda is not None
-            and step < agenda.start
+            and self._followed < step < agenda.start
             and self._reports is None
             and self._to_send is None
         )
@@ -128,6 +134,7 @@ class Measurement:
         control, has_new_plan = self.control, False
         if self._received is not None and self._received[0] != step:
             has_new_plan = control.follow(Instructions.decode(self._received[1]))
+            self._followed = step
             self._to_send = None
             self._clear()
         self._received = None
