@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from bench.fidelity.rows import Row
+from bench.fidelity.runs import Row
 from bench.plots import BELOW, Draw, label_points, plot
-from bench.slow_link.record import PLAIN, Course
+from bench.slow_link import PLAIN, Course
 from commhooks.cli.colors import GRAY, color_of, line_styles
 from commhooks.lab.units import format_rate
 

@@ -20,11 +20,10 @@ import pandas as pd
 
 from bench import summary
 from bench.auto import tables as auto_tables
-from bench.fidelity.record import Record
-from bench.fidelity.rows import mean, measured_tasks, plain_runs, rows, spread
+from bench.fidelity.runs import Record, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.plots import Draw
-from bench.slow_link.record import PLAIN, courses_of
+from bench.slow_link import PLAIN, courses_of
 from commhooks.lab.units import format_rate
 
 __all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "quantity", "section_of"]

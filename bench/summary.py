@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
-from bench.fidelity.published import by_hook
-from bench.fidelity.record import Record
-from bench.fidelity.rows import Row, mean, measured_tasks, plain_runs, rows, spread
+from bench.fidelity.runs import Record, Row, by_hook, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.figures import short
 from bench.plots import Draw
-from bench.slow_link.record import PLAIN, Course, courses_of
+from bench.slow_link import PLAIN, Course, courses_of
 from commhooks.lab.units import format_rate, parse_rate
 
 __all__ = ["UnknownFactError", "facts", "fill", "plots", "race_table"]

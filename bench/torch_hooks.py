@@ -2,7 +2,7 @@
 
 First each hook of torch is tried several times on a model of several buckets and of one, in
 processes of its own, with a time limit. Then those that completed, and ours, train the GPT of
-bench/slow_link in turn, one step each, in the same processes: other load on the machine affects all
+bench.slow_link in turn, one step each, in the same processes: other load on the machine affects all
 alike. A file that has the trials gets new trainings.
 """
 
@@ -29,7 +29,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from bench.slow_link import training
+from bench import slow_link
 from commhooks.lab.machine import describe_machine
 from commhooks.testing import close_ranks, run_ranks
 
@@ -114,7 +114,7 @@ def train(
     trainings, validations = {}, {}
     for hook, options in hooks.items():
         torch.manual_seed(0)
-        trainings[hook] = training.train(wrap(training.make_gpt(), hook, **options), rank, size)
+        trainings[hook] = slow_link.train(wrap(slow_link.make_gpt(), hook, **options), rank, size)
     seconds: dict[str, list[float]] = {hook: [] for hook in hooks}
     for _ in range(steps):
         for hook, steps_of_model in trainings.items():

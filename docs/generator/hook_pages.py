@@ -17,9 +17,14 @@ sys.path[:0] = [str(ROOT)]  # for `bench`, which is not installed
 
 import commhooks  # noqa: E402
 from bench import summary  # noqa: E402
-from bench.fidelity.published import by_hook  # noqa: E402
-from bench.fidelity.record import Record  # noqa: E402
-from bench.fidelity.rows import Row, measured_tasks, plain_runs, spread  # noqa: E402
+from bench.fidelity.runs import (  # noqa: E402
+    Record,
+    Row,
+    by_hook,
+    measured_tasks,
+    plain_runs,
+    spread,
+)
 from bench.fidelity.tasks import TASKS  # noqa: E402
 from commhooks import algorithms  # noqa: E402
 

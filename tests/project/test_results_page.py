@@ -11,7 +11,7 @@ pytest.importorskip("pandas")  # extra `results`
 from bench import figures, plots, summary
 from bench import results_page as page
 from bench.gpu import machine
-from bench.slow_link.record import courses_of
+from bench.slow_link import courses_of
 from commhooks.cli.colors import color_of
 
 
