@@ -9,7 +9,6 @@ alike. A file that has the trials gets new trainings.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from bench import slow_link
+from bench import files, slow_link
 from commhooks.lab.machine import describe_machine
 from commhooks.testing import close_ranks, run_ranks
 
@@ -132,8 +131,7 @@ def main() -> None:
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    document = json.loads(arguments.result.read_text()) if arguments.result.exists() else {}
-    tried = document.get("tried") or {
+    tried = files.load(arguments.result, {}).get("tried") or {
         hook: {count: outcomes(hook, options) for count, options in BUCKETS.items()}
         for hook in TORCH
     }
@@ -159,7 +157,7 @@ def main() -> None:
     ]
     about = {"ranks": RANKS, "steps": arguments.steps, "load": [load, os.getloadavg()[0]]}
     document = {"about": about | describe_machine(), "rows": rows, "tried": tried}
-    arguments.result.write_text(json.dumps(document, indent=1) + "\n")
+    files.save(arguments.result, document)
 
 
 if __name__ == "__main__":
