@@ -320,7 +320,7 @@ class DiLoCo(LocalSteps):
             list(due.values()),
             list(due),
             index=index,
-            count=index + (1 if is_last else 2),
+            is_last=is_last,
             step=self._turns.round(bucket.step),
             left_out=bucket.left_out,
         )
