@@ -20,7 +20,7 @@ LABELED = (
     *("local_sgd", "dgc", "demo", "diloco"),
     *("one-worker DiLoCo", "diloco with int4", "Streaming DiLoCo", "SparseLoCo"),  # only on gpt
 )
-"""What the plot of the fidelity shows; wrappers and more hooks are in tables."""
+"""The hooks in the plot of the fidelity; wrappers and more hooks are in tables."""
 
 
 def short(hook: str) -> str:

@@ -1,4 +1,4 @@
-"""What a hook keeps for each bucket or gradient element from step to step."""
+"""State of hooks per bucket and per gradient element."""
 
 from collections.abc import Iterable
 from typing import Generic, TypeVar

@@ -87,8 +87,8 @@ class Hierarchical(CommHook):
     the inner hook sends for all gradients.
 
     Raises:
-        CommHookOptionError: the inner hook changes parameters, of which each rank has a shard only
-            (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
+        CommHookOptionError: the inner hook changes parameters, but each rank has only a shard of
+            them (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
             ``skip_nonfinite`` does, and ranks would skip different ones.
     """
 
@@ -118,7 +118,7 @@ class Hierarchical(CommHook):
         if self.inner.changes_parameters:
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
-                f"{self.inner!r} also changes parameters, of which no rank has all. For local_sgd, "
+                f"{self.inner!r} also changes parameters, but no rank has all of them. For local_sgd, "
                 "give its option ranks_per_node instead"
             )
         if any(hook.skips_steps for hook in tree(self.inner)):
@@ -258,7 +258,7 @@ class _Nodes:
 
 
 class _Piece(NamedTuple):
-    """Where a parameter lies in the buffer, and where in each shard."""
+    """The position of a parameter in the buffer, and in each shard."""
 
     begin: int
     end: int

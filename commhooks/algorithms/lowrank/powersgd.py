@@ -105,13 +105,15 @@ class PowerSGD(CommHook):
     """Compute both factors in each step, a full step of power iteration in two collectives; else
     one of them, left and right in turn, in a single collective."""
     num_iters_per_step: Annotated[int, Ge(1)] = 1
-    """Each further iteration sends r more vectors, of what is left, for as many bytes again."""
+    """Each further iteration compresses the remainder with r more vectors, for as many bytes
+    again."""
     error_feedback: bool = True
     """Add what a step did not send to the next gradient. Without, the result is biased."""
     warm_start: bool = True
     """Start from the factors of the last step; else from new random ones each time."""
     seed: int = 0
-    """Of the random factors, which also depend on the parameter's name. All ranks need the same."""
+    """Seed of the random factors, which also depend on the parameter's name. All ranks need the
+    same."""
 
     _compressors: PerBucketCache[Compressor] = field(
         default_factory=PerBucketCache, init=False, repr=False, compare=False
