@@ -118,8 +118,8 @@ class Hierarchical(CommHook):
         if self.inner.changes_parameters:
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
-                f"{self.inner!r} also changes parameters, but no rank has all of them. For local_sgd, "
-                "give its option ranks_per_node instead"
+                f"{self.inner!r} also changes parameters, but no rank has all of them. For "
+                "local_sgd, give its option ranks_per_node instead"
             )
         if any(hook.skips_steps for hook in tree(self.inner)):
             raise CommHookOptionError(
