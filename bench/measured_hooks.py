@@ -24,7 +24,7 @@ from commhooks.cluster import Ranks
 from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.trial import StepTimes
+from commhooks.lab.comparison.remote import StepTimes
 from reducer import DistributedDataParallel
 
 __all__ = [
@@ -122,7 +122,7 @@ def backwards(ranks: Ranks, entry: Entry, done: int, steps: int) -> tuple[list[f
     blocks = ranks(remote.time_block, entry, done, steps)
     by_step = zip(*(block.times for block in blocks), strict=True)
     seconds = [StepTimes.slowest(step).backward for step in by_step]
-    return seconds, [block.costs.wire_bytes for block in blocks]
+    return seconds, [block.wire_bytes for block in blocks]
 
 
 NOOP_COPYING = NoopCopying("noop, copying")
