@@ -47,7 +47,7 @@ class PerBucketCache(Generic[_Value]):
 
 
 class BucketMemory:
-    """One number per gradient element, e.g. what error feedback has yet to send.
+    """One number per gradient element, for example the error of error feedback.
 
     Ranks may replace them by their mean over the ranks. The numbers of a bucket lie in one flat
     tensor, in the bucket's order, so that a kernel passes over them and the gradients together;

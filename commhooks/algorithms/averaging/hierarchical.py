@@ -195,7 +195,7 @@ class Hierarchical(CommHook):
         return buffer
 
     def _divisor(self, bucket: GradBucket, size: int) -> Tensor | float:
-        """Return ``size``, or NaN if a number of the bucket is not finite and matters elsewhere."""
+        """Return ``size``, or NaN if other shards must learn that a number is not finite."""
         if not self.checks_finite:
             return size
         return torch.where(bucket.all_finite(), float(size), torch.nan)
@@ -307,7 +307,7 @@ class BucketShards:
         return bucket_with(whole, shard, parameters=parameters)
 
     def _rows(self, flat: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return what lies in complete shards, (shards, length), and the rest."""
+        """Return the rows of complete shards, (shards, length), and the rest."""
         length = piece.shard_end - piece.shard_begin
         if length == 0:
             return flat.new_empty((self._size, 0)), flat.new_empty(0)
@@ -319,8 +319,9 @@ class BucketShards:
 def shard_of(parameter: Tensor, gradient: Tensor, rank: int, size: int) -> Tensor:
     """Return a view of ``parameter`` in the form of its shard on ``rank``.
 
-    ``gradient`` tells how it lies in a bucket. If the shard ends with zeros, the view begins at an
-    earlier row, because the parameter has no such rows. So only the form is of use then.
+    ``gradient`` has the layout of the parameter in a bucket. If the shard ends with zeros, the view
+    begins at an earlier row, because the parameter has no rows for them. Its values then mean
+    nothing.
     """
     if gradient.dim() == 0:
         return parameter.view(1)

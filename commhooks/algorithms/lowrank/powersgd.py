@@ -42,9 +42,9 @@ products are taken of E + G without storing it, and errors, factors and bucket a
 end. Numbers that are not finite survive products and sums, so if any rank's gradient has one, every
 rank finds one in what it receives, keeps its state bit for bit, and returns NaN, which a gradient
 scaler sees on every rank. On the CPU, where this is known at once, all ranks skip the remaining
-collectives; on a GPU nobody waits to know it: Note [All finite] in codecs/finite.py. A collective
-that fails leaves the state unchanged as well. Other buckets of the same step, if their own
-gradients are finite, go on as usual.
+collectives; on a GPU the host does not wait for it: Note [All finite] in codecs/finite.py. A
+collective that fails leaves the state unchanged as well. Other buckets of the same step, if their
+own gradients are finite, go on as usual.
 """
 
 import math
