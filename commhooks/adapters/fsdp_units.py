@@ -294,7 +294,7 @@ _Mark: TypeAlias = tuple[int, int, int] | None
 
 
 def _mark(each: Any) -> _Mark:
-    """Return what changes if the parameter or its gradient does; None without a gradient."""
+    """Return a value that changes with the parameter or its gradient; None without a gradient."""
     parameter = each.sharded_param
     gradient = parameter.grad
     return None if gradient is None else (parameter._version, id(gradient), gradient._version)  # noqa: SLF001

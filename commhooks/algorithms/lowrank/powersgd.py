@@ -178,7 +178,7 @@ class PowerSGD(CommHook):
                 compressor.keep(half, all_finite)
 
     def _compressor(self, bucket: GradBucket) -> Compressor:
-        """Return that of the bucket, a new one when the bucket's composition has changed."""
+        """Return the bucket's compressor, a new one when its composition has changed."""
         compressor = self._compressors.get(bucket, self.state)
         if compressor is None:
             compressor = self._compressors.put(bucket, self._make_compressor(bucket))
