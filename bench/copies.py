@@ -1,10 +1,10 @@
-"""Times of a kernel, measured in turn with a plain copy of memory or with other ways to do it."""
+"""Times of kernels and other functions, measured in turn with those they are compared with."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,11 @@ ROUNDS = 15
 WARM_UP = 3
 
 Run = Callable[[], Any]
+
+
+def median_of(values: Sequence[float], warm_up: int = WARM_UP) -> float:
+    """Return the median without warm-up rounds, or of all rounds with ``--benchmark-disable``."""
+    return statistics.median(values[warm_up:] or values)
 
 
 def seconds_of(run: Run, device: str) -> float:

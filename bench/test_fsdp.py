@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from bench.conftest import median_of
+from bench.copies import median_of
 from bench.models import ThreeLayers
 from commhooks.adapters.fsdp_units import units_of
 from commhooks.cluster import Ranks

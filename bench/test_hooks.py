@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from bench.conftest import median_of
+from bench.copies import median_of
 from bench.measured_hooks import MEASURED_HOOKS, TORCHS_HOOKS, MeasuredHook, entry_of
 from bench.models import TwoLayers
 from commhooks.cluster import Ranks
@@ -129,17 +129,19 @@ def test_powersgd_in_one_bucket(hook_benchmark: HookBenchmarks, name: str) -> No
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")
-def test_awaited_stage(benchmark: Any, two_ranks: Ranks) -> None:
+def test_awaited_stage(benchmark: Any) -> None:
     """Measure what Python adds to each awaited collective; the aim is at most 50 microseconds."""
-    two_ranks(prepare)
     seconds: dict[str, list[float]] = {"bare": [], "bare, one group": [], "awaited": []}
 
-    def run() -> None:
-        seconds["bare"].append(max(two_ranks(bare, STAGES)))
-        seconds["bare, one group"].append(max(two_ranks(bare, 1)))
-        seconds["awaited"].append(max(two_ranks(awaited)))
+    with Ranks(2) as ranks:
+        ranks(prepare)
 
-    benchmark.pedantic(run, rounds=30, warmup_rounds=5, iterations=1)
+        def run() -> None:
+            seconds["bare"].append(max(ranks(bare, STAGES)))
+            seconds["bare, one group"].append(max(ranks(bare, 1)))
+            seconds["awaited"].append(max(ranks(awaited)))
+
+        benchmark.pedantic(run, rounds=30, warmup_rounds=5, iterations=1)
     per_stage = {name: median_of(values, warm_up=5) / STAGES for name, values in seconds.items()}
     benchmark.extra_info.update(
         stages=STAGES,
