@@ -231,8 +231,8 @@ class Auto(CommHook):
         Adapters whose models run hooks in C++ ask before each step. The answer is the same on all
         ranks.
         """
-        hooks = set(self._table.table.values())
-        is_idle = self._measuring is None or self._measuring.is_idle(step)
+        hooks, measuring = set(self._table.table.values()), self._measuring
+        is_idle = not self._table.is_moving if measuring is None else measuring.is_idle(step)
         if len(hooks) != 1 or not is_idle:
             return None
         return self._hooks[hooks.pop()].native(group)

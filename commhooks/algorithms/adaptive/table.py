@@ -49,6 +49,11 @@ class HookTable(Routing):
         self.table = dict(table)
         self.refresh()
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a hook still has state of a parameter that another one has now."""
+        return bool(self._moving)
+
     def refresh(self) -> None:
         """Look which parameters move, after the table or the states have changed."""
         self._moving = {}
