@@ -7,7 +7,7 @@ from torch import nn
 
 from commhooks.adapters.fsdp import FSDPAdapter
 from commhooks.adapters.fsdp_reduce_scatter import QuantizedReduceScatter, quantize_reduce_scatter
-from commhooks.adapters.handle import AnyHook, HookHandle, install
+from commhooks.adapters.handle import AnyHook, HookHandle, register_with
 from commhooks.adapters.handle import register as register_any
 
 __all__ = ["QuantizedReduceScatter", "quantize_reduce_scatter", "register"]
@@ -39,4 +39,4 @@ def register(
     """
     if replicate_group is None:
         return register_any(model, hook, **options)
-    return install(lambda root: FSDPAdapter(root, replicate_group), model, hook, options)
+    return register_with(lambda root: FSDPAdapter(root, replicate_group), model, hook, options)

@@ -207,7 +207,7 @@ def fail(rank: int, size: int) -> None:
     model = make_model(net, state)
     with raises_once(model, rank, commhooks.CommHookMismatchError, "on all ranks.*int4.*int8"):
         assert not state.handle.is_registered
-        state._hook = commhooks.create("int8")
+        state.handle._awaited = commhooks.create("int8")
 
     net = make_net()
     state = CommHookState(FailsOnce(), module=net)

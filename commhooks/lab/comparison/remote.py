@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.memory import Peak, give_back
 from commhooks.lab.comparison.plan import VERIFIED_STEPS, WARM_UP
