@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.averaging.hierarchical import BucketShards, shard_of
 from commhooks.algorithms.bucket_parameters import gradient_of, real_view
-from commhooks.algorithms.bucket_shards import BucketShards, shard_of
 from commhooks.testing.probe import probe_parameters
 from reducer import GradBucket
 
