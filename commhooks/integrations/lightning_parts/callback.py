@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from commhooks.adapters.fully_sharded import is_fully_sharded
+from commhooks.adapters.dispatch import is_fully_sharded
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
 from commhooks.integrations.lightning_parts.states import KEY, add_states, load_state
