@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks import CommHookState, comm_hook
-from commhooks.integrations.lightning_parts.callback import HookCallback
+from commhooks.integrations.lightning_parts import HookCallback
 
 HOOKS: list[dict[str, Any]] = [
     {"name": "int8"},
