@@ -12,7 +12,7 @@ from test_threaded_runner import backward, expect_error, make_model, plain_avera
 from torch import Tensor
 
 import commhooks
-from commhooks.adapters import ddp
+from commhooks.adapters import adapter
 from commhooks.runtime.stream_runner import StreamRunner
 
 
@@ -65,7 +65,7 @@ class TwoLevels(commhooks.CommHook):
 
 def train(rank: int, size: int, torch_ddp: bool, inline: bool) -> list[bool]:
     if inline:  # as on backends that keep order themselves
-        ddp.make_runner = StreamRunner
+        adapter.make_runner = StreamRunner
     model = make_model(torch_ddp)
     handle = commhooks.register(model, TwoLevels())
     right = [
