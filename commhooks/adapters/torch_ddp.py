@@ -133,7 +133,7 @@ class TorchAdapter(Adapter):
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._runner is not None:
             return self._runner(own)
-        hook = cast("TorchHook", self.hook or self._average)
+        hook = self._average if self.hook is None else cast("TorchHook", self.hook)
         future = hook(bucket)
         if not isinstance(future, AnyFuture):
             raise CommHookResultError(
