@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import commhooks
 from bench.auto.models import MODELS, Model
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.algorithms.adaptive.auto import Auto
 from commhooks.algorithms.adaptive.table import residual_of
 from commhooks.algorithms.adaptive.trial import relative_error
