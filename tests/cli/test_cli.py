@@ -60,7 +60,7 @@ def test_list_has_families_and_needs_within_80_columns(monkeypatch: pytest.Monke
 def test_describe() -> None:
     text = run("describe", "powersgd")
     assert text == f"{commhooks.describe('powersgd')}\n"
-    assert "  seed: int = 0\n      Of the random factors, which also depend on the" in text
+    assert "  seed: int = 0\n      Seed of the random factors, which also depend on the" in text
     assert "all-reduces" in text
 
 
