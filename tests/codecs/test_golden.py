@@ -4,7 +4,6 @@ Implementations are the compiled loops, their substitute in NumPy, and the CUDA 
 emulation of a GPU. Scales and decoded numbers are rounded to float32; codes and indices are exact.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,32 @@ from torch import Tensor
 from commhooks import _C, pure
 from commhooks.algorithms.sparse import selection
 from commhooks.algorithms.sparse.base import SparseVector, write_message
-from commhooks.codecs.fp4 import Fp4Codec
-from commhooks.codecs.fp8 import Fp8Codec
+from commhooks.codecs.block import BlockCodec, rotate
+from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 from commhooks.codecs.index_code import IndexCode
-from commhooks.codecs.levels import LevelCodec
-from commhooks.codecs.natural import NaturalCodec
-from commhooks.codecs.rotated import _rotate as rotate
-from commhooks.codecs.sign import SignCodec
 from commhooks.extensions import KERNELS
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 SEED = 2**63 + 12345
 SHORTER = 37  # numbers that the second part has less than the first one
-CODECS: dict[str, Callable[[int], Any]] = {
-    "int8": lambda block: LevelCodec(8, block_size=block),
-    "int8 stochastic": lambda block: LevelCodec(8, stochastic=True, block_size=block),
-    "int4": lambda block: LevelCodec(4, block_size=block),
-    "int4 stochastic": lambda block: LevelCodec(4, stochastic=True, block_size=block),
-    "int2": lambda block: LevelCodec(2, norm="signed_max", block_size=block),
-    "qsgd max": lambda block: LevelCodec(4, 5, stochastic=True, block_size=block),
-    "qsgd l2": lambda block: LevelCodec(8, 100, norm="l2", stochastic=True, block_size=block),
-    "terngrad": lambda block: LevelCodec(2, clip=2.5, stochastic=True, block_size=block),
-    "e4m3": lambda block: Fp8Codec("e4m3", block_size=block),
-    "e5m2": lambda block: Fp8Codec("e5m2", block_size=block),
-    "e3m0": lambda block: Fp4Codec("e3m0", block_size=block),
-    "mxfp4": lambda block: Fp4Codec("mxfp4", block_size=block),
-    "nvfp4": lambda block: Fp4Codec("nvfp4", block_size=block),
-    "natural": lambda block: NaturalCodec(block_size=block),
-    "sign mean": lambda block: SignCodec("mean", block_size=block),
-    "sign root mean": lambda block: SignCodec("root_mean", block_size=block),
-    "sign majority": lambda block: SignCodec("mean", majority=True, block_size=block),
+FORMATS = {
+    "int8": integers(8),
+    "int8 stochastic": integers(8, stochastic=True),
+    "int4": integers(4),
+    "int4 stochastic": integers(4, stochastic=True),
+    "int2": integers(2, norm="signed_max"),
+    "qsgd max": integers(4, 5, stochastic=True),
+    "qsgd l2": integers(8, 100, norm="l2", stochastic=True),
+    "terngrad": integers(2, clip=2.5, stochastic=True),
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e3m0": E3M0,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "natural": NATURAL,
+    "sign mean": signs("mean"),
+    "sign root mean": signs("root_mean"),
+    "sign majority": signs("mean", majority=True),
 }
 
 
@@ -67,10 +62,10 @@ def golden(name: str) -> Tensor:
     return torch.from_numpy(GOLDEN[name])
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_codec(name: str, implementation: str) -> None:
     bits, block, group, is_vote = GOLDEN[f"{name}/settings"].tolist()
-    codec, given = CODECS[name](block), golden(f"{name}/y")
+    codec, given = BlockCodec(FORMATS[name], block), golden(f"{name}/y")
     length = (given.numel() + SHORTER) // 2
     counts = (length, length - SHORTER)
     messages = torch.full((2, codec.encoded_bytes(length)), 7, dtype=torch.uint8)

@@ -37,7 +37,7 @@ from commhooks.algorithms.sparse.selection import (
 from commhooks.algorithms.sparse.shared_indices import average_at, choose_in_turn, shared_bytes
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.finite import nan_unless
-from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.formats import integers
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.options import Ge, Gt, Le
@@ -204,7 +204,7 @@ class TopK(SparseHook):
 
 
 @lru_cache
-def _codec(bits: int, per_chunk: int) -> BlockCodec:
+def _codec(bits: Literal[2, 4, 8], per_chunk: int) -> BlockCodec:
     """Return a codec with a block per chunk if codecs have such blocks, else with larger ones."""
     block_size = min(-(-per_chunk // 32) * 32, 4096)
-    return LevelCodec(bits, norm="signed_max" if bits == 2 else "max", block_size=block_size)
+    return BlockCodec(integers(bits, norm="signed_max" if bits == 2 else "max"), block_size)
