@@ -5,8 +5,6 @@
     a model, hooks  ── measure() ──►  Measurements  ── predict(network, backend) ──►  Prediction
                        seconds,                        milliseconds,
                        on this machine                 for any number of ranks
-
-Imports: adapters, cluster, comm, costs, errors, hook, lab, lab.models, reducer, runtime.
 """
 
 from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
