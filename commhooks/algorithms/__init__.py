@@ -19,6 +19,7 @@ from commhooks.algorithms.quantized.stochastic import QSGD, Natural, TernGrad
 from commhooks.algorithms.sparse.demo import DeMo
 from commhooks.algorithms.sparse.dgc import DGC
 from commhooks.algorithms.sparse.randomk import RandomK
+from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
 from commhooks.algorithms.wrappers.cast import Cast
@@ -56,6 +57,7 @@ __all__ = [
     "RandomK",
     "Route",
     "Schedule",
+    "SharedTopK",
     "SignSGD",
     "SkipNonfinite",
     "TernGrad",
