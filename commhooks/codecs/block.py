@@ -5,7 +5,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.hook.options import Ge, Le, MultipleOf
 from commhooks.kernels import backend_of, require
 from commhooks.kernels.block_codec import BlockKernels, Format
@@ -43,7 +43,7 @@ class BlockCodec:
     """
 
     def __init__(self, number_format: Format, block_size: int, *, rotated: bool = False) -> None:
-        self._loops = _C.CpuBlockCodec(
+        self._loops = native.CpuBlockCodec(
             number_format.codes,
             number_format.norm,
             number_format.levels,
@@ -114,7 +114,7 @@ class BlockCodec:
             rotate(values, part_length, inverse=True)
         return finite if isinstance(finite, Tensor) else torch.tensor([finite])
 
-    def _backend(self, values: Tensor) -> _C.CpuBlockCodec | BlockKernels:
+    def _backend(self, values: Tensor) -> native.CpuBlockCodec | BlockKernels:
         return self._loops if backend_of(values) is None else self._gpu
 
 
@@ -130,5 +130,5 @@ def rotate(
     Croci et al.: QuaRot, NeurIPS 2024, https://arxiv.org/abs/2404.00456; for gradients Jia et al.:
     SDP4Bit, NeurIPS 2024, https://arxiv.org/abs/2410.15526.
     """
-    on_device = _C.rotate if backend_of(values) is None else rotate_on_gpu
+    on_device = native.rotate if backend_of(values) is None else rotate_on_gpu
     on_device(values, added, part_length, inverse)

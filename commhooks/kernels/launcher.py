@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.errors import CommHookError
 from commhooks.kernels.loader import CudaBackend
 from commhooks.kernels.source import Source
@@ -75,7 +75,7 @@ def launch(
     Raises CommHookError if the tensors do not fit, or if the driver rejects the launch.
     """
     try:
-        device, index, parameters = _C.write_arguments(arguments)
+        device, index, parameters = native.write_arguments(arguments)
     except ValueError as error:
         raise CommHookError(f"{kernel}: {error}") from None
     backend = BACKENDS.get(device)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from commhooks._C import CompletionQueue
 from commhooks.comm.stage_groups import StageGroups
+from commhooks.native import CompletionQueue
 from commhooks.runtime.executor import Executor
 from commhooks.runtime.side_stream import SideStream
 

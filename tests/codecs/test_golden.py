@@ -13,13 +13,12 @@ import torch
 from emulation import emulated
 from torch import Tensor
 
-from commhooks import _C, pure
+from commhooks import fallback, native
 from commhooks.algorithms.sparse import selection
 from commhooks.algorithms.sparse.base import SparseVector, write_message
 from commhooks.codecs.block import BlockCodec, rotate
 from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 from commhooks.codecs.index_code import IndexCode
-from commhooks.extensions import KERNELS
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 SEED = 2**63 + 12345
@@ -52,9 +51,9 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         with emulated():
             yield request.param
         return
-    if request.param == "NumPy" and KERNELS.is_compiled:
-        for name in pure.__all__:
-            monkeypatch.setattr(_C, name, getattr(pure, name))
+    if request.param == "NumPy":
+        for name in fallback.__all__:
+            monkeypatch.setattr(native, name, getattr(fallback, name))
     yield request.param
 
 
@@ -156,7 +155,7 @@ def test_index_code(implementation: str, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name.startswith("drawn/")])
 def test_drawn_indices(implementation: str, name: str) -> None:
     numel, _, rotation = map(int, name.split("/")[1].split())
-    draw = selection.kernels.draw_indices if implementation == "CUDA" else _C.draw_indices
+    draw = selection.kernels.draw_indices if implementation == "CUDA" else native.draw_indices
     found = torch.zeros_like(golden(name))
     draw(SEED - 2**63, rotation, numel, found)
     assert torch.equal(found, golden(name))

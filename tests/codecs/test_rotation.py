@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.formats import integers
 
@@ -47,10 +47,10 @@ def test_numbers_are_multiplied_by_the_matrix(
     expected = by_matrices(numbers.double() + added, part_length)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
     found = numbers.clone()
-    _C.rotate(found, added, part_length, inverse=False)
+    native.rotate(found, added, part_length, inverse=False)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
     assert found.norm().item() == pytest.approx((numbers + added).norm().item(), rel=1e-5)
-    _C.rotate(found, None, part_length, inverse=True)
+    native.rotate(found, None, part_length, inverse=True)
     torch.testing.assert_close(found, numbers + added, rtol=0, atol=tolerance)
 
 
@@ -66,7 +66,7 @@ def test_numbers_are_multiplied_by_the_matrix(
 )
 def test_tensors_that_do_not_fit(values: Tensor, added: Tensor | None, part_length: int) -> None:
     with pytest.raises(RuntimeError, match=r"Expected (flat|parts)"):
-        _C.rotate(values, added, part_length, inverse=False)
+        native.rotate(values, added, part_length, inverse=False)
 
 
 def sent(codec: BlockCodec, numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,12 +10,12 @@ from support.codec_runs import CODECS, numbers, run
 from support.instruction_sets import instruction_sets, use_instruction_set
 from torch import Tensor
 
-from commhooks._C import select_largest, select_largest_of_chunks
 from commhooks.codecs import formats
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.formats import signs
+from commhooks.native import select_largest, select_largest_of_chunks
 from commhooks.testing.compare import same_bits
-from reducer._C import pack, unpack
+from reducer.native import pack, unpack
 
 PLAIN, *WIDER = instruction_sets()
 KINDS = ("usual", "any size", "tiny", "zeros", "not finite")
