@@ -21,7 +21,7 @@ from torch import Tensor
 
 from commhooks.algorithms.lowrank.compressor import orthonormal_basis
 from commhooks.algorithms.lowrank.matrix_plan import Side
-from commhooks.testing.reference import powersgd_one_sided, powersgd_two_sided
+from support.reference import powersgd_one_sided, powersgd_two_sided
 
 # ----------------------------------------------------------------------------- against the paper
 

@@ -28,7 +28,7 @@ import commhooks
 from commhooks import CommHookOptionError
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
-from commhooks.testing.reference import quantized_two_shot
+from support.reference import quantized_two_shot
 
 # --------------------------------------------------------------------------------------- averages
 
