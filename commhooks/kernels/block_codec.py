@@ -10,11 +10,10 @@ from torch import Tensor
 
 from commhooks.errors import CommHookError
 from commhooks.kernels.launcher import launch
-from commhooks.kernels.source import Source
+from commhooks.kernels.source import TYPES, Source
 
 __all__ = ["SOURCE", "BlockKernels", "Format", "Norm"]
 
-_TYPES = {torch.float32: "float", torch.float64: "double"}
 _ENCODERS = (
     *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
     *("E4M3", "E5M2", "E3M0", "Mxfp4", "Nvfp4", "Natural", "Sign"),
@@ -24,8 +23,8 @@ _DECODERS = tuple(codec for codec in _ENCODERS if "true" not in codec)
 SOURCE = Source(
     "block_codec.cu",
     (
-        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in _TYPES.values()),
-        *(f"decode<{codec}, {number}>" for codec in _DECODERS for number in _TYPES.values()),
+        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in TYPES.values()),
+        *(f"decode<{codec}, {number}>" for codec in _DECODERS for number in TYPES.values()),
         "find_not_finite",
     ),
 )
@@ -152,7 +151,7 @@ class BlockKernels:
         self, values: Tensor, messages: Tensor, part_length: int, companion: Tensor | None
     ) -> str:
         """Return the C++ type of the values. Raise CommHookError if the tensors do not fit."""
-        number = _TYPES.get(values.dtype)
+        number = TYPES.get(values.dtype)
         if number is None or values.dim() != 1:
             raise CommHookError(
                 f"expected flat values of float32 or float64, found shape {tuple(values.shape)} "

@@ -22,13 +22,13 @@ from support.quantized_steps import (
     part_length,
     unsent,
 )
+from support.reference import quantized_two_shot
 from torch import Tensor
 
 import commhooks
 from commhooks import CommHookOptionError
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
-from support.reference import quantized_two_shot
 
 # --------------------------------------------------------------------------------------- averages
 

@@ -218,15 +218,7 @@ def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
     dtype = vector.values.dtype
     message = vector.indices.new_zeros(_message_bytes(code, dtype), dtype=torch.uint8)
     if backend_of(message) is not None:
-        kernels.pack(
-            vector.indices,
-            vector.values,
-            message,
-            high_bits=code.high_bits,
-            low_bits=code.low_bits,
-            adds_rank=code.adds_rank,
-            values_at=code.nbytes,
-        )
+        kernels.pack(vector.indices, vector.values, message, code)
         return message
     code.pack(vector.indices, out=message[: code.nbytes])
     message[code.nbytes :].view(dtype)[: vector.count] = vector.values
@@ -295,27 +287,13 @@ class _OneByOne:
         return buffer.copy_(mean)
 
 
-def receive(messages: Tensor, dtype: torch.dtype, code: IndexCode) -> kernels.Received:
-    """Unpack the messages of all ranks on a GPU. ``dtype``: of the values."""
-    return kernels.receive(
-        messages,
-        dtype,
-        numel=code.numel,
-        capacity=code.count,
-        high_bits=code.high_bits,
-        low_bits=code.low_bits,
-        adds_rank=code.adds_rank,
-        values_at=code.nbytes,
-    )
-
-
 class _AllAtOnce:
     """On a GPU: reads and adds all vectors in four kernels, for any number of ranks."""
 
     def __init__(self, own: SparseVector, messages: Tensor, code: IndexCode, rank: int) -> None:
         self.own = own
         self._rank = rank
-        self._received = receive(messages, own.values.dtype, code)
+        self._received = kernels.receive(messages, own.values.dtype, code)
         self.all_finite = self._received.all_finite
 
     def commit(self, total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:

@@ -32,7 +32,6 @@ from torch import Tensor
 from commhooks.algorithms.sparse.base import (
     SparseVector,
     WarmedUp,
-    receive,
     to_memory_dtype,
     write_message,
 )
@@ -44,6 +43,7 @@ from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.hook.options import Gt, Le
 from commhooks.hook.registry import register_hook
 from commhooks.kernels import backend_of
+from commhooks.kernels import sparse as kernels
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
@@ -129,7 +129,7 @@ async def _choose_in_turn(
     if backend_of(total) is None:
         indices = torch.stack([code.unpack(part[: code.nbytes]) for part in messages])
     else:
-        received = receive(messages, _NO_VALUES, code)
+        received = kernels.receive(messages, _NO_VALUES, code)
         indices, intact = received.indices.clamp(0, code.numel - 1), received.all_finite
     starts = torch.tensor([[_start(part, numel, size)] for part in range(size)], dtype=torch.int32)
     return (indices + starts.to(total.device, non_blocking=True)).view(-1), intact
