@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType
 
-from reducer._C import AverageHook, GradBucket, NativeHook, Reducer
+from reducer.native import AverageHook, GradBucket, NativeHook, Reducer
 
 __all__: list[str] = []
 

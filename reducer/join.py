@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from reducer._C import Reducer
 from reducer.hook_registration import HookRegistration
+from reducer.native import Reducer
 from reducer.options import WrapperOptions
 from reducer.peers import collective
 

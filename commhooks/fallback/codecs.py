@@ -1,61 +1,48 @@
-"""The block codec: tensors of numbers to messages and back. See csrc/codecs/block_codec.h."""
+"""Tensors of numbers to messages and back, and their rotation: csrc/codecs/block_codec.h."""
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from commhooks.pure.block_scales import find_scales
-from commhooks.pure.codes import (
-    E3M0,
-    E4M3,
-    E5M2,
-    BlockFloat,
-    Codes,
-    GroupCodes,
-    Levels,
-    Mxfp4,
-    Natural,
-    Norm,
-    Nvfp4,
-    Sign,
-)
-from commhooks.pure.random import BlockRandom, Floats
-from commhooks.pure.requirements import require
-from commhooks.pure.slowness import warn_once
+from commhooks.fallback.checks import require, warn_once
+from commhooks.fallback.codes import BlockRandom, Floats, codes_named, find_scales
 
-__all__ = ["CpuBlockCodec", "fp4_codec", "fp8_codec", "level_codec", "natural_codec", "sign_codec"]
+__all__ = ["CpuBlockCodec", "rotate"]
 
 _MOST_NUMBERS = 1 << 14  # at a time: what is computed from them stays in caches and in the heap
 _BLOCK_MULTIPLE = 32
 _GROUPED_MULTIPLE = 128
 _MAX_BLOCK_SIZE = 4096
 
-Array = npt.NDArray[np.floating]
+Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
 class CpuBlockCodec:
     """Encodes numbers as blocks of codes with one float32 scale each."""
 
-    def __init__(self, codes: Codes, block_size: int, *, is_vote: bool = False) -> None:
-        multiple = _GROUPED_MULTIPLE if isinstance(codes, GroupCodes) else _BLOCK_MULTIPLE
+    def __init__(
+        self, codes: str, norm: int, levels: float, clip: float, is_vote: bool, block_size: int
+    ) -> None:
+        self._codes = codes_named(codes, norm, levels, clip)
+        multiple = _GROUPED_MULTIPLE if self._codes.group else _BLOCK_MULTIPLE
         require(
             0 < block_size <= _MAX_BLOCK_SIZE and block_size % multiple == 0,
             f"Expected block_size to be a multiple of {multiple} up to {_MAX_BLOCK_SIZE}, "
             f"found {block_size}.",
         )
-        self._codes = codes
         self._block_size = block_size
         self._is_vote = is_vote
-        every = np.arange(2**codes.bits, dtype=np.uint32)
-        self._values = codes.decode(every)
+        every = np.arange(2**self._codes.bits, dtype=np.uint32)
+        self._values = self._codes.decode(every)
         bytes_ = np.arange(256, dtype=np.uint8)
         # Row i has the numbers of the codes in byte i.
-        self._values_of_byte = self._values[_unpacked(bytes_, codes.bits)]
+        self._values_of_byte = self._values[_unpacked(bytes_, self._codes.bits)]
 
     def encoded_bytes(self, part_length: int) -> int:
         """Return the length of the message of a part."""
@@ -133,11 +120,9 @@ class CpuBlockCodec:
         random = BlockRandom(seed, first, blocks, size)
         ratios = y * (np.float32(1) / scales)
         factors = np.where(has_scale, scales, np.float32(0))
-        if isinstance(self._codes, GroupCodes):
-            room = self._groups_of(self._codes, message, part_length, block)
-            ratios, factors = self._encode_groups(
-                self._codes, y, scales, factors, numbers.size, room
-            )
+        if self._codes.group:
+            room = self._groups_of(message, part_length, block)
+            ratios, factors = self._encode_groups(y, scales, factors, numbers.size, room)
         codes = self._codes.encode(ratios, random).astype(np.uint8)
         if not has_scale.all():
             codes *= has_scale
@@ -148,13 +133,13 @@ class CpuBlockCodec:
         return codes, factors
 
     def _encode_groups(
-        self, codes: GroupCodes, y: Floats, scales: Floats, factors: Floats, count: int, room: Bytes
+        self, y: Floats, scales: Floats, factors: Floats, count: int, room: Bytes
     ) -> tuple[Floats, Floats]:
         """Write the codes of the groups of blocks to ``room``, with zeros after the last number.
 
         Return the numbers over the scales of their groups, and these scales, (blocks, block_size).
         """
-        inverses = np.float32(1) / scales
+        codes, inverses = self._codes, np.float32(1) / scales
         largest = np.abs(y).reshape(len(y), -1, codes.group).max(axis=2)
         of_groups = codes.group_codes(largest * inverses)
         of_groups[np.broadcast_to(factors == 0, of_groups.shape)] = 0
@@ -196,10 +181,8 @@ class CpuBlockCodec:
             found = message[begin : begin + packed.size]
             packed[: found.size] = found
             terms = self._values_of_byte.take(packed, axis=0, mode="wrap").reshape(blocks, size)
-            if isinstance(self._codes, GroupCodes):
-                weights = self._weights_of_numbers(
-                    self._codes, message, weights, part_length, block
-                )
+            if self._codes.group:
+                weights = self._weights_of_numbers(message, weights, part_length, block)
             terms *= weights
             sums = terms if sums is None else np.add(sums, terms, out=sums)
         assert sums is not None
@@ -208,13 +191,13 @@ class CpuBlockCodec:
         return sums
 
     def _weights_of_numbers(
-        self, codes: GroupCodes, message: Bytes, weights: Floats, part_length: int, block: int
+        self, message: Bytes, weights: Floats, part_length: int, block: int
     ) -> Floats:
-        groups = np.zeros(len(weights) * self._block_size // codes.group, np.uint8)
-        found = self._groups_of(codes, message, part_length, block)[: groups.size]
+        groups = np.zeros(len(weights) * self._block_size // self._codes.group, np.uint8)
+        found = self._groups_of(message, part_length, block)[: groups.size]
         groups[: found.size] = found
-        scales = codes.group_scales(groups.astype(np.uint32)).reshape(len(weights), -1)
-        return (scales * weights).repeat(codes.group, axis=1)
+        scales = self._codes.group_scales(groups.astype(np.uint32)).reshape(len(weights), -1)
+        return (scales * weights).repeat(self._codes.group, axis=1)
 
     def _tiles(self, part: slice, numel: int) -> Iterator[tuple[int, slice]]:
         """Yield the index of the first number and the range of the numbers of whole blocks."""
@@ -229,14 +212,14 @@ class CpuBlockCodec:
     def _blocks(self, count: int) -> int:
         return -(-count // self._block_size)
 
-    def _groups_of(self, codes: GroupCodes, message: Bytes, part_length: int, block: int) -> Bytes:
+    def _groups_of(self, message: Bytes, part_length: int, block: int) -> Bytes:
         """Return the scales of the groups from a block on."""
-        begin = 4 * self._blocks(part_length) + block * self._block_size // codes.group
+        begin = 4 * self._blocks(part_length) + block * self._block_size // self._codes.group
         return message[begin : self._codes_offset(part_length, 0)]
 
     def _codes_offset(self, part_length: int, block: int) -> int:
         begin = 4 * self._blocks(part_length)
-        if isinstance(self._codes, GroupCodes):
+        if self._codes.group:
             begin += 4 * -(-part_length // (4 * self._codes.group))
         return begin + block * self._block_size * self._codes.bits // 8
 
@@ -272,56 +255,6 @@ class CpuBlockCodec:
             f"Expected at most {len(messages)} parts of {part_length} elements, found "
             f"{values.numel()} elements.",
         )
-
-
-def level_codec(
-    bits: int, levels: int, norm: str, clip: float, stochastic: bool, block_size: int
-) -> CpuBlockCodec:
-    """Return a codec for integers from -levels to levels."""
-    require(bits in (2, 4, 8), f"Expected codes of 2, 4 or 8 bits, found {bits}.")
-    most = 2 ** (bits - 1) - 1
-    require(1 <= levels <= most, f"Expected 1 to {most} levels in {bits} bits, found {levels}.")
-    require(
-        norm in ("max", "signed_max", "l2"),
-        f"Expected norm to be 'max', 'signed_max' or 'l2', found '{norm}'.",
-    )
-    require(clip > 0, f"Expected clip to be above 0, found {clip:g}.")
-    kind = Norm.EUCLIDEAN if norm == "l2" else Norm.SIGNED
-    if norm == "max":
-        kind = Norm.ROOT_MEAN if math.isfinite(clip) else Norm.LARGEST
-    return CpuBlockCodec(Levels(bits, levels, kind, clip, stochastic), block_size)
-
-
-def fp8_codec(number_format: str, block_size: int) -> CpuBlockCodec:
-    """Return a codec for 8-bit floating point: e4m3 or e5m2."""
-    formats = {"e4m3": E4M3, "e5m2": E5M2}
-    require(
-        number_format in formats,
-        f"Expected format to be 'e4m3' or 'e5m2', found '{number_format}'.",
-    )
-    return CpuBlockCodec(BlockFloat(formats[number_format]), block_size)
-
-
-def fp4_codec(number_format: str, block_size: int) -> CpuBlockCodec:
-    """Return a codec for 4-bit floating point: mxfp4 or nvfp4, with a scale per group, or e3m0."""
-    formats: dict[str, Codes] = {"mxfp4": Mxfp4(), "nvfp4": Nvfp4(), "e3m0": BlockFloat(E3M0)}
-    require(
-        number_format in formats,
-        f"Expected format to be 'mxfp4', 'nvfp4' or 'e3m0', found '{number_format}'.",
-    )
-    return CpuBlockCodec(formats[number_format], block_size)
-
-
-def natural_codec(block_size: int) -> CpuBlockCodec:
-    """Return a codec for powers of two, rounded stochastically."""
-    return CpuBlockCodec(Natural(), block_size)
-
-
-def sign_codec(norm: str, majority: bool, block_size: int) -> CpuBlockCodec:
-    """Return a codec for signs."""
-    norms = {"mean": Norm.MEAN, "root_mean": Norm.ROOT_MEAN}
-    require(norm in norms, f"Expected norm to be 'mean' or 'root_mean', found '{norm}'.")
-    return CpuBlockCodec(Sign(norms[norm]), block_size, is_vote=majority)
 
 
 def _array(tensor: Tensor) -> Array:
@@ -362,3 +295,81 @@ def _unpacked(packed: Bytes, bits: int) -> Bytes:
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     codes: Bytes = (packed[:, None] >> shifts) & np.uint8(2**bits - 1)
     return codes
+
+
+# ---------------------------------------------------------------------------------- the rotation
+
+_ROTATION = 128
+
+
+def rotate(values: Tensor, added: Tensor | None, part_length: int, inverse: bool) -> None:
+    """Set values to the rotation of values + added, part by part; with inverse, rotate back."""
+    _check_rotated(values, values)
+    if added is not None:
+        _check_rotated(added, values)
+    require(
+        part_length > 0 or values.numel() == 0,
+        f"Expected parts of at least one number, found {part_length}.",
+    )
+    warn_once()
+    numbers: Array = values.detach().numpy()
+    if added is not None:
+        numbers += added.detach().numpy()
+    with np.errstate(over="ignore", invalid="ignore"):  # then the scale is NaN
+        for start in range(0, numbers.size, max(part_length, 1)):
+            _rotate_part(numbers[start : start + part_length], inverse=inverse)
+
+
+def _rotate_part(part: Array, *, inverse: bool) -> None:
+    changes = _signs(part.size)
+    if not inverse:
+        np.negative(part, out=part, where=changes)
+    start = part.size // _ROTATION * _ROTATION
+    _rotate_blocks(part[:start].reshape(-1, _ROTATION))
+    size = _ROTATION // 2
+    while size:
+        if part.size & size:
+            _rotate_blocks(part[start : start + size].reshape(1, size))
+            start += size
+        size //= 2
+    if inverse:
+        np.negative(part, out=part, where=changes)
+
+
+def _rotate_blocks(blocks: Array) -> None:
+    """Multiply each row by the Hadamard matrix over the root of its length, in place."""
+    count, size = blocks.shape
+    half = 1
+    while half < size:
+        pairs = blocks.reshape(count, size // (2 * half), 2, half)
+        sums = pairs[:, :, 0] + pairs[:, :, 1]
+        pairs[:, :, 1] = pairs[:, :, 0] - pairs[:, :, 1]
+        pairs[:, :, 0] = sums
+        half *= 2
+    blocks *= blocks.dtype.type(_factor(size))
+
+
+def _factor(size: int) -> float:
+    """Return 1 / √size of a power of two."""
+    halvings, is_odd = divmod(size.bit_length() - 1, 2)
+    return 0.5**halvings * (math.sqrt(0.5) if is_odd else 1.0)
+
+
+def _signs(count: int) -> npt.NDArray[np.bool_]:
+    """Return which of the numbers of a part change their signs."""
+    hashes = np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B1)
+    hashes ^= hashes >> np.uint32(15)
+    hashes *= np.uint32(0x85EBCA77)
+    return hashes >= np.uint32(0x80000000)
+
+
+def _check_rotated(tensor: Tensor, values: Tensor) -> None:
+    require(
+        tensor.device.type == "cpu"
+        and tensor.dim() == 1
+        and tensor.is_contiguous()
+        and tensor.dtype in (torch.float32, torch.float64)
+        and (tensor.shape, tensor.dtype) == (values.shape, values.dtype),
+        "Expected flat, contiguous numbers on the CPU, of one length in float32 or float64, found "
+        f"{list(tensor.shape)} in {tensor.dtype} on {tensor.device}.",
+    )

@@ -1,4 +1,4 @@
-"""topk with shared indices: the documented algorithm, and bytes that do not grow with the ranks."""
+"""shared_topk: the documented algorithm, and bytes that do not grow with the ranks."""
 
 import textwrap
 
@@ -6,17 +6,15 @@ import pytest
 import torch
 from support.lockstep import lockstep, make_bucket
 
-import commhooks
-from commhooks import CommHookOptionError
-from commhooks.algorithms.sparse import shared_indices
+from commhooks.algorithms.sparse import shared_topk
 from commhooks.algorithms.sparse.base import gather_bytes
-from commhooks.algorithms.sparse.topk import TopK
+from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.comm.wire import all_reduce_bytes
 
 
 def run_documented(names: dict[str, object]) -> None:
     """Run the algorithm that opens the file, with ``names`` as its variables."""
-    text = (shared_indices.__doc__ or "").partition("::\n\n")[2].partition("\n\nIn the paper")[0]
+    text = (shared_topk.__doc__ or "").partition("::\n\n")[2].partition("\n\nIn the paper")[0]
     exec(textwrap.dedent(text), names)
 
 
@@ -24,7 +22,7 @@ def run_documented(names: dict[str, object]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_documented_algorithm_gives_the_results_and_the_errors(size, beta):
     n, k = 420, 60
-    hooks = [TopK(density=k / n, warmup_steps=0, indices="shared", beta=beta) for _ in range(size)]
+    hooks = [SharedTopK(density=k / n, warmup_steps=0, beta=beta) for _ in range(size)]
     names = {
         "torch": torch,
         "N": size,
@@ -51,7 +49,7 @@ def test_every_rank_chooses_for_every_part():
     """Each rank's gradient is one large number, which is sent only if that rank chooses."""
     size, n = 3, 300
     for step in range(size):
-        hooks = [TopK(density=0.01, warmup_steps=0, indices="shared") for _ in range(size)]
+        hooks = [SharedTopK(density=0.01, warmup_steps=0) for _ in range(size)]
         gradients = [torch.zeros(n) for _ in range(size)]
         for rank, gradient in enumerate(gradients):
             gradient[10 + rank :: 100] = 1 + rank
@@ -61,9 +59,7 @@ def test_every_rank_chooses_for_every_part():
 
 
 def test_contribution_is_what_is_sent():
-    hooks = [
-        TopK(density=0.1, warmup_steps=0, indices="shared", error_feedback=False) for _ in range(3)
-    ]
+    hooks = [SharedTopK(density=0.1, warmup_steps=0, error_feedback=False) for _ in range(3)]
     buckets = [make_bucket({"p": torch.randn(500)}) for _ in range(3)]
     gradients = [bucket.buffer().clone() for bucket in buckets]
     results, comms = lockstep(hooks, buckets, wants_contribution=True)
@@ -77,7 +73,7 @@ def test_contribution_is_what_is_sent():
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3])
 @pytest.mark.parametrize("numel", [4096, 100_003, 6_553_600])
 def test_bytes_are_below_twice_the_message_at_any_number_of_ranks(numel, density, dtype):
-    hook = TopK(density=density, warmup_steps=0, indices="shared")
+    hook = SharedTopK(density=density, warmup_steps=0)
     bucket = make_bucket({"p": torch.empty(numel, dtype=dtype)})
     for size in (2, 3, 8, 64, 1000, 4096, 100_000):
         count = max(1, round(density * -(-numel // size))) * size
@@ -90,19 +86,10 @@ def test_bytes_are_below_twice_the_message_at_any_number_of_ranks(numel, density
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("numel", [1, 2, 3, 100, 101, 1000])
 def test_bytes_are_those_of_the_formula(numel, size):
-    hooks = [TopK(density=0.1, warmup_steps=0, indices="shared") for _ in range(size)]
+    hooks = [SharedTopK(density=0.1, warmup_steps=0) for _ in range(size)]
     buckets = [make_bucket({"p": torch.randn(numel)}) for _ in range(size)]
     _, comms = lockstep(hooks, buckets)
     for comm in comms:
         *indices, values = (tensor.nbytes for tensor in comm.sent)
         expected = (size - 1) * sum(indices) + 2 * (size - 1) * -(-values // size)
         assert hooks[0].wire_bytes(buckets[0], size) == expected
-
-
-def test_options_that_exclude_each_other():
-    for options, message in [
-        ({"indices": "shared", "chunk": 64}, "'chunk' of hook 'topk': expected None.* found 64"),
-        ({"beta": 0.1}, "'beta' of hook 'topk': expected 1 unless indices='shared', found 0.1"),
-    ]:
-        with pytest.raises(CommHookOptionError, match=message):
-            commhooks.create("topk", **options)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["powersgd_one_sided", "powersgd_two_sided", "quantized_two_shot"]
-
 
 def powersgd_two_sided(
     gradients: Sequence[Tensor], errors: Sequence[Tensor], Q: Tensor

@@ -1,4 +1,4 @@
-"""Fallback where ``reducer._C`` is not compiled: buckets, but no reducer."""
+"""Fallback when ``reducer._C`` is not compiled: GradBucket only."""
 
 import functools
 import itertools
