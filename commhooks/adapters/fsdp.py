@@ -122,13 +122,8 @@ class FSDPAdapter(Adapter):
         return [list(unit.parameters()) for unit in self._units]
 
     @property
-    def row(self) -> dist.ProcessGroup | None:
-        if len(self._rows) > 1:
-            raise CommHookError(
-                f"expected the same shard group for all parameters, found {len(self._rows)}; hooks "
-                "on such models save their state per rank: torch.save(handle.state_dict(), ...)"
-            )
-        return self._rows[0] if self._rows else None
+    def rows(self) -> list[dist.ProcessGroup]:
+        return self._rows
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
         return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())

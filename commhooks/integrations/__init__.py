@@ -1,4 +1,4 @@
 """Integrations with other packages, which are only needed to import these modules.
 
-Imports: adapters, errors, hook, reducer, runtime.
+Imports: adapters, errors, hook, reducer, runtime, state.
 """

@@ -8,7 +8,7 @@ from torch import nn
 from commhooks.adapters.fully_sharded import is_fully_sharded
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
-from commhooks.integrations.lightning_parts.states import KEY, add_states, load_state
+from commhooks.state.files import KEY, add_state, load_state_of
 
 __all__ = ["HookCallback", "metrics"]
 
@@ -46,7 +46,7 @@ class HookCallback:
         """Load the state of the hook, when everything else has been restored."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None and self._hook is not None and self.handle is not None:
-            load_state(self.handle, checkpoint)
+            load_state_of(self.handle, checkpoint)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Log the statistics."""
@@ -56,7 +56,7 @@ class HookCallback:
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks."""
         if self._hook is not None and self.handle is not None:
-            add_states(self.handle, checkpoint)
+            add_state(self.handle, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]

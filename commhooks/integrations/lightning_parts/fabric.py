@@ -9,9 +9,8 @@ from torch import nn
 
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of
 from commhooks.hook.base import CommHook
-from commhooks.integrations.gathered_state import GatheredState
-from commhooks.integrations.lightning_parts.states import KEY, load_state
 from commhooks.integrations.lightning_parts.strategy import WrapperStrategy
+from commhooks.state.files import KEY, GatheredState, load_state_of
 from reducer import DistributedDataParallel
 
 __all__ = ["FabricStrategy"]
@@ -42,24 +41,16 @@ class FabricStrategy(WrapperStrategy):
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        state = state | _gathered(_handles(state))
+        state = state | {key: GatheredState(it) for key, it in _handles(state).items()}
         super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         handles = _handles(state) if isinstance(state, MutableMapping) else {}
-        named = {key: it for key, it in handles.items() if key in state}
-        if named:
-            state.update(_gathered(named))
-        try:
-            rest = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            if named:
-                state.update(named)
+        rest = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
         for key, handle in handles.items():
-            if key in named:
-                continue
-            load_state(handle, rest, key)
-            rest.pop(key, None)
+            if key not in state:  # otherwise Fabric has loaded it
+                load_state_of(handle, rest, key)
+                rest.pop(key, None)
         return rest
 
 
@@ -89,10 +80,6 @@ def _handles(state: Mapping[str, Any]) -> dict[str, HookHandle]:
             ):
                 handles[f"{KEY}.{key}"] = handle
     return handles
-
-
-def _gathered(handles: Mapping[str, HookHandle]) -> dict[str, Any]:
-    return {key: GatheredState(it) for key, it in handles.items()}
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commhooks.integrations.lightning_parts.states import add_states, load_state
 from commhooks.integrations.lightning_parts.strategy import WrapperStrategy
+from commhooks.state.files import add_state, load_state_of
 from reducer import DistributedDataParallel
 
 __all__ = ["TrainerStrategy"]
@@ -44,10 +44,10 @@ class TrainerStrategy(WrapperStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self.handle is not None and "optimizer_states" in checkpoint:
-            add_states(self.handle, checkpoint)
+            add_state(self.handle, checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if self.handle is not None:
-            load_state(self.handle, checkpoint)
+            load_state_of(self.handle, checkpoint)

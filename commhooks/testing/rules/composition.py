@@ -36,7 +36,7 @@ def nested(context: RuleContext) -> None:
         gradients = draw_gradients(parameters, context.rank, step)
         if not same_bits(*(trainer.step(gradients) for trainer in trainers)):
             problems.append(f"expected the same numbers, found others in step {step}")
-    own, of_wrapper = (trainer.handle.state_dict()["state"] for trainer in trainers)
+    own, of_wrapper = (trainer.state() for trainer in trainers)
     if not same_bits(of_wrapper.get(f".{path}", {}), own):
         problems.append("expected the same state, found another one")
     require(not problems, "; ".join(problems))

@@ -27,16 +27,16 @@ def non_finite(context: RuleContext) -> None:
         trainer.step(draw_gradients(parameters, context.rank, step))
     problems = []
     for culprit in range(context.size):
-        before = through_file(trainer.handle.state_dict()["state"])
+        before = through_file(trainer.state())
         gradients = draw_gradients(parameters, context.rank, 2, culprit)
         number = (torch.inf, -torch.inf, torch.nan)[culprit % 3]
         if context.rank == culprit:
             gradients["matrix"][3, 4] = number
         bad = trainer.step(gradients)
         if not has_consensus(hook):
-            if not _is_finite(trainer.handle.state_dict()["state"]):
+            if not _is_finite(trainer.state()):
                 problems.append(f"expected a finite state_dict() after a gradient of {number}")
-        elif not same_bits(trainer.handle.state_dict()["state"], before):
+        elif not same_bits(trainer.state(), before):
             problems.append(
                 f"expected state_dict() as it was before a gradient of {number} on rank {culprit}, "
                 "found it changed"
@@ -69,7 +69,7 @@ def keys(context: RuleContext) -> None:
         saved
     )  # raises if a key is neither a parameter name nor known to the hook
     require(
-        same_bits(hook.state_dict(), saved["state"]),
+        same_bits(fresh.state(), trainer.state()),
         "expected state_dict() to return what load_state_dict() was given, found something else",
     )
 
