@@ -57,7 +57,7 @@ def runner_and_bucket(
     parameters = [nn.Parameter(buffer.new_zeros(shape)) for shape in shapes]
     names = [f"parameter{i}" for i in range(len(parameters))]
     hook.prepare(dict(zip(names, parameters, strict=True)), group)
-    bucket = GradBucket(buffer, parameters, names, index=0, count=1, step=1)
+    bucket = GradBucket(buffer, parameters, names, step=1)
     return StreamRunner(hook, group, buffer.device, token=0), bucket
 
 

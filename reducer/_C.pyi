@@ -15,7 +15,7 @@ class GradBucket(c10d.GradBucket):
         names: Sequence[str],
         *,
         index: int = 0,
-        count: int = 1,
+        is_last: bool = True,
         step: int = 0,
         left_out: Sequence[str] = [],
     ) -> None: ...

@@ -1,8 +1,6 @@
 """The engine: it packs gradients into buckets, calls a communication hook and unpacks the result.
 
 It contains no algorithm; :mod:`commhooks` does.
-
-Imports: nothing of ``commhooks``.
 """
 
 from reducer.extension import ENGINE, unavailable

@@ -1,9 +1,9 @@
-"""Check what DistributedDataParallel wraps, and make its reducer."""
+"""Check what DistributedDataParallel wraps, make ranks equal, and make its reducer."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from reducer._C import Reducer
-from reducer.group_keys import NamedParameters
-from reducer.options import WrapperOptions
+from reducer.agreement import check_agreement
+from reducer.buffers import broadcast
+from reducer.options import GroupKeys, NamedParameters, WrapperOptions
 
 __all__: list[str] = []
+
+# Name, shape, strides and dtype of a parameter.
+Description = tuple[str, tuple[int, ...], tuple[int, ...], str]
 
 
 def choose_process_group(
@@ -116,6 +120,67 @@ def prepare_tensor_parallel(module: nn.Module, device_mesh: DeviceMesh) -> None:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
+
+
+def sync_initial_state(
+    named_parameters: NamedParameters,
+    buffers: Iterable[Tensor],
+    group: dist.ProcessGroup,
+    keys: GroupKeys,
+) -> None:
+    """Verify that ranks train the same parameters, then broadcast parameters and buffers.
+
+    The root is rank 0 of ``group``; for parameters that are averaged over a process group of their
+    own, it is the first rank of that group. Collective.
+    """
+    verify_parameters([(name, p) for name, p in named_parameters if p.requires_grad], group)
+    owners = [(p, keys.process_group(name, p)) for name, p in named_parameters]
+    broadcast(group, [*(p for p, own in owners if own is None), *buffers], 0)
+    for each in {id(own): own for own in keys.process_groups.values()}.values():
+        broadcast(each, [p for p, own in owners if own is each], 0)
+
+
+def verify_parameters(
+    named_parameters: Sequence[tuple[str, torch.Tensor]], process_group: dist.ProcessGroup
+) -> None:
+    """Raise RuntimeError on every rank unless all have equal names, shapes, strides and dtypes.
+
+    Collective over ``process_group``; see :func:`reducer.agreement.check_agreement`.
+    """
+    descriptions = [
+        (name, tuple(parameter.shape), parameter.stride(), str(parameter.dtype))
+        for name, parameter in named_parameters
+    ]
+    device = named_parameters[0][1].device
+    check_agreement(
+        descriptions, process_group, device, _explain, "the comparison of the ranks' parameters"
+    )
+
+
+def _explain(of_ranks: Sequence[Sequence[Description]]) -> RuntimeError:
+    """Describe the first difference between rank 0 and another rank."""
+    reference = of_ranks[0]
+    rank = next(rank for rank, theirs in enumerate(of_ranks) if theirs != reference)
+    theirs = of_ranks[rank]
+    for index, (a, b) in enumerate(zip(reference, theirs, strict=False)):
+        if a != b:
+            difference = f"parameter {index} is {_text(a)} on rank 0 but {_text(b)} on rank {rank}"
+            break
+    else:
+        extra = max(reference, theirs, key=len)[min(len(reference), len(theirs))]
+        difference = (
+            f"{len(reference)} require gradients on rank 0, {len(theirs)} on rank {rank}; the "
+            f'first that only one of them has is "{extra[0]}"'
+        )
+    return RuntimeError(
+        f"Ranks have different parameters: {difference}. Build the model in the same way on all "
+        "ranks (same configuration, same order)."
+    )
+
+
+def _text(description: Description) -> str:
+    name, shape, strides, dtype = description
+    return f'"{name}" (shape {list(shape)}, strides {list(strides)}, {dtype})'
 
 
 def make_reducer(

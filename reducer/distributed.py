@@ -16,29 +16,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from reducer.buffers import ModuleBuffers, broadcast
-from reducer.compilation import not_compiled, outside_graphs, split_graphs_at_buckets
 from reducer.construction import (
     check_module,
     choose_devices,
     choose_process_group,
     make_reducer,
     prepare_tensor_parallel,
+    sync_initial_state,
 )
 from reducer.extension import ENGINE
-from reducer.group_keys import GroupKeys
 from reducer.hook_registration import HookRegistration
-from reducer.init_sync import sync_initial_state
 from reducer.join import ShadowHook, StepPlan, UnevenInputs
-from reducer.logging_data import bucket_table, records_errors
-from reducer.mixed_precision import casts_of
-from reducer.nested_tensors import tensors_in
-from reducer.observers import GradientObserver, GradientObservers
-from reducer.optim import take_over_in_backward_optimizers
-from reducer.options import WrapperOptions, bucket_sizes, delayed_names
+from reducer.mixed_precision import CastModule
+from reducer.nested_tensors import tensors_in, through_sink
+from reducer.optim import (
+    GradientObserver,
+    GradientObservers,
+    take_over_in_backward_optimizers,
+)
+from reducer.options import GroupKeys, WrapperOptions, bucket_sizes, delayed_names
 from reducer.peers import collective
-from reducer.sink import through_sink
-from reducer.step_sampler import StepSampler
-from reducer.torch_names import TorchNames
+from reducer.torch_internals import (
+    StepSampler,
+    TorchNames,
+    not_compiled,
+    outside_graphs,
+    records_errors,
+    split_graphs_at_buckets,
+)
 from reducer.trained_parameters import TrainedParameters, named_parameters
 
 __all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
@@ -226,7 +231,7 @@ class DistributedDataParallel(TorchNames, Joinable):
     def _set_up(self) -> None:
         """Make the parts that belong to this process and are not pickled."""
         named = self._named_parameters()
-        self._casts = casts_of(self.module, self.mixed_precision, self.parameters_to_ignore)
+        self._casts = CastModule(self.module, self.mixed_precision, self.parameters_to_ignore)
         self.parameter_names = {p: name for name, p in named if p.requires_grad}
         self.reducer = make_reducer(self.module, named, self.process_group, self.options)
         self.hook_registration = HookRegistration(self.reducer, self._casts.wire_dtype)
@@ -451,7 +456,15 @@ class DistributedDataParallel(TorchNames, Joinable):
 
     def bucket_plan(self) -> str:
         """Return a readable table of the parameters in each bucket."""
-        return bucket_table(self.reducer)
+        lines = []
+        for bucket in self.reducer.bucket_stats():
+            kind = ", sparse" if bucket["is_sparse"] else ""
+            lines.append(
+                f"bucket {bucket['index']}: {bucket['gradient_bytes']:,} bytes over "
+                f"{bucket['ranks']} ranks{kind}, {len(bucket['names'])} parameters"
+            )
+            lines += [f"    {name}" for name in bucket["names"]]
+        return "\n".join(lines)
 
     @property
     def comm_hook_name(self) -> str:

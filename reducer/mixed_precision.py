@@ -18,7 +18,7 @@ forward again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,42 +55,19 @@ class MixedPrecision:
         return self.reduce_dtype or self.param_dtype
 
 
-def casts_of(module: nn.Module, mixed_precision: Any, ignored: set[str]) -> CastModule | NoCasts:
-    """Return what casts ``module``.
-
-    ``mixed_precision``: as :class:`MixedPrecision`, or None to run the module unchanged.
-    """
-    if mixed_precision is None:
-        return NoCasts()
-    return CastModule(module, MixedPrecision.of(mixed_precision), ignored)
-
-
-class NoCasts:
-    """Runs the module unchanged."""
-
-    wire_dtype: torch.dtype | None = None
-
-    def cast_inputs(self, inputs: Any) -> Any:
-        """Return the inputs."""
-        return inputs
-
-    def casting(self) -> AbstractContextManager[Callable[[Any], None]]:
-        """Return a context for a forward."""
-        return nullcontext(_keep_nothing)
-
-    def restore(self) -> None:
-        """Do nothing."""
-
-
 def _keep_nothing(_outputs: Any) -> None:
     pass
 
 
 class CastModule:
-    """Replaces parameters with casts during forward and backward. See Note [Mixed precision]."""
+    """Replaces parameters with casts during forward and backward. See Note [Mixed precision].
 
-    def __init__(self, module: nn.Module, dtypes: MixedPrecision, ignored: set[str]) -> None:
-        self._dtypes = dtypes
+    ``mixed_precision``: as :class:`MixedPrecision`, or None to run the module unchanged.
+    """
+
+    def __init__(self, module: nn.Module, mixed_precision: Any, ignored: set[str]) -> None:
+        dtypes = MixedPrecision.of(mixed_precision or MixedPrecision())
+        self._dtype = dtypes.param_dtype
         self.wire_dtype = dtypes.wire_dtype
         self._attributes = [
             (owner, name)
@@ -99,8 +76,9 @@ class CastModule:
             if f"{prefix}.{name}".lstrip(".") not in ignored and parameter.is_floating_point()
         ]
         self._originals: list[nn.Parameter] = []
-        # A checkpoint must not contain casts, even if no backward followed the last forward.
-        module.register_state_dict_pre_hook(self._restore_before_saving)  # type: ignore[no-untyped-call]
+        if self._dtype is not None:
+            # A checkpoint must not contain casts, even if no backward followed the last forward.
+            module.register_state_dict_pre_hook(self._restore_before_saving)  # type: ignore[no-untyped-call]
         if dtypes.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -108,7 +86,7 @@ class CastModule:
 
     def cast_inputs(self, inputs: Any) -> Any:
         """Cast all floating-point tensors in a nested structure to ``param_dtype``."""
-        dtype = self._dtypes.param_dtype
+        dtype = self._dtype
         if dtype is None:
             return inputs
         return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, inputs)
@@ -119,8 +97,11 @@ class CastModule:
 
         The casts of the outputs' graph then stay until backward has ended.
         """
+        if self._dtype is None:
+            yield _keep_nothing
+            return
         self.restore()
-        self._cast()
+        self._cast(self._dtype)
         keeps = False
 
         def keep(outputs: Any) -> None:
@@ -142,10 +123,7 @@ class CastModule:
             self._put(self._originals)
             self._originals = []
 
-    def _cast(self) -> None:
-        dtype = self._dtypes.param_dtype
-        if dtype is None:
-            return
+    def _cast(self, dtype: torch.dtype) -> None:
         self._originals = [owner._parameters[name] for owner, name in self._attributes]  # noqa: SLF001
         shared = {parameter: parameter.to(dtype) for parameter in self._originals}
         self._put([shared[parameter] for parameter in self._originals])

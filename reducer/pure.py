@@ -36,7 +36,7 @@ class GradBucket:
         names: Sequence[str],
         *,
         index: int = 0,
-        count: int = 1,
+        is_last: bool = True,
         step: int = 0,
         left_out: Sequence[str] = (),
     ) -> None:
@@ -52,8 +52,6 @@ class GradBucket:
                 "Expected a bucket buffer with one dimension and one element per gradient element, "
                 f"{expected} for these parameters, found shape {list(buffer.shape)}."
             )
-        if not index < count:
-            raise ValueError(f"Expected a bucket index below the count {count}, found {index}.")
         self.names = list(names)
         self.key = _digest(tuple(names))
         self.step = step
@@ -61,7 +59,7 @@ class GradBucket:
         self._buffer = buffer
         self._parameters = list(parameters)
         self._index = index
-        self._is_last = index == count - 1
+        self._is_last = is_last
 
     def index(self) -> int:
         """Return the index among the buckets of this step."""

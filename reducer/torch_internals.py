@@ -1,30 +1,448 @@
-"""Names by which torch's own code and some libraries read the parts of torch's wrapper."""
+"""What is only here because torch's wrapper has it: names, logging data, and torch.compile.
+
+The engine needs none of it. Torch's own code, some libraries and many scripts read these names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from reducer.buffers import BROADCAST_BYTES, ModuleBuffers, broadcast
+from reducer._C import Reducer
+from reducer.buffers import BROADCAST_BYTES, BufferHook, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
+from reducer.hook_registration import HookRegistration, TorchHook
+from reducer.nested_tensors import map_tensors
+from reducer.optim import GradientObservers, overlap_optimizer
+from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions
+from reducer.trained_parameters import TrainedParameters
 
 __all__: list[str] = []
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-class TorchInternals(nn.Module):
-    """Base class of TorchNames."""
+# ------------------------------------------------------------------------------ torch.compile
+
+
+def outside_graphs(function: Function, *, recursive: bool = False) -> Function:
+    """Exclude the function itself from compilation, but not the functions that it calls."""
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    return cast("Function", disable(function, recursive=recursive))
+
+
+def not_compiled(function: Function) -> Function:
+    """Exclude the function and all that it calls from compilation."""
+    return outside_graphs(function, recursive=True)
+
+
+@dataclass(frozen=True)
+class _Buckets:
+    """The part of torch's wrapper that the compiler reads."""
+
+    bucket_bytes_cap: int
+
+
+@contextmanager
+@outside_graphs
+def split_graphs_at_buckets(bucket_bytes: int) -> Iterator[None]:
+    """Let the compiler split graphs at the ends of buckets, as it does for torch's wrapper.
+
+    The compiler accepts no buckets that are smaller than torch's first one.
+    """
+    before = TorchDDP._active_ddp_module  # noqa: SLF001
+    buckets: Any = _Buckets(max(bucket_bytes, FIRST_BUCKET_BYTES))
+    TorchDDP._active_ddp_module = buckets  # noqa: SLF001
+    try:
+        yield
+    finally:
+        TorchDDP._active_ddp_module = before  # noqa: SLF001
+
+
+# ------------------------------------------------------------------------------- logging data
+
+_ENVIRONMENT = ("MASTER_PORT", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+_ENVIRONMENT_OF_BACKENDS = {
+    "gloo": ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
+}
+# torch reports the names of C++.
+_NAMES_IN_CPP = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+
+
+_SAMPLED_FIRST = 10
+
+
+def records_errors(method: Function) -> Function:
+    """Decorate a method of the wrapper: keep the text of an exception for the logging data."""
+
+    @functools.wraps(method)
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self.reducer.last_error = str(error)
+            raise
+
+    return cast("Function", recording)
+
+
+def logging_data(
+    module: nn.Module,
+    parameters: Collection[nn.Parameter],
+    reducer: Reducer,
+    registration: HookRegistration,
+    options: WrapperOptions,
+) -> dict[str, Any]:
+    """Return those of torch's keys that apply here; sizes are in bytes.
+
+    ``parameters``: those that are averaged.
+    """
+    data: dict[str, Any] = {
+        "module_name": type(module).__name__,
+        "world_size": reducer.process_group.size(),
+        "rank": reducer.process_group.rank(),
+        "bucket_cap_bytes": options.bucket_bytes_cap,
+        "find_unused_parameters": int(options.find_unused_parameters),
+        "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
+        "static_graph": int(options.static_graph),
+        "broadcast_buffers": int(options.forward_sync_buffers),
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())),
+        "device_ids": ", ".join(map(str, options.device_ids or [])),
+        "output_device": -1 if options.output_device is None else options.output_device,
+        "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+        "dtypes": ", ".join(sorted({_name_in_cpp(p.dtype) for p in parameters})),
+    }
+    if registration.name is not None:
+        data["comm_hook"] = registration.name
+    if reducer.last_error:
+        data |= {"has_error": 1, "error": reducer.last_error}
+    return data | _of_backend(reducer) | _of_buckets(reducer) | _of_use(list(parameters), reducer)
+
+
+def _name_in_cpp(dtype: torch.dtype) -> str:
+    return _NAMES_IN_CPP.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _of_backend(reducer: Reducer) -> dict[str, Any]:
+    """Return the keys about the process group and the environment."""
+    group = reducer.process_group
+    backend = dist.get_backend(group)
+    data: dict[str, Any] = {"backend_name": backend}
+    for name in (*_ENVIRONMENT, *_ENVIRONMENT_OF_BACKENDS.get(backend, ())):
+        data[name.replace("TORCH_NCCL", "NCCL").lower()] = os.environ.get(name, "N/A")
+    if backend == "gloo":
+        options = getattr(group._get_backend(torch.device("cpu")), "options", None)  # noqa: SLF001
+        data["gloo_num_threads"] = getattr(options, "_threads", "N/A")
+    return data
+
+
+def _of_buckets(reducer: Reducer) -> dict[str, Any]:
+    buckets = reducer.bucket_stats()
+    sizes = ", ".join(str(bucket["gradient_bytes"]) for bucket in buckets)
+    indices = ", ".join(" ".join(map(str, bucket["indices"])) for bucket in buckets)
+    prefix = "rebuilt" if reducer.has_rebuilt_buckets else "initial"
+    return {
+        "bucket_sizes": sizes,
+        "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
+        f"{prefix}_bucket_sizes": sizes,
+        f"{prefix}_per_bucket_param_indices": indices,
+        "num_buckets_reduced": reducer.skipped_buckets.count(False),
+    }
+
+
+def _of_use(parameters: list[nn.Parameter], reducer: Reducer) -> dict[str, Any]:
+    """Return the keys about the gradients of the last step, on this rank."""
+    use = reducer.last_use()
+    return {
+        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, use["order"])),
+        "unused_parameter_size": sum(parameters[index].nbytes for index in use["unused"]),
+        "can_set_static_graph": use["is_constant"],
+    }
+
+
+class StepSampler:
+    """Samples the times of the first ten steps, then those of every ``rate``-th step.
+
+    ``forward_start``, ``forward_seconds``: of the current step, by :func:`time.monotonic`; set by
+    the wrapper.
+    """
+
+    def __init__(self) -> None:
+        self.forward_start = 0.0
+        self.forward_seconds = 0.0
+        self._rate = 100
+        self._last_step = 0
+        self._samples = 0
+        self._sums: Counter[str] = Counter()
+        self._last: dict[str, int] = {"iteration": 0}
+
+    def sample(self, step: int, times: dict[str, float]) -> None:
+        """Take the times of a step, unless it is not to be sampled or was taken before.
+
+        ``times``: ``Reducer.last_times()`` after ``step`` steps.
+        """
+        start, end = times["backward_start"], times["backward_end"]
+        if step == self._last_step or not start:
+            return
+        self._last_step = step
+        if step > _SAMPLED_FIRST and step % self._rate:
+            return
+        sent, received = times["communication_start"], times["communication_end"]
+        durations = {
+            "forward_compute_time": self.forward_seconds,
+            "backward_compute_time": end - start,
+            "backward_comm_time": received - sent if sent else 0.0,
+            "backward_compute_comm_overlap_time": max(0.0, end - sent) if sent else 0.0,
+        }
+        points = {
+            "forward_compute_time_start": self.forward_start,
+            "backward_compute_time_start": start,
+            "backward_compute_time_end": end,
+        }
+        if sent:
+            points |= {"backward_comm_time_start": sent, "backward_comm_time_end": received}
+        nanoseconds = {name: int(seconds * 1e9) for name, seconds in durations.items()}
+        self._sums.update(nanoseconds)
+        self._samples += 1
+        epoch = time.time() - time.monotonic()
+        starts = {name: int((epoch + point) * 1e9) for name, point in points.items()}
+        self._last = nanoseconds | starts | {"iteration": step}
+
+    def set_rate(self, rate: int) -> None:
+        """Sample every ``rate``-th step. Raises ValueError if ``rate`` is less than 1."""
+        if rate < 1:
+            raise ValueError(
+                f"DDP runtime logging sample rate should be equal or greater than 1, found {rate}."
+            )
+        self._rate = rate
+
+    def data(self) -> dict[str, int]:
+        """Return the last sample, and averages over all samples, in nanoseconds as in torch.
+
+        Points in time are of :func:`time.time_ns`; ``iteration`` is the step of the last sample.
+        """
+        averages = {f"avg_{name}": total // self._samples for name, total in self._sums.items()}
+        return self._last | averages
+
+
+# -------------------------------------------------------------------------------------- names
+
+
+class TorchNames(nn.Module):
+    """Base class of DistributedDataParallel: torch's names, by means of the wrapper's own parts."""
 
     # Set by DistributedDataParallel.
     module: nn.Module
+    device: torch.device
     process_group: dist.ProcessGroup
-    module_buffers: ModuleBuffers
     parameter_names: dict[nn.Parameter, str]
+    module_buffers: ModuleBuffers
+    options: WrapperOptions
+    reducer: Reducer
+    hook_registration: HookRegistration
+    gradient_observers: GradientObservers
+    step_sampler: StepSampler
+    _trained: TrainedParameters
 
+    _clones_outputs = True
     broadcast_bucket_size = BROADCAST_BYTES
     _get_data_parallel_params = staticmethod(TorchDDP._get_data_parallel_params)  # noqa: SLF001
+
+    # --------------------------------------------------------------------------- attributes
+
+    dim = property(attrgetter("options.dim"))
+    device_ids = property(attrgetter("options.device_ids"))
+    output_device = property(attrgetter("options.output_device"))
+    mixed_precision = property(attrgetter("options.mixed_precision"))
+    bucket_bytes_cap = property(attrgetter("options.bucket_bytes_cap"))
+    bucket_bytes_cap_list = property(attrgetter("options.bucket_bytes_cap_list"))
+    find_unused_parameters = property(attrgetter("options.find_unused_parameters"))
+    skip_all_reduce_unused_params = property(attrgetter("options.skip_all_reduce_unused_params"))
+    gradient_as_bucket_view = property(attrgetter("options.gradient_as_bucket_view"))
+    static_graph = property(attrgetter("options.static_graph"))
+    batched_grad_copy = property(attrgetter("options.batched_grad_copy"))
+    lazy_bucket_allocation = property(attrgetter("options.lazy_bucket_allocation"))
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are broadcast before each forward; may be set."""
+        return self.options.forward_sync_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.options = replace(self.options, forward_sync_buffers=value)
+
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronized."""
+        return list(self.module_buffers.by_name.values())
+
+    @property
+    def logger(self) -> TorchNames:
+        """The wrapper itself; torch keeps its logging data in another object."""
+        return self
+
+    # ------------------------------------------------------------------------------- inputs
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
+        """Distribute inputs over devices; not called by the wrapper."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """Collect outputs from devices; not called by the wrapper."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int | torch.device) -> Any:
+        """Move inputs and keyword arguments to a device; return tuples of one element each."""
+        device = (
+            torch.device(self.device.type, device_id) if isinstance(device_id, int) else device_id
+        )
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return (map_tensors(move, inputs),), (map_tensors(move, kwargs),)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Set whether outputs that pass through a sink are cloned. See Note [Sink]."""
+        self._clones_outputs = val
+
+    # -------------------------------------------------------------------------------- hooks
+
+    @records_errors
+    def register_comm_hook(self, state: object, hook: TorchHook) -> None:
+        """Register a torch-style hook, ``hook(state, bucket)``, once.
+
+        The hook returns a future of one tensor shaped like ``bucket.buffer()``: the average. Names
+        of arguments do not matter, and any callable is accepted. `commhooks.register` offers more.
+        """
+        self.hook_registration.register(state, hook)
+
+    _register_comm_hook = register_comm_hook
+
+    @records_errors
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Register one of torch's built-in hooks: ALLREDUCE or FP16_COMPRESS."""
+        self.hook_registration.register_builtin(comm_hook_type)
+
+    @records_errors
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[..., Any],
+        comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, buffers by name)`` synchronize buffers, before or after forward.
+
+        It may return a list of futures, which are waited for at the end of backward.
+        """
+        if not callable(hook):
+            raise TypeError(f"Buffer hook must be callable, found {hook!r}.")
+        self.module_buffers.hook = BufferHook(hook, state, comm_hook_location)
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Sequence[nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Call :func:`reducer.overlap_optimizer` such that gradients are not cleared."""
+        overlap_optimizer(self, optim, optim_params, *args, clear_gradients=False, **kwargs)
+
+    # -------------------------------------------------------------------------- observation
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        data = logging_data(
+            self.module, self.parameter_names, self.reducer, self.hook_registration, self.options
+        )
+        return data | self.step_sampler.data()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.step_sampler.set_rate(sample_rate)
+
+    # --------------------------------------------------------------------------- life cycle
+
+    @records_errors
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        self.reducer.set_static_graph()
+        self.options = replace(self.options, static_graph=True)
+        if self.find_unused_parameters:
+            warnings.warn(
+                "You passed find_unused_parameters=true to DistributedDataParallel, "
+                "`_set_static_graph` will detect unused parameters automatically, so you do not "
+                "need to set it, as long as the same parameters are unused in every iteration.",
+                stacklevel=2,
+            )
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from the next step on, without a communication hook.
+
+        Buckets are rebuilt after the next step. A hook has to be registered again.
+        """
+        if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
+            return
+        self.process_group = new_process_group
+        self.hook_registration.move(new_process_group)
+
+    def _check_manual_backward_finalization_supported(self) -> None:
+        """Do nothing; torch raises RuntimeError for configurations that the wrapper supports."""
+
+    @records_errors
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finalized()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_autograd_hooks()
+        self._trained.stop()
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        ignore: Any = TorchDDP._set_params_and_buffers_to_ignore_for_model  # noqa: SLF001
+        ignore(module, params_and_buffers_to_ignore)
+
+    # ------------------------------------------------------------------------- construction
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Return the parameters that are averaged, and whether each has a sparse gradient."""

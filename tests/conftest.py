@@ -32,12 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
     from support.forking import can_fork, fork_worker
 
-    import commhooks.cluster.process
+    import commhooks.cluster.ranks
 
     # Most tensors are tiny here, and threads that wait for such work take CPU time from the ranks.
     torch.set_num_threads(1)
     if can_fork():
-        commhooks.cluster.process.start_worker = fork_worker
+        commhooks.cluster.ranks.start_worker = fork_worker
 
 
 @pytest.fixture(scope="module")

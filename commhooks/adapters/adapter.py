@@ -175,4 +175,4 @@ class Adapter(ABC):
         self._listen()
 
     def _listen(self) -> None:
-        self._collector.listener = None if self.recording is None else self.recording.add_run
+        self._collector.listener = None if self.recording is None else self.recording.runs.append

@@ -11,7 +11,7 @@ from commhooks.adapters.adapter import Adapter, TorchHook
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.recording import HookRun, Recording, Span, Stage
+from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.stats import HookStats, bucket_stats
 from reducer import DistributedDataParallel
@@ -123,7 +123,7 @@ class DDPAdapter(Adapter):
         self._registration.averages_gradients = True
         self._registration.on_overwrite = None
 
-    def _runs_in_cpp(self, recording: Recording) -> Iterator[HookRun]:
+    def _runs_in_cpp(self, recording: Recording) -> Iterator[Run]:
         """Yield the runs of native hooks, which are one collective from beginning to end."""
         rows = {row["key"]: row for row in self._reducer.bucket_stats()}
         for span in recording.spans:
@@ -133,7 +133,7 @@ class DDPAdapter(Adapter):
             sent = self._wire_bytes(row)
             operation = "all_gather" if row["is_sparse"] else "all_reduce"
             stage = Stage(operation, (), span.start_ns, span.start_ns, span.end_ns, int(sent or 0))
-            yield HookRun(span.key, sent, span.start_ns, span.end_ns, (stage,))
+            yield Run(span.key, row["index"], sent, span.start_ns, span.end_ns, (stage,))
 
     def _wire_bytes(self, row: dict[str, Any]) -> float | None:
         packed = row["packed_bytes"] // max(row["steps"], 1)

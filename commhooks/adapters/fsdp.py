@@ -275,7 +275,7 @@ class FSDPAdapter(Adapter):
             list(map(real_view, shards.values())),
             list(shards),
             index=self._buckets,
-            count=self._buckets + 2,  # none is the last
+            is_last=False,
             step=self._step,
         )
         return BucketPart(whole, [i for i, name in enumerate(shards) if name in names])
@@ -305,7 +305,8 @@ class FSDPAdapter(Adapter):
             dist.all_reduce(bucket.buffer(), operation, group=self.group)
         part.store(bucket.buffer(), part.whole.buffer())
         sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
-        self._collector.record(Run(bucket, sent, start_ns, time.monotonic_ns()))
+        times = start_ns, time.monotonic_ns()
+        self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
         self._record_span(bucket, AllReduce.name, start_ns)
 
     def _record_span(self, bucket: GradBucket, hook: str, start_ns: int) -> None:

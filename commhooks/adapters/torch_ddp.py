@@ -5,7 +5,6 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -83,7 +82,7 @@ class TorchAdapter(Adapter):
         self._told_last = False  # the hook has got one that is marked as the last
         self._function: TorchHook = self._average
         self._error: BaseException | None = None
-        self._runs: list[Run] = []  # of the function, in this step
+        self._runs: list[tuple[Run, GradBucket]] = []  # of the function, in this step
         self._gradient_hooks: list[RemovableHandle] = []
 
     @abstractmethod
@@ -140,8 +139,7 @@ class TorchAdapter(Adapter):
         # Weakly: Gloo's thread that completes the future drops the callback some time later. If it
         # dropped the last reference to a process group, the destructor would wait for that thread.
         adapter = weakref.ref(self)
-        run = Run(own, sent, start_ns, 0)
-        return future.then(lambda future: _settle(adapter, future, gradients, run))
+        return future.then(lambda future: _settle(adapter, future, gradients, own, sent, start_ns))
 
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._runner is not None:
@@ -154,16 +152,25 @@ class TorchAdapter(Adapter):
             )
         return future
 
-    def settle(self, future: Future[Tensor], gradients: Tensor, run: Run) -> Tensor:
-        """Return the average, or keep its error. Called on a thread of backend or runner."""
-        run = replace(run, end_ns=time.monotonic_ns())
-        if run.wire_bytes is not None:
-            times = run.start_ns, run.start_ns, run.end_ns
-            run = replace(run, stages=[Stage("all_gather", (), *times, int(run.wire_bytes))])
-        if self._runner is None or run.wire_bytes is not None:
-            self._runs.append(run)
+    def settle(
+        self,
+        future: Future[Tensor],
+        gradients: Tensor,
+        own: GradBucket,
+        sent: int | None,
+        start_ns: int,
+    ) -> Tensor:
+        """Return the average, or keep its error. Called on a thread of backend or runner.
+
+        ``sent``: the bytes of rows.
+        """
+        times = start_ns, time.monotonic_ns()
+        stages = () if sent is None else (Stage("all_gather", (), start_ns, *times, sent),)
+        run = Run(own.key, own.index(), sent, *times, stages)
+        if self._runner is None or sent is not None:
+            self._runs.append((run, own))
         if self.recording is not None:
-            self.recording.spans.append(self._span(run))
+            self.recording.spans.append(self._span(run, own))
         try:
             return future.value()
         except BaseException as error:
@@ -185,8 +192,8 @@ class TorchAdapter(Adapter):
         runs, self._runs = self._runs, []
         if error is not None:
             raise peer_error(self.group, f"the average at step {self.steps}", error)
-        for run in runs:
-            self._collector.record(run)
+        for run, bucket in runs:
+            self._collector.record(run, bucket)
         if self.recording is not None:
             self.recording.spans.append(self._backward(self.recording))
         self.steps += 1
@@ -203,13 +210,12 @@ class TorchAdapter(Adapter):
             now = time.monotonic_ns()
             self.recording.spans.append(Span("gradient", index, now, now))
 
-    def _span(self, hook: Run) -> Span:
-        bucket = hook.bucket
+    def _span(self, run: Run, bucket: GradBucket) -> Span:
         name = self._runner.name if self._runner else getattr(self._function, "__qualname__", "")
-        if hook.wire_bytes is not None:  # of rows
+        if run.wire_bytes is not None:  # of rows
             name = AllReduce.name
         names = tuple(bucket.names)
-        return Span("hook", bucket.index(), hook.start_ns, hook.end_ns, bucket.key, names, name)
+        return Span("hook", run.index, run.start_ns, run.end_ns, run.key, names, name)
 
     def _backward(self, recording: Recording) -> Span:
         """Return the span from the first gradient of this backward to its end."""
@@ -230,13 +236,12 @@ class TorchAdapter(Adapter):
         gradients, names = bucket.buffer(), self._names_in(bucket)
         if gradients.is_sparse:  # hooks do not get them
             gradients = torch.empty(gradients.numel(), dtype=gradients.dtype, device="meta")
-        index = self._index(bucket, names)
         return GradBucket(
             gradients,
             [real_view(parameter) for parameter in bucket.parameters()],
             names,
-            index=index,
-            count=index + 1 if bucket.is_last() else index + 2,  # torch does not tell the number
+            index=self._index(bucket, names),
+            is_last=bucket.is_last(),
             step=self.steps,
         )
 
@@ -309,10 +314,10 @@ def _run(adapter: TorchAdapter, bucket: dist.GradBucket) -> Future[Tensor]:  # t
 
 
 def _settle(
-    adapter: weakref.ref[TorchAdapter], future: Future[Tensor], gradients: Tensor, run: Run
+    adapter: weakref.ref[TorchAdapter], future: Future[Tensor], gradients: Tensor, *launched: Any
 ) -> Tensor:
     alive = adapter()
-    return gradients if alive is None else alive.settle(future, gradients, run)
+    return gradients if alive is None else alive.settle(future, gradients, *launched)
 
 
 def _queue_callback(callback: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from commhooks.adapters.adapter import Adapter
 from commhooks.errors import CommHookError
-from commhooks.runtime.recording import HookRun, Recording, Span, Stage
+from commhooks.runtime.recording import Recording, Run, Span, Stage
 
 __all__ = ["merge_traces", "trace"]
 
@@ -142,7 +142,7 @@ def _events(span: Span, recording: Recording, rank: int) -> Iterator[Event]:
         yield _slice(f"{span.activity} bucket {span.index}", span, rank, _BACKWARD, args)
 
 
-def _hook_events(span: Span, run: HookRun | None, rank: int) -> Iterator[Event]:
+def _hook_events(span: Span, run: Run | None, rank: int) -> Iterator[Event]:
     track = span.index + 1
     args = {
         "bucket": span.index,
@@ -154,7 +154,7 @@ def _hook_events(span: Span, run: HookRun | None, rank: int) -> Iterator[Event]:
         yield from _stage_events(track, number, stage, rank)
 
 
-def _exchange_events(run: HookRun, rank: int) -> Iterator[Event]:
+def _exchange_events(run: Run, rank: int) -> Iterator[Event]:
     track = _EXCHANGES + run.index
     span = Span("exchange", run.index, run.start_ns, run.end_ns)
     args = {"bucket": run.index, "wire_bytes": run.wire_bytes}

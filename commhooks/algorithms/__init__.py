@@ -1,7 +1,4 @@
-"""The hooks of this package, one algorithm per file; importing it registers their names.
-
-Imports: errors, hook, precision, reducer.
-"""
+"""The hooks of this package, one algorithm per file; importing it registers their names."""
 
 from commhooks.algorithms.adaptive.auto import Auto
 from commhooks.algorithms.adaptive.guard import Guard

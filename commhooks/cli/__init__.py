@@ -1,8 +1,4 @@
-"""The command line, ``commhooks``; needs the extra ``commhooks[cli]``.
-
-Imports: algorithms.adaptive, errors, extensions, hook, lab, lab.comparison, lab.models,
-lab.planning, lab.simulation, planning.
-"""
+"""The command line, ``commhooks``; needs the extra ``commhooks[cli]``."""
 
 import signal
 import sys

@@ -9,7 +9,7 @@ from rich.text import Text
 from commhooks.cli.parameters import import_option
 from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
-from commhooks.lab.simulation.typical_steps import usual_ratio
+from commhooks.lab.simulation.dry_run import usual_ratio
 
 __all__ = ["describe", "list_hooks"]
 

@@ -1,8 +1,8 @@
-"""A rank process: ``python -m commhooks.cluster.worker CONNECTION STACKS``.
+"""A rank process: it answers the calls that its parent sends.
 
-Both arguments are file descriptors: a connection on which calls arrive, and a file to which the
-stacks of all threads are written on SIGUSR1 and in a crash. The process ends when its standard
-input is closed, that is when its parent ends.
+It is started with two file descriptors: a connection on which calls arrive, and a file to which the
+stacks of all threads are written on SIGUSR1 and in a crash. It ends when its standard input is
+closed, that is when its parent ends.
 """
 
 import faulthandler
@@ -15,11 +15,83 @@ import pickle
 import signal
 import sys
 import threading
+import traceback
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from commhooks.cluster.call import READY, Call, CallResult
+from commhooks.errors import CommHookError
+
+__all__ = ["READY", "Call", "CallResult", "RankError", "serve"]
+
+READY = b"ready"
+
+
+class RankError(CommHookError):
+    """A rank died, or raised an exception that cannot be raised here."""
+
+
+@dataclass
+class Call:
+    """One function call on one rank; ``timeout`` is in seconds."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    timeout: float
+    after: Callable[[], None] | None = None
+    """Called after the result has been sent, because it may hang if something went wrong."""
+    # Rank processes have neither the parent's path nor its warning filters.
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
+
+    def pickled(self) -> bytes:
+        """Return the message.
+
+        The path is pickled separately, because unpickling the rest imports the caller's module.
+        """
+        return pickle.dumps((self.path, pickle.dumps(self)))
+
+
+@dataclass
+class CallResult:
+    """The answer to a call: ``value``, or the ``error`` that it raised, with its traceback as text.
+
+    An exception that cannot be pickled, or would end the parent, is replaced by a RankError.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+
+    @classmethod
+    def of_failure(cls, error: BaseException) -> "CallResult":
+        """Return a result that holds as much of the exception as can be sent."""
+        text = "".join(traceback.format_exception(error))
+        sendable = not isinstance(error, SystemExit | KeyboardInterrupt)
+        try:
+            pickle.loads(pickle.dumps(error))  # some exceptions can be pickled but not unpickled
+        except Exception:
+            sendable = False
+        return cls(
+            error=error if sendable else RankError(f"{type(error).__name__}: {error}"),
+            traceback=text,
+        )
+
+    def exception(self, rank: int, world_size: int) -> BaseException:
+        """Return the error, with the rank and its traceback as a note."""
+        assert self.error is not None
+        self.error.add_note(f"raised on rank {rank} of {world_size}:\n{self.traceback}")
+        return self.error
+
+    def pickled(self) -> bytes:
+        """Return the message: this result, or the reason why it cannot be pickled."""
+        try:
+            return pickle.dumps(self)
+        except Exception as error:
+            return pickle.dumps(CallResult.of_failure(error))
 
 
 def serve(connection: int, stacks: int) -> None:
@@ -94,7 +166,3 @@ def _run(call: Call) -> CallResult:
 def _end_with_parent() -> None:
     os.read(0, 1)  # returns when the other end is closed: nothing is ever written
     os._exit(1)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]))

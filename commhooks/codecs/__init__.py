@@ -1,4 +1,1 @@
-"""Codecs, which turn numbers into few bits and back, and the check that numbers are finite.
-
-Imports: _C, hook, kernels.
-"""
+"""Codecs, which turn numbers into few bits and back, and the check that numbers are finite."""

@@ -1,4 +1,1 @@
-"""What a hook sends through: the communicator, its process groups, and who sends to whom.
-
-Imports: _C, errors, precision, reducer.
-"""
+"""What a hook sends through: the communicator, its process groups, and who sends to whom."""

@@ -2,6 +2,4 @@
 
 A step trace says what one rank does in a step. :func:`commhooks.costs.timeline.replay` computes how
 long that takes on a :class:`commhooks.costs.network.Network`.
-
-Imports: comm, errors.
 """

@@ -1,4 +1,4 @@
-"""The network between ranks, and the interface of a backend, which says what collectives cost.
+"""The network between ranks.
 
 There are two levels. Each node has one link to the network, shared by its ``ranks_per_node`` ranks;
 and each rank has a link inside its node. All links carry their full rate in both directions at the
@@ -6,12 +6,10 @@ same time, and nothing between them is a bottleneck.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from commhooks.costs.step_trace import Collective
 from commhooks.errors import CommHookOptionError
 
-__all__ = ["Backend", "Cost", "Link", "Network"]
+__all__ = ["Link", "Network"]
 
 ETHERNET_SHARE = 1448 / 1514
 """The share of payload in a full Ethernet frame: IPv4, TCP with time stamps, 1500 bytes."""
@@ -66,41 +64,3 @@ class Network:
     @property
     def nodes(self) -> int:
         return self.size // self.ranks_per_node
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a collective costs a rank: first the latency, then the other parts at the same time."""
-
-    latency_seconds: float
-    link_bytes: float
-    """Bytes that cross the link of the rank's node, those of parallel groups included."""
-    node_bytes: float
-    """Bytes that cross the rank's link inside the node."""
-    cpu_seconds: float = 0.0
-
-
-class Backend(Protocol):
-    """A library of collectives, such as Gloo or NCCL."""
-
-    @property
-    def name(self) -> str:
-        """The name that ``CommHook.backends`` uses."""
-        ...
-
-    @property
-    def concurrent(self) -> int:
-        """How many collectives one process group executes at the same time."""
-        ...
-
-    @property
-    def has_stage_groups(self) -> bool:
-        """Whether hooks get a process group per stage, and end a step with a vote.
-
-        See commhooks/runtime/scheduler.py.
-        """
-        ...
-
-    def cost(self, collective: Collective, network: Network) -> Cost:
-        """Return the cost of one collective. Raises ValueError for an unknown operation."""
-        ...

@@ -1,15 +1,94 @@
-"""Predicts a step on a network that is not available, from dry runs of a hook."""
+"""Predict a step on a network that is not available, from dry runs of a hook in a few world sizes.
+
+Note [Extrapolation to larger worlds]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The bytes of a tensor that a hook sends do not depend on the number of ranks N, or they shrink as
+1/N when a rank sends the part that it has averaged, or they grow with N when there is something for
+each rank. Local work grows with N when something is done for each peer.
+"""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from commhooks.costs.dry_runs import DryRuns
-from commhooks.costs.network import Backend, Network
-from commhooks.costs.step_trace import StepTrace
+import numpy as np
+
+from commhooks.costs.backends import Backend
+from commhooks.costs.network import Network
+from commhooks.costs.step_trace import BucketTrace, StepTrace, merged
 from commhooks.costs.timeline import replay
+from commhooks.errors import CommHookError
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["DryRuns", "Prediction", "bytes_at", "dry_run_sizes", "predict", "seconds_at"]
+
+_TERMS: tuple[Callable[[float], float], ...] = (lambda _: 1.0, lambda n: 1 / n, lambda n: n)
+_FORMS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))  # simplest first
+_TOLERANCE = 0.01  # rounding up to whole blocks changes bytes by less
+_LARGEST = 32
+"""Ranks of the largest dry run: what an all-gather receives has to fit in memory."""
+
+
+def dry_run_sizes(world_sizes: Sequence[int], ranks_per_node: int) -> list[int]:
+    """Return those of ``world_sizes`` that are small enough, and three to extrapolate from."""
+    largest = max(8, _LARGEST // ranks_per_node) * ranks_per_node
+    exact = {size for size in world_sizes if size <= largest}
+    return sorted(exact | {2 * ranks_per_node, 4 * ranks_per_node, largest})
+
+
+@dataclass(frozen=True)
+class DryRuns:
+    """Step traces of one hook by world size.
+
+    Each size has one trace for every kind of step, with the share of steps that are of this kind.
+    """
+
+    by_size: Mapping[int, Sequence[tuple[float, StepTrace]]]
+    ranks_per_node: int
+    _extrapolated: dict[int, list[tuple[float, StepTrace]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def at(self, size: int) -> list[tuple[float, StepTrace]]:
+        """Return the shares and traces for ``size`` ranks, a multiple of ``ranks_per_node``.
+
+        Raises CommHookError if the collectives of the hook depend on the world size.
+        """
+        if size in self.by_size:
+            return list(self.by_size[size])
+        if size not in self._extrapolated:  # kept, because every rate of the links needs it
+            self._extrapolated[size] = self._extrapolate(size)
+        return self._extrapolated[size]
+
+    def _extrapolate(self, size: int) -> list[tuple[float, StepTrace]]:
+        """See Note [Extrapolation to larger worlds]."""
+        sizes = [known for known in self.by_size if known >= 2 * self.ranks_per_node]
+        found = []
+        for kind in zip(*(self.by_size[known] for known in sizes), strict=True):
+            share, trace = kind[0]
+            buckets = zip(*(each.buckets for _, each in kind), strict=True)
+            extrapolated = tuple(_bucket(size, sizes, known) for known in buckets)
+            found.append((share, replace(trace, buckets=extrapolated)))
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the dry runs in JSON's types."""
+        return {
+            "ranks_per_node": self.ranks_per_node,
+            "by_size": {
+                str(size): [[share, trace.to_json()] for share, trace in kinds]
+                for size, kinds in self.by_size.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "DryRuns":
+        """Read what :meth:`to_json` returned."""
+        by_size = {
+            int(size): [(share, StepTrace.from_json(trace)) for share, trace in kinds]
+            for size, kinds in data["by_size"].items()
+        }
+        return cls(by_size, data["ranks_per_node"])
 
 
 @dataclass(frozen=True)
@@ -85,3 +164,46 @@ def _steps(trace: StepTrace) -> int:
     """Return how many steps later the first of these exchanges is awaited."""
     steps = [exchange.steps for bucket in trace.buckets for exchange in bucket.exchanges]
     return min(steps, default=0)
+
+
+def _bucket(size: int, sizes: Sequence[int], known: Sequence[BucketTrace]) -> BucketTrace:
+    if len({trace.structure for trace in known}) > 1:
+        found = {n: trace.structure for n, trace in zip(sizes, known, strict=True)}
+        raise CommHookError(
+            f"cannot predict the hook among {size} ranks: its collectives depend on the world "
+            f"size, {found}; simulate at most {_LARGEST} ranks"
+        )
+    return merged(
+        known,
+        lambda seconds: seconds_at(size, sizes, seconds),
+        lambda nbytes: bytes_at(size, sizes, nbytes),
+    )
+
+
+def bytes_at(size: int, sizes: Sequence[int], values: Sequence[float]) -> float:
+    """Extrapolate bytes to ``size`` ranks, rounded to a whole number.
+
+    Fits the simplest sum of the terms 1, 1/N and N that reproduces all ``values`` within 1 %. A
+    form with more terms would also fit the rounding, and multiply that by N.
+    """
+    if max(values) == 0:
+        return 0.0
+    known = np.array(values, dtype=float)
+    for form in _FORMS:
+        columns = np.array([[_TERMS[term](n) for term in form] for n in sizes])
+        factors = np.linalg.lstsq(columns, known, rcond=None)[0]
+        if np.abs(columns @ factors - known).max() <= _TOLERANCE * known.max():
+            break
+    terms = np.array([_TERMS[term](size) for term in form])
+    return max(0.0, round(float(terms @ factors)))
+
+
+def seconds_at(size: int, sizes: Sequence[int], values: Sequence[float]) -> float:
+    """Extrapolate seconds along the line through the smallest and the largest of ``sizes``.
+
+    The line does not fall. Measured times scatter, and a line fitted to all of them would take its
+    slope from the small sizes.
+    """
+    (first, low), *_, (last, high) = sorted(zip(sizes, values, strict=True))
+    slope = max(0.0, (high - low) / (last - first))
+    return low + slope * (size - first)

@@ -9,13 +9,13 @@ Seconds are those of a rank that has its cores to itself. Bytes are those of the
 rank passes to a collective. Both may be fractions, because they may be means or extrapolations.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from commhooks.comm import wire
 
-__all__ = ["BucketTrace", "Collective", "ExchangeTrace", "Members", "StepTrace"]
+__all__ = ["BucketTrace", "Collective", "ExchangeTrace", "Members", "StepTrace", "merged"]
 
 _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_reduce": wire.all_reduce_bytes,
@@ -153,14 +153,9 @@ class StepTrace:
         """Return the trace of a machine that computes ``factor`` times as fast."""
         buckets = tuple(
             replace(
-                bucket,
+                merged([bucket], lambda seconds: seconds[0] / factor),
                 backward_seconds=bucket.backward_seconds / factor,
                 unpack_seconds=bucket.unpack_seconds / factor,
-                local_seconds=_divided(bucket.local_seconds, factor),
-                exchanges=tuple(
-                    replace(exchange, local_seconds=_divided(exchange.local_seconds, factor))
-                    for exchange in bucket.exchanges
-                ),
             )
             for bucket in self.buckets
         )
@@ -177,8 +172,33 @@ class StepTrace:
         return cls(buckets, data["forward_seconds"], data["is_native"])
 
 
-def _divided(numbers: tuple[float, ...], factor: float) -> tuple[float, ...]:
-    return tuple(number / factor for number in numbers)
+_Part = TypeVar("_Part", BucketTrace, ExchangeTrace)
+
+
+def merged(
+    traces: Sequence[BucketTrace],
+    seconds: Callable[[Sequence[float]], float],
+    nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
+) -> BucketTrace:
+    """Merge traces of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
+
+    Both get the numbers of all traces. Everything else is that of the first trace.
+    """
+
+    def merge(parts: Sequence[_Part]) -> _Part:
+        local = zip(*(part.local_seconds for part in parts), strict=True)
+        collectives = zip(*(part.collectives for part in parts), strict=True)
+        return replace(
+            parts[0],
+            local_seconds=tuple(map(seconds, local)),
+            collectives=tuple(
+                replace(each[0], tensor_bytes=nbytes([c.tensor_bytes for c in each]))
+                for each in collectives
+            ),
+        )
+
+    exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
+    return replace(merge(traces), exchanges=tuple(map(merge, exchanges)))
 
 
 def _bucket(data: dict[str, Any]) -> BucketTrace:

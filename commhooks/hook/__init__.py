@@ -1,4 +1,1 @@
-"""What a hook is: the base class, its options, the registry of names, and hooks inside hooks.
-
-Imports: comm, errors, reducer.
-"""
+"""What a hook is: the base class, its options, the registry of names, and hooks inside hooks."""

@@ -27,7 +27,7 @@ def bucket_with(
         bucket.parameters() if parameters is None else list(parameters),
         bucket.names,
         index=bucket.index(),
-        count=_count(bucket.index(), is_last=bucket.is_last()),
+        is_last=bucket.is_last(),
         step=bucket.step if step is None else step,
         left_out=bucket.left_out,
     )
@@ -43,7 +43,7 @@ def bucket_without(bucket: GradBucket, withheld: Sequence[str], index: int) -> G
         bucket.parameters(),
         bucket.names,
         index=index,
-        count=_count(index, is_last=bucket.is_last()),
+        is_last=bucket.is_last(),
         step=bucket.step,
         left_out=[*bucket.left_out, *withheld],
     )
@@ -71,7 +71,7 @@ class BucketPart:
             [parameters[member] for member in self.members],
             self.names,
             index=index,
-            count=_count(index, is_last=is_last),
+            is_last=is_last,
             step=self.whole.step,
             left_out=self.whole.left_out,
         )
@@ -114,11 +114,3 @@ class Progress:
         self.buckets += 1
         self.missing.difference_update(names, left_out)
         return index, not self.missing
-
-
-def _count(index: int, *, is_last: bool) -> int:
-    """Return a number of buckets that makes ``index`` the last one or not.
-
-    A bucket does not know how many there are, only whether it is the last.
-    """
-    return index + 1 if is_last else index + 2

@@ -1,8 +1,6 @@
 """Kernels for GPUs: CUDA sources, and the code that compiles and launches them.
 
 Each ``name.cu`` has a ``name.py`` beside it, in which ``SOURCE`` lists the kernels that are used.
-
-Imports: _C, errors, precision.
 """
 
 from commhooks.kernels.launcher import BACKENDS, Backend, backend_of, launch, require

@@ -1,4 +1,1 @@
-"""Tools to choose a hook: comparison, simulation, models to measure with, and the doctor.
-
-Imports: cluster, costs, errors, extensions, hook, reducer.
-"""
+"""Tools to choose a hook: comparison, simulation, models to measure with, and the doctor."""

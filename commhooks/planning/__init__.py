@@ -6,8 +6,6 @@
 
 ``commhooks plan`` makes problems from dry runs, the hook ``auto`` from the run. The design is in
 docs/design/2026-11-22-auto.md.
-
-Imports: costs, errors.
 """
 
 from commhooks.planning.plan import Plan

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from commhooks.costs.network import Backend, Network
+from commhooks.costs.backends import Backend
+from commhooks.costs.network import Network
 from commhooks.costs.step_trace import Collective
 from commhooks.errors import CommHookOptionError
 

@@ -4,8 +4,6 @@
 compiled. It has the same names, except for the products of low-rank compression, which go through
 torch; the types are in ``_C.pyi``. The formulas are those of kernels/codecs/*.h, under the same
 names.
-
-Imports: nothing.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,1 @@
-"""Runs hooks while backward goes on, and records what they cost.
-
-Imports: _C, comm, errors, hook, reducer.
-"""
+"""Runs hooks while backward goes on, and records what they cost."""

@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -127,7 +126,7 @@ class HookExecution:
 
     def record(self, collector: StatsCollector) -> None:
         """Tell ``collector`` what this execution, which has finished, has cost."""
-        collector.record(self._as_run())
+        collector.record(self._as_run(), self.bucket)
 
     def end_collective(self) -> Exception | None:
         """Drop the collective that has completed, and return its error, if any.
@@ -173,9 +172,10 @@ class HookExecution:
         """Return an error with ``text`` and the place where it happened."""
         return kind(self._locate(text))
 
-    def _as_run(self) -> Run:
-        end_ns = time.monotonic_ns()
-        return Run(self.bucket, self.comm.wire_bytes, self._start_ns, end_ns, self._stages)
+    def _as_run(self, *, is_exchange: bool = False) -> Run:
+        key, index = self.bucket.key, self.bucket.index()
+        times = self._start_ns, time.monotonic_ns()
+        return Run(key, index, self.comm.wire_bytes, *times, self._stages, is_exchange)
 
     def _locate(self, text: str) -> str:
         names = self.bucket.names
@@ -260,7 +260,7 @@ class ExchangeExecution(HookExecution):
 
     def record(self, collector: StatsCollector) -> None:
         """Add its bytes to those of the bucket on which it began."""
-        collector.record_exchange(replace(self._as_run(), is_exchange=True))
+        collector.record(self._as_run(is_exchange=True), self.bucket)
 
     def _locate(self, text: str) -> str:
         issued = sum(self.issued.values())
@@ -290,9 +290,7 @@ class EndOfStep(HookExecution):
         step: int,
     ) -> None:
         nothing = torch.empty(0, device=device)
-        super().__init__(
-            hook, GradBucket(nothing, [], [], index=index, count=index + 1, step=step), group
-        )
+        super().__init__(hook, GradBucket(nothing, [], [], index=index, step=step), group)
 
     def record(self, collector: StatsCollector) -> None:
         """Do nothing: the statistics are those of buckets."""

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from reducer import GradBucket
-
-__all__ = ["HookRun", "Recording", "Run", "Span", "Stage"]
+__all__ = ["Recording", "Run", "Span", "Stage"]
 
 
 @dataclass(slots=True)
@@ -28,10 +26,12 @@ class Stage:
 class Run:
     """A finished run of a hook on one bucket, or of an exchange that began on it.
 
-    ``wire_bytes`` is None if it is not known.
+    ``key`` and ``index`` are those of the bucket, which itself would hold memory. ``wire_bytes`` is
+    None if it is not known.
     """
 
-    bucket: GradBucket
+    key: str
+    index: int
     wire_bytes: float | None
     start_ns: int
     end_ns: int
@@ -57,35 +57,15 @@ class Span:
     hook: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HookRun:
-    """A :class:`Run` without its bucket, which holds memory."""
-
-    key: str
-    wire_bytes: float | None
-    start_ns: int
-    end_ns: int
-    stages: Sequence[Stage]
-    is_exchange: bool = False
-    index: int = 0
-    """Of the bucket."""
-
-
 @dataclass
 class Recording:
     """Some steps of one model on one rank. ``parameters``: the names, by index."""
 
     parameters: Sequence[str]
     spans: list[Span] = field(default_factory=list)
-    runs: list[HookRun] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
 
-    def add_run(self, run: Run) -> None:
-        """Add a run. Called on the thread on which the hook has ended."""
-        key, index = run.bucket.key, run.bucket.index()
-        times = run.start_ns, run.end_ns
-        self.runs.append(HookRun(key, run.wire_bytes, *times, run.stages, run.is_exchange, index))
-
-    def run_of(self, hook: Span) -> HookRun | None:
+    def run_of(self, hook: Span) -> Run | None:
         """Return the run that ``hook`` is the span of, or None if there is no record of it."""
         runs = (run for run in self.runs if run.key == hook.key and not run.is_exchange)
         return next((run for run in runs if hook.start_ns <= run.start_ns <= hook.end_ns), None)

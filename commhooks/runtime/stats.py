@@ -176,22 +176,18 @@ class StatsCollector:
         """Count a step, by which all means are taken."""
         self._steps = (self._steps or 0) + 1
 
-    def record(self, run: Run) -> None:
-        """Add one run."""
-        entry = self._entries.get(self._key(run.bucket)) or self._open(run.bucket)
-        entry.steps += 1
-        step = entry.steps if self._steps is None else self._steps
-        if not entry.recent or entry.recent[-1].step != step:
-            entry.recent.append(_Costs(step))
-        for costs in (entry.total, entry.recent[-1]):
-            costs.add(run.bucket.buffer().nbytes, run.wire_bytes, run.seconds)
-        if self.listener is not None:
-            self.listener(run)
-
-    def record_exchange(self, run: Run) -> None:
-        """Add the bytes of an exchange to those of the bucket on which it began."""
-        entry = self._entries.get(self._key(run.bucket))
-        if entry is not None and run.wire_bytes is not None:
+    def record(self, run: Run, bucket: GradBucket) -> None:
+        """Add one run on ``bucket``. Of an exchange, which began on it, only the bytes count."""
+        entry = self._entries.get(self._key(bucket))
+        if not run.is_exchange:
+            entry = entry or self._open(bucket)
+            entry.steps += 1
+            step = entry.steps if self._steps is None else self._steps
+            if not entry.recent or entry.recent[-1].step != step:
+                entry.recent.append(_Costs(step))
+            for costs in (entry.total, entry.recent[-1]):
+                costs.add(bucket.buffer().nbytes, run.wire_bytes, run.seconds)
+        elif entry is not None:
             for costs in (entry.total, entry.recent[-1]):
                 costs.add(0, run.wire_bytes, 0.0)
         if self.listener is not None:
@@ -237,13 +233,12 @@ class StatsCollector:
         return last, found
 
     def _key(self, bucket: GradBucket) -> str:
-        unit = self.units.get(bucket.names[0])
-        return bucket.key if unit is None else unit[0]
+        return self.units[bucket.names[0]][0] if self.units else bucket.key
 
     def _open(self, bucket: GradBucket) -> _Entry:
         """Make a new entry, in place of those whose buckets have been rebuilt."""
-        unit = self.units.get(bucket.names[0])
-        if unit is not None:
+        if self.units:
+            unit = self.units[bucket.names[0]]
             return self._entries.setdefault(unit[0], _Entry(len(self._entries), unit))
         names = tuple(bucket.names)
         kept = {

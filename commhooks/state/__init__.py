@@ -16,8 +16,6 @@ Each rank saves a dict, in types that ``torch.load`` reads by default::
 ``2x1`` stands for 2 replicas of 1 shard. Keys of different parts differ, so the dicts of all ranks
 can be merged into one, in a file or in a ``torch.distributed.checkpoint``. A rank loads any such
 dict that has what it needs: on the same ranks its own part, on other ranks its share of all parts.
-
-Imports: algorithms, comm, errors, hook, precision, reducer.
 """
 
 from commhooks.state.checkpoint import HookState

@@ -1,7 +1,4 @@
-"""Tools for authors of hooks to test them: the conformance kit, and tests on several ranks.
-
-Imports: _C, adapters, cluster, commhooks, hook, reducer.
-"""
+"""Tools for authors of hooks to test them: the conformance kit, and tests on several ranks."""
 
 from commhooks.testing.conformance import ConformanceError, check_hook
 from commhooks.testing.ranks import RankError, close_ranks, run_ranks

@@ -54,15 +54,17 @@ def differences(found: Gradients, expected: Gradients, terms: int) -> list[str]:
     return problems
 
 
-def disagreement(found: Gradients) -> str | None:
-    """Describe the first tensor that differs between ranks, or return None. A collective."""
+def disagreement(found: Gradients) -> list[str]:
+    """Describe the first tensor that differs between ranks, if there is one. A collective."""
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, dict(found))
     for name in sorted({name for named in of_ranks for name in named}):
         for peer, named in enumerate(of_ranks):
             if not same_bits(named.get(name), of_ranks[0].get(name)):
-                return f"{name}: expected the same bits on all ranks, but ranks 0 and {peer} differ"
-    return None
+                return [
+                    f"{name}: expected the same bits on all ranks, but ranks 0 and {peer} differ"
+                ]
+    return []
 
 
 def layout_of(tensor: Tensor) -> tuple[object, ...]:

@@ -16,16 +16,9 @@ import torch
 import commhooks
 import reducer
 from commhooks.cluster import RankStartError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, has_consensus, is_lossless
 from commhooks.testing.ranks import run_ranks
-from commhooks.testing.rules import (
-    RULES,
-    BrokenRuleError,
-    Factory,
-    RuleContext,
-    has_consensus,
-    is_lossless,
-)
+from commhooks.testing.rules import RULES, Factory, RuleContext
 
 __all__ = ["ConformanceError", "check_hook"]
 
@@ -82,41 +75,38 @@ def check_hook(
     hook = factory()
     if not isinstance(hook, CommHook):
         raise TypeError(f"check_hook: expected {factory!r} to make a CommHook, found {hook!r}")
-    exempt = _exempt(hook)
+    exempt = set() if is_lossless(hook) else {"mean"}
+    exempt |= set() if has_consensus(hook) else {"consensus", "wire"}
     for name in RULES:
-        if name not in exempt:
-            size = 1 if name == "alone" else world_size
-            try:
-                run_ranks(_check, size, name, factory, device, timeout=timeout, backend=backend)
-            except RankStartError:
-                raise  # not caused by the hook
-            except Exception as error:
-                raise ConformanceError(_explain(hook, name, error)) from None
+        if name in exempt:
+            continue
+        size = 1 if name == "alone" else world_size
+        try:
+            of_ranks = run_ranks(
+                _problems, size, name, factory, device, timeout=timeout, backend=backend
+            )
+        except RankStartError:
+            raise  # not caused by the hook
+        except TimeoutError as error:
+            raise _broken(hook, name, f"a hang: {error}") from None
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}{_place(error)}"
+            raise _broken(hook, name, found) from None
+        if problems := next(filter(None, of_ranks), None):
+            first, *others = problems
+            raise _broken(hook, name, f"{first}, and {len(others)} more" if others else first)
 
 
-def _check(rank: int, size: int, name: str, factory: Factory, device: str) -> None:
+def _problems(rank: int, size: int, name: str, factory: Factory, device: str) -> list[str]:
     own_device = torch.device(device)
     if own_device.type == "cuda" and own_device.index is None:
         own_device = torch.device("cuda", torch.cuda.current_device())
-    RULES[name](RuleContext(rank, size, factory, own_device))
+    return list(RULES[name](RuleContext(rank, size, factory, own_device)))
 
 
-def _exempt(hook: CommHook) -> set[str]:
-    """Return the names of the rules that do not apply to this hook."""
-    exempt = set() if is_lossless(hook) else {"mean"}
-    return exempt if has_consensus(hook) else exempt | {"consensus", "wire"}
-
-
-def _explain(hook: CommHook, name: str, error: Exception) -> str:
-    if isinstance(error, BrokenRuleError):
-        first, *others = str(error).split("; ")
-        found = f"{first}, and {len(others)} more" if len(others) > 1 else str(error)
-    elif isinstance(error, TimeoutError):
-        found = f"a hang: {error}"
-    else:
-        found = f"{type(error).__name__}: {error}{_place(error)}"
+def _broken(hook: CommHook, name: str, found: str) -> ConformanceError:
     rule = inspect.getdoc(RULES[name])
-    return f"{hook!r} breaks the rule {name!r}. {rule} Found: {found}"
+    return ConformanceError(f"{hook!r} breaks the rule {name!r}. {rule} Found: {found}")
 
 
 def _place(error: Exception) -> str:

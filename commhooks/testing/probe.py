@@ -1,4 +1,4 @@
-"""A model whose gradients are given by its input, to test what a hook makes of them."""
+"""A model whose gradients equal its input, to test hooks on known gradients."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -85,6 +85,7 @@ class Trainer:
         wrapper: Any = TorchDistributedDataParallel if torch_ddp else wrap
         self.model = wrapper(probe, **{"bucket_cap_mb": _BUCKET_MB} | options)
         self.parameters = dict(probe.named_parameters())
+        self.hook = hook
         self.handle = commhooks.register(self.model, hook)
 
     def state(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ void register_instruction_sets(py::module_& module) {
 Return the instruction sets that this CPU supports and loops are compiled for, the widest last.
 The widest is the default.)");
   module.def("use_instruction_set", &use_instruction_set, py::arg("name"), R"(
-Set the instruction set that the loops of this extension use, for the whole process. See
-commhooks.testing.instruction_sets, which sets it for both extensions.)");
+Set the instruction set that the loops of this extension use, for the whole process. The
+other extension has a function of its own.)");
 }
 
 }  // namespace commhooks

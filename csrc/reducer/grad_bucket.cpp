@@ -23,13 +23,13 @@ GradBucket::GradBucket(
     std::shared_ptr<const BucketLayout> layout,
     at::Tensor buffer,
     size_t index,
-    size_t bucket_count,
+    bool is_last,
     int64_t step,
     Names left_out,
     at::Tensor finite)
     : c10d::GradBucket(
           index,
-          bucket_count,
+          is_last ? index + 1 : index + 2,  // a number of buckets, which only tells `isLast`
           std::move(buffer),
           layout->offsets,
           layout->lengths,

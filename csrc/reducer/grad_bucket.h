@@ -1,4 +1,4 @@
-// The bucket that a communication hook gets.
+// One packed bucket of one step, as a communication hook gets it.
 #pragma once
 
 #include "reducer/layout.h"
@@ -16,11 +16,14 @@ namespace commhooks {
 // below.
 class GradBucket : public c10d::GradBucket {
  public:
+  // `index` counts the buckets that the hook gets in this step. `left_out`: parameters of buckets
+  // that no hook gets in this step; null if there are none. `finite`: () bool, whether the buffer
+  // is finite; undefined if that is not known.
   GradBucket(
       std::shared_ptr<const BucketLayout> layout,
       at::Tensor buffer,
       size_t index,
-      size_t bucket_count,
+      bool is_last,
       int64_t step,
       Names left_out = nullptr,
       at::Tensor finite = {});

@@ -1,7 +1,7 @@
 // The interface between the reducer and communication hooks.
 #pragma once
 
-#include "reducer/layout.h"
+#include "reducer/grad_bucket.h"
 
 #include <ATen/core/ivalue.h>
 
@@ -18,18 +18,6 @@ struct PackFormat {
   std::optional<c10::ScalarType> dtype;
   double scale = 1.0;
   bool checks_finite = false;
-};
-
-// One packed bucket of one step. `index` and `bucket_count` count the buckets that this hook gets
-// in this step.
-struct BucketCall {
-  std::shared_ptr<const BucketLayout> layout;
-  at::Tensor buffer;
-  size_t index;
-  size_t bucket_count;
-  int64_t step;
-  Names left_out;  // parameters of buckets that no hook gets in this step; null if there are none
-  at::Tensor finite;  // () bool: whether the buffer is finite; undefined if that is not known
 };
 
 // The result of a hook, which may not be complete yet.
@@ -77,7 +65,7 @@ class Hook {
   // Called on the thread that runs backward, in bucket order, without the GIL and without a lock.
   // Must not wait for other ranks. The buffer has been packed on the current stream, which backward
   // goes on to use: a hook works on other streams. See Note [Streams].
-  virtual std::unique_ptr<PendingResult> run(const BucketCall& call) = 0;
+  virtual std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) = 0;
 
   // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this
   // step will be launched.

@@ -41,9 +41,9 @@ bool AverageHook::passes_through() const {
   return process_group_->getSize() == 1;
 }
 
-std::unique_ptr<PendingResult> AverageHook::run(const BucketCall& call) {
-  std::vector<at::Tensor> tensors = {call.buffer};
-  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), call.buffer);
+std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
+  std::vector<at::Tensor> tensors = {bucket->getBuffer()};
+  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
 }
 
 SparseAverageHook::SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
@@ -57,12 +57,12 @@ bool SparseAverageHook::passes_through() const {
   return process_group_->getSize() == 1;
 }
 
-std::unique_ptr<PendingResult> SparseAverageHook::run(const BucketCall& call) {
-  std::vector<at::Tensor> tensors = {call.buffer};
-  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), call.buffer);
+std::unique_ptr<PendingResult> SparseAverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
+  std::vector<at::Tensor> tensors = {bucket->getBuffer()};
+  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
 }
 
-std::unique_ptr<PendingResult> NoopHook::run(const BucketCall& /*call*/) {
+std::unique_ptr<PendingResult> NoopHook::run(const std::shared_ptr<GradBucket>& /*bucket*/) {
   TORCH_INTERNAL_ASSERT(false, "NoopHook passes through, so it is never run.");
 }
 

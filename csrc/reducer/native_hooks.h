@@ -21,7 +21,7 @@ class AverageHook final : public Hook {
   }
   PackFormat format() const override;
   bool passes_through() const override;  // with one rank
-  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+  std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
@@ -38,7 +38,7 @@ class SparseAverageHook final : public Hook {
   }
   PackFormat format() const override;
   bool passes_through() const override;  // with one rank
-  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+  std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
@@ -54,7 +54,7 @@ class NoopHook final : public Hook {
   bool passes_through() const override {
     return true;
   }
-  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+  std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
 };
 
 }  // namespace commhooks

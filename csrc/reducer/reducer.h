@@ -233,7 +233,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_ready_bucket_locked() const;
   std::optional<Launch> next_launch_locked();
   void launch(const Launch& launch);
-  BucketCall pack(const Launch& launch);
+  std::shared_ptr<GradBucket> pack(const Launch& launch);
   bool has_ended() const;
   Bucket* next_completed_locked();
   void finish_early(Bucket& bucket);

@@ -26,7 +26,7 @@ struct Reducer::Launch {
   PackFormat format;
   std::shared_ptr<const GradientStore> store;
   size_t index;  // among the buckets of the hook
-  size_t bucket_count;
+  bool is_last;
   int64_t step;
   Names left_out;
 };
@@ -86,8 +86,9 @@ std::optional<Reducer::Launch> Reducer::next_launch_locked() {
     Bucket& bucket = *buckets_.all[step_.next_launch++];
     ReductionGroup& group = groups_[bucket.group];
     if (!bucket.progress.skipped && !group.passes_through) {
-      return Launch{&bucket,       group.hook,       group.process_group, format_of(bucket),
-                    step_.store,   group.launched++, group.buckets,       first_step_ + completed_,
+      const size_t index = group.launched++;
+      return Launch{&bucket,       group.hook, group.process_group,        format_of(bucket),
+                    step_.store,   index,      index + 1 == group.buckets, first_step_ + completed_,
                     step_.left_out};
     }
   }
@@ -104,12 +105,12 @@ void Reducer::launch(const Launch& launch) {
   if (options_.gradient_as_bucket_view && needs_outputs()) {
     unused_.keep(bucket, parameters_, *launch.store);
   }
-  const BucketCall call = pack(launch);
+  const std::shared_ptr<GradBucket> packed = pack(launch);
   const Recorder::Scope launching(recorder_, Activity::Launch, bucket.index);
   const auto handed_over = Clock::now();
   auto pending = with_peers(
       launch.process_group, [&] { return describe_average(bucket); },
-      [&] { return launch.hook->run(call); });
+      [&] { return launch.hook->run(packed); });
   auto completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
   pending->future().addCallback(
       [completed](c10::ivalue::Future&) { *completed = Clock::now().time_since_epoch(); },
@@ -125,14 +126,15 @@ void Reducer::launch(const Launch& launch) {
   exchange.stats.exposed_seconds += seconds_between(handed_over, Clock::now());
 }
 
-BucketCall Reducer::pack(const Launch& launch) {
+std::shared_ptr<GradBucket> Reducer::pack(const Launch& launch) {
   Bucket& bucket = *launch.bucket;
   const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
   const at::Tensor buffer = bucket.pack(launch.format);
   bucket.exchange.stats.packed_bytes += static_cast<int64_t>(
       bucket.is_sparse ? buffer._indices().nbytes() + buffer._values().nbytes() : buffer.nbytes());
-  return {bucket.shared_layout(), buffer,         launch.index, launch.bucket_count, launch.step,
-          launch.left_out,        bucket.finite()};
+  return std::make_shared<GradBucket>(
+      bucket.shared_layout(), buffer, launch.index, launch.is_last, launch.step, launch.left_out,
+      bucket.finite());
 }
 
 bool Reducer::has_ended() const {

@@ -103,7 +103,7 @@ class _Run:
             )
             self.steps += 1
         hook: Any = self.trainer.handle.hook
-        assert not has_consensus(hook) or disagreement(found) is None
+        assert not has_consensus(hook) or not disagreement(found)
 
 
 def test_damaged_states(run_ranks: Any) -> None:

@@ -98,7 +98,10 @@ def refuse_state(rank: int, size: int) -> None:
             changed(saved, state=saved["state"] | {"rank 0 of 3x1": {}}),
             "expected a state of one set of ranks, found those of .x1, .x1",
         ),
-        (changed(saved, rank={}), "expected 6 tensors in the state of rank . of 2x1, found 0.*HookState"),
+        (
+            changed(saved, rank={}),
+            "expected 6 tensors in the state of rank . of 2x1, found 0.*HookState",
+        ),
         (changed(saved, rank=state | {"9.weight": count}), "'9.weight': there is no such"),
         (changed(saved, rank=state | {"0.weight": 3}), "'0.weight': expected tensors by name"),
         (changed(saved, rank=state | {"0.weight": {"count": 3}}), "'count': expected a tensor"),

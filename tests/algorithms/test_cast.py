@@ -17,14 +17,14 @@ from reducer import GradBucket
 def test_a_cast_bucket_keeps_layouts() -> None:
     parameters = probe_parameters()
     flat = torch.arange(float(sum(tensor.numel() for tensor in parameters.values())))
-    bucket = GradBucket(flat, list(parameters.values()), list(parameters), index=1, count=2, step=7)
+    bucket = GradBucket(flat, list(parameters.values()), list(parameters), index=1, step=7)
     cast = bucket_with(bucket, flat.double())
     assert (cast.key, cast.index(), cast.is_last(), cast.step) == (bucket.key, 1, True, 7)
     for found, expected in zip(cast.gradients(), bucket.gradients(), strict=True):
         assert layout_of(found)[1:] == layout_of(expected)[1:]
         assert torch.equal(found, expected.double())
     assert not bucket_with(
-        GradBucket(flat, list(parameters.values()), list(parameters), count=2), flat
+        GradBucket(flat, list(parameters.values()), list(parameters), is_last=False), flat
     ).is_last()
 
 

@@ -10,8 +10,7 @@ from test_gossip import loss_of, make_net, rows, train
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.algorithms.averaging.diloco import DiLoCo
-from commhooks.algorithms.averaging.fragments import Turns, runs_of
+from commhooks.algorithms.averaging.diloco import DiLoCo, Turns, runs_of
 from commhooks.testing.probe import GradientProbe
 
 

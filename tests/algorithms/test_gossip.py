@@ -300,5 +300,5 @@ def test_a_detached_use_of_a_parameter_is_autograds_error(run_ranks: Any) -> Non
 @pytest.mark.parametrize("name", ["gossip", "push_sum"])
 def test_one_rank_sends_nothing(name: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
-    bucket = commhooks.GradBucket(torch.ones(4), [parameter], ["weight"], index=0, count=1, step=0)
+    bucket = commhooks.GradBucket(torch.ones(4), [parameter], ["weight"])
     assert commhooks.create(name).wire_bytes(bucket, 1) == 0

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.forking import fork_worker, start_worker
 
-import commhooks.cluster.process
+import commhooks.cluster.ranks
 from commhooks.cluster import RankError, Ranks
 from commhooks.cluster.links import shaped_link, unavailable
 
@@ -80,7 +80,7 @@ def test_a_timeout_ends_all_processes(tmp_path: Path) -> None:
     "start", [fork_worker, pytest.param(start_worker, marks=pytest.mark.exhaustive)]
 )
 def test_ranks_over_a_shaped_link(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commhooks.cluster.process, "start_worker", start)
+    monkeypatch.setattr(commhooks.cluster.ranks, "start_worker", start)
     with shaped_link(2, 1e9) as link, Ranks(2, link) as ranks:
         assert ranks(add_ranks) == [1.0, 1.0]
 

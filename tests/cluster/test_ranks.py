@@ -20,11 +20,11 @@ import torch.distributed as dist
 from support.forking import can_fork, fork_worker, start_worker
 
 import commhooks
-import commhooks.cluster.process
+import commhooks.cluster.ranks
 from commhooks import CommHookError
 from commhooks.cluster import Ranks
-from commhooks.cluster.call import Call
-from commhooks.cluster.process import RankProcess
+from commhooks.cluster.ranks import RankProcess
+from commhooks.cluster.worker import Call
 from commhooks.testing import RankError, close_ranks
 
 
@@ -133,7 +133,7 @@ def start(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The function that starts ranks in this module."""
     close_ranks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commhooks.cluster.process, "start_worker", request.param)
+        patch.setattr(commhooks.cluster.ranks, "start_worker", request.param)
         yield request.param
         close_ranks()
 

@@ -3,8 +3,7 @@ import math
 import pytest
 
 from commhooks import CommHookError
-from commhooks.costs.gloo import Gloo
-from commhooks.costs.nccl import NCCL
+from commhooks.costs.backends import NCCL, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.codec_runs import CODECS, numbers, run
+from support.instruction_sets import instruction_sets, use_instruction_set
 from torch import Tensor
 
 from commhooks._C import select_largest, select_largest_of_chunks
 from commhooks.codecs.fp8 import Fp8Codec
 from commhooks.codecs.sign import SignCodec
 from commhooks.testing.compare import same_bits
-from commhooks.testing.instruction_sets import instruction_sets, use_instruction_set
 from reducer._C import pack, unpack
 
 PLAIN, *WIDER = instruction_sets()

@@ -9,10 +9,9 @@ import commhooks
 from commhooks import CommHookError, algorithms
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
-from commhooks.costs.step_trace import Members
+from commhooks.costs.step_trace import Members, StepTrace
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.lab.simulation.dry_run import dry_run
-from commhooks.lab.simulation.fake_group import FakeGroup
+from commhooks.lab.simulation.dry_run import FakeGroup, dry_run
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from commhooks.testing.ranks import run_ranks
 from reducer import GradBucket
@@ -48,7 +47,7 @@ def make_buckets() -> tuple[list[GradBucket], dict[str, torch.Tensor]]:
             [parameters[name] for name in group],
             group,
             index=index,
-            count=len(groups),
+            is_last=index == len(groups) - 1,
             step=STEP,
         )
         for index, group in enumerate(groups)
@@ -56,15 +55,9 @@ def make_buckets() -> tuple[list[GradBucket], dict[str, torch.Tensor]]:
     return buckets, parameters
 
 
-def sent(kinds: list[tuple[float, list[Any]]], nodes: int) -> float:
+def sent(kinds: list[tuple[float, StepTrace]], nodes: int) -> float:
     """Mean bytes per step."""
-    return sum(
-        share * collective.wire_bytes(nodes)
-        for share, traces in kinds
-        for trace in traces
-        for part in (trace, *trace.exchanges)
-        for collective in part.collectives
-    )
+    return sum(share * trace.wire_bytes(nodes) for share, trace in kinds)
 
 
 @pytest.mark.covering(1)
@@ -148,10 +141,8 @@ def test_it_sends_the_bytes_of_real_ranks(size, names):
 def test_collectives_name_their_members_among_nodes(sharded):
     buckets, parameters = make_buckets()
     config = {"name": "hierarchical", "inner": "int8", "sharded": sharded}
-    (_, traces), *_ = dry_run(
-        config, buckets, parameters, size=12, ranks_per_node=4, is_timed=False
-    )
-    found = [(c.operation, c.members) for c in traces[0].collectives]
+    (_, trace), *_ = dry_run(config, buckets, parameters, size=12, ranks_per_node=4, is_timed=False)
+    found = [(c.operation, c.members) for c in trace.buckets[0].collectives]
     inside = Members(4, spans_nodes=False)
     between = Members(1, spans_nodes=True, parallel=4 if sharded else 1)
     before, after = ("all_to_all", "all_gather") if sharded else ("all_reduce", "broadcast")
@@ -175,14 +166,14 @@ def test_a_periodic_hook_has_two_kinds_of_steps():
     config = {"name": "local_sgd", "period": 8}
     kinds = dry_run(config, buckets, parameters, size=4, is_timed=False)
     assert sorted(share for share, _ in kinds) == pytest.approx([1 / 8, 7 / 8])
-    (quiet,) = [traces for share, traces in kinds if share > 0.5]
-    assert all(not trace.collectives for trace in quiet)
+    (quiet,) = [trace for share, trace in kinds if share > 0.5]
+    assert all(not bucket.collectives for bucket in quiet.buckets)
 
 
 def test_local_work_is_timed_before_between_and_after():
     buckets, parameters = make_buckets()
-    ((_, traces),) = dry_run({"name": "int8"}, buckets, parameters, size=4)
-    for trace in traces:
+    ((_, step),) = dry_run({"name": "int8"}, buckets, parameters, size=4)
+    for trace in step.buckets:
         assert len(trace.local_seconds) == len(trace.collectives) + 1 == 3
         assert all(seconds > 0 for seconds in trace.local_seconds)
 
@@ -205,7 +196,7 @@ def test_collectives_of_a_single_rank_are_left_out(monkeypatch):
     monkeypatch.setattr("commhooks.lab.simulation.dry_run.create", lambda config: Solitary())
     buckets, parameters = make_buckets()
     kinds = dry_run({"name": "solitary"}, buckets, parameters, size=4, is_timed=False)
-    assert all(not trace.collectives for _, traces in kinds for trace in traces)
+    assert all(not trace.collectives for _, step in kinds for trace in step.buckets)
 
 
 EXCHANGES = [
@@ -220,9 +211,9 @@ def test_exchanges_send_the_bytes_of_the_formula_and_tell_their_delay(config, de
     buckets, parameters = make_buckets()
     kinds = dry_run(config, buckets, parameters, size=4, first_step=STEP, is_timed=False)
     assert sum(share for share, _ in kinds) == pytest.approx(1)
-    ((share, traces),) = [kind for kind in kinds if kind[1][0].exchanges]
+    ((share, trace),) = [kind for kind in kinds if kind[1].buckets[0].exchanges]
     assert share == pytest.approx(1 / config["period"])
-    exchanges = [exchange for trace in traces for exchange in trace.exchanges]
+    exchanges = [exchange for bucket in trace.buckets for exchange in bucket.exchanges]
     assert [exchange.steps for exchange in exchanges] == [delay] * len(buckets)
     # A step that only takes what arrives is a kind of its own.
     assert len(kinds) == (2 if delay == config["period"] else 3)

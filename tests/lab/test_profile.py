@@ -8,7 +8,7 @@ from torch import nn
 
 import commhooks
 from commhooks.lab.simulation import Job
-from commhooks.lab.simulation.measuring import dry_run_hook, prepare_dry_runs
+from commhooks.lab.simulation.measurements import dry_run_hook, prepare_dry_runs
 from commhooks.lab.simulation.profile import profile
 from commhooks.testing.ranks import run_ranks
 

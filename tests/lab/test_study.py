@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from commhooks.costs.network import Cost
+from commhooks.costs.backends import Cost
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 from commhooks.lab.simulation import (
     BASELINE,

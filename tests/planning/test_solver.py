@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planning_problems import everyone, group, problem_of, random_problem
 
-from commhooks.costs.gloo import Gloo
+from commhooks.costs.backends import Gloo
 from commhooks.costs.step_trace import Collective
 from commhooks.costs.timeline import Span, replay
 from commhooks.planning import Choice, Plan, Problem, solve

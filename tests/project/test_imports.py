@@ -3,7 +3,6 @@
 import ast
 import functools
 import graphlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,11 +49,6 @@ MODULES = {
     for top in ("commhooks", "reducer")
     for path in sorted([*(ROOT / top).rglob("*.py"), ROOT / top / "_C.pyi"])
 }
-PACKAGES = sorted(
-    name
-    for name, path in MODULES.items()
-    if path.name == "__init__.py" and name not in ("commhooks", "reducer")
-)
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -98,7 +92,7 @@ def imports_of(own: str, modules: list[str]) -> set[str]:
         on_floors(target)
         for module in modules
         for target in all_imported()[module]
-        if not (module in PACKAGES and target.startswith(f"{module}."))
+        if not target.startswith(f"{module}.")
     }
     return names - {own}
 
@@ -108,16 +102,6 @@ def test_imports_go_down(name: str) -> None:
     modules = [module for module in MODULES if module != "reducer" and on_floors(module) == name]
     for other in imports_of(name, modules) - {"reducer"}:
         assert FLOOR_OF[other] < FLOOR_OF[name], other
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_state_what_they_import(package: str) -> None:
-    docstring = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
-    stated = re.search(r"^Imports: (.*?)\.$", docstring, re.MULTILINE | re.DOTALL)
-    modules = [m for m in MODULES if package in (m, m.rpartition(".")[0])]
-    names = imports_of(on_floors(package), modules)
-    assert stated is not None
-    assert stated[1].replace("\n", " ") == (", ".join(sorted(names)) or "nothing")
 
 
 def test_the_engine_knows_no_hook() -> None:

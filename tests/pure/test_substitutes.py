@@ -68,7 +68,7 @@ def odd_bucket(kind: Any) -> Any:
     numel = sum(parameter.numel() for parameter in parameters)
     names = [f"layer.{i}.gewicht\N{LATIN SMALL LETTER U WITH DIAERESIS}" for i in range(7)]
     buffer = torch.arange(1.0, numel + 2)[1:]
-    return kind(buffer, parameters, names, index=2, count=4, step=5, left_out=["x"])
+    return kind(buffer, parameters, names, index=2, is_last=False, step=5, left_out=["x"])
 
 
 def test_buckets_are_alike() -> None:
@@ -87,15 +87,12 @@ def test_buckets_are_alike() -> None:
     assert found.all_finite()
 
 
-@pytest.mark.parametrize(
-    ("numel", "names", "options"),
-    [(5, ["weight"], {}), (6, [], {}), (6, ["weight"], {"index": 1})],
-)
-def test_buckets_refuse_alike(numel: int, names: list[str], options: dict[str, int]) -> None:
+@pytest.mark.parametrize(("numel", "names"), [(5, ["weight"]), (6, [])])
+def test_buckets_refuse_alike(numel: int, names: list[str]) -> None:
     messages = []
     for kind in (GradBucket, reducer.pure.GradBucket):
         with pytest.raises(ValueError, match="Expected") as caught:
-            kind(torch.zeros(numel), [torch.zeros(2, 3)], names, **options)
+            kind(torch.zeros(numel), [torch.zeros(2, 3)], names)
         messages.append(str(caught.value).splitlines()[0])
     assert messages[0] == messages[1]
 

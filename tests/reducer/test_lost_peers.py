@@ -24,7 +24,7 @@ from commhooks import DistributedDataParallel, GradBucket
 from commhooks.comm import stage_groups
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.runtime import threaded_runner
-from reducer import init_sync
+from reducer import construction
 from reducer.join import StepPlan
 from reducer.peers import collective, is_peer_loss
 
@@ -138,12 +138,12 @@ def verification(die: Die) -> None:
 
 
 def initial_broadcast(die: Die) -> None:
-    broadcast = init_sync.broadcast
-    init_sync.broadcast = lambda *args: (die(), broadcast(*args))  # type: ignore[assignment]
+    broadcast = construction.broadcast
+    construction.broadcast = lambda *args: (die(), broadcast(*args))  # type: ignore[assignment]
     try:
         DistributedDataParallel(Net())
     finally:
-        init_sync.broadcast = broadcast
+        construction.broadcast = broadcast
 
 
 def use_of_parameters(die: Die) -> None:

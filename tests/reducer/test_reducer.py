@@ -197,7 +197,7 @@ def look_at_buckets(rank: int, world_size: int, view: bool) -> None:
         conv_net(), bucket_cap_mb=SMALL_BUCKETS_MB, gradient_as_bucket_view=view
     )
     parameters = dict(model.module.named_parameters())
-    seen: list[tuple[int, int, str]] = []
+    seen: list[tuple[int, int, bool]] = []
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         assert isinstance(bucket, dist.GradBucket)
@@ -218,7 +218,7 @@ def look_at_buckets(rank: int, world_size: int, view: bool) -> None:
             assert gradient.storage_offset() == offset
             # Also in channels_last.
             assert torch.equal(gradient, parameter.grad)
-        seen.append((bucket.step, bucket.index(), bucket.key))
+        seen.append((bucket.step, bucket.index(), bucket.is_last()))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -227,8 +227,10 @@ def look_at_buckets(rank: int, world_size: int, view: bool) -> None:
     for _ in range(3):
         model(torch.randn(2, 3, 8, 8)).square().sum().backward()
     count = len(model.reducer.bucket_stats())
-    steps_and_indices = [(step, index) for step, index, _ in seen]
-    assert steps_and_indices == list(itertools.product(range(3), range(count)))
+    assert seen == [
+        (step, index, index == count - 1)
+        for step, index in itertools.product(range(3), range(count))
+    ]
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -244,6 +246,19 @@ def test_bucket_keys_depend_on_names_only() -> None:
     assert key("a", "b") == key("a", "b")
     assert key("a", "b") != key("b", "a")
     assert key("ab", "c") != key("a", "bc")
+
+
+@pytest.mark.parametrize("index", [0, 5])
+def test_a_bucket_is_the_last_of_a_step_unless_it_is_not(index: int) -> None:
+    def make(**options: bool) -> GradBucket:
+        return GradBucket(torch.zeros(1), [torch.zeros(1)], ["a"], index=index, **options)
+
+    assert [make().is_last(), make(is_last=True).is_last(), make(is_last=False).is_last()] == [
+        True,
+        True,
+        False,
+    ]
+    assert make(is_last=False).index() == index
 
 
 def test_bucket_of_the_wrong_size_raises() -> None:

@@ -18,20 +18,29 @@ from commhooks.runtime.stats import KEPT_STEPS, BucketStats, HookStats, StatsCol
 def make_bucket(names: list[str], index: int = 0) -> commhooks.GradBucket:
     parameters = [nn.Parameter(torch.zeros(10)) for _ in names]
     return commhooks.GradBucket(
-        torch.zeros(10 * len(names)), parameters, names, index=index, count=4
+        torch.zeros(10 * len(names)), parameters, names, index=index, is_last=False
     )
 
 
-def run(bucket: commhooks.GradBucket, wire_bytes: int | None, seconds: float) -> Run:
-    return Run(bucket, wire_bytes, start_ns=5, end_ns=5 + round(seconds * 1e9))
+def record(
+    collector: StatsCollector,
+    bucket: commhooks.GradBucket,
+    wire_bytes: int | None,
+    seconds: float,
+    *,
+    is_exchange: bool = False,
+) -> None:
+    times = 5, 5 + round(seconds * 1e9)
+    run = Run(bucket.key, bucket.index(), wire_bytes, *times, is_exchange=is_exchange)
+    collector.record(run, bucket)
 
 
 def test_the_collector_gives_means_per_step() -> None:
     collector = StatsCollector()
     first, second = make_bucket(["a", "b"]), make_bucket(["c"], index=1)
     for wire, seconds in [(10, 1.0), (30, 3.0)]:
-        collector.record(run(first, wire, seconds))
-        collector.record(run(second, 40, 1.0))
+        record(collector, first, wire, seconds)
+        record(collector, second, 40, 1.0)
     stats = collector.stats(world_size=2)
     assert stats.steps == 2
     assert stats.buckets == (
@@ -47,14 +56,14 @@ def test_the_last_steps() -> None:
     collector = StatsCollector()
     bucket = make_bucket(["a"])
     for wire in (40, 40, 10, 20):
-        collector.record(run(bucket, wire, wire / 10))
-    collector.record_exchange(run(bucket, 5, 1.0))
+        record(collector, bucket, wire, wire / 10)
+    record(collector, bucket, 5, 1.0, is_exchange=True)
     stats = collector.stats(2, last=2)
     assert (stats.steps, stats.total.wire_bytes, stats.total.hook_seconds) == (2, 17.5, 1.5)
     assert stats.total.gradient_bytes == 40
     assert collector.stats(2, last=9) == collector.stats(2)
     for _ in range(KEPT_STEPS):
-        collector.record(run(bucket, 8, 1.0))
+        record(collector, bucket, 8, 1.0)
     stats = collector.stats(2, last=5000)
     assert (stats.steps, stats.total.wire_bytes) == (KEPT_STEPS, 8)
 
@@ -66,8 +75,8 @@ def test_the_last_steps_of_units() -> None:
     for wires in ((40, 2), (10, 3), (10,)):
         collector.begin_step()
         for name, wire in zip("ab", wires, strict=False):
-            collector.record(run(make_bucket([name]), wire, 1.0))
-            collector.record(run(make_bucket([name]), wire, 1.0))
+            record(collector, make_bucket([name]), wire, 1.0)
+            record(collector, make_bucket([name]), wire, 1.0)
     found = [bucket.wire_bytes for bucket in collector.stats(2, last=2).buckets]
     assert found == [20.0, 3.0]
 
@@ -102,9 +111,9 @@ def test_the_last_steps_are_without_the_warm_up(run_ranks: Any) -> None:
 
 def test_rebuilt_buckets_replace_the_old_ones() -> None:
     collector = StatsCollector()
-    collector.record(run(make_bucket(["a", "b", "c"]), 1, 1.0))
-    collector.record(run(make_bucket(["c", "b"]), 2, 1.0))
-    collector.record(run(make_bucket(["a"], index=1), 3, 1.0))
+    record(collector, make_bucket(["a", "b", "c"]), 1, 1.0)
+    record(collector, make_bucket(["c", "b"]), 2, 1.0)
+    record(collector, make_bucket(["a"], index=1), 3, 1.0)
     stats = collector.stats(2)
     assert [bucket.names for bucket in stats.buckets] == [("c", "b"), ("a",)]
     assert (stats.steps, stats.left_out) == (1, 1)
@@ -112,8 +121,8 @@ def test_rebuilt_buckets_replace_the_old_ones() -> None:
 
 def test_unknown_and_absent_traffic() -> None:
     collector = StatsCollector()
-    collector.record(run(make_bucket(["a"]), None, 1.0))
-    collector.record(run(make_bucket(["b"], index=1), 0, 1.0))
+    record(collector, make_bucket(["a"]), None, 1.0)
+    record(collector, make_bucket(["b"], index=1), 0, 1.0)
     stats = collector.stats(2)
     assert [(bucket.wire_bytes, bucket.ratio) for bucket in stats.buckets] == [
         (None, None),
@@ -125,8 +134,8 @@ def test_unknown_and_absent_traffic() -> None:
 
 def test_rows_for_a_table() -> None:
     collector = StatsCollector()
-    collector.record(run(make_bucket(["a", "b"]), 8, 1.0))
-    collector.record(run(make_bucket(["c"], index=1), None, 2.0))
+    record(collector, make_bucket(["a", "b"]), 8, 1.0)
+    record(collector, make_bucket(["c"], index=1), None, 2.0)
     rows = json.loads(json.dumps(collector.stats(2).to_dicts()))
     common = {"steps": 1, "exposed_seconds": None}
     assert rows == [

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster.call import Call
 from commhooks.cluster.group import join_group, local_store
-from commhooks.cluster.process import RankProcess
+from commhooks.cluster.ranks import RankProcess
+from commhooks.cluster.worker import Call
 from reducer import peers
 
 LIMIT_SECONDS = 60.0

@@ -34,7 +34,7 @@ from typing import IO
 
 import torch
 
-from commhooks.cluster.process import start_worker
+from commhooks.cluster.ranks import start_worker
 
 INT = struct.Struct("i")
 """The format of sizes, PIDs and exit codes on the wire."""
@@ -56,7 +56,7 @@ def fork_worker(
     output: IO[bytes] | None,
     environment: Mapping[str, str],
 ) -> "ForkedProcess | subprocess.Popen[bytes]":
-    """Fork what :func:`commhooks.cluster.process.start_worker` starts."""
+    """Fork what :func:`commhooks.cluster.ranks.start_worker` starts."""
     *command, host = prefix or [""]
     if command not in ([], ["ip", "netns", "exec"]):
         return start_worker(prefix, passed, output, environment)

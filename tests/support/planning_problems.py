@@ -2,7 +2,7 @@
 
 import random
 
-from commhooks.costs.gloo import Gloo
+from commhooks.costs.backends import Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
 from commhooks.planning import BucketTimes, Choice, Group, Problem

@@ -442,7 +442,12 @@ class _Rank(_Actor):
             return EndOfStep(self.hook, self.group, torch.device("cpu"), index=index, step=step)
         weight = torch.nn.Parameter(torch.zeros(1))
         bucket = commhooks.GradBucket(
-            torch.zeros(1), [weight], [f"w{index}"], index=index, count=count, step=step
+            torch.zeros(1),
+            [weight],
+            [f"w{index}"],
+            index=index,
+            is_last=index + 1 == count,
+            step=step,
         )
         return HookExecution(self.hook, bucket, self.group)
 

@@ -59,7 +59,7 @@ from commhooks.algorithms.adaptive.timing import Moment, times_of
 from commhooks.algorithms.adaptive.trial import Trial
 from commhooks.algorithms.adaptive.watch import Buckets
 from commhooks.algorithms.exact.allreduce import AllReduce
-from commhooks.algorithms.wrappers.route_rules import Rule
+from commhooks.algorithms.wrappers.route import Rule
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import (
     CommHookError,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.wrappers.route_rules import Matcher, Rule
+from commhooks.algorithms.wrappers.route import Matcher, Rule
 from commhooks.hook.base import CommHook, Role
 from commhooks.planning.row import label_of
 from reducer import GradBucket

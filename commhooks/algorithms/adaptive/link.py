@@ -25,9 +25,8 @@ from typing import NamedTuple
 
 from commhooks.algorithms.adaptive.fit import Cost, Point
 from commhooks.algorithms.adaptive.observation import Observed
-from commhooks.costs.gloo import Gloo
-from commhooks.costs.nccl import NCCL
-from commhooks.costs.network import Backend, Link, Network
+from commhooks.costs.backends import NCCL, Backend, Gloo
+from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
 
 __all__ = [

@@ -48,7 +48,7 @@ def _as_bucket(parts: dict[str, Tensor], whole: GradBucket) -> GradBucket:
     buffer = whole.buffer()
     stand_ins = [torch.empty_like(part, dtype=buffer.dtype) for part in parts.values()]
     flat = buffer.new_empty(sum(part.numel() for part in parts.values()))
-    bucket = GradBucket(flat, stand_ins, list(parts), index=0, count=1, step=whole.step)
+    bucket = GradBucket(flat, stand_ins, list(parts), step=whole.step)
     for view, part in zip(bucket.gradients(), parts.values(), strict=True):
         view.copy_(part)
     return bucket

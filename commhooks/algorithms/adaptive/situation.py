@@ -9,7 +9,7 @@ from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
 from commhooks.algorithms.adaptive.knowledge import Knowledge
 from commhooks.algorithms.adaptive.link import network_of, tensor_bytes
 from commhooks.algorithms.adaptive.report import Agreed
-from commhooks.costs.network import Backend
+from commhooks.costs.backends import Backend
 from commhooks.costs.step_trace import Collective, Members
 from commhooks.planning.assignment import squared_error
 from commhooks.planning.plan import Plan

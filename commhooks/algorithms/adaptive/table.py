@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.residuals import forget, known_parameters, residual_of
-from commhooks.algorithms.routing import Routing
+from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook

@@ -1,4 +1,1 @@
-"""Hooks under which models differ between ranks or nodes, and are averaged.
-
-Imports: algorithms, comm, errors, hook, precision, reducer.
-"""
+"""Hooks under which models differ between ranks or nodes, and are averaged."""

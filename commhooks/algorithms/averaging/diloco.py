@@ -23,6 +23,7 @@ Eager updates, where i is this rank out of N, and the results of a period before
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,13 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.averaging.fragments import Turns
-from commhooks.algorithms.averaging.local_steps import LocalSteps
-from commhooks.algorithms.averaging.pending import Pending, pending_of
+from commhooks.algorithms.averaging.local_sgd import LocalSteps
 from commhooks.algorithms.bucket_parameters import parameters_of
 from commhooks.comm.communicator import Communicator
+from commhooks.comm.exchange import Exchange
 from commhooks.comm.wire import all_reduce_bytes
-from commhooks.errors import CommHookOptionError
+from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.derived_bucket import Progress, bucket_with
 from commhooks.hook.options import Ge, Gt, Le, Lt
@@ -47,7 +47,7 @@ from commhooks.hook.state import AcrossRanks, StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["DiLoCo"]
+__all__ = ["DiLoCo", "Turns", "runs_of"]
 
 _DIGEST_BYTES = 16  # of the numbers by which ranks compare their parameters
 
@@ -110,8 +110,8 @@ class DiLoCo(LocalSteps):
     """Average gradients among this many ranks in each local step. 0: the number of ranks per node
     that the launcher gives, which the option has once the hook is registered."""
 
-    _turns: Turns = field(init=False, repr=False, compare=False)
-    _pending: dict[str, Pending] = field(
+    _turns: "Turns" = field(init=False, repr=False, compare=False)
+    _pending: "dict[str, Pending]" = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _progress: Progress = field(
@@ -320,7 +320,7 @@ class DiLoCo(LocalSteps):
             list(due.values()),
             list(due),
             index=index,
-            count=index + (1 if is_last else 2),
+            is_last=is_last,
             step=self._turns.round(bucket.step),
             left_out=bucket.left_out,
         )
@@ -374,3 +374,108 @@ def _all_finite(tensors: Sequence[Tensor]) -> bool:
     if not tensors:
         return True
     return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+
+@dataclass(frozen=True)
+class Pending:
+    """The part of one parameter in what an exchange returns for a bucket.
+
+    It does not refer to the bucket, because buckets may be rebuilt before the result is taken.
+    """
+
+    exchange: Exchange
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def finished(cls, result: Tensor) -> "Pending":
+        """Return one that is over, for a result from a saved state or to begin with."""
+        return cls(Exchange.finished(result), tuple(result.shape), result.stride(), 0)
+
+    def result(self) -> Tensor:
+        """Return the result of an exchange that is over, see :meth:`Exchange.result`."""
+        flat = self.exchange.result()
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+
+def pending_of(exchange: Exchange, bucket: GradBucket) -> dict[str, Pending]:
+    """Return the parts of all parameters of a bucket, whose average the exchange returns."""
+    views: Sequence[Tensor] = bucket.gradients()
+    return {
+        name: Pending(exchange, tuple(view.shape), view.stride(), offset)
+        for name, view, offset in zip(bucket.names, views, bucket.offsets, strict=True)
+    }
+
+
+@dataclass
+class Turns:
+    """The steps in which each of ``fragments`` parts of a model is due.
+
+    Fragment f is due in steps t > ``start`` with t - start = ⌊f·period/fragments⌋ modulo period.
+    """
+
+    start: int
+    period: int
+    fragments: int
+    _fragment_of: dict[str, int] = field(default_factory=dict)
+
+    def divide(
+        self, parameters: Mapping[str, Tensor], units: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        """Divide the parameters, in the model's order, into fragments of about equal size.
+
+        ``units``: names of parameters that share a bucket in each step, and so share a fragment.
+
+        Raises:
+            CommHookError: There are more fragments than units, or than parameters.
+        """
+        parts = [[name for name in unit if name in parameters] for unit in units or ()]
+        parts = [part for part in parts if part] or [[name] for name in parameters]
+        if self.fragments > len(parts):
+            kind = "parameters" if units is None else "units of the sharded model"
+            raise CommHookError(
+                f"expected at most as many fragments as {kind}, {len(parts)}, found "
+                f"fragments={self.fragments}"
+            )
+        sizes = [sum(parameters[name].numel() for name in part) for part in parts]
+        runs = runs_of(sizes, self.fragments)
+        self._fragment_of = {
+            name: run for part, run in zip(parts, runs, strict=True) for name in part
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parameters."""
+        return list(self._fragment_of)
+
+    def is_due(self, name: str, step: int) -> bool:
+        """Return whether the fragment of a parameter is due in a step."""
+        return step > self.start and self.since(name, step) == 0
+
+    def is_any_due(self, step: int) -> bool:
+        """Return whether any fragment is due in a step."""
+        offsets = {fragment * self.period // self.fragments for fragment in range(self.fragments)}
+        return step > self.start and (step - self.start) % self.period in offsets
+
+    def since(self, name: str, step: int) -> int:
+        """Return how many steps ago the fragment of a parameter was due, or could have been."""
+        offset = self._fragment_of.get(name, 0) * self.period // self.fragments
+        return (step - self.start - offset) % self.period
+
+    def round(self, step: int) -> int:
+        """Return how often each fragment was due before a step in which it is due."""
+        return (step - self.start - 1) // self.period
+
+
+def runs_of(sizes: Sequence[int], count: int) -> list[int]:
+    """Divide items into runs of about equal size; return the run, 0 to count - 1, of each item.
+
+    An item is in the run that contains its middle.
+    """
+    total = max(sum(sizes), 1)
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        min(count * (2 * start + size) // (2 * total), count - 1)
+        for start, size in zip(starts, sizes, strict=False)
+    ]

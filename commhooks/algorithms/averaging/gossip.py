@@ -20,15 +20,17 @@ gradients were averaged. The models themselves differ: gradients that were avera
 drive them apart, and only mixed parameters bring them closer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.averaging.without_consensus import PeerToPeer
+from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator, PendingCollective
-from commhooks.comm.topologies import Permutation
+from commhooks.comm.topologies import Permutation, Push, Round, check_topology, round_at
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
@@ -36,7 +38,26 @@ from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Gossip"]
+__all__ = ["Gossip", "PeerToPeer"]
+
+
+class PeerToPeer(WithoutConsensus):
+    """A hook with which each rank sends to one other rank per step, given by a topology.
+
+    Subclasses declare its options ``topology`` and ``seed``.
+    """
+
+    topology: Push
+    seed: int
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raise CommHookError if the topology cannot be built of the group's ranks."""
+        super().prepare(parameters, group)
+        check_topology(self.topology, group.size())
+
+    def round_of(self, bucket: GradBucket, comm: Communicator) -> Round:
+        """Return who sends to whom in the bucket's step."""
+        return round_at(self.topology, comm.size, bucket.step, self.seed)
 
 
 @register_hook("gossip")

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.averaging.without_consensus import PeerToPeer
+from commhooks.algorithms.averaging.gossip import PeerToPeer
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.topologies import Push

@@ -1,19 +1,14 @@
-"""Base classes of hooks under which each rank has a model of its own."""
+"""Base class of hooks under which each rank has a model of its own."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.comm.communicator import Communicator
-from commhooks.comm.topologies import Push, Round, check_topology, round_at
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
-from reducer import GradBucket
 
-__all__ = ["PeerToPeer", "WithoutConsensus"]
+__all__ = ["WithoutConsensus"]
 
 
 @dataclass
@@ -50,22 +45,3 @@ class WithoutConsensus(CommHook):
         if self._squared_distance is not None:
             own["consensus_distance"] = self._squared_distance.sqrt().item()
         return own | super().metrics()
-
-
-class PeerToPeer(WithoutConsensus):
-    """A hook with which each rank sends to one other rank per step, given by a topology.
-
-    Subclasses declare its options ``topology`` and ``seed``.
-    """
-
-    topology: Push
-    seed: int
-
-    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-        """Raise CommHookError if the topology cannot be built of the group's ranks."""
-        super().prepare(parameters, group)
-        check_topology(self.topology, group.size())
-
-    def round_of(self, bucket: GradBucket, comm: Communicator) -> Round:
-        """Return who sends to whom in the bucket's step."""
-        return round_at(self.topology, comm.size, bucket.step, self.seed)

@@ -1,4 +1,1 @@
-"""Hooks that average exactly, up to rounding, and a hook that communicates nothing.
-
-Imports: algorithms, comm, hook, precision, reducer.
-"""
+"""Hooks that average exactly, up to rounding, and a hook that communicates nothing."""

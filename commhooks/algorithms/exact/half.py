@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.per_bucket_cache import PerBucketCache
+from commhooks.algorithms.bucket_memory import PerBucketCache
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook

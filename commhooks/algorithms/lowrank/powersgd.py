@@ -56,10 +56,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.algorithms.bucket_memory import PerBucketCache
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.lowrank.compressor import Compressor, HalfStep, draw_factor
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side, matrix_shape
-from commhooks.algorithms.per_bucket_cache import PerBucketCache
 from commhooks.codecs.finite import is_known_false
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes

@@ -1,4 +1,1 @@
-"""Hooks that send a few bits per number: integers, small floats, a few levels, or signs.
-
-Imports: algorithms, codecs, comm, hook, precision, reducer.
-"""
+"""Hooks that send a few bits per number: integers, small floats, a few levels, or signs."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.per_bucket_cache import PerBucketCache
+from commhooks.algorithms.bucket_memory import BucketMemory, PerBucketCache
 from commhooks.algorithms.quantized.two_shot import Errors, part_of
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import TensorState

@@ -1,4 +1,1 @@
-"""Hooks around other hooks.
-
-Imports: algorithms, codecs, comm, errors, hook, precision, reducer.
-"""
+"""Hooks around other hooks."""

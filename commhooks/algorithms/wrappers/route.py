@@ -9,26 +9,52 @@ are copied back. commhooks' own wrapper builds buckets per route, so nothing is 
 unless the model has its own ``group_key``.
 """
 
-from collections.abc import Hashable, Mapping
+import importlib
+import operator
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Annotated, cast
+from typing import Annotated, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.routing import Routing
-from commhooks.algorithms.wrappers.route_rules import Matcher, Rule, choose
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook
-from commhooks.hook.options import MinLen
+from commhooks.errors import CommHookError, CommHookOptionError
+from commhooks.hook.base import CommHook, Role
+from commhooks.hook.derived_bucket import BucketPart, Progress
+from commhooks.hook.options import Made, MinLen
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Route"]
+__all__ = ["Matcher", "Predicate", "Route", "Routing", "Rule", "choose"]
+
+Predicate: TypeAlias = Callable[[str, Tensor], bool]
+"""Whether a rule matches a parameter, given its name and the parameter."""
+
+_PREDICATE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)")  # module:function
+
+
+def _to_name(rule: object) -> object:
+    """Return a predicate as "module:function", which can be stored as JSON."""
+    if not callable(rule):
+        return rule
+    name = f"{getattr(rule, '__module__', '')}:{getattr(rule, '__qualname__', '')}"
+    if not _PREDICATE.fullmatch(name):
+        raise ValueError(
+            "a predicate is stored by its name, so it has to be a function of a module, not one "
+            "that was defined inside another function or by lambda"
+        )
+    return name
+
+
+Rule: TypeAlias = Annotated[str | Predicate, Made(_to_name)]
+"""The type of the option. It is stored as a string."""
 
 
 @register_hook("route")
@@ -67,7 +93,7 @@ class Route(CommHook):
     default: CommHook | None = None
     """The hook for parameters that no rule matches."""
 
-    _routing: Routing = field(
+    _routing: "Routing" = field(
         default_factory=lambda: Routing({}), init=False, repr=False, compare=False
     )
     """Has the position of each parameter's hook in ``_hooks``."""
@@ -128,7 +154,7 @@ class Route(CommHook):
     def _hooks(self) -> list[CommHook]:
         return [hook for _, hook in self.rules] + ([] if self.default is None else [self.default])
 
-    def _matchers(self) -> list[Matcher]:
+    def _matchers(self) -> "list[Matcher]":
         return [
             Matcher.of(str(rule), f"rules.{i}.0", self.roles)
             for i, (rule, _) in enumerate(self.rules)
@@ -137,3 +163,141 @@ class Route(CommHook):
 
 def _empty_contribution(buffer: Tensor) -> Tensor:
     return torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
+
+
+class Routing:
+    """Which of several hooks each parameter has, and which bucket each hook gets next.
+
+    The table may change between two steps.
+    """
+
+    def __init__(self, table: Mapping[str, int]) -> None:
+        self.table = dict(table)
+        """The position of each parameter's hook, by name."""
+        self._progress: dict[int, Progress] = {}
+
+    def begin_step(self) -> None:
+        """Number the buckets of each hook from 0 again."""
+        self._progress = {}
+        for name, i in self.table.items():
+            self._progress.setdefault(i, Progress(set())).missing.add(name)
+
+    def parts(self, bucket: GradBucket) -> list[tuple[int, BucketPart]]:
+        """Return the positions of the bucket's hooks, each with its parameters, in order."""
+        members: dict[int, list[int]] = {}
+        for position, name in enumerate(bucket.names):
+            members.setdefault(self.table[name], []).append(position)
+        ordered = sorted(members.items(), key=operator.itemgetter(0))
+        return [(i, BucketPart(bucket, positions)) for i, positions in ordered]
+
+    def next_bucket(self, i: int, part: BucketPart) -> GradBucket:
+        """Return the next bucket of hook ``i``.
+
+        Call it when the hook begins, not before: while other hooks wait, hook ``i`` may get a part
+        of a later bucket.
+        """
+        index, is_last = self._progress[i].advance(part.names, part.whole.left_out)
+        # On torch DDP, other buckets of the hook may have been left out.
+        return part.bucket(index, is_last=is_last or part.whole.is_last())
+
+
+_ROLES = ("@1d", "@embedding", "@output")
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """A rule, and whether it matches a parameter."""
+
+    rule: str
+    matches: Predicate
+    may_be_unused: bool = False
+
+    @classmethod
+    def of(cls, rule: str, path: str, roles: Mapping[str, Role] | None) -> "Matcher":
+        """Parse a rule. ``path`` names the option in errors, ``roles`` are of parameters."""
+        if rule.startswith("@"):
+            return cls(rule, _of_role(rule, path, roles), may_be_unused=True)
+        match = _PREDICATE.fullmatch(rule)
+        if match is None:
+            return cls(rule, lambda name, _: fnmatchcase(name, rule))
+        module, name = match.groups()
+        try:
+            found = operator.attrgetter(name)(importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            raise CommHookOptionError(
+                f"option {path!r} of hook 'route': a rule with a colon is a predicate, "
+                f"module:function, but there is no {name!r} in a module {module!r} ({error})"
+            ) from error
+        if not callable(found):
+            raise CommHookOptionError(
+                f"option {path!r} of hook 'route': expected {rule} to be a function of a "
+                f"parameter's name and the parameter, found {found!r}"
+            )
+        return cls(rule, found)
+
+
+def _of_role(rule: str, path: str, roles: Mapping[str, Role] | None) -> Predicate:
+    if rule not in _ROLES:
+        raise CommHookOptionError(
+            f"option {path!r} of hook 'route': expected one of the roles {', '.join(_ROLES)}, "
+            f"found {rule!r}"
+        )
+    if rule == "@1d":
+        return lambda _, parameter: parameter.dim() <= 1
+
+    def has_role(name: str, _: Tensor) -> bool:
+        if roles is None:
+            raise CommHookError(
+                f"hook 'route': rule {rule!r} needs the modules of the model, and only its "
+                "parameters are known here; use patterns for their names"
+            )
+        return roles.get(name) == rule[1:]
+
+    return has_role
+
+
+def choose(
+    matchers: Sequence[Matcher], parameters: Mapping[str, Tensor], *, has_default: bool
+) -> dict[str, int]:
+    """Return the position of the first matching rule for each parameter.
+
+    The position of the default is the number of rules.
+
+    Raises:
+        CommHookError: a rule is the first match of no parameter and is not for a role, or no rule
+            matches a parameter and there is no default.
+    """
+    matching = {
+        name: [i for i, matcher in enumerate(matchers) if matcher.matches(name, parameter)]
+        for name, parameter in parameters.items()
+    }
+    _check_all_used(matchers, matching)
+    unmatched = [name for name, positions in matching.items() if not positions]
+    if unmatched and not has_default:
+        raise CommHookError(
+            f"hook 'route': no rule matches {_listed(unmatched)}; add a rule, or a default"
+        )
+    return {
+        name: positions[0] if positions else len(matchers) for name, positions in matching.items()
+    }
+
+
+def _check_all_used(matchers: Sequence[Matcher], matching: Mapping[str, list[int]]) -> None:
+    used = {positions[0] for positions in matching.values() if positions}
+    for i, matcher in enumerate(matchers):
+        if i in used or matcher.may_be_unused:
+            continue
+        if names := [name for name, positions in matching.items() if i in positions]:
+            raise CommHookError(
+                f"hook 'route': earlier rules take all that rule {matcher.rule!r} matches, "
+                f"{_listed(names)}; move it to the front, or remove it"
+            )
+        raise CommHookError(
+            f"hook 'route': rule {matcher.rule!r} matches no parameter of the model, which has "
+            f"{_listed(list(matching))}"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,7 +1,4 @@
-"""Compares hooks on a model, over links. ``commhooks compare`` shows the result.
-
-Imports: adapters, cluster, comm, errors, hook, lab, lab.models, lab.simulation.
-"""
+"""Compares hooks on a model, over links. ``commhooks compare`` shows the result."""
 
 from commhooks.lab.comparison.compare import compare
 from commhooks.lab.comparison.hosts import LaunchedRanks

@@ -17,14 +17,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster.call import CallResult
+from commhooks.cluster.worker import CallResult
 from commhooks.errors import CommHookError, CommHookPeerError, reason_of
 from commhooks.lab.comparison.result import HostPair
 from commhooks.lab.comparison.setting import RankCaller
@@ -38,7 +38,7 @@ _PATIENCE = timedelta(hours=2)
 """A rank that has failed waits here for peers, which wait for it until their own time-out."""
 
 
-class LaunchedRanks:
+class LaunchedRanks(AbstractContextManager["LaunchedRanks"]):
     """A context manager of this job's ranks. All of them run the same comparison.
 
     ``ranks(fn, ...)`` runs ``fn`` on this rank and returns the results of all ranks, so all come to
@@ -66,7 +66,7 @@ class LaunchedRanks:
         errors = [
             result.exception(rank, self.world_size)
             for rank, result in enumerate(found)
-            if result.error_text is not None
+            if result.error is not None
         ]
         if errors:  # raise the first one that is not about another rank's
             raise min(errors, key=lambda each: isinstance(each, CommHookPeerError))
@@ -82,15 +82,7 @@ class LaunchedRanks:
                 f"more; compare without the hook that failed last: {reason_of(error)}"
             ) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._owns_group and error is None:  # after an error, peers may not answer
             dist.destroy_process_group()
 

@@ -2,8 +2,6 @@
 
 The models have the parameters and the arithmetic of the published ones. Weights and inputs are
 random, because only time and bytes are measured.
-
-Imports: errors, hook.
 """
 
 from commhooks.lab.models.gpt2 import GPT2Small

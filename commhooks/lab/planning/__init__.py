@@ -3,9 +3,6 @@
 ::
 
     a model, hooks  ── measure_groups() ──►  Measured  ── problem_of(network, limit) ──►  Problem
-
-Imports: algorithms.adaptive, cluster, comm, costs, errors, hook, lab.simulation, planning,
-reducer.
 """
 
 from commhooks.lab.planning.measuring import Measured, PlanningJob, measure_groups

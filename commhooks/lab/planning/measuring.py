@@ -13,18 +13,17 @@ from commhooks.algorithms.adaptive.trial import Outcome, Trial
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
-from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
-from commhooks.costs.gloo import Gloo
-from commhooks.costs.step_trace import BucketTrace, StepTrace
+from commhooks.costs.backends import Gloo
+from commhooks.costs.prediction import DryRuns, dry_run_sizes
+from commhooks.costs.step_trace import BucketTrace
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, Role, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import roles_of
 from commhooks.hook.spec import HookLike, config_of
-from commhooks.lab.simulation.calibration import measure_gloo
 from commhooks.lab.simulation.dry_run import dry_run
-from commhooks.lab.simulation.measurements import Job
+from commhooks.lab.simulation.measurements import Job, measure_gloo
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.planning import BucketTimes
 from reducer import GradBucket
@@ -260,27 +259,20 @@ class _Tracer:
     ) -> BucketTrace:
         parameters: dict[str, Tensor] = dict(zip(bucket.names, bucket.parameters(), strict=True))
         by_size = {
-            size: [
-                (share, _step(traces[0].local_seconds, traces[0].collectives))
-                for share, traces in dry_run(
-                    config,
-                    [bucket],
-                    parameters,
-                    roles,
-                    size=size,
-                    ranks_per_node=self._job.ranks_per_node,
-                    first_step=self._job.first_step,
-                )
-            ]
+            size: dry_run(
+                config,
+                [bucket],
+                parameters,
+                roles,
+                size=size,
+                ranks_per_node=self._job.ranks_per_node,
+                first_step=self._job.first_step,
+            )
             for size in self._sizes
         }
         kinds = DryRuns(by_size, self._job.ranks_per_node).at(self._size)
         _, typical = max(kinds, key=lambda kind: kind[0])
         return typical.buckets[0]
-
-
-def _step(local: tuple[float, ...], collectives: Sequence[Any]) -> StepTrace:
-    return StepTrace((BucketTrace(0, 0.0, 0.0, local, tuple(collectives)),), 0.0, is_native=False)
 
 
 def _times(step: StepProfile) -> tuple[BucketTimes, ...]:

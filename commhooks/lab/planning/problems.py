@@ -3,7 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from commhooks.costs.network import Backend, Network
+from commhooks.costs.backends import Backend
+from commhooks.costs.network import Network
 from commhooks.lab.planning.measuring import Measured, MeasuredGroup
 from commhooks.planning import BucketTimes, Choice, Group, Problem
 

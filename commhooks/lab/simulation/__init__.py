@@ -1,21 +1,16 @@
-"""Predicts what a step takes with a hook on a network that is not available; see docs/scaling.md.
+"""Predict what a step takes with a hook on a network that is not available; see docs/scaling.md.
 
 ::
 
     a model, hooks  ── measure() ──►  Measurements  ── predict(network, backend) ──►  Prediction
                        seconds,                        milliseconds,
                        on this machine                 for any number of ranks
-
-Imports: adapters, cluster, comm, costs, errors, hook, lab, lab.models, reducer, runtime.
 """
 
-from commhooks.costs.dry_runs import DryRuns, dry_run_sizes
-from commhooks.costs.gloo import Gloo
-from commhooks.costs.nccl import NCCL
-from commhooks.costs.network import Backend, Link, Network
-from commhooks.costs.prediction import Prediction, predict
-from commhooks.lab.simulation.measurements import Job, Measurements
-from commhooks.lab.simulation.measuring import measure
+from commhooks.costs.backends import NCCL, Backend, Gloo
+from commhooks.costs.network import Link, Network
+from commhooks.costs.prediction import DryRuns, Prediction, dry_run_sizes, predict
+from commhooks.lab.simulation.measurements import Job, Measurements, measure
 from commhooks.lab.simulation.study import BASELINE, BreakEvenRates, Study, break_even_rates
 
 __all__ = [

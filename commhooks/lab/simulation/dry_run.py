@@ -1,37 +1,52 @@
-"""Runs a hook alone, on real gradients, to see what it awaits and how long it works in between.
+"""Run a hook alone, on real gradients, to see what it awaits and how long it works in between.
 
 The hook is its own model, so that hooks of other packages can be simulated as well, without any
-line about them here. It runs in a fake group of any size (fake_group.py). The design note
-docs/design/2026-11-21-simulation.md compares this with meta tensors and with a table of costs.
+line about them here. The design note docs/design/2026-11-21-simulation.md compares this with meta
+tensors and with a table of costs.
+
+Note [Fake groups]
+~~~~~~~~~~~~~~~~~~
+A hook runs in a fake process group of any size, in one process: all its ranks hold the same
+tensors, and only rank 0 exists. What a collective returns to rank 0 follows from what rank 0 passes
+in, so a hook can run to its end among N ranks, and its decoders receive messages that they
+understand. Nothing is sent. Rank 0 does at least as much as any other rank: in every topology of
+:mod:`commhooks.algorithms` the first rank of a node leads it, or all of its ranks do the same.
 """
 
-import functools
 import gc
 import os
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._distributed_c10d import ReduceOp
 
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
-from commhooks.costs.step_trace import Collective, ExchangeTrace, Members
+from commhooks.comm.wire import all_reduce_bytes
+from commhooks.costs.step_trace import (
+    BucketTrace,
+    Collective,
+    ExchangeTrace,
+    Members,
+    StepTrace,
+    merged,
+)
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, Role
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
-from commhooks.lab.simulation.fake_group import FakeGroup, FakeStageGroup
-from commhooks.lab.simulation.typical_steps import sent_bytes, typical_steps, with_arrivals
 from commhooks.runtime.execution import new_future
 from reducer import GradBucket
 
-__all__ = ["HookTrace", "as_launched", "dry_run"]
+__all__ = ["FakeGroup", "as_launched", "dry_run", "usual_ratio"]
 
 _FEWEST, _MOST, _SECONDS = 2, 3, 2.0
 """Timed runs; no more than the fewest after the seconds. Another one warms up before: it allocates
@@ -40,15 +55,8 @@ _LONGEST_EXCHANGE = 1000
 """Steps after which a dry run no longer waits for a hook to take the result of an exchange."""
 _EVICTING_ELEMENTS = 1 << 24  # 64 MiB
 """In training, other buckets and backward use the caches before a hook sees its bucket again."""
-
-
-@dataclass(frozen=True)
-class HookTrace:
-    """A hook's work on one bucket. Seconds are before, between and after the collectives."""
-
-    local_seconds: tuple[float, ...]
-    collectives: tuple[Collective, ...]
-    exchanges: tuple[ExchangeTrace, ...] = ()
+_WINDOW, _MOST_KINDS = 1000, 8  # steps, and kinds of steps among them
+_LATE, _PERIODS = 100_000, 240  # steps after all warm-ups; a multiple of usual periods
 
 
 def dry_run(
@@ -61,64 +69,64 @@ def dry_run(
     ranks_per_node: int = 1,
     first_step: int = 1000,
     is_timed: bool = True,
-) -> list[tuple[float, list[HookTrace]]]:
+) -> list[tuple[float, StepTrace]]:
     """Trace the hook on all buckets, once for each kind of step, with the share of such steps.
 
     ``buckets`` are those of one step, in order; their gradients are not changed. The hook may write
     to ``parameters``, which are given by name, as are their ``roles``. Seconds are the shortest of
-    a few runs, or zeros unless ``is_timed``.
+    a few runs, or zeros unless ``is_timed``; those of forward and backward are zeros.
 
     Raises CommHookError if the hook does not work with this model or with ``size`` ranks, or if it
     fails in a fake group.
     """
     with as_launched(ranks_per_node), torch.no_grad():
         hook = create(config)
-        prepare(hook, parameters, cast("dist.ProcessGroup", FakeGroup(size)), roles)
-        scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
-        tracer = _Tracer(hook, size, ranks_per_node, scratch)
-        kinds = typical_steps(hook, buckets, size, first_step)
+        prepare(hook, parameters, _process_group(size), roles)
+        tracer = _Tracer(hook, size, ranks_per_node, is_timed=is_timed)
+        kinds = _typical_steps(hook, buckets, size, first_step)
         end = time.monotonic() + _SECONDS
         for step in kinds:
             tracer.step(buckets, step)  # warms up
         delays = {step: tracer.delay(buckets, step) for step in kinds}
-        arrivals = {step: step + delay for step, delay in delays.items() if delay}
-        sent = functools.partial(sent_bytes, hook, buckets, size)
-        shares = with_arrivals(kinds, arrivals, sent)
-
-        runs: list[dict[int, list[HookTrace]]] = []
+        shares = dict(kinds)
+        for step, delay in delays.items():
+            if delay == 0:
+                continue
+            # A step that takes the result of an exchange and sends nothing seems to be quiet.
+            arrival = _sent_bytes(hook, buckets, size, step + delay)
+            like = next((k for k in kinds if _sent_bytes(hook, buckets, size, k) == arrival), step)
+            if like != step and shares[like] > kinds[step]:
+                shares[like] -= kinds[step]
+                shares[step + delay] = kinds[step]
+        runs: list[dict[int, list[BucketTrace]]] = []
         fewest, most = (_FEWEST, _MOST) if is_timed else (1, 1)
         while len(runs) < fewest or (len(runs) < most and time.monotonic() < end):
             runs.append({step: tracer.step(buckets, step) for step in sorted(shares)})
-    del hook, tracer, sent
+    del hook, tracer
     gc.collect()  # its state may be as large as the model, and other sizes follow
-    choose = _fastest if is_timed else _untimed
-    return [
-        (
-            share,
-            [
-                _with_delay(choose(traces), delays.get(step, 0))
-                for traces in zip(*(run[step] for run in runs), strict=True)
-            ],
-        )
-        for step, share in shares.items()
-    ]
-
-
-_Part = TypeVar("_Part", HookTrace, ExchangeTrace)
+    found = []
+    for step, share in shares.items():
+        traces = [
+            _with_delay(_fastest(of_bucket), delays.get(step, 0))
+            for of_bucket in zip(*(run[step] for run in runs), strict=True)
+        ]
+        found.append((share, StepTrace(tuple(traces), 0.0, is_native=False)))
+    return found
 
 
 class _Tracer:
     """Runs a hook in a fake group, and its exchanges as soon as it has handed them over."""
 
-    def __init__(self, hook: CommHook, size: int, ranks_per_node: int, scratch: Tensor) -> None:
+    def __init__(self, hook: CommHook, size: int, ranks_per_node: int, *, is_timed: bool) -> None:
         self._awaited: set[Exchange] = set()
         self._begun: list[Exchange] = []
         self._hook = hook
         self._size = size
         self._ranks_per_node = ranks_per_node
-        self._scratch = scratch
+        self._clock = time.perf_counter if is_timed else lambda: 0.0
+        self._scratch = torch.zeros(_EVICTING_ELEMENTS if is_timed else 0)
 
-    def step(self, buckets: Sequence[GradBucket], step: int) -> list[HookTrace]:
+    def step(self, buckets: Sequence[GradBucket], step: int) -> list[BucketTrace]:
         """Trace the hook on copies of the buckets."""
         copies = (bucket_with(b, b.buffer().clone(), step=step) for b in buckets)
         return [self._trace(bucket) for bucket in copies]
@@ -140,16 +148,16 @@ class _Tracer:
                 return later
         return _LONGEST_EXCHANGE
 
-    def _trace(self, bucket: GradBucket) -> HookTrace:
+    def _trace(self, bucket: GradBucket) -> BucketTrace:
         comm = Communicator(
-            cast("dist.ProcessGroup", FakeGroup(self._size)),
+            _process_group(self._size),
             step=bucket.step,
             key=bucket.key,
             seed=getattr(self._hook, "seed", 0),
         )
         local, collectives, _ = self._run(self._hook.reduce(bucket, comm))
         exchanges = tuple(self._exchange(exchange) for exchange in comm.begun)
-        return HookTrace(local, collectives, exchanges)
+        return BucketTrace(bucket.buffer().nbytes, 0.0, 0.0, local, collectives, exchanges)
 
     def _exchange(self, exchange: Exchange) -> ExchangeTrace:
         local, collectives, result = self._run(exchange.run())
@@ -167,11 +175,11 @@ class _Tracer:
         seconds = 0.0
         while True:
             self._scratch.add_(1)
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 pending = coroutine.send(None)
             except StopIteration as stop:
-                local.append(seconds + time.perf_counter() - start)
+                local.append(seconds + self._clock() - start)
                 return tuple(local), tuple(collectives), stop.value
             except CommHookError:
                 raise
@@ -180,7 +188,7 @@ class _Tracer:
                     f"hook {self._hook!r} cannot be simulated: among {self._size} ranks that all "
                     f"hold the same gradients it raised {type(error).__name__}: {error}"
                 ) from error
-            seconds += time.perf_counter() - start
+            seconds += self._clock() - start
             if isinstance(pending, Exchange):
                 self._awaited.add(pending)
                 continue
@@ -189,7 +197,7 @@ class _Tracer:
                 continue  # nothing is sent, so the hook's work continues
             local.append(seconds)
             seconds = 0.0
-            group = FakeStageGroup(members)
+            group = _FakeStageGroup(members)
             pending.start(cast("dist.ProcessGroup", group))
             collectives.append(
                 Collective(
@@ -200,34 +208,71 @@ class _Tracer:
             )
 
 
-def _with_delay(trace: HookTrace, steps: int) -> HookTrace:
+def _with_delay(trace: BucketTrace, steps: int) -> BucketTrace:
     exchanges = tuple(replace(exchange, steps=steps) for exchange in trace.exchanges)
     return replace(trace, exchanges=exchanges)
 
 
-def _fastest(traces: Sequence[HookTrace]) -> HookTrace:
-    if len({_collectives(trace) for trace in traces}) > 1:
+def _fastest(traces: Sequence[BucketTrace]) -> BucketTrace:
+    """Return the last trace with the shortest seconds of all."""
+    if len({trace.structure for trace in traces}) > 1:
         return traces[-1]  # what the hook sends depends on its state, which the last run has
-    exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
-    return replace(_fastest_part(traces), exchanges=tuple(map(_fastest_part, exchanges)))
+    return merged(traces[::-1], min)
 
 
-def _collectives(trace: HookTrace) -> tuple[int, ...]:
-    return len(trace.collectives), *(len(each.collectives) for each in trace.exchanges)
+def _process_group(size: int) -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", FakeGroup(size))
 
 
-def _fastest_part(parts: Sequence[_Part]) -> _Part:
-    local = zip(*(part.local_seconds for part in parts), strict=True)
-    return replace(parts[-1], local_seconds=tuple(map(min, local)))
+def _typical_steps(
+    hook: CommHook, buckets: Sequence[GradBucket], size: int, first: int
+) -> dict[int, float]:
+    """Return one step of each kind, from step ``first`` on, with the share of steps of its kind.
+
+    Two steps are of one kind if the cost formula of the hook gives the same bytes for both:
+    ``local_sgd`` with a period of 8 has two kinds. If there are many kinds, as in a warm-up, steps
+    at equal distances stand for all of them. A hook without a formula gets two consecutive steps,
+    because some hooks alternate.
+    """
+    kinds: dict[tuple[int | None, ...], int] = {}
+    counts: Counter[int] = Counter()
+    for step in range(first, first + _WINDOW):
+        sent = _sent_bytes(hook, buckets, size, step)
+        if None in sent:
+            return {first: 0.5, first + 1: 0.5}
+        counts[kinds.setdefault(sent, step)] += 1
+    if len(counts) > _MOST_KINDS:
+        distance = _WINDOW // _MOST_KINDS
+        return {first + i * distance: 1 / _MOST_KINDS for i in range(_MOST_KINDS)}
+    return {step: count / _WINDOW for step, count in counts.items()}
 
 
-def _untimed(traces: Sequence[HookTrace]) -> HookTrace:
-    exchanges = tuple(_untimed_part(exchange) for exchange in traces[-1].exchanges)
-    return replace(_untimed_part(traces[-1]), exchanges=exchanges)
+def _sent_bytes(
+    hook: CommHook, buckets: Sequence[GradBucket], size: int, step: int
+) -> tuple[int | None, ...]:
+    """Return the bytes that a rank sends for each bucket in a step, by the cost formula."""
+    return tuple(hook.wire_bytes(bucket_with(b, b.buffer(), step=step), size) for b in buckets)
 
 
-def _untimed_part(part: _Part) -> _Part:
-    return replace(part, local_seconds=(0.0,) * len(part.local_seconds))
+def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
+    """Return the bytes of plain averaging divided by those of a hook with its default options.
+
+    For a square matrix on ``size`` ranks, after all warm-ups, by the cost formula of the hook; None
+    if it has no formula or cannot be made by its name.
+    """
+    matrix = torch.zeros(edge, edge)
+    bucket = GradBucket(matrix.view(-1), [nn.Parameter(matrix)], ["weight"])
+    steps = range(_LATE, _LATE + _PERIODS)
+    try:
+        hook = create(name)
+        prepare(hook, {"weight": matrix}, _process_group(size), {})
+        sent = [_sent_bytes(hook, [bucket], size, step)[0] for step in steps]
+    except Exception:  # other packages' hooks may raise anything
+        return None
+    known = [count for count in sent if count is not None]
+    if len(known) < len(sent) or not any(known):
+        return None
+    return all_reduce_bytes(matrix.nbytes, size) * len(steps) / sum(known)
 
 
 @contextmanager
@@ -244,3 +289,63 @@ def as_launched(ranks_per_node: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+class FakeGroup:
+    """The methods that hooks and communicators call on the model's process group.
+
+    See Note [Fake groups].
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
+class _FakeStageGroup(FakeGroup):
+    """Executes one collective among ``size`` equal ranks, and keeps the bytes that a rank passed.
+
+    The methods are those of a process group that :class:`commhooks.Communicator` calls.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.tensor_bytes = 0
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any) -> None:
+        (tensor,) = tensors
+        self.tensor_bytes = tensor.nbytes
+        if options.reduceOp == ReduceOp.SUM:
+            tensor.mul_(self._size)
+        elif options.reduceOp == ReduceOp.PRODUCT:
+            tensor.pow_(self._size)
+
+    def _allgather_base(self, gathered: Tensor, own: Tensor) -> None:
+        self.tensor_bytes = own.nbytes
+        gathered.view(self._size, -1).copy_(own.view(1, -1).expand(self._size, -1))
+
+    def alltoall_base(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_sizes: Sequence[int],
+        sent_sizes: Sequence[int],  # noqa: ARG002
+    ) -> None:
+        """Receive the parts for rank 0; with sizes, receive whole tensors from some ranks."""
+        self.tensor_bytes = sent.nbytes
+        part = sent.view(-1) if received_sizes else sent.view(self._size, -1)[0]
+        if received.numel() > 0:
+            parts = received.view(-1, part.numel())
+            parts.copy_(part.expand_as(parts))
+
+    def _reduce_scatter_base(self, part: Tensor, whole: Tensor, options: Any) -> None:  # noqa: ARG002
+        self.tensor_bytes = whole.nbytes
+        part.copy_(whole.chunk(self._size)[0]).mul_(self._size)
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> None:  # noqa: ARG002
+        self.tensor_bytes = tensors[0].nbytes

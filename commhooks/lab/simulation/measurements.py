@@ -1,21 +1,54 @@
-"""What a simulation needs to know of a machine, and of a model with each hook.
+"""Measure what a simulation needs to know of this machine, and of a model with each hook.
 
-The measurements can be saved to a file, so that predictions for other networks and sizes need no
-new ones, and a machine that has the hardware can measure for one that does not.
+Gloo is measured with two ranks that send to each other, and hooks in processes that compute side by
+side and send nothing. Measurements can be saved to a file, so that predictions for other networks
+and sizes need no new ones, and a machine that has the hardware can measure for one that does not.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
-from commhooks.costs.dry_runs import DryRuns
-from commhooks.costs.gloo import Gloo
-from commhooks.errors import CommHookError
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commhooks.adapters.handle import register
+from commhooks.adapters.wrapping import wrap
+from commhooks.cluster import Ranks
+from commhooks.comm.communicator import Communicator
+from commhooks.costs.backends import Gloo
+from commhooks.costs.prediction import DryRuns
+from commhooks.errors import CommHookError, reason_of
+from commhooks.hook.base import CommHook
+from commhooks.hook.registry import create
+from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of
-from commhooks.lab.models import Workload
+from commhooks.lab.machine import cores
+from commhooks.lab.models import ModelError, Workload
+from commhooks.lab.simulation.dry_run import FakeGroup, as_launched, dry_run
+from commhooks.lab.simulation.profile import StepProfile, profile
+from commhooks.lab.simulation.study import BASELINE
+from reducer import GradBucket
 
-__all__ = ["Job", "Measurements", "hook_key"]
+__all__ = [
+    "Job",
+    "Measurements",
+    "dry_run_hook",
+    "measure",
+    "measure_gloo",
+    "prepare_dry_runs",
+]
+
+_TIMEOUT_SECONDS = 1800.0  # for a large model on a small machine
+_STAGES = 100
+_ROUNDS = 2 * _STAGES  # of messages: an all-reduce of two ranks is a ring of two rounds
+_LARGE_BYTES = 32 << 20
+_REPEATS = 7
 
 
 @dataclass(frozen=True)
@@ -32,7 +65,7 @@ class Job(Workload):
 
 @dataclass(frozen=True)
 class Measurements:
-    """The measurements of one job. ``dry_runs`` are by hook, see :func:`hook_key`.
+    """The measurements of one job. ``dry_runs`` are by hook, see :func:`_hook_key`.
 
     ``reasons`` say why hooks are missing that cannot be simulated; they are not saved.
     """
@@ -44,22 +77,23 @@ class Measurements:
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __contains__(self, hook: HookLike) -> bool:
-        return hook_key(hook) in self.dry_runs
+        return _hook_key(hook) in self.dry_runs
 
     def reason(self, hook: HookLike) -> str | None:
         """Return why a hook cannot be simulated, or None if it can."""
-        return self.reasons.get(hook_key(hook))
+        return self.reasons.get(_hook_key(hook))
 
     def of(self, hook: HookLike) -> DryRuns:
         """Return the dry runs of a measured hook."""
-        return self.dry_runs[hook_key(hook)]
+        return self.dry_runs[_hook_key(hook)]
 
     def lacking(self, hooks: Sequence[HookLike], sizes: Sequence[int]) -> list[HookLike]:
         """Return the hooks that have not been measured for all ``sizes``."""
         return [
             hook
             for hook in hooks
-            if not (known := self.dry_runs.get(hook_key(hook))) or set(sizes) - known.by_size.keys()
+            if not (known := self.dry_runs.get(_hook_key(hook)))
+            or set(sizes) - known.by_size.keys()
         ]
 
     def with_more(self, other: "Measurements") -> "Measurements":
@@ -91,6 +125,171 @@ class Measurements:
             ) from error
 
 
-def hook_key(hook: HookLike) -> str:
+def _hook_key(hook: HookLike) -> str:
     """Return the hook's config in JSON, with sorted keys."""
     return json.dumps(config_of(hook), sort_keys=True)
+
+
+def measure(
+    job: Job,
+    hooks: Sequence[HookLike],
+    sizes: Sequence[int],
+    ranks: Ranks | None = None,
+) -> Measurements:
+    """Measure Gloo, the model and the hooks on this machine, which takes seconds to minutes.
+
+    A hook that cannot be simulated is left out, with the reason. Uses ``ranks``, at least 2, if
+    given, else starts processes of its own. If it raises, ``ranks`` cannot be used any more.
+
+    Raises ModelError, and the error of plain averaging if that cannot be simulated.
+    """
+    busy = min(job.ranks_per_machine, cores())
+    if ranks is None:
+        with Ranks(max(2, busy), timeout=_TIMEOUT_SECONDS) as own:
+            return measure(job, hooks, sizes, own)
+    gloo = measure_gloo(ranks)
+    ranks(prepare_dry_runs, job, busy)
+    dry_runs: dict[str, DryRuns] = {}
+    reasons: dict[str, str] = {}
+    for config in map(config_of, hooks):
+        try:
+            dry_runs[_hook_key(config)] = ranks(dry_run_hook, config, list(sizes))[0]
+        except Exception as error:
+            if config == {"name": BASELINE} or isinstance(error, ModelError):
+                raise
+            reasons[_hook_key(config)] = reason_of(error)
+            ranks.restart()
+            ranks(prepare_dry_runs, job, busy)
+    machine = f"{platform.machine()}, {platform.system()}, torch {torch.__version__}"
+    return Measurements(machine, job, gloo, dry_runs, reasons)
+
+
+class _RankSide:
+    """What a rank needs to run hooks dry, and the last profile of the model."""
+
+    def __init__(self, rank: int, job: Job, busy: int) -> None:
+        self.job = job
+        self._rank = rank
+        self._together = dist.new_group(range(busy))
+        alone = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+        assert isinstance(alone, dist.ProcessGroup)
+        self.alone = alone
+        self.is_busy = rank < busy
+        self._model = job.make_module()
+        self._batch = job.make_input(self._model, rank)
+        self.parameters = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        self.roles = roles_of(self._model)
+        self._profile: tuple[tuple[Any, ...], StepProfile] | None = None
+
+    def begin_together(self) -> None:
+        dist.barrier(self._together)
+
+    def profile(self, hook: CommHook) -> StepProfile:
+        """Return the profile that consecutive hooks with the same buckets share."""
+        keys = tuple(hook.bucket_key(name) for name in self.parameters)
+        if self._profile is None or self._profile[0] != keys:
+            self._profile = None  # it may be as large as the model
+            self.begin_together()
+            step = profile(
+                self._model,
+                lambda wrapped: self.job.loss(wrapped, self._batch, self._rank),
+                hook,
+                self.alone,
+                bucket_cap_mb=self.job.bucket_cap_mb,
+            )
+            self._profile = keys, step
+        return self._profile[1]
+
+
+_sides: list[_RankSide] = []  # at most one
+
+
+def prepare_dry_runs(rank: int, job: Job, busy: int) -> None:
+    """Prepare this rank for :func:`dry_run_hook`.
+
+    The first ``busy`` ranks of the default group measure at the same time, each for itself, so that
+    they share the memory's bandwidth as the ranks of a machine do. The other ranks are idle.
+    """
+    _sides[:] = [_RankSide(rank, job, busy)]
+
+
+def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> DryRuns | None:  # noqa: ARG001
+    """Return what a hook does with the model in worlds of ``sizes``; None on idle ranks."""
+    side = _sides[0]
+    if not side.is_busy:
+        return None
+    job = side.job
+    hook = create(config)
+    with as_launched(job.ranks_per_node):
+        group = cast("dist.ProcessGroup", FakeGroup(max(sizes)))
+        prepare(hook, side.parameters, group, side.roles)
+    step = side.profile(hook)
+    is_native = create(config).native(side.alone) is not None
+    side.begin_together()
+    by_size = {
+        size: [
+            (share, step.with_engine(trace, is_native=is_native))
+            for share, trace in dry_run(
+                config,
+                step.buckets,
+                side.parameters,
+                side.roles,
+                size=size,
+                ranks_per_node=job.ranks_per_node,
+                first_step=job.first_step,
+                is_timed=not is_native,  # its work is the engine's, which the profile contains
+            )
+        ]
+        for size in sizes
+    }
+    return DryRuns(by_size, job.ranks_per_node)
+
+
+def measure_gloo(ranks: Ranks) -> Gloo:
+    """Measure with the first two of ``ranks``, while the others are idle."""
+    rates: Gloo = ranks(_measure_pair)[0]
+    return rates
+
+
+@dataclass
+class _Chain(CommHook):
+    """Awaits small all-reduces one after the other, as a hook with many stages does."""
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        small = torch.zeros(16)
+        for _ in range(_STAGES):
+            await comm.all_reduce(small)
+        return bucket.buffer()
+
+
+def _measure_pair(rank: int) -> Gloo | None:
+    pair = dist.new_group([0, 1])
+    if rank > 1:
+        return None
+    model = wrap(nn.Linear(4, 1, bias=False), process_group=pair)
+    register(model, _Chain())
+    large = torch.zeros(_LARGE_BYTES // 4)
+
+    def time_all(work: Callable[[], object]) -> list[tuple[float, float]]:
+        return [_time(work, pair) for _ in range(_REPEATS)]
+
+    chains = time_all(lambda: model(torch.ones(1, 4)).sum().backward())
+    transfers = time_all(lambda: dist.all_reduce(large, group=pair))
+    return Gloo(
+        round_seconds=_least(chains, 0) / _ROUNDS,
+        message_cpu_seconds=_least(chains, 1) / _ROUNDS,
+        byte_cpu_seconds=_least(transfers, 1) / _LARGE_BYTES,
+    )
+
+
+def _time(work: Callable[[], object], pair: dist.ProcessGroup) -> tuple[float, float]:
+    """Return seconds of the clock, and seconds of all threads on cores."""
+    dist.barrier(pair)
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def _least(times: list[tuple[float, float]], which: int) -> float:
+    """Return the time with the least other work; the first run also opens the connections."""
+    return min(pair[which] for pair in times[1:])

@@ -1,4 +1,4 @@
-"""Profiles the engine with a model: which buckets it makes and when."""
+"""Profile the engine with a model: which buckets it makes and when."""
 
 import time
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from torch.futures import Future
 
 from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapping import wrap
+from commhooks.costs.step_trace import StepTrace
 from commhooks.hook.base import CommHook
 from reducer import GradBucket
 
@@ -30,6 +31,22 @@ class StepProfile:
     """For each bucket, the time from the start of backward until it was passed to the hook."""
     backward_seconds: float
     forward_seconds: float
+
+    def with_engine(self, hook: StepTrace, *, is_native: bool) -> StepTrace:
+        """Return the trace of a hook alone with this engine's time before and after each bucket."""
+        total = max(1, sum(bucket.buffer().nbytes for bucket in self.buckets))
+        unpacking = max(0.0, self.backward_seconds - self.launches[-1])
+        buckets = tuple(
+            replace(
+                trace,
+                backward_seconds=launch - start,
+                unpack_seconds=unpacking * bucket.buffer().nbytes / total,
+            )
+            for trace, bucket, start, launch in zip(
+                hook.buckets, self.buckets, (0.0, *self.launches[:-1]), self.launches, strict=True
+            )
+        )
+        return StepTrace(buckets, self.forward_seconds, is_native)
 
 
 def profile(
@@ -101,7 +118,6 @@ class _Recorder:
         return future
 
     def _copy(self, bucket: TorchBucket) -> GradBucket:
-        parameters, index = bucket.parameters(), bucket.index()
+        parameters, flat = bucket.parameters(), bucket.buffer().clone()
         names = [self._names[id(parameter)] for parameter in parameters]
-        count = index + 1 if bucket.is_last() else index + 2
-        return GradBucket(bucket.buffer().clone(), parameters, names, index=index, count=count)
+        return GradBucket(flat, parameters, names, index=bucket.index(), is_last=bucket.is_last())

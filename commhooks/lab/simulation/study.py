@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from commhooks.costs.dry_runs import DryRuns
-from commhooks.costs.network import Backend, Link, Network
-from commhooks.costs.prediction import Prediction, predict
+from commhooks.costs.backends import Backend
+from commhooks.costs.network import Link, Network
+from commhooks.costs.prediction import DryRuns, Prediction, predict
 from commhooks.lab.units import format_rate
 from commhooks.lab.verdict import verdict
 

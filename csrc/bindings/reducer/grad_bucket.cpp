@@ -11,7 +11,7 @@ std::shared_ptr<GradBucket> make_grad_bucket(
     std::vector<at::Tensor> parameters,
     std::vector<std::string> names,
     size_t index,
-    size_t count,
+    bool is_last,
     int64_t step,
     std::vector<std::string> left_out) {
   auto layout = make_bucket_layout(std::move(parameters), std::move(names));
@@ -22,10 +22,8 @@ std::shared_ptr<GradBucket> make_grad_bucket(
       buffer.dim() == 1 && buffer.numel() == expected,
       "Expected a bucket buffer with one dimension and one element per gradient element, ",
       expected, " for these parameters, found shape ", buffer.sizes(), ".");
-  TORCH_CHECK_VALUE(
-      index < count, "Expected a bucket index below the count ", count, ", found ", index, ".");
   return std::make_shared<GradBucket>(
-      std::move(layout), std::move(buffer), index, count, step,
+      std::move(layout), std::move(buffer), index, is_last, step,
       std::make_shared<const std::vector<std::string>>(std::move(left_out)));
 }
 
@@ -49,7 +47,7 @@ The bucket that a communication hook gets: gradients that are reduced together.
 A subclass of `torch.distributed.GradBucket`, so hooks written for torch accept it.)")
       .def(
           py::init(&make_grad_bucket), py::arg("buffer"), py::arg("parameters"), py::arg("names"),
-          py::kw_only(), py::arg("index") = 0, py::arg("count") = 1, py::arg("step") = 0,
+          py::kw_only(), py::arg("index") = 0, py::arg("is_last") = true, py::arg("step") = 0,
           py::arg("left_out") = std::vector<std::string>(),
           R"(
 `buffer`: the gradients one after the other, without padding; its shape is (sum of numel of

@@ -20,15 +20,15 @@ namespace {
   throw std::move(persisted);
 }
 
-void add_note(py::error_already_set& error, const BucketCall& call) {
+void add_note(py::error_already_set& error, const GradBucket& bucket) {
   if (!py::hasattr(error.value(), "add_note")) {
     return;
   }
-  const auto& names = call.layout->names;
+  const auto& names = bucket.layout().names;
   error.value().attr("add_note")(c10::str(
-      "Raised in the communication hook of bucket ", call.index, " (parameters ", names.front(),
-      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", call.step,
-      "."));
+      "Raised in the communication hook of bucket ", bucket.getIndex(), " (parameters ",
+      names.front(), names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(),
+      ") at step ", bucket.step(), "."));
 }
 
 std::string name_of(const py::object& function) {
@@ -61,11 +61,13 @@ void release(py::object& function) {
   function = py::object();
 }
 
-// A Python future, and the call that is added as a note to its exception.
+// A Python future, and the bucket that is named in a note on its exception.
 class PythonResult final : public PendingResult {
  public:
-  PythonResult(std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper, BucketCall call)
-      : wrapper_(std::move(wrapper)), call_(std::move(call)) {}
+  PythonResult(
+      std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper,
+      std::shared_ptr<const GradBucket> bucket)
+      : wrapper_(std::move(wrapper)), bucket_(std::move(bucket)) {}
 
   ~PythonResult() override {
     if (!can_release()) {
@@ -94,19 +96,19 @@ class PythonResult final : public PendingResult {
       }
       return THPVariable_Unpack(value.ptr());
     } catch (py::error_already_set& error) {
-      add_note(error, call_);
+      add_note(error, *bucket_);
       throw_python_error(error);
     } catch (py::builtin_exception& exception) {
       exception.set_error();
       py::error_already_set error;
-      add_note(error, call_);
+      add_note(error, *bucket_);
       throw_python_error(error);
     }
   }
 
  private:
   std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper_;
-  BucketCall call_;
+  std::shared_ptr<const GradBucket> bucket_;
 };
 
 }  // namespace
@@ -121,13 +123,10 @@ PythonHook::~PythonHook() {
   release(function_);
 }
 
-std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
+std::unique_ptr<PendingResult> PythonHook::run(const std::shared_ptr<GradBucket>& bucket) {
   py::gil_scoped_acquire gil;
   try {
-    auto bucket = std::make_shared<GradBucket>(
-        call.layout, call.buffer, call.index, call.bucket_count, call.step, call.left_out,
-        call.finite);
-    const py::object answer = function_(std::move(bucket));
+    const py::object answer = function_(bucket);
     if (!py::isinstance<torch::jit::PythonFutureWrapper>(answer)) {
       throw py::type_error(
           c10::str(
@@ -135,14 +134,14 @@ std::unique_ptr<PendingResult> PythonHook::run(const BucketCall& call) {
               py::repr(py::type::of(answer)).cast<std::string>(), "."));
     }
     return std::make_unique<PythonResult>(
-        answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>(), call);
+        answer.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>(), bucket);
   } catch (py::error_already_set& error) {
-    add_note(error, call);
+    add_note(error, *bucket);
     throw_python_error(error);
   } catch (py::builtin_exception& exception) {
     exception.set_error();
     py::error_already_set error;
-    add_note(error, call);
+    add_note(error, *bucket);
     throw_python_error(error);
   }
 }

@@ -21,7 +21,7 @@ class PythonHook final : public Hook {
   PackFormat format() const override {
     return format_;
   }
-  std::unique_ptr<PendingResult> run(const BucketCall& call) override;
+  std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
   void abandon() override;
 
  private:

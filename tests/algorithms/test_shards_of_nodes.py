@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.averaging.hierarchical import BucketShards, shard_of
 from commhooks.algorithms.bucket_parameters import gradient_of, real_view
-from commhooks.algorithms.bucket_shards import BucketShards, shard_of
 from commhooks.testing.probe import probe_parameters
 from reducer import GradBucket
 
@@ -21,7 +21,7 @@ def make_bucket(names: list[str], dtype: torch.dtype = torch.float32) -> GradBuc
     tensors = [PARAMETERS[name] for name in names]
     tensors = [real_view(tensor).to(dtype) for tensor in tensors]
     flat = torch.arange(1.0, 1 + sum(tensor.numel() for tensor in tensors)).to(dtype)
-    return GradBucket(flat, tensors, names, index=3, count=4, step=5)
+    return GradBucket(flat, tensors, names, index=3, step=5)
 
 
 def split(bucket: GradBucket, size: int, divisor: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
