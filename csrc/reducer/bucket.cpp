@@ -125,7 +125,7 @@ void Bucket::begin_step() {
 }
 
 void Bucket::end_step() {
-  exchange = {};
+  reduction = {};
   store_ = local_gradients();
   pieces_.clear();
   pieces_numel_ = 0;

@@ -27,8 +27,8 @@ struct BucketStats {
   }
 };
 
-// Tensors and `exchange` belong to the thread that has the turn, see Note [The turn]. The reducer's
-// mutex guards `stats` and `progress`.
+// Tensors and `reduction` belong to the thread that has the turn, see Note [The turn]. The
+// reducer's mutex guards `stats` and `progress`.
 //
 // Note [Complex gradients]
 // ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -73,7 +73,7 @@ class Bucket {
     return packs_all_ ? finite_ : at::Tensor();
   }
 
-  // Starts a new exchange. Owns nothing of the step before, so it may be called under a lock.
+  // Owns nothing of the step before, so it may be called under a lock.
   void begin_step();
   // Reads gradients from `store` until the step ends.
   void set_store(std::shared_ptr<const GradientStore> store) {
@@ -120,8 +120,8 @@ class Bucket {
   size_t group = 0;        // index of its reduction group
   bool is_sparse = false;  // its only gradient is sparse, so `pack` returns a sparse tensor
 
-  // The part of the current step in this bucket.
-  struct Exchange {
+  // The way to the hook and back, in the current step.
+  struct Reduction {
     std::unique_ptr<PendingResult> pending;
     std::chrono::steady_clock::time_point handed_over;
     // When the hook completed, in the clock of `handed_over`; zero until the callback that sets it
@@ -129,7 +129,7 @@ class Bucket {
     std::shared_ptr<std::atomic<std::chrono::steady_clock::duration>> completed;
     BucketStats stats;  // of this step only
   };
-  Exchange exchange;
+  Reduction reduction;
 
   // The gradients of the current step.
   struct Progress {

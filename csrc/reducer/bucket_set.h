@@ -2,14 +2,13 @@
 #pragma once
 
 #include "reducer/bucket.h"
+#include "reducer/options.h"
 #include "reducer/reduction_groups.h"
 
 #include <memory>
 #include <vector>
 
 namespace commhooks {
-
-struct ReducerOptions;
 
 // All buckets, which are replaced together when they are rebuilt.
 struct BucketSet {
@@ -24,6 +23,12 @@ struct BucketSet {
   bool back_to_front = false;       // whether they were made starting from its end
 };
 
+// Divides parameters into buckets of at least the sizes in `bucket_bytes` (the last one of a key
+// may be smaller). `order` has the indices of the parameters in the order in which their gradients
+// are expected; with `back_to_front` sizes are given out from its end. A bucket only has parameters
+// of one dtype, device and key, and a sparse gradient has one of its own. Buckets are in the order
+// in which their last gradients are expected, those with `late_key` last. Equal arguments give
+// equal buckets on all ranks.
 BucketSet make_buckets(
     const std::vector<at::Tensor>& parameters,
     const ReducerOptions& options,

@@ -29,8 +29,10 @@ class InPlaceResult final : public PendingResult {
 }  // namespace
 
 AverageHook::AverageHook(
-    c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::optional<c10::ScalarType> wire_dtype)
-    : process_group_(std::move(process_group)), wire_dtype_(wire_dtype) {}
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+    std::optional<c10::ScalarType> wire_dtype,
+    std::string name)
+    : process_group_(std::move(process_group)), wire_dtype_(wire_dtype), name_(std::move(name)) {}
 
 PackFormat AverageHook::format() const {
   // Dividing first keeps the sum inside the range of half precision.
@@ -42,22 +44,6 @@ bool AverageHook::passes_through() const {
 }
 
 std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
-  std::vector<at::Tensor> tensors = {bucket->getBuffer()};
-  return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
-}
-
-SparseAverageHook::SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group)
-    : process_group_(std::move(process_group)) {}
-
-PackFormat SparseAverageHook::format() const {
-  return {std::nullopt, 1.0 / process_group_->getSize()};
-}
-
-bool SparseAverageHook::passes_through() const {
-  return process_group_->getSize() == 1;
-}
-
-std::unique_ptr<PendingResult> SparseAverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
   std::vector<at::Tensor> tensors = {bucket->getBuffer()};
   return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
 }

@@ -9,15 +9,17 @@ namespace commhooks {
 
 // Averages by one all-reduce, which the backend may overlap with backward. With a wire dtype
 // gradients are divided by the number of ranks in fp32 and cast while they are packed, and cast
-// back while they are unpacked; the sum is computed in the wire dtype.
+// back while they are unpacked; the sum is computed in the wire dtype. Of sparse gradients, the
+// average has all rows that any rank has.
 class AverageHook final : public Hook {
  public:
   AverageHook(
       c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-      std::optional<c10::ScalarType> wire_dtype);
+      std::optional<c10::ScalarType> wire_dtype,
+      std::string name = "average");
 
   std::string name() const override {
-    return "average";
+    return name_;
   }
   PackFormat format() const override;
   bool passes_through() const override;  // with one rank
@@ -26,22 +28,7 @@ class AverageHook final : public Hook {
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   std::optional<c10::ScalarType> wire_dtype_;
-};
-
-// Averages sparse gradients: all rows that any rank has.
-class SparseAverageHook final : public Hook {
- public:
-  explicit SparseAverageHook(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
-
-  std::string name() const override {
-    return "sparse average";
-  }
-  PackFormat format() const override;
-  bool passes_through() const override;  // with one rank
-  std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
-
- private:
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::string name_;
 };
 
 // Sends nothing: every rank keeps its own gradients. Measures the cost of everything but

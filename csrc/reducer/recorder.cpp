@@ -4,28 +4,6 @@
 
 namespace commhooks {
 
-const char* name_of(Activity activity) {
-  switch (activity) {
-    case Activity::Backward:
-      return "backward";
-    case Activity::Drain:
-      return "drain";
-    case Activity::Gradient:
-      return "gradient";
-    case Activity::Pack:
-      return "pack";
-    case Activity::Launch:
-      return "launch";
-    case Activity::Hook:
-      return "hook";
-    case Activity::Wait:
-      return "wait";
-    case Activity::Unpack:
-      return "unpack";
-  }
-  return "";
-}
-
 void Recorder::start() {
   Lock lock(mutex_);
   lock.replace(spans_, {});

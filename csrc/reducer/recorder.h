@@ -23,7 +23,9 @@ enum class Activity {
   Unpack,
 };
 
-const char* name_of(Activity activity);
+// By activity.
+inline constexpr const char* kActivityNames[] = {"backward", "drain", "gradient", "pack",
+                                                 "launch",   "hook",  "wait",     "unpack"};
 
 // Times are of a steady clock, which on Linux is CLOCK_MONOTONIC, the clock of `time.monotonic_ns`.
 struct Span {

@@ -1,16 +1,20 @@
-// Construction, settings, buckets and observation; reducer_step.cpp has the steps.
 #include "reducer/reducer.h"
+
+#include "reducer/messages.h"
 #include "reducer/peers.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/neg.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-#include <numeric>
+#include <unordered_set>
+#include <utility>
 
 namespace commhooks {
 namespace {
@@ -36,7 +40,73 @@ bool refers_to(
   return reference._unsafe_get_target() == accumulator.get();
 }
 
+// Returns all nodes that a backward from `outputs` can reach.
+std::unordered_set<const torch::autograd::Node*> reachable_nodes(
+    const std::vector<at::Tensor>& outputs) {
+  std::unordered_set<const torch::autograd::Node*> seen;
+  std::vector<const torch::autograd::Node*> to_visit;
+  const auto visit = [&](const torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) {
+      to_visit.push_back(node);
+    }
+  };
+  for (const auto& output : outputs) {
+    if (output.requires_grad()) {
+      // If the output is itself a parameter, this is its gradient accumulator.
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+    }
+  }
+  while (!to_visit.empty()) {
+    const auto* node = to_visit.back();
+    to_visit.pop_back();
+    for (const auto& edge : node->next_edges()) {
+      visit(edge.function.get());
+    }
+  }
+  return seen;
+}
+
+ReducerOptions checked(ReducerOptions options, size_t count) {
+  TORCH_CHECK_VALUE(count > 0, "A reducer needs at least one parameter that requires a gradient.");
+  TORCH_CHECK_VALUE(
+      options.names.size() == count && options.keys.size() == count &&
+          options.sparse.size() == count,
+      "Expected one name, one key and one flag for sparse gradients per parameter, found ", count,
+      " parameters, ", options.names.size(), " names, ", options.keys.size(), " keys and ",
+      options.sparse.size(), " flags.");
+  return options;
+}
+
 }  // namespace
+
+// Owned by the callback that ends a backward. If autograd drops the callback without running it,
+// the backward ended with an exception, and the step is abandoned.
+class Reducer::BackwardGuard {
+ public:
+  explicit BackwardGuard(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  BackwardGuard(const BackwardGuard&) = delete;
+  BackwardGuard& operator=(const BackwardGuard&) = delete;
+
+  ~BackwardGuard() {
+    if (auto reducer = reducer_.lock(); reducer && !ended_) {
+      reducer->pipeline_.abandon();
+    }
+  }
+
+  void end() {
+    ended_ = true;
+    if (auto reducer = reducer_.lock()) {
+      reducer->in_backward([&] { reducer->on_backward_end(); });
+    }
+  }
+  void dismiss() {
+    ended_ = true;
+  }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+  bool ended_ = false;
+};
 
 // ----------------------------------------------------------------------------------- construction
 
@@ -50,27 +120,10 @@ std::shared_ptr<Reducer> Reducer::create(
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group)
     : parameters_(std::move(parameters)),
-      options_(std::move(options)),
-      process_group_(std::move(process_group)),
-      rank_(process_group_->getRank()),
-      groups_(process_group_, options_.key_groups),
-      graph_(parameters_.size()),
-      unused_(parameters_.size()),
-      arrivals_(parameters_.size()) {
-  const size_t count = parameters_.size();
-  TORCH_CHECK_VALUE(count > 0, "A reducer needs at least one parameter that requires a gradient.");
-  TORCH_CHECK_VALUE(
-      options_.names.size() == count && options_.keys.size() == count &&
-          options_.sparse.size() == count,
-      "Expected one name, one key and one flag for sparse gradients per parameter, found ", count,
-      " parameters, ", options_.names.size(), " names, ", options_.keys.size(), " keys and ",
-      options_.sparse.size(), " flags.");
-  next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
-  side_stream_ = side_stream(parameters_.front().device());
-  // Gradients arrive in about the reverse of the order in which parameters were registered.
-  std::vector<size_t> order(count);
-  std::iota(order.rbegin(), order.rend(), 0);
-  buckets_ = make_buckets(parameters_, options_, groups_, std::move(order), false);
+      options_(checked(std::move(options), parameters_.size())),
+      tracker_(options_),
+      pipeline_(parameters_, options_, tracker_, process_group) {
+  wait_to_rebuild_locked();
 }
 
 void Reducer::attach() {
@@ -100,7 +153,7 @@ Reducer::Accumulator Reducer::with_hook(size_t index, NodePtr accumulator) {
 }
 
 bool Reducer::is_attached() const {
-  const Lock lock(mutex_);
+  const Lock lock = pipeline_.lock();
   for (size_t index = 0; index < accumulators_.size(); ++index) {
     const auto* meta = torch::autograd::impl::get_autograd_meta(parameters_[index]);
     if (!refers_to(meta->grad_accumulator_, accumulators_[index].second)) {
@@ -116,18 +169,21 @@ void Reducer::reattach() {
     auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[index]);
     if (accumulator && accumulator != accumulators_[index].second) {
       former.push_back(with_hook(index, std::move(accumulator)));
-      const Lock lock(mutex_);
+      const Lock lock = pipeline_.lock();
       std::swap(former.back(), accumulators_[index]);
     }
   }
   detach(former);
 }
 
-void Reducer::wait_for_turn_locked(Lock& lock) {
-  lock.wait(turn_.changed, [&] {
-    return turn_.is_mine() ||
-        (turn_.is_open() && !turn_.has_helpers() && state_.phase() != Phase::Abandoned);
-  });
+void Reducer::remove_autograd_hooks() {
+  pipeline_.abandon();
+  Accumulators accumulators;
+  {
+    const Lock lock = pipeline_.lock();
+    accumulators.swap(accumulators_);
+  }
+  detach(accumulators);
 }
 
 void Reducer::detach(const Accumulators& accumulators) {
@@ -142,19 +198,284 @@ Reducer::~Reducer() {
   // thread that drops the last reference.
 }
 
-// --------------------------------------------------------------------------------------- buckets
+// ----------------------------------------------------------------------------------- collecting
+
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, double scale) {
+  check_complete(
+      "Expected to have finished reduction in the prior iteration before starting a new one. ");
+
+  // Without the lock: the graph may be large, and nothing here depends on the step.
+  std::vector<size_t> unreachable;
+  if (options_.graph_may_change() && !accumulators_.empty()) {
+    at::RecordFunction range(at::RecordScope::FUNCTION);
+    if (range.isActive()) {
+      range.before("commhooks: search_unused_parameters");
+    }
+    const auto reachable = reachable_nodes(outputs);
+    for (size_t index = 0; index < parameters_.size(); ++index) {
+      if (reachable.count(accumulators_[index].second.get()) == 0) {
+        unreachable.push_back(index);
+      }
+    }
+  }
+
+  {
+    Lock lock = pipeline_.lock();
+    if (accumulators_.empty()) {
+      return;  // remove_autograd_hooks() was called
+    }
+    pipeline_.begin_step_locked(lock, {.scale = scale}, std::move(unreachable));
+  }
+
+  if (needs_outputs()) {
+    // Runs before any gradient of a parameter, in the outermost backward, and also on a rank whose
+    // outputs do not depend on any parameter.
+    for (const auto& output : outputs) {
+      if (output.grad_fn()) {
+        output.register_hook([weak = weak_from_this()](const at::Tensor& /*grad*/) {
+          if (auto reducer = weak.lock()) {
+            reducer->in_backward([&] { reducer->on_backward_start(); });
+          }
+        });
+      }
+    }
+  }
+}
+
+void Reducer::match_backward(const std::vector<bool>& skipped) {
+  {
+    Lock lock = pipeline_.lock();
+    const auto& buckets = pipeline_.buckets().all;
+    TORCH_CHECK_VALUE(
+        skipped.size() == buckets.size(), rank_prefix(), "Expected one flag for each of the ",
+        buckets.size(), " buckets, found ", skipped.size(), " flags.");
+    std::vector<size_t> unused;
+    for (size_t b = 0; b < buckets.size(); ++b) {
+      if (skipped[b]) {
+        unused.insert(unused.end(), buckets[b]->indices().begin(), buckets[b]->indices().end());
+      }
+    }
+    pipeline_.begin_step_locked(lock, {.store = no_gradients()}, std::move(unused));
+    tracker_.take_absent();
+    if (!tracker_.is_learning()) {
+      for (const size_t index : pipeline_.buckets().order) {
+        note_arrival_locked(index);
+        pipeline_.count_down_locked(index);
+      }
+    }
+  }
+  on_backward_end();
+  pipeline_.finalize_backward();
+}
+
+void Reducer::on_backward_start() {
+  bool begins = false;
+  {
+    Lock lock = pipeline_.lock();
+    if (!is_collecting_locked()) {
+      return;
+    }
+    begins = begin_backward_locked(lock);
+    mark_absent_locked();
+  }
+  if (begins) {
+    queue_backward_end();
+  }
+  pipeline_.launch_ready_buckets();
+}
+
+// What is to be done about a gradient without the lock.
+struct Reducer::Gradient {
+  bool begins_backward = false;
+  bool is_left_out = false;
+  std::optional<PackFormat> packs_early;
+  bool completes_bucket = false;
+};
+
+void Reducer::on_gradient(size_t index) {
+  pipeline_.or_abandon([&] {
+    Turn::Helper helper(pipeline_.turn());
+    Gradient gradient = note_gradient(index, helper);
+    if (gradient.is_left_out) {
+      warn_of_left_out(index);
+    }
+    if (gradient.begins_backward) {
+      queue_backward_end();
+    }
+    if (gradient.packs_early) {
+      gradient.completes_bucket = pipeline_.pack_early(index, *gradient.packs_early, helper);
+    }
+    if (gradient.completes_bucket) {
+      pipeline_.launch_ready_buckets();
+    }
+  });
+}
+
+Reducer::Gradient Reducer::note_gradient(size_t index, Turn::Helper& helper) {
+  Gradient gradient;
+  Lock lock = pipeline_.lock();
+  pipeline_.note_use_locked(index);
+  if (!is_collecting_locked()) {
+    gradient.is_left_out =
+        pipeline_.phase_locked() == Phase::Idle && !tracker_.expects_local() && !has_warned_;
+    return gradient;
+  }
+  gradient.begins_backward = begin_backward_locked(lock);
+  pipeline_.note_gradient_locked(index);
+  if (tracker_.is_learning()) {
+    tracker_.watch(index);
+    return gradient;
+  }
+  mark_absent_locked();
+  if (is_last_gradient_locked(index)) {
+    note_arrival_locked(index);
+    gradient.packs_early = pipeline_.add_gradient_locked(index, helper);
+    gradient.completes_bucket = !gradient.packs_early && pipeline_.has_ready_bucket_locked();
+  }
+  return gradient;
+}
+
+bool Reducer::begin_backward_locked(Lock& lock) {
+  const bool begins = tracker_.begin_backward();
+  if (begins) {
+    pipeline_.begin_backward_locked(lock);
+  }
+  return begins;
+}
+
+void Reducer::mark_absent_locked() {
+  for (const size_t index : tracker_.take_absent()) {
+    note_arrival_locked(index, /*used=*/false);
+    pipeline_.count_down_locked(index);
+  }
+}
+
+void Reducer::queue_backward_end() {
+  if (at::GradMode::is_enabled()) {
+    TORCH_WARN_ONCE(
+        "DistributedDataParallel in a backward with create_graph=True: gradients are averaged, but "
+        "higher-order gradients through the average are not. Use torch.autograd.grad and average "
+        "its results.");
+  }
+  auto guard = std::make_shared<BackwardGuard>(weak_from_this());
+  try {
+    torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->end(); });
+  } catch (...) {
+    guard->dismiss();  // the caller abandons the step
+    throw;
+  }
+}
+
+bool Reducer::is_last_gradient_locked(size_t index) {
+  if (!options_.static_graph) {
+    return true;
+  }
+  TORCH_CHECK(
+      tracker_.expects_more(index), rank_prefix(),
+      "Your training graph has changed in this iteration: parameter ", describe(options_, {index}),
+      " got more gradients than in the first iteration, when it got ", tracker_.expected()[index],
+      ". This is not compatible with static_graph=True: wrap the module without it if the graph "
+      "has to change.");
+  return tracker_.count(index);
+}
+
+void Reducer::note_arrival_locked(size_t index, bool used) {
+  TORCH_CHECK(
+      tracker_.add(index, used), rank_prefix(),
+      "Expected to mark a variable ready only once: parameter ", describe(options_, {index}),
+      " got a gradient again in this iteration. Likely causes: 1) a parameter is used outside "
+      "`forward`, or shared between several concurrent forward-backward passes; 2) parameters "
+      "are reused in several reentrant backward passes, e.g. several `checkpoint`s around the "
+      "same part of the model",
+      options_.graph_may_change()
+          ? "; 3) `forward` returns tensors in objects that `find_unused_parameters=True` cannot "
+            "look into, so that it took the parameter for unused: return them in tuples, lists or "
+            "dictionaries"
+          : "",
+      ". If the graph does not change over iterations, `static_graph=True` supports all of these.");
+}
+
+void Reducer::on_backward_end() {
+  {
+    const Lock lock = pipeline_.lock();
+    tracker_.end_backward();
+    if (!is_collecting_locked()) {
+      return;
+    }
+    if (tracker_.is_learning()) {
+      tracker_.learn();
+      for (size_t index = 0; index < parameters_.size(); ++index) {
+        pipeline_.count_down_locked(index);
+      }
+    }
+    pipeline_.end_backward_locked();
+  }
+  pipeline_.launch_ready_buckets();
+  pipeline_.end_collecting();
+}
+
+// Warns once of a gradient that no forward has announced, unless it is averaged elsewhere: another
+// wrapper of the module, of any kind, has a hook of its own at the same accumulator.
+void Reducer::warn_of_left_out(size_t index) {
+  if (accumulators_[index].second->post_hooks().size() > 1 ||
+      pipeline_.process_group()->getSize() == 1) {
+    return;
+  }
+  {
+    const Lock lock = pipeline_.lock();
+    if (std::exchange(has_warned_, true)) {
+      return;
+    }
+  }
+  TORCH_WARN(
+      rank_prefix(), "The gradients of this backward were not averaged over the ranks: parameter ",
+      describe(options_, {index}),
+      " got one, and no forward of the wrapper was waiting for a backward. Likely causes: 1) the "
+      "module was called past the wrapper (`model.module(x)`): call `model(x)`; 2) a second "
+      "backward through one forward (`retain_graph=True`, or a backward for each of several "
+      "losses): add up the losses and call backward once, or call `model(x)` again before each "
+      "backward. If gradients are to stay local for now, run forward and backward in "
+      "`model.no_sync()`. This warning appears once.");
+}
+
+void Reducer::check_complete(const char* advice) {
+  std::vector<size_t> missing;
+  {
+    const Lock lock = pipeline_.lock();
+    if (is_collecting_locked() && tracker_.any()) {
+      missing = tracker_.missing();
+    }
+  }
+  if (!missing.empty()) {
+    pipeline_.abandon();
+    TORCH_CHECK(
+        false, rank_prefix(), advice,
+        explain_missing(options_, parameters_, missing, pipeline_.groups().rank()),
+        "\nThe reducer has been reset; the next iteration starts clean.");
+  }
+}
+
+void Reducer::check_finalized() {
+  check_complete("Expected the last backward to have finished reduction. ");
+  const Lock lock = pipeline_.lock();
+  TORCH_CHECK(
+      pipeline_.phase_locked() != Phase::Draining, rank_prefix(),
+      "Expected finalize_backward() to have been called after the last backward.");
+}
+
+// ------------------------------------------------------------------------------------- settings
 
 bool Reducer::rebuild_buckets() {
   std::vector<int64_t> own;
   bool unanimously = false;
   {
-    const Lock lock(mutex_);
-    if (rebuilt_ || options_.stable_buckets || completed_ < next_rebuild_ ||
-        state_.phase() != Phase::Idle) {
+    const Lock lock = pipeline_.lock();
+    if (rebuilt_ || options_.stable_buckets || pipeline_.completed_locked() < next_rebuild_ ||
+        pipeline_.phase_locked() != Phase::Idle) {
       return false;
     }
-    own = encoded_order_locked();
-    unanimously = dynamic_graph_locked();
+    own = tracker_.encoded_order();
+    unanimously = options_.graph_may_change();
     next_rebuild_ *= 2;
   }
   at::Tensor codes =
@@ -167,76 +488,31 @@ bool Reducer::rebuild_buckets() {
     order.push_back(static_cast<size_t>(code) % parameters_.size());
   }
   BucketSet rebuilt =
-      make_buckets(parameters_, options_, groups_, order, options_.small_last_bucket);
-  Lock lock(mutex_);
-  wait_for_turn_locked(lock);
+      make_buckets(parameters_, options_, pipeline_.groups(), order, options_.small_last_bucket);
+  Lock lock = pipeline_.lock();
+  pipeline_.wait_for_turn_locked(lock);
   rebuilt_ = true;
-  lock.replace(buckets_, std::move(rebuilt));
+  pipeline_.replace_buckets_locked(lock, std::move(rebuilt));
   return true;
-}
-
-// Returns a code for each parameter in the order of arrival: its index, plus the number of
-// parameters if this rank does not use it. If the graph may change, it has to be the same twice;
-// otherwise all codes are -1.
-std::vector<int64_t> Reducer::encoded_order_locked() const {
-  const size_t count = parameters_.size();
-  if (dynamic_graph_locked() && !arrivals_.same_order_as_before()) {
-    return std::vector<int64_t>(count, -1);
-  }
-  std::vector<int64_t> codes;
-  for (const size_t index : arrivals_.order()) {
-    codes.push_back(static_cast<int64_t>(arrivals_.unused(index) ? index + count : index));
-  }
-  return codes;
 }
 
 // Replaces `order` by that of rank 0, on the CPU. Returns whether it is an order and, if
 // `unanimously`, that of all ranks.
 bool Reducer::agree_on_order(at::Tensor& order, bool unanimously) const {
   std::vector<at::Tensor> tensors = {unanimously ? at::stack({order, -order}) : order};
-  if (process_group_->getSize() > 1) {
+  const GroupPtr group = pipeline_.process_group();
+  if (group->getSize() > 1) {
     c10d::AllreduceOptions minimum;
     minimum.reduceOp = c10d::ReduceOp::MIN;
     with_peers(
-        process_group_, [] { return "the agreement on the order of gradients"; },
+        group, [] { return "the agreement on the order of gradients"; },
         [&] {
-          (unanimously ? process_group_->allreduce(tensors, minimum)
-                       : process_group_->broadcast(tensors))
-              ->wait();
+          (unanimously ? group->allreduce(tensors, minimum) : group->broadcast(tensors))->wait();
         });
   }
   order = unanimously ? tensors[0][0].cpu() : tensors[0].cpu();
   const bool agreed = !unanimously || tensors[0][0].equal(-tensors[0][1]);  // least and greatest
   return agreed && *order.const_data_ptr<int64_t>() >= 0;
-}
-
-bool Reducer::has_rebuilt() const {
-  const Lock lock(mutex_);
-  return rebuilt_;
-}
-
-// -------------------------------------------------------------------------------------- settings
-
-void Reducer::set_hook(std::shared_ptr<Hook> hook) {
-  const PackFormat format = hook->format();
-  const bool passes_through = hook->passes_through();
-  Lock lock(mutex_);
-  TORCH_CHECK(
-      state_.phase() == Phase::Idle || !any_gradient_locked(), rank_prefix(),
-      "The hook can only be changed between two steps, and a backward is under way.");
-  ReductionGroup& group = groups_.of_users();
-  lock.replace(group.hook, std::move(hook));
-  group.format = format;
-  group.passes_through = passes_through;
-}
-
-std::string Reducer::hook_name() const {
-  std::shared_ptr<Hook> hook;
-  {
-    const Lock lock(mutex_);
-    hook = groups_.of_users().hook;
-  }
-  return hook->name();
 }
 
 void Reducer::set_keys(std::vector<int64_t> keys) {
@@ -245,140 +521,55 @@ void Reducer::set_keys(std::vector<int64_t> keys) {
       " parameters, found ", keys.size(), ".");
   ReducerOptions options = options_;
   options.keys = keys;
-  BucketSet rebuilt =
-      make_buckets(parameters_, options, groups_, buckets_.order, buckets_.back_to_front);
-  Lock lock(mutex_);
-  wait_for_turn_locked(lock);
+  BucketSet rebuilt = buckets_as_before(options, pipeline_.groups());
+  Lock lock = pipeline_.lock();
+  pipeline_.wait_for_turn_locked(lock);
   TORCH_CHECK(
-      state_.phase() == Phase::Idle || (state_.collecting() && !any_gradient_locked()),
+      pipeline_.phase_locked() == Phase::Idle || (is_collecting_locked() && !tracker_.any()),
       rank_prefix(), "Buckets can only be rebuilt between two steps, and a backward is under way.");
   options_.keys = std::move(keys);
-  lock.replace(buckets_, std::move(rebuilt));
-  if (state_.collecting()) {
+  pipeline_.replace_buckets_locked(lock, std::move(rebuilt));
+  if (is_collecting_locked()) {
     // A forward has announced a backward. With `static_graph`, `absent` follows from the graph.
-    if (options_.static_graph) {
-      step_.absent.clear();
-    }
-    begin_step_locked(
-        lock, {.scale = step_.scale, .store = step_.store, .absent = std::move(step_.absent)});
+    const Step& step = pipeline_.step_locked();
+    pipeline_.begin_step_locked(
+        lock, {.scale = step.scale, .store = step.store},
+        options_.static_graph ? std::vector<size_t>() : tracker_.absent());
   }
+}
+
+// Returns the buckets of the parameters in the order of the current ones.
+BucketSet Reducer::buckets_as_before(
+    const ReducerOptions& options, const ReductionGroups& groups) const {
+  const BucketSet& before = pipeline_.buckets();
+  return make_buckets(parameters_, options, groups, before.order, before.back_to_front);
 }
 
 void Reducer::set_static_graph() {
-  const Lock lock(mutex_);
+  const Lock lock = pipeline_.lock();
   TORCH_CHECK(
-      completed_ == 0 && state_.phase() == Phase::Idle, rank_prefix(),
-      "_set_static_graph should be called before training loop starts, but ", completed_,
-      " steps have completed.");
+      pipeline_.completed_locked() == 0 && pipeline_.phase_locked() == Phase::Idle, rank_prefix(),
+      "_set_static_graph should be called before training loop starts, but ",
+      pipeline_.completed_locked(), " steps have completed.");
   options_.static_graph = true;
-  next_rebuild_ = 1;
+  wait_to_rebuild_locked();
 }
 
-void Reducer::set_process_group(GroupPtr process_group) {
-  abandon();
+void Reducer::set_process_group(const GroupPtr& process_group) {
+  pipeline_.abandon();
   ReductionGroups groups(process_group, options_.key_groups);
-  BucketSet rebuilt =
-      make_buckets(parameters_, options_, groups, buckets_.order, buckets_.back_to_front);
-  const int rank = process_group->getRank();
-  Lock lock(mutex_);
-  wait_for_turn_locked(lock);
-  lock.replace(process_group_, std::move(process_group));
-  rank_ = rank;
-  first_step_ += completed_;
-  completed_ = 0;
-  next_rebuild_ = dynamic_graph_locked() ? 2 : 1;
+  BucketSet rebuilt = buckets_as_before(options_, groups);
+  Lock lock = pipeline_.lock();
+  pipeline_.wait_for_turn_locked(lock);
+  pipeline_.replace_groups_locked(lock, std::move(groups), std::move(rebuilt));
+  tracker_.forget_graph();
   rebuilt_ = false;
-  graph_.forget();
-  unused_.forget_graph();
-  lock.replace(groups_, std::move(groups));
-  lock.replace(buckets_, std::move(rebuilt));
+  wait_to_rebuild_locked();
 }
 
-void Reducer::remove_autograd_hooks() {
-  abandon();
-  Accumulators accumulators;
-  {
-    const Lock lock(mutex_);
-    accumulators.swap(accumulators_);
-  }
-  detach(accumulators);
-}
-
-void Reducer::expect_local_gradients() {
-  const Lock lock(mutex_);
-  expects_local_gradients_ = true;
-}
-
-void Reducer::set_observer(Observer observer) {
-  auto shared = observer ? std::make_shared<const Observer>(std::move(observer)) : nullptr;
-  Lock lock(mutex_);
-  lock.replace(observer_, std::move(shared));
-}
-
-void Reducer::await_after_backward(std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
-  const Lock lock(mutex_);
-  std::move(futures.begin(), futures.end(), std::back_inserter(awaited_));
-}
-
-void Reducer::set_manual_finalization(bool manual) {
-  const Lock lock(mutex_);
-  manual_finalization_ = manual;
-}
-
-// ----------------------------------------------------------------------------------- observation
-
-std::vector<Reducer::BucketInfo> Reducer::buckets() const {
-  const Lock lock(mutex_);
-  std::vector<BucketInfo> infos;
-  for (const auto& bucket : buckets_.all) {
-    infos.push_back(
-        {bucket->shared_layout(), bucket->indices(), bucket->bytes(), bucket->group,
-         bucket->is_sparse, groups_[bucket->group].ranks, bucket->stats});
-  }
-  return infos;
-}
-
-void Reducer::reset_stats() {
-  const Lock lock(mutex_);
-  for (auto& bucket : buckets_.all) {
-    bucket->stats = {};
-  }
-}
-
-StepTimes Reducer::last_times() const {
-  const Lock lock(mutex_);
-  return last_times_;
-}
-
-GroupPtr Reducer::process_group() const {
-  const Lock lock(mutex_);
-  return process_group_;
-}
-
-Arrivals::Use Reducer::last_use() const {
-  const Lock lock(mutex_);
-  return arrivals_.last_use();
-}
-
-std::string Reducer::last_error() const {
-  const Lock lock(mutex_);
-  return last_error_;
-}
-
-void Reducer::set_last_error(std::string text) {
-  const Lock lock(mutex_);
-  last_error_ = std::move(text);
-}
-
-int64_t Reducer::steps() const {
-  const Lock lock(mutex_);
-  return first_step_ + completed_;
-}
-
-void Reducer::set_steps(int64_t steps) {
-  const Lock lock(mutex_);
-  TORCH_CHECK_VALUE(steps >= 0, "The number of steps cannot be negative, found ", steps, ".");
-  first_step_ = steps - completed_;
+// Rebuilds in the first step after which the order of gradients may be known.
+void Reducer::wait_to_rebuild_locked() {
+  next_rebuild_ = options_.graph_may_change() ? 2 : 1;
 }
 
 }  // namespace commhooks

@@ -15,7 +15,7 @@ ReductionGroup::ReductionGroup(std::shared_ptr<Hook> hook, const GroupPtr& proce
 
 ReductionGroups::ReductionGroups(
     const GroupPtr& process_group, const std::map<int64_t, GroupPtr>& key_groups)
-    : process_groups_{process_group} {
+    : process_groups_{process_group}, rank_(process_group->getRank()) {
   for (const auto& [key, group] : key_groups) {
     const auto known = std::find(process_groups_.begin(), process_groups_.end(), group);
     process_group_of_key_[key] = known - process_groups_.begin();
@@ -25,7 +25,8 @@ ReductionGroups::ReductionGroups(
   }
   for (const auto& group : process_groups_) {
     groups_.emplace_back(std::make_shared<AverageHook>(group, std::nullopt), group);
-    groups_.emplace_back(std::make_shared<SparseAverageHook>(group), group);
+    groups_.emplace_back(
+        std::make_shared<AverageHook>(group, std::nullopt, "sparse average"), group);
   }
 }
 

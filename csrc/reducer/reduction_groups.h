@@ -2,16 +2,13 @@
 #pragma once
 
 #include "reducer/hook.h"
-
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include "reducer/options.h"
 
 #include <map>
 #include <memory>
 #include <vector>
 
 namespace commhooks {
-
-using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // Note [Reduction groups]
 // ~~~~~~~~~~~~~~~~~~~~~~~
@@ -51,6 +48,14 @@ class ReductionGroups {
   const std::vector<GroupPtr>& process_groups() const {
     return process_groups_;
   }
+  // The rank in the default process group.
+  int rank() const {
+    return rank_;
+  }
+  // For messages: "[Rank 0] ".
+  std::string rank_prefix() const {
+    return c10::str("[Rank ", rank_, "] ");
+  }
   ReductionGroup& operator[](size_t index) {
     return groups_[index];
   }
@@ -70,6 +75,7 @@ class ReductionGroups {
 
  private:
   std::vector<GroupPtr> process_groups_;
+  int rank_;
   std::map<int64_t, size_t> process_group_of_key_;  // only keys that have their own
   std::vector<ReductionGroup> groups_;  // two per process group: for dense and for sparse gradients
 };

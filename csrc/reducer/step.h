@@ -1,14 +1,76 @@
-// What belongs to one step of the reducer.
+// A step of the reducer: its phase, and what belongs to it alone.
 #pragma once
 
 #include "reducer/gradient.h"
 #include "reducer/layout.h"
 #include "reducer/recorder.h"
 
+#include <c10/util/Exception.h>
+
 #include <memory>
-#include <vector>
 
 namespace commhooks {
+
+// Note [Reducer states]
+// ~~~~~~~~~~~~~~~~~~~~~
+//
+//            expect()                 drain()               finish()
+//     Idle ------------> Collecting ------------> Draining ----------> Idle
+//                          |    ^                    |
+//                          |    | expect()           |
+//                          |____|                    |
+//                          |                         |
+//                          |_______ abandon() _______|___> Abandoned ---> Idle
+//                                                             end()
+//
+//   Idle        gradients accumulate locally (in `no_sync`, or before the first forward).
+//   Collecting  a forward has announced a backward. Gradients are counted per bucket, and complete
+//               buckets are handed to the hook in order. A second forward without a gradient in
+//               between changes nothing.
+//   Draining    the hook has all buckets. The thread that ran backward (or, with manual
+//               finalization, calls finalize_backward()) waits for the results in bucket order,
+//               and writes them back.
+//   Abandoned   the step has failed. A thread waits until hooks have finished with the buckets.
+//
+// Every exception leads through abandon() to Idle, so that the next forward starts clean.
+enum class Phase { Idle, Collecting, Draining, Abandoned };
+
+class StepState {
+ public:
+  Phase phase() const {
+    return phase_;
+  }
+  bool collecting() const {
+    return phase_ == Phase::Collecting;
+  }
+
+  void expect() {
+    TORCH_CHECK(
+        phase_ == Phase::Idle || phase_ == Phase::Collecting,
+        "The last backward has not been finished: with manual finalization, call "
+        "finalize_backward() after each backward.");
+    phase_ = Phase::Collecting;
+  }
+  void drain() {
+    TORCH_INTERNAL_ASSERT(phase_ == Phase::Collecting);
+    phase_ = Phase::Draining;
+  }
+  void finish() {
+    TORCH_INTERNAL_ASSERT(phase_ == Phase::Draining);
+    phase_ = Phase::Idle;
+  }
+  void abandon() {
+    TORCH_INTERNAL_ASSERT(phase_ != Phase::Idle);
+    phase_ = Phase::Abandoned;
+  }
+  void end() {
+    TORCH_INTERNAL_ASSERT(phase_ == Phase::Abandoned);
+    phase_ = Phase::Idle;
+  }
+
+ private:
+  Phase phase_ = Phase::Idle;
+};
 
 // Where the time of a step went; the epoch of the clock means unknown.
 struct StepTimes {
@@ -21,16 +83,15 @@ struct StepTimes {
 };
 
 // Replaced as a whole when a step begins and when it ends: nothing in it survives its step.
-// Anything that belongs to a bucket in this step is in Bucket::Exchange. A step begins with the
-// forward that announces a backward and ends once all averages are written, which need not be
-// inside a backward; so nothing here may depend on one. The phase of the step is in StepState.
+// What belongs to a bucket in this step is in Bucket::Reduction. A step begins with the forward
+// that announces a backward and ends once all averages are written, which need not be inside a
+// backward; so nothing here may depend on one.
 struct Step {
   double scale = 1.0;  // gradients are multiplied by it before they are averaged
   std::shared_ptr<const GradientStore> store = local_gradients();
-  std::vector<size_t> absent;  // parameters that will get no gradient, until they count as arrived
-  Names left_out;              // parameters of the buckets that are skipped
-  size_t next_launch = 0;      // index of the first bucket that no hook has got
-  size_t next_finish = 0;      // index of the first bucket that is not written back
+  Names left_out;          // parameters of the buckets that are skipped
+  size_t next_launch = 0;  // index of the first bucket that no hook has got
+  size_t next_finish = 0;  // index of the first bucket that is not written back
   StepTimes times;
 };
 

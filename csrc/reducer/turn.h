@@ -19,7 +19,7 @@ namespace commhooks {
 //     method that ends the step.
 //   * Threads that pack single gradients into a bucket are helpers. They have no turn: the bucket
 //     is not ready before they have finished.
-// Guarded by the mutex of the reducer.
+// Who has the turn, and all other bookkeeping of the reducer, is guarded by `mutex`.
 class Turn {
   // Requires `is_open()`. Returns false if the thread had the turn before.
   bool take() {
@@ -52,10 +52,10 @@ class Turn {
   template <bool (Turn::*begin_)(), void (Turn::*end_)()>
   class Role {
    public:
-    Role(Turn& turn, std::mutex& mutex) : turn_(turn), mutex_(mutex) {}
+    explicit Role(Turn& turn) : turn_(turn) {}
     ~Role() {
       if (has_begun_) {
-        const Lock lock(mutex_);
+        const Lock lock(turn_.mutex);
         end();
       }
     }
@@ -74,10 +74,10 @@ class Turn {
 
    private:
     Turn& turn_;
-    std::mutex& mutex_;
     bool has_begun_ = false;
   };
 
+  mutable std::mutex mutex;
   std::condition_variable changed;  // the turn, the helpers, or the phase of the step
 
   using Holder = Role<&Turn::take, &Turn::give_up>;

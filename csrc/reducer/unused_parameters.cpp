@@ -1,8 +1,49 @@
 #include "reducer/unused_parameters.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 
 namespace commhooks {
+namespace {
+
+// Returns new pinned memory: copies from and to it do not make the host wait, and nothing else
+// writes to it before it has been read.
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), tensor.options().device(c10::kCPU).pinned_memory(true));
+}
+
+at::Tensor to_device(const at::Tensor& numbers, c10::Device device) {
+  if (!device.is_cuda()) {
+    return numbers.to(device);
+  }
+  return pinned_like(numbers).copy_(numbers).to(device, /*non_blocking=*/true);
+}
+
+// Copies all maps to the host, waiting for the device once.
+std::vector<at::Tensor> to_host(const std::vector<at::Tensor>& maps) {
+  std::vector<at::Tensor> numbers;
+  for (const at::Tensor& map : maps) {
+    numbers.push_back(
+        map.is_cuda() ? pinned_like(map).copy_(map, /*non_blocking=*/true) : map.cpu());
+  }
+  if (!maps.empty() && maps.front().is_cuda()) {
+    const c10::Device device = maps.front().device();
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    event.synchronize();
+  }
+  return numbers;
+}
+
+}  // namespace
+
+bool UnusedParameters::uses_all() const {
+  return std::all_of(used_.begin(), used_.end(), [](char used) { return used != 0; });
+}
 
 void UnusedParameters::keep(
     const Bucket& bucket, const std::vector<at::Tensor>& parameters, const GradientStore& store) {
@@ -20,14 +61,53 @@ void UnusedParameters::defer(Bucket& bucket, at::Tensor average) {
   deferred_.emplace_back(&bucket, std::move(average));
 }
 
-std::vector<UnusedParameters::Deferred> UnusedParameters::settle(
-    const Usage::Everywhere& everywhere) {
+void UnusedParameters::start_sharing(
+    const std::vector<GroupPtr>& groups, const std::vector<int>& gradients, c10::Device device) {
+  std::vector<int> numbers(used_.begin(), used_.end());
+  for (size_t index = 0; index < gradients.size(); ++index) {
+    numbers[index] += 2 * gradients[index];
+  }
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  for (const auto& group : groups) {
+    maps_.push_back(to_device(at::tensor(numbers, at::TensorOptions().dtype(at::kInt)), device));
+    if (group->getSize() > 1) {
+      std::vector<at::Tensor> tensors = {maps_.back()};
+      works_.push_back(group->allreduce(tensors, options));
+    }
+  }
+}
+
+UnusedParameters::Everywhere UnusedParameters::finish_sharing(const std::vector<size_t>& group_of) {
+  for (const auto& work : works_) {
+    work->wait();
+  }
+  const std::vector<at::Tensor> maps = to_host(maps_);
+  std::vector<int> numbers(group_of.size());
+  for (size_t index = 0; index < numbers.size(); ++index) {
+    numbers[index] = maps[group_of[index]].const_data_ptr<int>()[index];
+  }
+  works_.clear();
+  maps_.clear();
+  return Everywhere(std::move(numbers));
+}
+
+std::vector<int> UnusedParameters::Everywhere::gradients() const {
+  std::vector<int> gradients;
+  gradients.reserve(numbers_.size());
+  for (const int number : numbers_) {
+    gradients.push_back(number / 2);
+  }
+  return gradients;
+}
+
+std::vector<UnusedParameters::Deferred> UnusedParameters::settle(const Everywhere& everywhere) {
   std::vector<Deferred> settled;
   for (auto& [bucket, average] : std::exchange(deferred_, {})) {
     Deferred deferred{bucket, std::move(average), {}};
     for (size_t position = 0; position < bucket->indices().size(); ++position) {
       const size_t index = bucket->indices()[position];
-      if (!usage_.here(index) && everywhere.used(index)) {
+      if (!used_[index] && everywhere.used(index)) {
         deferred.positions.push_back(position);
       }
     }
@@ -38,9 +118,9 @@ std::vector<UnusedParameters::Deferred> UnusedParameters::settle(
   return settled;
 }
 
-void UnusedParameters::remember(const Usage::Everywhere& everywhere) {
-  always_unused_.resize(everywhere.size());
-  for (size_t index = 0; index < everywhere.size(); ++index) {
+void UnusedParameters::remember(const Everywhere& everywhere) {
+  always_unused_.resize(used_.size());
+  for (size_t index = 0; index < always_unused_.size(); ++index) {
     always_unused_[index] = !everywhere.used(index);
   }
 }
@@ -53,9 +133,22 @@ void UnusedParameters::restore(
   }
 }
 
-void UnusedParameters::forget() {
+void UnusedParameters::end_step() {
   kept_.clear();
   deferred_.clear();
+}
+
+void UnusedParameters::forget_use() {
+  for (const auto& work : works_) {
+    try {
+      work->wait();
+    } catch (const std::exception&) {
+      // The caller clears after a failure, and reports that.
+    }
+  }
+  works_.clear();
+  maps_.clear();
+  std::fill(used_.begin(), used_.end(), 0);
 }
 
 }  // namespace commhooks

@@ -2,35 +2,44 @@
 #pragma once
 
 #include "reducer/bucket.h"
-#include "reducer/usage.h"
+#include "reducer/options.h"
 
 #include <utility>
 #include <vector>
 
 namespace commhooks {
 
-// See Note [Unused parameters]. Averages of parameters that this rank used are written as soon as
-// they are available; those of other parameters wait here until it is known whether any rank used
-// them.
+// Note [Unused parameters]
+// ~~~~~~~~~~~~~~~~~~~~~~~~
+// A parameter that no rank used keeps its `.grad`; one that some rank used gets the average on all
+// ranks, where the other ranks count as zeros. At the end of a step in which parameters may be
+// unused, ranks therefore share which parameters they used, in this step and before it in
+// `no_sync`: the element-wise maximum of one number per parameter, 2 * (gradients in this backward)
+// + (whether used). With `static_graph` this happens once, and the numbers also describe the graph
+// to a rank that has run out of inputs.
+//
+// Averages of parameters that this rank used are written as soon as they are available; those of
+// other parameters wait here until it is known whether any rank used them.
 class UnusedParameters {
  public:
-  explicit UnusedParameters(size_t parameters) : usage_(parameters) {}
+  explicit UnusedParameters(size_t parameters) : used_(parameters, 0) {}
 
-  // `exchanges_use`: whether ranks exchange which parameters they used at the end of this step.
-  void begin_step(bool exchanges_use) {
-    exchanges_use_ = exchanges_use;
+  // `shares_use`: whether ranks share which parameters they used at the end of this step.
+  void begin_step(bool shares_use) {
+    shares_use_ = shares_use;
   }
-  bool exchanges_use() const {
-    return exchanges_use_;
+  bool shares_use() const {
+    return shares_use_;
   }
 
   // Notes that this rank uses the parameter, in this step or before it in `no_sync`.
   void add_use(size_t index) {
-    usage_.add(index);
+    used_[index] = 1;
   }
+  bool uses_all() const;
   // Returns whether the gradient of the parameter may have to stay unchanged.
   bool may_include(size_t index) const {
-    return exchanges_use_ ? !usage_.here(index) : !always_unused_.empty() && always_unused_[index];
+    return shares_use_ ? !used_[index] : !always_unused_.empty() && always_unused_[index];
   }
 
   // Copies the gradients of such parameters before the hook overwrites them. `parameters`: all
@@ -40,9 +49,28 @@ class UnusedParameters {
   // Keeps `average`, which contains averages of such parameters.
   void defer(Bucket& bucket, at::Tensor average);
 
-  Usage& usage() {
-    return usage_;
-  }
+  // Starts sending the use on this rank to the ranks of each group. `gradients`: the number of
+  // gradients per parameter in one backward, or empty.
+  void start_sharing(
+      const std::vector<GroupPtr>& groups, const std::vector<int>& gradients, c10::Device device);
+
+  // The result for each parameter, over the ranks that it is averaged over.
+  class Everywhere {
+   public:
+    explicit Everywhere(std::vector<int> numbers) : numbers_(std::move(numbers)) {}
+
+    bool used(size_t index) const {
+      return numbers_[index] > 0;
+    }
+    // The number of gradients of each parameter in one backward.
+    std::vector<int> gradients() const;
+
+   private:
+    std::vector<int> numbers_;
+  };
+  // `group_of`: the index of each parameter's group among the groups of `start_sharing`. Waits for
+  // the other ranks and for the device; all work before it is only enqueued on the current stream.
+  Everywhere finish_sharing(const std::vector<size_t>& group_of);
 
   struct Deferred {
     Bucket* bucket;
@@ -51,22 +79,26 @@ class UnusedParameters {
   };
   // Returns the deferred averages to write, now that the use on all ranks is known, and drops the
   // copies of the gradients of these parameters.
-  std::vector<Deferred> settle(const Usage::Everywhere& everywhere);
+  std::vector<Deferred> settle(const Everywhere& everywhere);
   // Keeps the result for later steps, as the graph is static.
-  void remember(const Usage::Everywhere& everywhere);
+  void remember(const Everywhere& everywhere);
   // Restores the gradients that were copied.
   void restore(const std::vector<at::Tensor>& parameters, const GradientStore& store);
 
-  // Forgets this step.
-  void forget();
+  // Drops the copies and the averages of this step.
+  void end_step();
+  // Forgets the use, and sharing that is under way.
+  void forget_use();
   // Forgets what `remember` has kept.
   void forget_graph() {
     always_unused_.clear();
   }
 
  private:
-  bool exchanges_use_ = false;
-  Usage usage_;
+  bool shares_use_ = false;
+  std::vector<char> used_;  // per parameter, on this rank
+  std::vector<at::Tensor> maps_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
   std::vector<std::pair<size_t, at::Tensor>> kept_;
   std::vector<std::pair<Bucket*, at::Tensor>> deferred_;
   std::vector<char> always_unused_;  // per parameter, with `static_graph`; empty until known

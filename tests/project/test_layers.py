@@ -80,6 +80,5 @@ def test_native_hooks_live_in_the_engine() -> None:
     source = (CSRC / "reducer/native_hooks.h").read_text()
     assert re.findall(r"class (\w+) final : public Hook", source) == [
         "AverageHook",
-        "SparseAverageHook",
         "NoopHook",
     ]

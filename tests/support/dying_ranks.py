@@ -85,7 +85,7 @@ def _result(process: RankProcess) -> Raised:
     assert wait([process.connection], LIMIT_SECONDS), process.stacks()
     result = process.receive()
     assert result is not None
-    assert result.error_text is None, result.error_text
+    assert result.error is None, result.traceback
     return result.value  # type: ignore[no-any-return]
 
 

@@ -1,14 +1,12 @@
 #include "bindings/commhooks/register.h"
-#include "bindings/instruction_sets.h"
-#include "bindings/lock_rules.h"
+#include "bindings/shared.h"
 #include "shared/finite.h"
 
 namespace py = pybind11;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "The arithmetic of communication hooks on the CPU, and helpers for collectives.";
-  commhooks::register_instruction_sets(module);
-  commhooks::register_lock_rules(module);
+  commhooks::register_shared(module);
   commhooks::register_codecs(module);
   commhooks::register_comm(module);
   commhooks::register_kernel_arguments(module);

@@ -1,6 +1,7 @@
 #include "reducer/reducer.h"
 #include "bindings/reducer/python_hook.h"
 #include "bindings/reducer/register.h"
+#include "reducer/native_hooks.h"
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
@@ -31,7 +32,7 @@ std::shared_ptr<Reducer> make_reducer(
   options.sparse.assign(sparse.begin(), sparse.end());
   options.key_groups = std::move(key_groups);
   options.late_key = late_key;
-  options.caps = std::move(bucket_bytes);
+  options.bucket_bytes = std::move(bucket_bytes);
   options.small_last_bucket = small_last_bucket;
   options.find_unused_parameters = find_unused_parameters;
   options.static_graph = static_graph;
@@ -40,6 +41,24 @@ std::shared_ptr<Reducer> make_reducer(
   options.skip_unused_buckets = skip_unused_buckets;
   options.release_buckets = release_buckets;
   return Reducer::create(std::move(parameters), std::move(options), std::move(process_group));
+}
+
+template <typename Function>
+auto without_gil(const Function& function) {
+  const py::gil_scoped_release no_gil;
+  return function();
+}
+
+// Makes a method of the pipeline one of the reducer.
+template <typename Pipeline, typename Result, typename... Arguments>
+auto in_pipeline(Result (Pipeline::*method)(Arguments...)) {
+  return [method](Reducer& reducer, Arguments... arguments) {
+    return (reducer.pipeline().*method)(std::move(arguments)...);
+  };
+}
+template <typename Result>
+auto in_pipeline(Result (BucketPipeline::*method)() const) {
+  return [method](Reducer& reducer) { return (reducer.pipeline().*method)(); };
 }
 
 void set_hook(Reducer& reducer, const py::object& hook) {
@@ -54,23 +73,25 @@ void set_hook(Reducer& reducer, const py::object& hook) {
             "Expected a native hook or a callable that takes a GradBucket, found ",
             py::repr(hook).cast<std::string>(), "."));
   }
-  py::gil_scoped_release no_gil;
-  reducer.set_hook(std::move(native));
+  without_gil([&] { reducer.pipeline().set_hook(std::move(native)); });
 }
 
 void set_observer(Reducer& reducer, const py::object& observer) {
-  Reducer::Observer native;
+  BucketPipeline::Observer native;
   if (!observer.is_none()) {
     native = python_observer(observer);
   }
-  py::gil_scoped_release no_gil;
-  reducer.set_observer(std::move(native));
+  without_gil([&] { reducer.pipeline().set_observer(std::move(native)); });
 }
 
-template <typename Function>
-auto without_gil(const Function& function) {
-  const py::gil_scoped_release no_gil;
-  return function();
+void await_after_backward(
+    Reducer& reducer,
+    const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
+  std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited;
+  for (const auto& future : futures) {
+    awaited.push_back(future->fut);
+  }
+  without_gil([&] { reducer.pipeline().await_after_backward(std::move(awaited)); });
 }
 
 double seconds(Span::Clock::time_point time) {
@@ -81,8 +102,8 @@ int64_t nanoseconds(Span::Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
-py::dict last_times(const Reducer& reducer) {
-  const StepTimes times = without_gil([&] { return reducer.last_times(); });
+py::dict last_times(Reducer& reducer) {
+  const StepTimes times = without_gil([&] { return reducer.pipeline().last_times(); });
   py::dict row;
   row["backward_start"] = seconds(times.backward_start);
   row["backward_end"] = seconds(times.backward_end);
@@ -92,11 +113,7 @@ py::dict last_times(const Reducer& reducer) {
 }
 
 py::dict last_use(const Reducer& reducer) {
-  Arrivals::Use use;
-  {
-    py::gil_scoped_release no_gil;
-    use = reducer.last_use();
-  }
+  const GradientTracker::Use use = without_gil([&] { return reducer.last_use(); });
   py::dict row;
   row["order"] = use.order;
   row["unused"] = use.unused;
@@ -106,9 +123,9 @@ py::dict last_use(const Reducer& reducer) {
 
 py::list stop_recording(Reducer& reducer) {
   py::list rows;
-  for (const Span& span : without_gil([&] { return reducer.stop_recording(); })) {
+  for (const Span& span : without_gil([&] { return reducer.pipeline().stop_recording(); })) {
     py::dict row;
-    row["activity"] = name_of(span.activity);
+    row["activity"] = kActivityNames[static_cast<size_t>(span.activity)];
     row["index"] = span.index;
     row["start_ns"] = nanoseconds(span.start);
     row["end_ns"] = nanoseconds(span.end);
@@ -122,8 +139,8 @@ py::list stop_recording(Reducer& reducer) {
   return rows;
 }
 
-py::list bucket_stats(const Reducer& reducer) {
-  const auto infos = without_gil([&] { return reducer.buckets(); });
+py::list bucket_stats(Reducer& reducer) {
+  const auto infos = without_gil([&] { return reducer.pipeline().bucket_infos(); });
   py::list rows;
   for (size_t index = 0; index < infos.size(); ++index) {
     const auto& info = infos[index];
@@ -149,10 +166,25 @@ py::list bucket_stats(const Reducer& reducer) {
 
 void register_reducer(py::module_& module) {
   using release_gil = py::call_guard<py::gil_scoped_release>;  // Note [Locks and the GIL]
+  using Pipeline = BucketPipeline;
+
+  py::class_<Hook, std::shared_ptr<Hook>>(
+      module, "NativeHook", "A communication hook that runs in C++ without the GIL.");
+
+  py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(
+Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")
+      .def(
+          py::init<c10::intrusive_ptr<c10d::ProcessGroup>, std::optional<c10::ScalarType>>(),
+          py::arg("process_group"), py::arg("wire_dtype") = py::none());
+
+  py::class_<NoopHook, Hook, std::shared_ptr<NoopHook>>(
+      module, "NoopHook", "Send nothing; every rank keeps its own gradients.")
+      .def(py::init<>());
 
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", R"(
 Buckets the gradients of `parameters`, hands each bucket to the hook as soon as it is complete, in
-bucket order, and writes the averages back into `.grad`. See Note [How a gradient travels].)")
+bucket order, and writes the averages back into `.grad`. csrc/reducer/reducer.h and
+csrc/reducer/bucket_pipeline.h describe the methods.)")
       .def(
           py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
           py::arg("names"), py::arg("keys"), py::arg("sparse"), py::arg("key_groups"),
@@ -162,79 +194,40 @@ bucket order, and writes the averages back into `.grad`. See Note [How a gradien
           py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false)
       .def(
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
-          py::arg("scale") = 1.0, release_gil(),
-          R"(
-Announce that the next backward synchronizes. `outputs`: the tensors that forward returned if
-`needs_outputs`, otherwise empty. `scale`: gradients are multiplied by it before they are
-averaged. Raises RuntimeError, naming the parameters, if the previous backward left some without
-a gradient; the reducer is usable afterwards.)")
-      .def("match_backward", &Reducer::match_backward, py::arg("skipped"), release_gil(), R"(
-Take part in a backward of the other ranks with gradients of zero, without changing `.grad`.
-`skipped`: `skipped_buckets` on those ranks.)")
+          py::arg("scale") = 1.0, release_gil())
+      .def("match_backward", &Reducer::match_backward, py::arg("skipped"), release_gil())
       .def_property_readonly(
-          "skipped_buckets", py::cpp_function(&Reducer::skipped_buckets, release_gil()), R"(
-For each bucket, whether the next step skips it because of `skip_unused_buckets`.)")
+          "skipped_buckets",
+          py::cpp_function(in_pipeline(&Pipeline::skipped_buckets), release_gil()))
+      .def_property_readonly("needs_outputs", &Reducer::needs_outputs)
+      .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil())
       .def_property_readonly(
-          "needs_outputs", &Reducer::needs_outputs,
-          "Whether `prepare_for_backward` uses the outputs of forward.")
-      .def("rebuild_buckets", &Reducer::rebuild_buckets, release_gil(), R"(
-Rebuild the buckets after the first synchronized step, in the order in which gradients arrived on
-rank 0; with `find_unused_parameters` once all ranks have used the same parameters in the same
-order twice. A collective call, which does nothing on all ranks if there is nothing to do. Returns
-whether buckets were rebuilt.)")
-      .def_property_readonly(
-          "has_rebuilt_buckets", py::cpp_function(&Reducer::has_rebuilt, release_gil()),
-          "Whether `rebuild_buckets` has rebuilt the buckets.")
+          "has_rebuilt_buckets", py::cpp_function(&Reducer::has_rebuilt, release_gil()))
       .def("set_hook", &set_hook, py::arg("hook"), R"(
 Use `hook` from the next step on: a native hook, or a callable that takes a GradBucket and
 returns a torch.futures.Future of the average, one tensor like `bucket.buffer()`. The callable
 runs with the GIL on the thread that runs backward, in bucket order. Raises RuntimeError while a
 backward is under way.)")
-      .def("set_keys", &Reducer::set_keys, py::arg("keys"), release_gil(), R"(
-Rebuild the buckets so that only parameters with equal keys share one. Call it between two steps,
-on all ranks.)")
-      .def("set_static_graph", &Reducer::set_static_graph, release_gil(), R"(
-Set the option `static_graph`; call it before the first forward.)")
-      .def_property(
-          "process_group", py::cpp_function(&Reducer::process_group, release_gil()),
-          py::cpp_function(&Reducer::set_process_group, release_gil()),
-          R"(
-The ranks that gradients are averaged over. Setting it also resets the hook to the average.)")
       .def_property_readonly(
-          "is_attached", py::cpp_function(&Reducer::is_attached, release_gil()), R"(
-Whether autograd still calls the reducer for each parameter. It does not for parameters whose data
-got another dtype or device, even if that was changed back.)")
-      .def("reattach", &Reducer::reattach, release_gil(), R"(
-Let autograd call the reducer again for all parameters that require a gradient.)")
-      .def("expect_local_gradients", &Reducer::expect_local_gradients, release_gil(), R"(
-Do not warn of gradients that are not averaged until the next `prepare_for_backward`.)")
-      .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil(), R"(
-Detach from autograd: later backwards do not synchronize.)")
+          "hook_name", py::cpp_function(in_pipeline(&Pipeline::hook_name), release_gil()))
+      .def("set_keys", &Reducer::set_keys, py::arg("keys"), release_gil())
+      .def("set_static_graph", &Reducer::set_static_graph, release_gil())
+      .def_property(
+          "process_group", py::cpp_function(in_pipeline(&Pipeline::process_group), release_gil()),
+          py::cpp_function(&Reducer::set_process_group, release_gil()))
+      .def_property_readonly("is_attached", py::cpp_function(&Reducer::is_attached, release_gil()))
+      .def("reattach", &Reducer::reattach, release_gil())
+      .def("expect_local_gradients", &Reducer::expect_local_gradients, release_gil())
+      .def("remove_autograd_hooks", &Reducer::remove_autograd_hooks, release_gil())
       .def("set_observer", &set_observer, py::arg("observer"), R"(
 Call `observer(indices)` on the thread that runs backward, as soon as the gradients of the
 parameters with these indices have been averaged and written back. None removes the observer.)")
+      .def("await_after_backward", &await_after_backward, py::arg("futures"))
       .def(
-          "await_after_backward",
-          [](Reducer& reducer,
-             const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
-            std::vector<c10::intrusive_ptr<c10::ivalue::Future>> awaited;
-            for (const auto& future : futures) {
-              awaited.push_back(future->fut);
-            }
-            without_gil([&] { reducer.await_after_backward(std::move(awaited)); });
-          },
-          py::arg("futures"), "Wait for these futures at the end of the next backward.")
-      .def(
-          "set_manual_finalization", &Reducer::set_manual_finalization, py::arg("manual"),
-          release_gil(),
-          R"(
-Set whether backward returns without waiting for the averages; if so, call `finalize_backward`
-after each backward.)")
-      .def("finalize_backward", &Reducer::finalize_backward, release_gil(), R"(
-Wait for all buckets and write the averages into `.grad`. Does nothing if no backward is
-unfinished.)")
-      .def("check_finalized", &Reducer::check_finalized, release_gil(), R"(
-Raise RuntimeError, naming the parameters, if the last backward left some without a gradient.)")
+          "set_manual_finalization", in_pipeline(&Pipeline::set_manual_finalization),
+          py::arg("manual"), release_gil())
+      .def("finalize_backward", in_pipeline(&Pipeline::finalize_backward), release_gil())
+      .def("check_finalized", &Reducer::check_finalized, release_gil())
       .def("last_times", &last_times, R"(
 Return when backward and communication of the last step started and ended, in seconds of a
 monotonic clock: backward_start, backward_end, communication_start and communication_end.)")
@@ -242,19 +235,9 @@ monotonic clock: backward_start, backward_end, communication_start and communica
 Return the use of parameters in the last step: order (the indices of those with a gradient, in the
 order of arrival), unused (those without) and is_constant (whether all steps have used the same).)")
       .def_property(
-          "last_error",
-          [](const Reducer& reducer) {
-            py::gil_scoped_release no_gil;
-            return reducer.last_error();
-          },
-          [](Reducer& reducer, std::string text) {
-            py::gil_scoped_release no_gil;
-            reducer.set_last_error(std::move(text));
-          },
-          R"(
-The text of the last error, for the logging data; empty if there was none. Errors in a backward set
-it.)")
-      .def("start_recording", &Reducer::start_recording, release_gil(), R"(
+          "last_error", py::cpp_function(&Reducer::last_error, release_gil()),
+          py::cpp_function(&Reducer::set_last_error, release_gil()))
+      .def("start_recording", in_pipeline(&Pipeline::start_recording), release_gil(), R"(
 Record when each activity happens, until `stop_recording`. Each activity takes 80 bytes.)")
       .def("stop_recording", &stop_recording, R"(
 End the recording, and return one dict per activity: activity (backward, drain, gradient, pack,
@@ -262,26 +245,17 @@ launch, hook, wait or unpack), index (of the parameter for gradient, of the step
 drain, else of the bucket), start_ns and end_ns (of `time.monotonic_ns`; equal for gradient).
 Activity hook also has key and names of the bucket, and hook, the name of the hook. The order is
 unspecified.)")
-      .def_property_readonly(
-          "hook_name", py::cpp_function(&Reducer::hook_name, release_gil()),
-          "Name of the hook in use, for messages.")
-      .def("abandon", &Reducer::abandon, release_gil(), R"(
-End the current step, if there is one: wait for the buckets that the hook has, and drop them.)")
+      .def("abandon", in_pipeline(&Pipeline::abandon), release_gil())
       .def("bucket_stats", &bucket_stats, R"(
 Return one dict per bucket: index, names, key, indices (of parameters), gradient_bytes, group
 (the index of its reduction group, 0 for the hook that was set), is_sparse, ranks (the number of
 ranks that it is averaged over); and since the last reset: steps, packed_bytes (handed to the
 hook), hook_seconds (from launch to completion) and exposed_seconds (the time that the thread
 which runs backward spent in the hook or waiting for it).)")
-      .def(
-          "reset_stats", &Reducer::reset_stats, release_gil(),
-          "Reset the sums in `bucket_stats` to zero.")
+      .def("reset_stats", in_pipeline(&Pipeline::reset_stats), release_gil())
       .def_property(
-          "steps", py::cpp_function(&Reducer::steps, release_gil()),
-          py::cpp_function(&Reducer::set_steps, release_gil()),
-          R"(
-Number of synchronized backward passes so far, which is `step` of the next GradBucket. Set it when
-training resumes.)");
+          "steps", py::cpp_function(in_pipeline(&Pipeline::steps), release_gil()),
+          py::cpp_function(in_pipeline(&Pipeline::set_steps), release_gil()));
 }
 
 }  // namespace commhooks

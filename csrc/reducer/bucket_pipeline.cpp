@@ -1,0 +1,691 @@
+#include "reducer/bucket_pipeline.h"
+
+#include "reducer/peers.h"
+
+#include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace commhooks {
+namespace {
+
+using Clock = Span::Clock;
+
+double seconds_between(Clock::time_point start, Clock::time_point end) {
+  return std::chrono::duration<double>(end - start).count();
+}
+
+std::string describe_sharing() {
+  return "the exchange of which parameters each rank used";
+}
+
+// Gradients arrive in about the reverse of the order in which parameters were registered.
+std::vector<size_t> reverse_order(size_t parameters) {
+  std::vector<size_t> order(parameters);
+  std::iota(order.rbegin(), order.rend(), 0);
+  return order;
+}
+
+}  // namespace
+
+BucketPipeline::BucketPipeline(
+    const std::vector<at::Tensor>& parameters,
+    const ReducerOptions& options,
+    GradientTracker& tracker,
+    const GroupPtr& process_group)
+    : parameters_(parameters),
+      options_(options),
+      tracker_(tracker),
+      side_stream_(side_stream(parameters.front().device())),
+      groups_(process_group, options.key_groups),
+      buckets_(make_buckets(parameters, options, groups_, reverse_order(parameters.size()), false)),
+      unused_(parameters.size()) {}
+
+// --------------------------------------------------------------------------------- between steps
+
+void BucketPipeline::set_hook(std::shared_ptr<Hook> hook) {
+  const PackFormat format = hook->format();
+  const bool passes_through = hook->passes_through();
+  Lock lock(turn_.mutex);
+  TORCH_CHECK(
+      state_.phase() == Phase::Idle || !tracker_.any(), groups_.rank_prefix(),
+      "The hook can only be changed between two steps, and a backward is under way.");
+  ReductionGroup& group = groups_.of_users();
+  lock.replace(group.hook, std::move(hook));
+  group.format = format;
+  group.passes_through = passes_through;
+}
+
+std::string BucketPipeline::hook_name() const {
+  std::shared_ptr<Hook> hook;
+  {
+    const Lock lock(turn_.mutex);
+    hook = groups_.of_users().hook;
+  }
+  return hook->name();
+}
+
+void BucketPipeline::set_observer(Observer observer) {
+  auto shared = observer ? std::make_shared<const Observer>(std::move(observer)) : nullptr;
+  Lock lock(turn_.mutex);
+  lock.replace(observer_, std::move(shared));
+}
+
+void BucketPipeline::set_manual_finalization(bool manual) {
+  const Lock lock(turn_.mutex);
+  manual_finalization_ = manual;
+}
+
+void BucketPipeline::await_after_backward(
+    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures) {
+  const Lock lock(turn_.mutex);
+  std::move(futures.begin(), futures.end(), std::back_inserter(awaited_));
+}
+
+void BucketPipeline::wait_for_turn_locked(Lock& lock) {
+  lock.wait(turn_.changed, [&] {
+    return turn_.is_mine() ||
+        (turn_.is_open() && !turn_.has_helpers() && state_.phase() != Phase::Abandoned);
+  });
+}
+
+void BucketPipeline::replace_buckets_locked(Lock& lock, BucketSet buckets) {
+  lock.replace(buckets_, std::move(buckets));
+}
+
+void BucketPipeline::replace_groups_locked(Lock& lock, ReductionGroups groups, BucketSet buckets) {
+  replace_buckets_locked(lock, std::move(buckets));
+  lock.replace(groups_, std::move(groups));
+  first_step_ += completed_;
+  completed_ = 0;
+  unused_.forget_graph();
+}
+
+// -------------------------------------------------------------------------- collecting gradients
+
+void BucketPipeline::begin_step_locked(Lock& lock, Step step, std::vector<size_t> absent) {
+  wait_for_turn_locked(lock);
+  state_.expect();
+  lock.replace(step_, std::move(step));
+  unused_.begin_step(tracks_use_locked());
+  groups_.begin_step();
+  for (auto& bucket : buckets_.all) {
+    bucket->begin_step();
+    bucket->set_store(step_.store);
+  }
+  if (options_.skip_unused_buckets) {
+    skip_locked(absent);
+  }
+  for (const auto& bucket : buckets_.all) {
+    groups_[bucket->group].buckets += bucket->progress.skipped ? 0 : 1;
+  }
+  tracker_.begin_step(std::move(absent));
+}
+
+// Skips buckets all of whose parameters are absent.
+void BucketPipeline::skip_locked(const std::vector<size_t>& absent) {
+  std::vector<size_t> absent_in(buckets_.all.size(), 0);
+  for (const size_t index : absent) {
+    ++absent_in[buckets_.locations[index].bucket];
+  }
+  std::vector<std::string> left_out;
+  for (auto& bucket : buckets_.all) {
+    bucket->progress.skipped = absent_in[bucket->index] == bucket->indices().size();
+    if (bucket->progress.skipped) {
+      const auto& names = bucket->layout().names;
+      left_out.insert(left_out.end(), names.begin(), names.end());
+    }
+  }
+  step_.left_out = std::make_shared<const std::vector<std::string>>(std::move(left_out));
+}
+
+void BucketPipeline::begin_backward_locked(Lock& lock) {
+  step_.times.backward_start = Clock::now();
+  if (auto store = current_gradients(); store != step_.store) {
+    lock.replace(step_.store, std::move(store));
+    for (auto& bucket : buckets_.all) {
+      bucket->set_store(step_.store);
+    }
+  }
+}
+
+void BucketPipeline::note_use_locked(size_t index) {
+  if (tracks_use_locked() && step_.store->has(parameters_[index])) {
+    unused_.add_use(index);
+  }
+}
+
+void BucketPipeline::note_gradient_locked(size_t index) {
+  recorder_.add_instant(Activity::Gradient, index);
+  bucket_of(index).add_stream();
+}
+
+std::optional<PackFormat> BucketPipeline::add_gradient_locked(size_t index, Turn::Helper& helper) {
+  Bucket& bucket = bucket_of(index);
+  if (bucket.can_pack_early() && !bucket.progress.is_packed &&
+      !groups_[bucket.group].passes_through && !unused_.may_include(index)) {
+    bucket.progress.is_packed = true;
+    helper.begin();
+    return format_of(bucket);
+  }
+  count_down_locked(index);
+  return std::nullopt;
+}
+
+bool BucketPipeline::pack_early(size_t index, const PackFormat& format, Turn::Helper& helper) {
+  Bucket& bucket = bucket_of(index);
+  {
+    const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
+    bucket.pack_early(format, buckets_.locations[index].position);
+  }
+  const Lock lock(turn_.mutex);
+  bucket.progress.is_packed = false;
+  count_down_locked(index);
+  helper.end();
+  return has_ready_bucket_locked();
+}
+
+void BucketPipeline::count_down_locked(size_t index) {
+  --bucket_of(index).progress.missing;
+}
+
+void BucketPipeline::end_backward_locked() {
+  step_.times.backward_end = Clock::now();
+  if (step_.times.backward_start != Clock::time_point()) {
+    const auto step = static_cast<size_t>(first_step_ + completed_);
+    recorder_.add({Activity::Backward, step, step_.times.backward_start, step_.times.backward_end});
+  }
+}
+
+Bucket& BucketPipeline::bucket_of(size_t index) const {
+  return *buckets_.all[buckets_.locations[index].bucket];
+}
+
+void BucketPipeline::end_collecting() {
+  Turn::Holder turn(turn_);
+  bool waits = true;
+  {
+    Lock lock(turn_.mutex);
+    lock.wait(turn_.changed, [&] { return turn_.is_open() || !state_.collecting(); });
+    if (!state_.collecting() || step_.next_launch < buckets_.all.size()) {
+      // Another backward may bring the rest; otherwise the next forward raises an error.
+      return;
+    }
+    turn.begin();
+    state_.drain();
+    waits = !manual_finalization_;
+  }
+  if (unused_.shares_use()) {
+    or_abandon([&] {
+      with_peers(default_group(), describe_sharing, [&] {
+        unused_.start_sharing(
+            groups_.process_groups(), tracker_.expected(), parameters_.front().device());
+      });
+    });
+  }
+  if (waits) {
+    finalize_backward();
+  }
+}
+
+// -------------------------------------------------------------------------------- to the hooks
+
+// What the thread that has the turn needs of the step; another thread may end the step meanwhile.
+struct BucketPipeline::Launch {
+  Bucket* bucket;
+  std::shared_ptr<Hook> hook;
+  GroupPtr process_group;
+  PackFormat format;
+  std::shared_ptr<const GradientStore> store;
+  size_t index;  // among the buckets of the hook
+  bool is_last;
+  int64_t step;
+  Names left_out;
+};
+
+PackFormat BucketPipeline::format_of(const Bucket& bucket) const {
+  PackFormat format = groups_[bucket.group].format;
+  format.scale *= step_.scale;
+  return format;
+}
+
+void BucketPipeline::launch_ready_buckets() {
+  Turn::Holder turn(turn_);
+  {
+    const Lock lock(turn_.mutex);
+    if (!turn_.is_open()) {
+      return;
+    }
+    turn.begin();
+  }
+  or_abandon([&] {
+    while (launch_or_finish_next(turn)) {
+    }
+  });
+}
+
+// Gives up the turn and returns false if there is nothing to do.
+bool BucketPipeline::launch_or_finish_next(Turn::Holder& turn) {
+  std::optional<Launch> next;
+  Bucket* completed = nullptr;
+  {
+    const Lock lock(turn_.mutex);
+    next = next_launch_locked();
+    completed = next ? nullptr : next_completed_locked();
+    if (!next && !completed) {
+      turn.end();
+      return false;
+    }
+  }
+  if (next) {
+    launch(*next);
+  } else {
+    finish_early(*completed);
+  }
+  return true;
+}
+
+bool BucketPipeline::has_ready_bucket_locked() const {
+  return state_.collecting() && step_.next_launch < buckets_.all.size() &&
+      buckets_.all[step_.next_launch]->progress.missing == 0;
+}
+
+std::optional<BucketPipeline::Launch> BucketPipeline::next_launch_locked() {
+  while (has_ready_bucket_locked()) {
+    Bucket& bucket = *buckets_.all[step_.next_launch++];
+    ReductionGroup& group = groups_[bucket.group];
+    if (!bucket.progress.skipped && !group.passes_through) {
+      const size_t index = group.launched++;
+      return Launch{&bucket,       group.hook, group.process_group,        format_of(bucket),
+                    step_.store,   index,      index + 1 == group.buckets, first_step_ + completed_,
+                    step_.left_out};
+    }
+  }
+  return std::nullopt;
+}
+
+void BucketPipeline::launch(const Launch& launch) {
+  Bucket& bucket = *launch.bucket;
+  at::RecordFunction range(at::RecordScope::FUNCTION);
+  if (range.isActive()) {
+    range.before(c10::str("commhooks: ", launch.hook->name(), ", bucket ", bucket.index));
+  }
+  bucket.enter_stream();
+  if (options_.gradient_as_bucket_view && options_.allows_unused()) {
+    unused_.keep(bucket, parameters_, *launch.store);
+  }
+  const std::shared_ptr<GradBucket> packed = pack(launch);
+  const Recorder::Scope launching(recorder_, Activity::Launch, bucket.index);
+  const auto handed_over = Clock::now();
+  auto pending = with_peers(
+      launch.process_group, [&] { return describe_average(bucket); },
+      [&] { return launch.hook->run(packed); });
+  auto completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
+  pending->future().addCallback(
+      [completed](c10::ivalue::Future&) { *completed = Clock::now().time_since_epoch(); },
+      /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
+  if (has_ended()) {
+    pending->settle();  // the hook itself has ended the step
+    return;
+  }
+  Bucket::Reduction& reduction = bucket.reduction;
+  reduction.pending = std::move(pending);
+  reduction.completed = std::move(completed);
+  reduction.handed_over = handed_over;
+  reduction.stats.exposed_seconds += seconds_between(handed_over, Clock::now());
+}
+
+std::shared_ptr<GradBucket> BucketPipeline::pack(const Launch& launch) {
+  Bucket& bucket = *launch.bucket;
+  const Recorder::Scope packing(recorder_, Activity::Pack, bucket.index);
+  const at::Tensor buffer = bucket.pack(launch.format);
+  bucket.reduction.stats.packed_bytes += static_cast<int64_t>(
+      bucket.is_sparse ? buffer._indices().nbytes() + buffer._values().nbytes() : buffer.nbytes());
+  return std::make_shared<GradBucket>(
+      bucket.shared_layout(), buffer, launch.index, launch.is_last, launch.step, launch.left_out,
+      bucket.finite());
+}
+
+bool BucketPipeline::has_ended() const {
+  const Lock lock(turn_.mutex);
+  return state_.phase() == Phase::Idle;
+}
+
+// ------------------------------------------------------------------------------------- and back
+
+// Returns the next bucket to be written back while backward goes on, if its average is there.
+Bucket* BucketPipeline::next_completed_locked() {
+  if (!observer_ || unused_.shares_use() || !state_.collecting() ||
+      step_.next_finish == step_.next_launch) {
+    return nullptr;
+  }
+  Bucket& bucket = *buckets_.all[step_.next_finish];
+  const bool elsewhere = side_stream_ && side_stream_->device() != bucket.device();
+  const auto& pending = bucket.reduction.pending;
+  if (elsewhere || (pending && !pending->future().completed())) {
+    return nullptr;
+  }
+  ++step_.next_finish;
+  return &bucket;
+}
+
+void BucketPipeline::finish_early(Bucket& bucket) {
+  c10::OptionalStreamGuard stream;
+  if (side_stream_) {
+    stream.reset_stream(*side_stream_);
+  }
+  bucket.enter_stream();
+  finish(bucket);
+}
+
+void BucketPipeline::finish(Bucket& bucket) {
+  if (bucket.progress.skipped) {
+    return;
+  }
+  write_back(bucket, bucket.reduction.pending ? await(bucket) : at::Tensor());
+  bucket.reduction.pending.reset();
+}
+
+at::Tensor BucketPipeline::await(Bucket& bucket) {
+  Bucket::Reduction& reduction = bucket.reduction;
+  {
+    const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
+    const auto start = Clock::now();
+    reduction.pending->future().wait();
+    reduction.stats.exposed_seconds += seconds_between(start, Clock::now());
+  }
+  // Waiting threads wake up before callbacks run, so the time of the callback may still be unset.
+  const Clock::time_point called_back(reduction.completed->load());
+  const auto end = called_back > reduction.handed_over ? called_back : Clock::now();
+  const ReductionGroup& group = groups_[bucket.group];
+  reduction.stats.hook_seconds += seconds_between(reduction.handed_over, end);
+  if (recorder_.is_on()) {
+    recorder_.add(
+        {Activity::Hook, bucket.index, reduction.handed_over, end, bucket.shared_layout(),
+         group.hook->name()});
+  }
+  at::Tensor average = with_peers(
+      group.process_group, [&] { return describe_average(bucket); },
+      [&] { return reduction.pending->result(); });
+  bucket.check_result(average, group.format);
+  return average;
+}
+
+std::string BucketPipeline::describe_average(const Bucket& bucket) const {
+  const auto& names = bucket.layout().names;
+  return c10::str(
+      "the average of bucket ", bucket.index, " (parameters ", names.front(),
+      names.size() > 1 ? c10::str(" ... ", names.back()) : std::string(), ") at step ", steps());
+}
+
+// The averages of parameters that this rank used are written at once, those of others once it is
+// known whether any rank used them.
+void BucketPipeline::write_back(Bucket& bucket, const at::Tensor& average) {
+  if (step_.store->is_nowhere()) {
+    return;
+  }
+  std::vector<size_t> positions;
+  positions.reserve(bucket.indices().size());
+  for (size_t position = 0; position < bucket.indices().size(); ++position) {
+    if (!unused_.may_include(bucket.indices()[position])) {
+      positions.push_back(position);
+    }
+  }
+  unpack(bucket, average, positions);
+  if (unused_.shares_use() && average.defined()) {
+    unused_.defer(bucket, average);
+  }
+}
+
+// If `average` is undefined, gradients stay as they are.
+void BucketPipeline::unpack(
+    Bucket& bucket, const at::Tensor& average, const std::vector<size_t>& positions) {
+  if (average.defined()) {
+    const Recorder::Scope unpacking(recorder_, Activity::Unpack, bucket.index);
+    bucket.unpack(average, positions);
+  }
+  std::shared_ptr<const Observer> observer;
+  {
+    const Lock lock(turn_.mutex);
+    observer = observer_;
+  }
+  if (observer && !positions.empty()) {
+    std::vector<size_t> indices;
+    indices.reserve(positions.size());
+    for (const size_t position : positions) {
+      indices.push_back(bucket.indices()[position]);
+    }
+    (*observer)(indices);
+  }
+}
+
+// ---------------------------------------------------------------------------- ending the step
+
+void BucketPipeline::finalize_backward() {
+  Turn::Holder turn(turn_);
+  {
+    Lock lock(turn_.mutex);
+    const auto is_draining = [&] { return state_.phase() == Phase::Draining; };
+    lock.wait(turn_.changed, [&] { return turn_.is_open() || !is_draining(); });
+    if (!is_draining()) {
+      return;
+    }
+    turn.begin();
+  }
+  or_abandon([&] { drain(); });
+}
+
+void BucketPipeline::drain() {
+  at::RecordFunction range(at::RecordScope::FUNCTION);
+  if (range.isActive()) {
+    range.before("commhooks: wait for all buckets");
+  }
+  const Recorder::Scope draining(recorder_, Activity::Drain, static_cast<size_t>(steps()));
+  drain_buckets();
+  if (unused_.shares_use()) {
+    finish_unused();
+  }
+  unused_.restore(parameters_, *step_.store);
+  wait_for_awaited();
+  if (options_.release_buckets) {
+    for (auto& bucket : buckets_.all) {
+      bucket->release();
+    }
+  }
+  {
+    Lock lock(turn_.mutex);
+    check_draining_locked();
+    count_step_locked();
+    lock.replace(step_, {});
+    state_.finish();
+  }
+  clear_step();
+}
+
+void BucketPipeline::drain_buckets() {
+  std::exception_ptr error;
+  for (auto& bucket : buckets_.all) {
+    bucket->reduction.stats.steps = 1;
+    bucket->enter_stream();
+  }
+  for (size_t b = step_.next_finish; b < buckets_.all.size(); ++b) {
+    Bucket& bucket = *buckets_.all[b];
+    if (error) {
+      if (const auto& pending = bucket.reduction.pending) {
+        pending->settle();  // so that no memory is in use when the next step begins
+      }
+      continue;
+    }
+    try {
+      finish(bucket);
+      const Lock lock(turn_.mutex);
+      check_draining_locked();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+void BucketPipeline::wait_for_awaited() {
+  decltype(awaited_) awaited;
+  {
+    const Lock lock(turn_.mutex);
+    awaited.swap(awaited_);
+  }
+  for (const auto& future : awaited) {
+    with_peers(
+        default_group(), [] { return "what the end of backward was to wait for"; },
+        [&] { future->waitAndThrow(); });
+  }
+}
+
+void BucketPipeline::check_draining_locked() const {
+  TORCH_CHECK(
+      state_.phase() == Phase::Draining, groups_.rank_prefix(),
+      "The step was ended before all averages were written back: a hook, an observer or another "
+      "thread has called abandon() or another method that ends it.");
+}
+
+void BucketPipeline::count_step_locked() {
+  for (auto& bucket : buckets_.all) {
+    bucket->stats.add(bucket->reduction.stats);
+    if (bucket->reduction.completed && step_.times.communication_start == Clock::time_point()) {
+      step_.times.communication_start = bucket->reduction.handed_over;
+    }
+  }
+  step_.times.communication_end = Clock::now();
+  last_times_ = step_.times;
+  ++completed_;
+}
+
+// Drops what buckets own of a step that has ended. Requires the turn.
+void BucketPipeline::clear_step() noexcept {
+  for (auto& bucket : buckets_.all) {
+    bucket->end_step();
+  }
+  unused_.end_step();
+}
+
+// Parameters that another rank used get a gradient here too; those that no rank used keep theirs.
+void BucketPipeline::finish_unused() {
+  if (!options_.static_graph && unused_.uses_all()) {
+    unused_.forget_use();
+    return;  // every average has been written
+  }
+  std::vector<size_t> group_of;
+  group_of.reserve(parameters_.size());
+  for (const int64_t key : options_.keys) {
+    group_of.push_back(groups_.process_group_of(key));
+  }
+  const auto everywhere = with_peers(
+      default_group(), describe_sharing, [&] { return unused_.finish_sharing(group_of); });
+  for (const auto& [bucket, average, positions] : unused_.settle(everywhere)) {
+    unpack(*bucket, average, positions);
+  }
+  unused_.forget_use();
+  if (options_.static_graph) {
+    unused_.remember(everywhere);
+    if (step_.store->is_nowhere()) {
+      tracker_.set_expected(everywhere.gradients());
+    }
+  }
+}
+
+void BucketPipeline::abandon() noexcept {
+  Turn::Helper helper(turn_);
+  bool is_drained_elsewhere = false;
+  {
+    const Lock lock(turn_.mutex);
+    tracker_.end_backward();
+    if (state_.phase() == Phase::Idle || (is_dropping_ && turn_.is_mine())) {
+      return;
+    }
+    is_drained_elsewhere = state_.phase() == Phase::Draining && !turn_.is_open();
+    if (is_drained_elsewhere) {
+      helper.begin();  // the step does not end before this thread has spoken to the hooks
+    }
+    state_.abandon();
+    tracker_.expect_local();  // the rest of the backward that has failed
+    turn_.changed.notify_all();
+  }
+  if (is_drained_elsewhere) {
+    groups_.abandon();  // so that the buckets fail that the other thread waits for
+    const Lock lock(turn_.mutex);
+    helper.end();
+  }
+  Turn::Holder turn(turn_);
+  {
+    Lock lock(turn_.mutex);
+    lock.wait(turn_.changed, [&] {
+      return state_.phase() != Phase::Abandoned || (turn_.is_open() && !turn_.has_helpers());
+    });
+    if (state_.phase() != Phase::Abandoned) {
+      return;  // another thread has dropped the buckets
+    }
+    turn.begin();
+    is_dropping_ = true;
+  }
+  groups_.abandon();
+  drop_buckets();
+  Lock lock(turn_.mutex);
+  is_dropping_ = false;
+  tracker_.forget_order();
+  lock.replace(step_, {});
+  lock.replace(awaited_, {});
+  state_.end();
+  turn.end();
+  turn_.changed.notify_all();
+}
+
+// Other ranks have launched these buckets too, or have exited, so each completes or fails.
+void BucketPipeline::drop_buckets() noexcept {
+  for (auto& bucket : buckets_.all) {
+    if (const auto& pending = bucket->reduction.pending) {
+      pending->settle();
+    }
+  }
+  clear_step();
+  unused_.forget_use();
+}
+
+// ----------------------------------------------------------------------------------- observation
+
+std::vector<BucketPipeline::BucketInfo> BucketPipeline::bucket_infos() const {
+  const Lock lock(turn_.mutex);
+  std::vector<BucketInfo> infos;
+  for (const auto& bucket : buckets_.all) {
+    infos.push_back(
+        {bucket->shared_layout(), bucket->indices(), bucket->bytes(), bucket->group,
+         bucket->is_sparse, groups_[bucket->group].ranks, bucket->stats});
+  }
+  return infos;
+}
+
+void BucketPipeline::reset_stats() {
+  const Lock lock(turn_.mutex);
+  for (auto& bucket : buckets_.all) {
+    bucket->stats = {};
+  }
+}
+
+std::vector<bool> BucketPipeline::skipped_buckets() const {
+  const Lock lock(turn_.mutex);
+  std::vector<bool> skipped;
+  for (const auto& bucket : buckets_.all) {
+    skipped.push_back(bucket->progress.skipped);
+  }
+  return skipped;
+}
+
+void BucketPipeline::set_steps(int64_t steps) {
+  const Lock lock(turn_.mutex);
+  TORCH_CHECK_VALUE(steps >= 0, "The number of steps cannot be negative, found ", steps, ".");
+  first_step_ = steps - completed_;
+}
+
+}  // namespace commhooks
