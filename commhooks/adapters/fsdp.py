@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,14 @@ from reducer import GradBucket
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
-__all__ = ["FSDPAdapter"]
+__all__ = ["FSDPAdapter", "GetsEachOnce"]
+
+
+@runtime_checkable
+class GetsEachOnce(Protocol):
+    """A hook that may have to get each parameter once per step, as with a period or a momentum."""
+
+    gets_each_once: bool
 
 
 class FSDPAdapter(Adapter):
@@ -67,7 +74,7 @@ class FSDPAdapter(Adapter):
        exchange: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
        program.
     3. a parameter that is reduced again in the same step is averaged exactly, or refused if the
-       hook ``gets_each_once``. FSDP adds the average to the gradient that is there.
+       hook says ``gets_each_once = True``. FSDP adds the average to the gradient that is there.
 
     Args:
         model: The root module.
@@ -165,7 +172,8 @@ class FSDPAdapter(Adapter):
         # The plain average is torch's own all-reduce: with 3 replicas, 3 * average is not the sum.
         is_plain = type(hook) is AllReduce
         runner = None if is_plain else make_runner(hook, self.group, self.device, token)
-        self._strict = next((each for each in tree(hook) if each.gets_each_once), None)
+        strict = (each for each in tree(hook) if isinstance(each, GetsEachOnce))
+        self._strict = next((each for each in strict if each.gets_each_once), None)
         self._set(runner)
 
     def install_function(self, hook: TorchHook) -> None:
