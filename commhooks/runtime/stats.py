@@ -142,7 +142,7 @@ class _Costs:
 
 @dataclass
 class _Entry:
-    """What one bucket has cost."""
+    """The costs of one bucket."""
 
     index: int
     names: tuple[str, ...]
