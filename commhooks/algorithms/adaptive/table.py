@@ -1,6 +1,7 @@
 """Which of several hooks each parameter has, where that changes between steps."""
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -11,9 +12,22 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from reducer import GradBucket
 
-__all__ = ["HookTable"]
+__all__ = ["Adopts", "HookTable"]
 
 _ALL = slice(None)
+
+
+@runtime_checkable
+class Adopts(Protocol):
+    """A hook that learns from the former hook of its parameters."""
+
+    def adopt(self, former: CommHook, gradients: Mapping[str, Tensor]) -> None:
+        """Take over what ``former``, which had these parameters, has learned of them.
+
+        Called when this hook has no state of them yet. Errors are not meant: those named "error"
+        are added to the gradients. ``gradients`` are as in :meth:`CommHook.state_fields`. All ranks
+        must do the same.
+        """
 
 
 class HookTable(Routing):
@@ -83,5 +97,6 @@ class HookTable(Routing):
                 residual = residual_of(self._hooks[j], name, gradients[name], size)
                 if residual is not None:
                     flat[offset : offset + length] += residual.to(flat.device)
-                if name not in self._hooks[i].state:
-                    self._hooks[i].adopt(self._hooks[j], {name: gradients[name]})
+                new = self._hooks[i]
+                if name not in new.state and isinstance(new, Adopts):
+                    new.adopt(self._hooks[j], {name: gradients[name]})
