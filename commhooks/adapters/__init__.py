@@ -1,1 +1,1 @@
-"""Puts hooks on a wrapped model, and saves their state."""
+"""Puts hooks on a wrapped model."""

@@ -85,9 +85,9 @@ class Adapter(ABC):
         return None
 
     @property
-    def row(self) -> dist.ProcessGroup | None:
-        """The ranks that share each parameter with this one; None if ranks have whole ones."""
-        return None
+    def rows(self) -> Sequence[dist.ProcessGroup]:
+        """The ranks that share parameters with this one; none if ranks have whole ones."""
+        return ()
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
         """Return the shape of a shared parameter, and the dimension that it is cut in."""

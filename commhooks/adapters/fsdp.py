@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,14 @@ from reducer import GradBucket
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
-__all__ = ["FSDPAdapter"]
+__all__ = ["FSDPAdapter", "GetsEachOnce"]
+
+
+@runtime_checkable
+class GetsEachOnce(Protocol):
+    """A hook that may have to get each parameter once per step, as with a period or a momentum."""
+
+    gets_each_once: bool
 
 
 class FSDPAdapter(Adapter):
@@ -66,7 +73,7 @@ class FSDPAdapter(Adapter):
        exchange: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
        program.
     3. a parameter that is reduced again in the same step is averaged exactly, or refused if the
-       hook ``gets_each_once``. FSDP adds the average to the gradient that is there.
+       hook says ``gets_each_once = True``. FSDP adds the average to the gradient that is there.
 
     Args:
         model: The root module.
@@ -121,13 +128,8 @@ class FSDPAdapter(Adapter):
         return [list(unit.parameters()) for unit in self._units]
 
     @property
-    def row(self) -> dist.ProcessGroup | None:
-        if len(self._rows) > 1:
-            raise CommHookError(
-                f"expected the same shard group for all parameters, found {len(self._rows)}; hooks "
-                "on such models save their state per rank: torch.save(handle.state_dict(), ...)"
-            )
-        return self._rows[0] if self._rows else None
+    def rows(self) -> list[dist.ProcessGroup]:
+        return self._rows
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
         return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())
@@ -181,7 +183,8 @@ class FSDPAdapter(Adapter):
     def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
         self.parameters = self._present_parameters()
         hooks = tree(hook) if isinstance(hook, CommHook) else ()
-        self._strict = next((each for each in hooks if each.gets_each_once), None)
+        strict = (each for each in hooks if isinstance(each, GetsEachOnce))
+        self._strict = next((each for each in strict if each.gets_each_once), None)
         self._last = None
         for unit in self._units:
             if not self._is_attached:

@@ -17,13 +17,6 @@ from torch.futures import Future
 
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.dispatch import adapter_of, inner_module, unwrap
-from commhooks.adapters.saved_state import (
-    Loaded,
-    check_saved_state,
-    compare,
-    loaded,
-    saved_state,
-)
 from commhooks.adapters.trace import trace
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, has_consensus, is_lossless, tree
@@ -31,6 +24,7 @@ from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.stats import HookStats
+from commhooks.state.saved import load_state, saved_state
 
 __all__ = [
     "AnyHook",
@@ -239,11 +233,12 @@ class HookHandle:
         return trace(self._in_use(), path, {"hook": _identity(self.hook)})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs. Each rank has its own state and must save it.
+        """Return this rank's part of what a resumed run needs. Each rank must save its own.
 
-        ``torch.save`` and ``torch.load`` preserve it. ``torch.distributed.checkpoint``, which would
-        keep one rank's state only, raises if it gets it or the handle: pass it
-        :class:`commhooks.integrations.checkpoint.HookState`, which other ranks can load as well.
+        ``torch.save`` and ``torch.load`` preserve it. For ``torch.distributed.checkpoint``, which
+        other ranks can load as well, there is :class:`commhooks.state.HookState`, and for files
+        that one rank writes :class:`commhooks.state.GatheredState`. :mod:`commhooks.state` says
+        what is in the dict.
         """
         adapter = self._in_use()
         hook = self.stateful_hook()
@@ -253,36 +248,18 @@ class HookHandle:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned on the same rank. Collective.
 
+        A state of other ranks can be loaded if it has the parts of all: then the errors of each
+        replica are the mean of what the replicas had.
+
         Raises:
             CommHookStateError: The state is damaged, or from another hook, rank or model, on this
-                rank or on another one. Nothing has changed on any rank.
+                rank or on another one; or the hook cannot use the state of other ranks. Nothing has
+                changed on any rank.
         """
         adapter = self._in_use()
         hook = self.stateful_hook()
         adapter.flush()
-        failure: Exception | None = None
-        before: dict[str, Any] | None = None
-        try:
-            check_saved_state(state, hook, adapter)
-            before = hook.state_dict()
-            hook.load_state_dict(state["state"])
-            outcome = loaded(state, hook, adapter)
-        except CommHookStateError as error:
-            failure, outcome = error, Loaded(str(error))
-        except Exception as error:
-            failure = error
-            outcome = Loaded(f"hook {hook!r} cannot use the saved state: {error}")
-        try:
-            compare(outcome, adapter)
-        except CommHookError:
-            if before is not None:
-                hook.load_state_dict(before)
-            if failure is None:
-                raise
-            raise CommHookStateError(
-                f"[rank {adapter.rank}] {outcome.failure}. No rank has loaded its state"
-            ) from failure
-        adapter.steps = state["step"]
+        load_state(state, hook, adapter)
 
     def _in_use(self) -> Adapter:
         if self._adapter is None:

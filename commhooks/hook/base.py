@@ -106,11 +106,6 @@ class CommHook:
     """
     skips_steps: ClassVar[bool] = False
     """Whether the training loop asks the hook, on every rank, which optimizer steps to skip."""
-    gets_each_once: ClassVar[bool] = False
-    """Whether the hook must get each parameter once per step, as with a period or a momentum.
-
-    FSDP2 may reduce a parameter several times: docs/integrations/fsdp.md.
-    """
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl")
     """The backends of process groups on which the hook may be registered.
 
@@ -126,13 +121,6 @@ class CommHook:
 
     Then only the same ranks can load their states.
     """
-    is_candidate: ClassVar[bool] = False
-    """Whether ``auto`` considers the hook, with its default options, unless the user names others.
-
-    For hooks of other packages; those of this package are in algorithms/adaptive/candidates.py.
-    """
-    needs: ClassVar[tuple[str, ...]] = ()
-    """What registering the hook by its name alone needs, besides options without a default."""
 
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
@@ -251,14 +239,6 @@ class CommHook:
             for name, value in hook.metrics().items()
         }
 
-    def notes(self) -> list[tuple[int, str]]:
-        """Return what the hook has decided so far, as texts with their steps, in order.
-
-        Called between two steps; the list only grows. By default, that of nested hooks.
-        """
-        found = [note for hook in self.nested().values() for note in hook.notes()]
-        return sorted(found)
-
     def nested(self) -> dict[str, "CommHook"]:
         """Return the hooks among the options by path: "stages.1.1" for ``stages[1][1]``."""
         options = {name: getattr(self, name) for name in option_names(type(self))}
@@ -291,15 +271,6 @@ class CommHook:
 
         Called for each of the ranks that saved a state, when another number of ranks loads it.
         ``mean`` has the averageable fields of a parameter. By default own fields are dropped.
-        """
-
-    def adopt(self, former: "CommHook", gradients: Mapping[str, Tensor]) -> None:
-        """Take over what ``former``, which had these parameters, has learned of them.
-
-        Called when a wrapper gives this hook parameters that another hook had; this one has no
-        state of them yet. Errors are not meant: the wrapper adds those named "error" to the
-        gradients. ``gradients`` are as in :meth:`state_fields`. All ranks must do the same. By
-        default nothing is taken over.
         """
 
     def state_dict(self) -> dict[str, Any]:

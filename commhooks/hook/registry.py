@@ -1,4 +1,13 @@
-"""Find hooks by name. Other packages add hooks by the entry-point group ``commhooks.hooks``."""
+"""Find hooks by name. Other packages add hooks by the entry-point group ``commhooks.hooks``.
+
+Two attributes of a class are read here only, if it has them:
+
+- ``is_candidate = True``: ``auto`` considers the hook, with its default options, unless the user
+  names others. For hooks of other packages; those of this package are in
+  algorithms/adaptive/candidates.py.
+- ``needs``, a tuple of texts: what registering the hook by its name alone needs, besides options
+  without a default.
+"""
 
 import difflib
 import inspect
@@ -128,7 +137,7 @@ def declared_candidates() -> list[str]:
     names = []
     for name in available():
         with suppress(CommHookError):  # another package is broken
-            if _find(name).is_candidate:
+            if getattr(_find(name), "is_candidate", False):
                 names.append(name)
     return names
 
@@ -150,7 +159,10 @@ def describe(name: str) -> HookInfo:
         paper=kind.paper,
         fidelity=fidelity_of(name) if is_own else None,
         family=kind.__module__.split(".")[2] if is_own else "",
-        needs=(*(f"`{option.name}`" for option in options if option.required), *kind.needs),
+        needs=(
+            *(f"`{option.name}`" for option in options if option.required),
+            *getattr(kind, "needs", ()),
+        ),
     )
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
-from commhooks.integrations.rank_files import load_states, save_states
+from commhooks.state.files import load_states, save_states
 
 __all__ = ["CommHookKwargs", "keep_hook_states", "prepare"]
 

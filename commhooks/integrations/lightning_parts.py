@@ -17,29 +17,10 @@ from commhooks.adapters.dispatch import is_fully_sharded
 from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
-from commhooks.integrations.gathered_state import GatheredState, warn_of_no_state
+from commhooks.state.files import KEY, GatheredState, add_state, load_state_of
 from reducer import DistributedDataParallel
 
 __all__ = ["FabricStrategy", "HookCallback", "TrainerStrategy"]
-
-KEY = "commhooks"
-
-
-def add_states(handle: HookHandle, checkpoint: dict[str, Any]) -> None:
-    """Add the states of all ranks, unless a torch-style function keeps its own. Collective."""
-    if isinstance(handle.hook, CommHook):
-        checkpoint[KEY] = GatheredState(handle).state_dict()
-
-
-def load_state(handle: HookHandle, checkpoint: Mapping[str, Any], key: str = KEY) -> None:
-    """Load the state of this rank. Collective."""
-    if not isinstance(handle.hook, CommHook):
-        return
-    if key in checkpoint:
-        GatheredState(handle).load_state_dict(checkpoint[key])
-    else:
-        warn_of_no_state(handle)
-
 
 _TORCH_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -116,13 +97,13 @@ class TrainerStrategy(WrapperStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self.handle is not None and "optimizer_states" in checkpoint:
-            add_states(self.handle, checkpoint)
+            add_state(self.handle, checkpoint)
         super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
         if self.handle is not None:
-            load_state(self.handle, checkpoint)
+            load_state_of(self.handle, checkpoint)
 
 
 class FabricStrategy(WrapperStrategy):
@@ -150,24 +131,16 @@ class FabricStrategy(WrapperStrategy):
         )
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        state = state | _gathered(_handles(state))
+        state = state | {key: GatheredState(it) for key, it in _handles(state).items()}
         super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         handles = _handles(state) if isinstance(state, MutableMapping) else {}
-        named = {key: it for key, it in handles.items() if key in state}
-        if named:
-            state.update(_gathered(named))
-        try:
-            rest = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            if named:
-                state.update(named)
+        rest = super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
         for key, handle in handles.items():
-            if key in named:
-                continue
-            load_state(handle, rest, key)
-            rest.pop(key, None)
+            if key not in state:  # otherwise Fabric has loaded it
+                load_state_of(handle, rest, key)
+                rest.pop(key, None)
         return rest
 
 
@@ -197,10 +170,6 @@ def _handles(state: Mapping[str, Any]) -> dict[str, HookHandle]:
             ):
                 handles[f"{KEY}.{key}"] = handle
     return handles
-
-
-def _gathered(handles: Mapping[str, HookHandle]) -> dict[str, Any]:
-    return {key: GatheredState(it) for key, it in handles.items()}
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -240,7 +209,7 @@ class HookCallback:
         """Load the state of the hook, when everything else has been restored."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if checkpoint is not None and self._hook is not None and self.handle is not None:
-            load_state(self.handle, checkpoint)
+            load_state_of(self.handle, checkpoint)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Log the statistics."""
@@ -250,7 +219,7 @@ class HookCallback:
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the states of all ranks."""
         if self._hook is not None and self.handle is not None:
-            add_states(self.handle, checkpoint)
+            add_state(self.handle, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: Any, pl_module: Any, checkpoint: Mapping[str, Any]

@@ -88,6 +88,12 @@ class Trainer:
         self.hook = hook
         self.handle = commhooks.register(self.model, hook)
 
+    def state(self) -> dict[str, Any]:
+        """Return the state of the hook on this rank, after its exchanges."""
+        self.handle.state_dict()
+        hook = self.handle.hook
+        return hook.state_dict() if isinstance(hook, CommHook) else {}
+
     def step(
         self, gradients: Mapping[str, Tensor], *, before: Iterable[Mapping[str, Tensor]] = ()
     ) -> dict[str, Tensor]:

@@ -211,13 +211,13 @@ def non_finite(context: RuleContext) -> Problems:
     for step in range(2):
         context.step(trainer, step)
     for culprit in range(context.size):
-        before = through_file(trainer.handle.state_dict()["state"])
+        before = through_file(trainer.state())
         gradients = draw_gradients(trainer.parameters, context.rank, 2, culprit)
         number = (torch.inf, -torch.inf, torch.nan)[culprit % 3]
         if context.rank == culprit:
             gradients["matrix"][3, 4] = number
         bad = trainer.step(gradients)
-        state = trainer.handle.state_dict()["state"]
+        state = trainer.state()
         if not agrees:
             if not _is_finite(state):
                 yield f"expected a finite state_dict() after a gradient of {number}"
@@ -245,7 +245,7 @@ def keys(context: RuleContext) -> Problems:
     fresh = context.trainer()
     # Raises if a key is neither a parameter name nor known to the hook.
     fresh.handle.load_state_dict(saved)
-    if not same_bits(fresh.hook.state_dict(), saved["state"]):
+    if not same_bits(fresh.state(), trainer.state()):
         yield "expected state_dict() to return what load_state_dict() was given, found another one"
 
 
@@ -370,7 +370,7 @@ def nested(context: RuleContext) -> Problems:
     for step in range(_STEPS):
         if not same_bits(*(context.step(trainer, step) for trainer in trainers)):
             yield f"expected the same numbers, found others in step {step}"
-    own, of_wrapper = (trainer.handle.state_dict()["state"] for trainer in trainers)
+    own, of_wrapper = (trainer.state() for trainer in trainers)
     if not same_bits(of_wrapper.get(f".{path}", {}), own):
         yield "expected the same state, found another one"
 

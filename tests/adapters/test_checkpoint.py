@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import commhooks
-from commhooks.integrations.checkpoint import GatheredState, HookState
+from commhooks.state import GatheredState, HookState
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
@@ -61,7 +62,7 @@ def round_trip(rank: int, size: int, folder: str, names: list[str]) -> None:
         else:
             dcp.save({"hook": HookState(saved.handle)}, checkpoint_id=path)
         loaded = trained(ALL[name], rank, 0, torch_ddp=torch_ddp)
-        dcp.load({"hook": HookState(loaded.handle)}, checkpoint_id=path)
+        dcp.load({"hook": HookState(loaded.handle, path)}, checkpoint_id=path)
         assert same_bits(loaded.handle.state_dict(), saved.handle.state_dict()), name
         steps = [each.step(draw_gradients(each.parameters, rank, 3)) for each in (saved, loaded)]
         assert same_bits(*steps) or saved.handle.hook.changes_parameters, name
@@ -73,9 +74,10 @@ def test_the_same_ranks_get_their_states(run_ranks: Any, tmp_path: Path) -> None
 
 def refuse_nodes(rank: int, size: int, folder: str) -> None:
     for name, config in NODES.items():
-        trainer = trained({**config, "ranks_per_node": 1}, rank, 0)
+        trainer = trained(config, rank, 0)
+        path = f"{folder}/{name} False"
         with pytest.raises(commhooks.CommHookError, match=r"4x1 replicas x shards.*parts of them"):
-            dcp.load({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name} False")
+            dcp.load({"hook": HookState(trainer.handle, path)}, checkpoint_id=path)
 
 
 def test_each_rank_of_a_node_gets_its_own_state(run_ranks: Any, tmp_path: Path) -> None:
@@ -87,9 +89,9 @@ def test_each_rank_of_a_node_gets_its_own_state(run_ranks: Any, tmp_path: Path) 
 def save_all(rank: int, size: int, folder: str, names: list[str]) -> dict[str, Any]:
     states = {}
     for name in names:
-        handle = trained(HOOKS[name], rank, 2).handle
-        dcp.save({"hook": HookState(handle)}, checkpoint_id=f"{folder}/{name}")
-        states[name] = handle.state_dict()
+        trainer = trained(HOOKS[name], rank, 2)
+        dcp.save({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
+        states[name] = {"state": trainer.state()}
     return states
 
 
@@ -97,8 +99,9 @@ def load_all(rank: int, size: int, folder: str, names: list[str]) -> dict[str, A
     states = {}
     for name in names:
         trainer = trained(HOOKS[name], rank, 0)
-        dcp.load({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
-        states[name] = trainer.handle.state_dict()
+        path = f"{folder}/{name}"
+        dcp.load({"hook": HookState(trainer.handle, FileSystemReader(path))}, checkpoint_id=path)
+        states[name] = {**trainer.handle.state_dict(), "state": trainer.state()}
         trainer.step(draw_gradients(trainer.parameters, rank, 3))
     return states
 
@@ -147,15 +150,15 @@ class Undeclared(commhooks.CommHook):
 class AppState:
     """The pattern of torch's tutorial: one object with the states of all."""
 
-    def __init__(self, *handles: Any) -> None:
-        self.handles = handles
+    def __init__(self, *handles: Any, path: str | None = None, keys: Any = (None, None)) -> None:
+        self.hooks = [HookState(each, path, key) for each, key in zip(handles, keys, strict=False)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"{i}": HookState(each).state_dict() for i, each in enumerate(self.handles)}
+        return {f"{i}": each.state_dict() for i, each in enumerate(self.hooks)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for i, each in enumerate(self.handles):
-            HookState(each).load_state_dict(state[f"{i}"])
+        for i, each in enumerate(self.hooks):
+            each.load_state_dict(state[f"{i}"])
 
 
 def save_others(rank: int, size: int, folder: str) -> None:
@@ -169,22 +172,35 @@ def save_others(rank: int, size: int, folder: str) -> None:
     dcp.save({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/undeclared")
 
     new_one, new_two = (trained(HOOKS[name], rank, 0).handle for name in ("int4", "dgc"))
-    dcp.load({"1": HookState(new_one), "2": HookState(new_two)}, checkpoint_id=f"{folder}/two")
+    path = f"{folder}/two"
+    states = {"1": HookState(new_one, path, "1"), "2": HookState(new_two, path, "2")}
+    dcp.load(states, checkpoint_id=path)
     assert same_bits(new_one.state_dict(), one.state_dict())
     assert same_bits(new_two.state_dict(), two.state_dict())
-    dcp.load({"app": AppState(new_one)}, checkpoint_id=f"{folder}/app")
+    dcp.save(states, checkpoint_id=f"{folder}/again")  # the checkpoint counts for one load
+    path = f"{folder}/again"
+    new_one = trained(HOOKS["int4"], rank, 0).handle
+    dcp.load({"1": HookState(new_one, path, "1")}, checkpoint_id=path)
     assert same_bits(new_one.state_dict(), one.state_dict())
-    error = pytest.raises(commhooks.CommHookStateError, match=r"of one hook below 'app'.* found 2")
-    with error:
-        dcp.load({"app": AppState(new_one, new_two)}, checkpoint_id=f"{folder}/apps")
+
+    new_one, new_two = (trained(HOOKS[name], rank, 0).handle for name in ("int4", "dgc"))
+    path = f"{folder}/app"
+    dcp.load({"app": AppState(new_one, path=path)}, checkpoint_id=path)
+    assert same_bits(new_one.state_dict(), one.state_dict())
+    path = f"{folder}/apps"
+    app = AppState(new_one, new_two, path=path)
+    with pytest.raises(commhooks.CommHookStateError, match=r"found 'app.0', 'app.1'; name one"):
+        dcp.load({"app": app}, checkpoint_id=path)
+    app = AppState(new_one, new_two, path=path, keys=("app.0", "app.1"))
+    dcp.load({"app": app}, checkpoint_id=path)
+    assert same_bits(new_two.state_dict(), two.state_dict())
     with pytest.raises(commhooks.CommHookStateError, match="of hook 'dgc', found that of 'int4'"):
-        dcp.load({"1": HookState(new_two)}, checkpoint_id=f"{folder}/two")
+        dcp.load({"1": HookState(new_two, f"{folder}/two", "1")}, checkpoint_id=f"{folder}/two")
     fresh = HookState(trained(HOOKS["dgc"], rank, 0).handle)
-    state = {"2": fresh.state_dict()}  # asked by this test, instead of by dcp.load()
-    dcp.load(state, checkpoint_id=f"{folder}/two")
-    with pytest.raises(commhooks.CommHookStateError, match="nothing was read"):
-        fresh.load_state_dict(state["2"])
-    dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/undeclared")
+    with pytest.raises(commhooks.CommHookStateError, match=r"found 0.*HookState"):
+        dcp.load({"2": fresh}, checkpoint_id=f"{folder}/two")
+    path = f"{folder}/undeclared"
+    dcp.load({"hook": HookState(handle, path)}, checkpoint_id=path)
     assert same_bits(handle.state_dict(), trainer.handle.state_dict())
     function = commhooks.register(
         commhooks.DistributedDataParallel(nn.Linear(2, 2)), lambda state, bucket: None
@@ -192,18 +208,33 @@ def save_others(rank: int, size: int, folder: str) -> None:
     with pytest.raises(commhooks.CommHookStateError, match="torch-style function"):
         dcp.save({"hook": HookState(function)}, checkpoint_id=f"{folder}/function")
     torch.save(one.state_dict(), f"{folder}/{rank}.pt")
+    gathered = GatheredState(one).state_dict()
+    if rank == 0:
+        torch.save(gathered, f"{folder}/all.pt")
 
 
 def load_others(rank: int, size: int, folder: str) -> None:
     handle = Trainer(Undeclared()).handle
+    path = f"{folder}/undeclared"
     with pytest.raises(commhooks.CommHookStateError, match=r"2x1 .* on 1x1, .* not declare"):
-        dcp.load({"hook": HookState(handle)}, checkpoint_id=f"{folder}/undeclared")
+        dcp.load({"hook": HookState(handle, path)}, checkpoint_id=path)
     handle = trained(HOOKS["int4"], rank, 0).handle
-    state = torch.load(f"{folder}/0.pt")
-    with pytest.raises(commhooks.CommHookStateError, match=r"checkpoint\.HookState"):
-        handle.load_state_dict(state)
-    with pytest.raises(commhooks.CommHookStateError, match=r"of 1 ranks, found 2.*HookState"):
-        GatheredState(handle).load_state_dict({"ranks": [state, state]})
+    with pytest.raises(commhooks.CommHookStateError, match=r"found .* of rank 0 of 2x1.*HookState"):
+        handle.load_state_dict(torch.load(f"{folder}/0.pt"))
+    parts = [torch.load(f"{folder}/{name}.pt") for name in ("0", "1")]
+    whole = {**parts[0], "state": parts[0]["state"] | parts[1]["state"]}
+    whole["tensors"] = parts[0]["tensors"] | parts[1]["tensors"]
+    found = []
+    for state in (whole, torch.load(f"{folder}/all.pt")):
+        trainer = trained(HOOKS["int4"], rank, 0)
+        trainer.handle.load_state_dict(state)
+        found.append(trainer.state())
+    errors = [
+        part["matrix"]["error"] for source, part in whole["state"].items() if "rank" in source
+    ]
+    assert len(errors) == 2
+    assert same_bits(*found)
+    assert found[0]["matrix"].keys() == {"error"}
 
 
 def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:
@@ -214,7 +245,8 @@ def test_keys_and_refusals(run_ranks: Any, tmp_path: Path) -> None:
 def resume_without(rank: int, size: int, folder: str) -> None:
     """Checkpoints from before hooks were used, or of a run whose hook is not used any more."""
     net = nn.Linear(2, 2)
-    dcp.save({"net": net, "app": {"epoch": 3}}, checkpoint_id=f"{folder}/plain")
+    path = f"{folder}/plain"
+    dcp.save({"net": net, "app": {"epoch": 3}}, checkpoint_id=path)
     expected = [p.detach().clone() for p in net.parameters()]
     for name in ("int4", "powersgd", "no state"):
         fresh = trained(HOOKS[name], rank, 0)
@@ -222,24 +254,29 @@ def resume_without(rank: int, size: int, folder: str) -> None:
             trainer = trained(HOOKS[name], rank, steps)
             nn.init.zeros_(net.weight)
             with pytest.warns(UserWarning, match="no state of a hook, so .* begins without one"):
-                dcp.load(
-                    {"net": net, "hook": HookState(trainer.handle)},
-                    checkpoint_id=f"{folder}/plain",
-                )
+                dcp.load({"net": net, "hook": HookState(trainer.handle, path)}, checkpoint_id=path)
             assert same_bits([p.detach() for p in net.parameters()], expected)
             assert same_bits(trainer.handle.state_dict(), fresh.handle.state_dict()), name
         fresh.step(draw_gradients(fresh.parameters, rank, 0))
-    app = AppState(trained(HOOKS["int4"], rank, 2).handle)
+    app = AppState(trained(HOOKS["int4"], rank, 2).handle, path=path)
     with pytest.warns(UserWarning, match="no state of a hook"):
-        dcp.load({"app": app}, checkpoint_id=f"{folder}/plain")
+        dcp.load({"app": app}, checkpoint_id=path)
 
     saved = trained(HOOKS["int4"], rank, 2).handle
-    dcp.save({"net": net, "hook": HookState(saved)}, checkpoint_id=f"{folder}/hook")
+    path = f"{folder}/hook"
+    dcp.save({"net": net, "hook": HookState(saved)}, checkpoint_id=path)
     with pytest.raises(
-        commhooks.CommHookStateError, match=r"below 'hook0' .* found 0, of hook.about_hook; give"
+        commhooks.CommHookStateError, match=r"of a hook at 'hook0' .* found 'hook'; name one"
     ):
-        dcp.load({"hook0": HookState(saved)}, checkpoint_id=f"{folder}/hook")
-    dcp.load({"net": net}, checkpoint_id=f"{folder}/hook")
+        dcp.load({"hook0": HookState(saved, path, "hook0")}, checkpoint_id=path)
+    dcp.load({"net": net}, checkpoint_id=path)
+
+    path = f"{folder}/version 1"
+    dcp.save(
+        {"hook": {"about_hook": "{}", "2x1/mean//matrix/error": torch.ones(2)}}, checkpoint_id=path
+    )
+    with pytest.raises(commhooks.CommHookStateError, match=r"in version 1.* an earlier version"):
+        dcp.load({"hook": HookState(saved, path)}, checkpoint_id=path)
 
 
 def test_checkpoints_without_the_state_of_a_hook(run_ranks: Any, tmp_path: Path) -> None:

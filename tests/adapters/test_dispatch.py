@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pages import run_page
+from support.states import hook_state
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,9 +115,7 @@ def register_on_replicated(rank: int, size: int) -> None:
             assert torch.equal(gradients(model, rank), gradients(plain, rank))
         assert set(handle.stats().total.names) == {"0.weight", "1.weight", "1.bias"}
         if not has_begun:
-            assert (
-                handle.state_dict()["state"].keys() == expected_handle.state_dict()["state"].keys()
-            )
+            assert hook_state(handle).keys() == hook_state(expected_handle).keys()
 
 
 def test_replicated_modules_have_their_own_names(run_ranks: Any) -> None:

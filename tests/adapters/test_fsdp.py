@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.sharded import FEATURES, Net, build, mesh_of, train
+from support.states import of_rank
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
@@ -151,14 +152,15 @@ def resume(rank: int, size: int, hooks: list[dict[str, Any]]) -> None:
         train(nets[0], rank, 2)
         nets[1].load_state_dict(nets[0].state_dict())
         saved = handles[0].state_dict()
-        assert (saved["rank"], saved["world_size"], saved["step"]) == (rank, 4, 2)
+        assert saved["state"].keys() == {f"rank {rank} of 2x2", f"shard {rank % 2} of 2x2"}
+        assert saved["step"] == 2
         handles[1].load_state_dict(saved)
         for a, b in zip(train(nets[0], rank, 2), train(nets[1], rank, 2), strict=True):
             assert torch.equal(a, b), hook
         if hook["name"] == "int8":
-            error = saved["state"]["blocks.0.spare.weight"]["error"]
+            error = of_rank(saved)["blocks.0.spare.weight"]["error"]
             assert error.shape == (2, 7)  # of 3 rows, on both shards
-        of_other_shard = {**saved, "rank": rank ^ 1}
+        of_other_shard = {**saved, "state": {f"rank {rank ^ 1} of 2x2": of_rank(saved)}}
         with pytest.raises(commhooks.CommHookStateError, match="expected the state of rank"):
             handles[1].load_state_dict(of_other_shard if rank == 3 else saved)
 

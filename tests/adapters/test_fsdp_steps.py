@@ -264,9 +264,10 @@ def refuse(rank: int, size: int, hook: dict[str, Any]) -> None:
         fit(net, rank, take, 1)
 
 
-@pytest.mark.parametrize("name", ["diloco", "dgc", "demo"])
+@pytest.mark.parametrize("name", ["diloco", "dgc", "demo", "nested"])
 def test_hooks_with_periods_or_momentum_refuse_it(run_ranks: Any, name: str) -> None:
-    run_ranks(refuse, 2, {"name": name})
+    nested = {"name": "schedule", "stages": [[0, "dgc"]]}
+    run_ranks(refuse, 2, nested if name == "nested" else {"name": name})
 
 
 # ------------------------------------------------------------------------------- when a step begins

@@ -2,11 +2,13 @@
 
 import copy
 import io
+import json
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from support.states import hook_state, of_rank
 from test_handle import Scaled, backward, both_wrappers, make_model
 
 import commhooks
@@ -26,7 +28,7 @@ def resume(rank: int, size: int, torch_ddp: bool) -> None:
         backward(model, rank)
     saved = through_a_file(handle.state_dict())
     assert saved["step"] == 3
-    assert saved["rank"] == rank
+    assert saved["state"].keys() == {f"rank {rank} of 2x1", "shard 0 of 2x1"}
     backward(model, rank)
 
     other = make_model(torch_ddp)
@@ -35,7 +37,7 @@ def resume(rank: int, size: int, torch_ddp: bool) -> None:
     backward(other, rank)
     state = handle.state_dict()
     assert state["step"] == 4
-    assert torch.equal(state["state"]["0.weight"]["count"], torch.full((5, 6), 4.0))
+    assert torch.equal(of_rank(state)["0.weight"]["count"], torch.full((5, 6), 4.0))
 
 
 @both_wrappers
@@ -44,6 +46,10 @@ def test_state_is_resumed(run_ranks: Any, torch_ddp: bool) -> None:
 
 
 def changed(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Change the fields of a saved state; "rank" is the part of the rank."""
+    if "rank" in changes:
+        (source, *_) = saved["state"]
+        changes["state"] = {source: changes.pop("rank")}
     return copy.deepcopy(saved) | changes
 
 
@@ -53,26 +59,58 @@ def refuse_state(rank: int, size: int) -> None:
     handle = commhooks.register(model, hook)
     backward(model, rank)
     saved = handle.state_dict()
-    state, config = saved["state"], saved["hook"]
+    state, config = of_rank(saved), json.loads(saved["hook"])
     count = {"count": torch.ones(5, 6)}
     bad: list[tuple[Any, str]] = [
         (None, "expected what state_dict"),
         (state, "expected 'version' of type int"),
-        (changed(saved, version=2), "later version"),
-        (changed(saved, step=-1), "step of at least 0"),
-        (changed(saved, hook={"name": "powersgd"}), "expected the state of hook 'test_scaled'"),
-        (changed(saved, hook=config | {"factor": 2.0}), "factor=1.0, .* saved with factor=2.0"),
-        (changed(saved, rank=1 - rank), f"of rank {rank} of 2, found that of rank {1 - rank} of 2"),
-        (changed(saved, world_size=3), "rank . of 3"),
-        (changed(saved, state=state | {"9.weight": count}), "'9.weight': there is no such"),
-        (changed(saved, state=state | {"0.weight": 3}), "'0.weight': expected tensors by name"),
-        (changed(saved, state=state | {"0.weight": {"count": 3}}), "'count': expected a tensor"),
+        (changed(saved, version=3), "version 2, found 3: it was saved by a later version"),
         (
-            changed(saved, state=state | {"0.weight": {"count": torch.ones(6)}}),
+            {
+                "version": 1,
+                "hook": config,
+                "rank": rank,
+                "world_size": 2,
+                "step": 1,
+                "state": state,
+            },
+            "version 2, found 1: .* an earlier version of commhooks.* begin without the state",
+        ),
+        (changed(saved, step=-1), "step of at least 0"),
+        (
+            changed(saved, hook=json.dumps({"name": "powersgd"})),
+            "expected the state of hook 'test_scaled'",
+        ),
+        (
+            changed(saved, hook=json.dumps(config | {"factor": 2.0})),
+            "factor=1.0, .* saved with factor=2.0",
+        ),
+        (
+            changed(saved, state={f"rank {1 - rank} of 2x1": state}),
+            f"of rank {rank} of 2x1, found that of rank {1 - rank} of 2x1",
+        ),
+        (
+            changed(saved, state={f"rank {rank} of 3x1": state}),
+            "of rank . of 3x1, found that|on 3x1 .* on 2x1, because the hook does not declare",
+        ),
+        (changed(saved, state={"0": state}), "expected keys such as 'rank . of 2x1'.*found '0'"),
+        (
+            changed(saved, state=saved["state"] | {"rank 0 of 3x1": {}}),
+            "expected a state of one set of ranks, found those of .x1, .x1",
+        ),
+        (
+            changed(saved, rank={}),
+            "expected 6 tensors in the state of rank . of 2x1, found 0.*HookState",
+        ),
+        (changed(saved, rank=state | {"9.weight": count}), "'9.weight': there is no such"),
+        (changed(saved, rank=state | {"0.weight": 3}), "'0.weight': expected tensors by name"),
+        (changed(saved, rank=state | {"0.weight": {"count": 3}}), "'count': expected a tensor"),
+        (
+            changed(saved, rank=state | {"0.weight": {"count": torch.ones(6)}}),
             r"'count': expected float32 of shape \(5, 6\), found float32 of shape \(6\)",
         ),
         (
-            changed(saved, state=state | {"0.weight": {"count": torch.ones(5, 6).half()}}),
+            changed(saved, rank=state | {"0.weight": {"count": torch.ones(5, 6).half()}}),
             r"'count': expected float32 of shape \(5, 6\), found float16",
         ),
     ]
@@ -81,11 +119,11 @@ def refuse_state(rank: int, size: int) -> None:
             handle.load_state_dict(value)
         after = handle.state_dict()
         assert after["step"] == saved["step"]
-        for name, tensors in after["state"].items():
+        for name, tensors in of_rank(after).items():
             assert torch.equal(tensors["count"], state[name]["count"])
     # Without a state there is nothing that options, rank or world size could spoil.
-    handle.load_state_dict(changed(saved, hook=config | {"factor": 2.0}, rank=7, state={}))
-    assert handle.state_dict()["state"] == {}
+    handle.load_state_dict(changed(saved, hook=json.dumps(config | {"factor": 2.0}), state={}))
+    assert hook_state(handle) == {}
 
 
 def test_states_of_others_and_damaged_states(run_ranks: Any) -> None:
@@ -108,10 +146,10 @@ def load_halfway(rank: int, size: int) -> None:
     backward(model, rank)
     saved = handle.state_dict()
     damaged = copy.deepcopy(saved)
-    damaged["state"]["0.bias"]["count"].neg_()
+    of_rank(damaged)["0.bias"]["count"].neg_()
     with pytest.raises(commhooks.CommHookStateError, match="cannot use the saved state: negative"):
         handle.load_state_dict(damaged)
-    assert torch.equal(handle.state_dict()["state"]["0.bias"]["count"], torch.ones(5))
+    assert torch.equal(hook_state(handle)["0.bias"]["count"], torch.ones(5))
 
 
 def test_a_hook_that_refuses_a_state_keeps_its_own(run_ranks: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.states import of_rank
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -218,7 +219,7 @@ def fail(rank: int, size: int) -> None:
     state = CommHookState("onebit", module=net)
     train(make_model(net, state), rank, range(2))
     saved = state.__getstate__()
-    saved["saved"]["rank"] = 0
+    saved["saved"]["state"] = {"rank 0 of 2x1": of_rank(saved["saved"])}
     state = CommHookState.__new__(CommHookState)
     state.__setstate__(saved)
     state.attach(net)

@@ -1,6 +1,7 @@
 """What saved states contain, and what is said about damaged ones."""
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from support.states import of_rank, same_state
 
 import commhooks
 from commhooks.hook import registry
 from commhooks.hook.base import tree
+from commhooks.state import HookState
 from commhooks.testing.compare import same_bits, through_file
 from commhooks.testing.probe import Trainer, draw_gradients
 
@@ -27,15 +29,21 @@ def trained(config: Any, rank: int, steps: int = 2) -> Trainer:
 
 
 def without(name: str) -> Change:
-    return lambda saved: saved["state"]["matrix"].pop(name)
+    return lambda saved: [
+        part.get("matrix", {}).pop(name, None) for part in saved["state"].values()
+    ]
 
 
 def setting(name: str, value: Any) -> Change:
-    return lambda saved: saved["state"]["matrix"].update({name: value})
+    def change(saved: dict[str, Any]) -> None:
+        is_same = name in same_state(saved).get("matrix", {})
+        (same_state if is_same else of_rank)(saved).setdefault("matrix", {})[name] = value
+
+    return change
 
 
 def later_stage(saved: dict[str, Any]) -> None:
-    saved["hook"]["stages"][1][0] = 7
+    saved["hook"] = saved["hook"].replace("[5,", "[7,")
 
 
 SCHEDULE = {"name": "schedule", "stages": [[0, "int8"], [5, "topk"]]}
@@ -55,22 +63,26 @@ REFUSED: list[tuple[Any, Change, str]] = [
     ("int8", setting("average_start", torch.tensor(200)), r"expected 0 to \d+, found 200"),
     ("int8", without("average_start"), "'average_start': expected both"),
     ("int8", setting("extra", torch.ones(1)), "'extra': expected only the fields 'error'"),
-    ("fp16", lambda saved: saved["state"].update(matrix={"e": torch.ones(1)}), "the fields none"),
+    ("fp16", lambda saved: of_rank(saved).update(matrix={"e": torch.ones(1)}), "the fields none"),
     ("push_sum", setting("weight", torch.tensor(0.0)), "'weight': expected a positive number"),
     (SCHEDULE, later_stage, r"stages\.1\.0=5, .* saved with stages\.1\.0=7"),
-    (SCHEDULE, lambda saved: saved["hook"].update(stages=[]), "has stages="),
     (
         SCHEDULE,
-        lambda saved: saved["state"].update({".stages.1.1": saved["state"].pop(".stages.0.1")}),
+        lambda saved: saved.update(hook=json.dumps(json.loads(saved["hook"]) | {"stages": []})),
+        "has stages=",
+    ),
+    (
+        SCHEDULE,
+        lambda saved: of_rank(saved).update({".stages.1.1": of_rank(saved).pop(".stages.0.1")}),
         r"'topk' at '.stages.1.1', .*expected only the fields 'error'",
     ),
     (
         ROUTE,
-        lambda saved: saved["state"][".default"].update(saved["state"][".rules.0.1"]),
+        lambda saved: of_rank(saved)[".default"].update(of_rank(saved)[".rules.0.1"]),
         "'dgc' at '.default', 'matrix': there is no such parameter",
     ),
     ("int8", lambda saved: saved.update(step=2**70), "a step of at least 0"),
-    ("int8", lambda saved: saved.update(version=0), "of version 1, found 0"),
+    ("int8", lambda saved: saved.update(version=0), "of version 2, found 0"),
 ]
 
 
@@ -113,7 +125,7 @@ def begin_with_factors_of_another_bucket(rank: int, size: int) -> None:
     """Nothing in a state tells the shape of a bucket."""
     trainer = trained({"name": "batched_powersgd", "rank": 2, "start_step": 0}, rank)
     saved = trainer.handle.state_dict()
-    for entry in saved["state"].values():
+    for entry in same_state(saved).values():
         if "right" in entry:
             entry["right"] = torch.ones(1, 3)
     trainer.handle.load_state_dict(saved)
@@ -125,24 +137,31 @@ def test_factors_of_another_bucket_are_dropped(run_ranks: Any) -> None:
     run_ranks(begin_with_factors_of_another_bucket, 2)
 
 
-def refused_by_dcp(rank: int, size: int, folder: str) -> None:
+def kept_by_dcp(rank: int, size: int, folder: str) -> None:
+    """torch.distributed.checkpoint takes equal keys on several ranks for copies of one value."""
     handle = trained("topk", rank).handle
-    for each in (handle, handle.state_dict(), copy.deepcopy(handle.state_dict())):
-        with pytest.raises(CheckpointException, match=r"state of one rank.*torch\.save") as refused:
-            dcp.save({"hook": each}, checkpoint_id=folder)
-        assert refused.value.failures.keys() == {0, 1}
-        with pytest.raises(CheckpointException, match="state of one rank"):
-            dcp.async_save({"hook": each}, checkpoint_id=folder).result()
-    state = {k: v for k, v in handle.state_dict().items() if k != "saved_per_rank"}
-    dcp.save({"hook": state}, checkpoint_id=folder)  # as earlier versions did
-    with pytest.raises(CheckpointException, match=r"hook\.saved_per_rank"):
-        dcp.load({"hook": handle}, checkpoint_id=folder)
-    assert same_bits(through_file(handle.state_dict()), handle.state_dict())
+    saved = handle.state_dict()
+    cases = {"handle": handle, "state": saved, "later": handle}
+    for name, each in cases.items():
+        save: Any = dcp.async_save if name == "later" else dcp.save
+        writing = save({"hook": each}, checkpoint_id=f"{folder}/{name}")
+        if name == "later":
+            writing.result()
+    for name in cases:
+        path = f"{folder}/{name}"
+        other = trained("topk", rank, 0).handle
+        with pytest.raises(
+            commhooks.CommHookStateError, match=r"expected . tensors .*, found 0.*HookState"
+        ):
+            dcp.load({"hook": other}, checkpoint_id=path)  # fills only what a fresh hook has
+        assert same_bits(other.state_dict(), trained("topk", rank, 0).handle.state_dict())
+        dcp.load({"hook": HookState(other, path)}, checkpoint_id=path)
+        assert same_bits(other.state_dict(), saved)
 
 
-def test_dcp_refuses_a_handle(run_ranks: Any) -> None:
+def test_dcp_keeps_the_state_of_each_rank(run_ranks: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run_ranks(refused_by_dcp, 2, folder)
+        run_ranks(kept_by_dcp, 2, folder)
 
 
 # The hooks of the package, because other tests register hooks of their own.

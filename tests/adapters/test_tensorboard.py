@@ -27,11 +27,14 @@ def log(rank: int, size: int, folder: str) -> dict[str, float]:
         for step in range(3):
             model(torch.ones(1, 10)).sum().backward()
             log_stats(writer, handle, step, per_bucket=True)
-        guarded = commhooks.DistributedDataParallel(nn.Linear(10, 10, bias=False))
-        guard = commhooks.register(guarded, "guard", inner="int4", max_error=1e-9, every=1)
-        for step in range(3):
-            guarded(torch.arange(10.0) + rank).square().sum().backward()
-            log_stats(writer, guard, step, prefix="guard")
+        config = {"name": "guard", "inner": "int4", "max_error": 1e-9, "every": 1}
+        nested = {"name": "schedule", "stages": [[0, config]]}
+        for prefix, hook in (("guard", config), ("nested", nested)):
+            guarded = commhooks.DistributedDataParallel(nn.Linear(10, 10, bias=False))
+            guard = commhooks.register(guarded, hook)
+            for step in range(3):
+                guarded(torch.arange(10.0) + rank).square().sum().backward()
+                log_stats(writer, guard, step, prefix=prefix)
     total = handle.stats().total
     return {"hook_seconds": total.hook_seconds, "wire_bytes": total.wire_bytes or 0.0}
 
@@ -53,11 +56,13 @@ def test_written_and_read_back(run_ranks: Any, tmp_path: Path) -> None:
                 assert [e.step for e in scalars] == [0, 1, 2]
                 assert scalars[-1].value == pytest.approx(value)
 
-        assert events.Tags()["tensors"] == ["guard/notes/text_summary"]
-        notes = events.Tensors("guard/notes/text_summary")
-        assert [note.step for note in notes] == [1]
-        (text,) = notes[0].tensor_proto.string_val
-        assert b"exceeds 1e-09; use allreduce" in text
+        tags = [f"{prefix}/notes/text_summary" for prefix in ("guard", "nested")]
+        assert sorted(events.Tags()["tensors"]) == tags
+        for tag in tags:
+            notes = events.Tensors(tag)
+            assert [note.step for note in notes] == [1]
+            (text,) = notes[0].tensor_proto.string_val
+            assert b"exceeds 1e-09; use allreduce" in text
 
 
 def test_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

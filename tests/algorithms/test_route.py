@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.inner_hooks import Recorder
+from support.states import hook_state
 from torch import Tensor
 
 import commhooks
@@ -180,7 +181,7 @@ def split(rank: int, size: int, stock: bool, bucket_cap_mb: float) -> None:
             assert [call.index for call in calls] == list(range(len(calls)))
             assert [call.is_last for call in calls] == [False] * (len(calls) - 1) + [True]
         assert inner.counts() == dict.fromkeys(names, 3.0)
-    state = trainer.handle.state_dict()["state"]
+    state = hook_state(trainer.handle)
     assert state.keys() == {".rules.0.1", ".rules.1.1", ".default"}
 
 

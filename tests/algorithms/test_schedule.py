@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.inner_hooks import Recorder
+from support.states import hook_state
 
 import commhooks
 from commhooks.algorithms import ErrorFeedback, Schedule
@@ -82,7 +83,7 @@ def switch(rank: int, size: int, stock: bool) -> None:
     used = [sorted({call.step for call in hook.calls}) for hook in hooks]
     assert used == [[0, 1], [2, 3, 4], [5, 6]]
     # The state of a hook that will not be used again is cleared.
-    assert trainer.handle.state_dict()["state"].keys() == {".stages.2.1"}
+    assert hook_state(trainer.handle).keys() == {".stages.2.1"}
     assert set(hooks[2].counts().values()) == {2.0}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.inner_hooks import Recorder
+from support.states import hook_state
 
 import commhooks
 from commhooks.algorithms import ErrorFeedback, Route, SkipNonfinite
@@ -102,7 +103,7 @@ def restore(rank: int, size: int, whole_steps: bool) -> None:
     before = through_file(inner.state_dict())
     trainer.step(draw(rank, 1, 1))
     assert hook.last_step_was_skipped
-    after = trainer.handle.state_dict()["state"][".inner"]
+    after = hook_state(trainer.handle)[".inner"]
     assert same_bits(after[BAD], before[BAD])
     assert same_bits(after, before) == whole_steps
 

@@ -1,6 +1,6 @@
 """The base class of hooks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
@@ -57,3 +57,9 @@ def test_reduce_must_be_a_coroutine() -> None:
         class Blocking(commhooks.CommHook):
             def reduce(self, bucket: Any, comm: Any) -> Tensor:  # type: ignore[override]
                 return bucket.buffer()
+
+
+def test_few_members() -> None:
+    """What one client alone asks for is a protocol beside that client."""
+    names = {*dir(commhooks.CommHook), *(each.name for each in fields(commhooks.CommHook))}
+    assert len([name for name in names if not name.startswith("_")]) <= 32

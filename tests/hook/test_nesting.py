@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.states import hook_state, of_rank
 from torch import Tensor, nn
 
 import commhooks
@@ -215,7 +216,7 @@ def use(rank: int, size: int) -> None:
         assert nested.told == ["prepare 4 of 2"]  # type: ignore[attr-defined]
     assert handle.stats().metrics == {"inner.told": 1.0, "more.0.1.told": 1.0}
     names = {"0.weight", "0.bias", "1.weight", "1.bias"}
-    state = handle.state_dict()["state"]
+    state = hook_state(handle)
     assert state.keys() == {".inner", ".more.0.1"}
     assert state[".inner"].keys() == state[".more.0.1"].keys() == names
     # Each hook has its own random numbers, by its seed; they are the same on all ranks.
@@ -257,10 +258,12 @@ def resume(rank: int, size: int) -> None:
     assert hook.more[1][1].state["1.bias"]["count"] == 3
     before = resumed.state_dict()
 
-    state, config = saved["state"], saved["hook"]
+    state, config = of_rank(saved), json.loads(saved["hook"])
     inner = state[".inner"]
 
     def changed(**changes: Any) -> dict[str, Any]:
+        if changes.get("state"):
+            changes["state"] = {f"rank {rank} of 2x1": changes["state"]}
         return copy.deepcopy(saved) | changes
 
     def with_inner(name: str, value: Any) -> dict[str, Any]:
@@ -269,7 +272,10 @@ def resume(rank: int, size: int) -> None:
     seeded = copy.deepcopy(config)
     seeded["more"][1][1]["seed"] = 8
     for value, message in [
-        (changed(hook=seeded), r"has more\.1\.1\.seed=7, .*saved with more\.1\.1\.seed=8"),
+        (
+            changed(hook=json.dumps(seeded)),
+            r"has more\.1\.1\.seed=7, .*saved with more\.1\.1\.seed=8",
+        ),
         (changed(state=state | {".other": {}}), "'.other': there is no such nested hook"),
         (changed(state=state | {".inner": 3}), "'.inner': expected tensors by name, found int"),
         (with_inner("9", {}), r"at '.inner.inner', '9': there is no such parameter"),
@@ -280,7 +286,7 @@ def resume(rank: int, size: int) -> None:
             resumed.load_state_dict(value)
         assert str(resumed.state_dict()) == str(before)
     resumed.load_state_dict(changed(state={}))
-    assert resumed.state_dict()["state"] == {}
+    assert hook_state(resumed) == {}
 
 
 def test_state_is_resumed_and_checked(run_ranks: Any) -> None:
@@ -301,8 +307,8 @@ def load_halfway(rank: int, size: int) -> None:
     backward(model, rank)
     saved = handle.state_dict()
     damaged = copy.deepcopy(saved)
-    damaged["state"][".inner"]["0.bias"]["count"].fill_(5)
-    damaged["state"][".more.0.1"]["0.bias"]["count"].neg_()
+    of_rank(damaged)[".inner"]["0.bias"]["count"].fill_(5)
+    of_rank(damaged)[".more.0.1"]["0.bias"]["count"].neg_()
     with pytest.raises(commhooks.CommHookStateError, match="cannot use the saved state: negative"):
         handle.load_state_dict(damaged)
     assert str(handle.state_dict()) == str(saved)

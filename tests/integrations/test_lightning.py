@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import torchrun
+from support.states import hook_state
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -75,7 +76,7 @@ def bare_loop(
             if model.require_backward_grad_sync:
                 optimizer.step()
                 optimizer.zero_grad()
-    return dict(net.state_dict()), handle.state_dict()["state"]
+    return dict(net.state_dict()), hook_state(handle)
 
 
 def loop_of_two_optimizers(rank: int, hook: str) -> dict[str, Tensor]:
@@ -177,7 +178,7 @@ def trains_as_the_bare_loop(rank: int, size: int, folder: str) -> None:
         trainer.fit(module, loader(rank))
         expected, state = bare_loop(rank, "powersgd", wrapper=wrapper, **POWERSGD)
         assert same_bits(dict(module.state_dict()), expected)
-        assert same_bits(callback.handle.state_dict()["state"], state)
+        assert same_bits(hook_state(callback.handle), state)
         total = callback.handle.stats().total
         assert trainer.callback_metrics["commhooks/wire_bytes"] == pytest.approx(total.wire_bytes)
 
@@ -201,7 +202,7 @@ def resumes(rank: int, size: int, folder: str) -> None:
         module = make_module()
         trainer.fit(module, loader(rank), ckpt_path=path)
         handle = callbacks[0].handle if callbacks else trainer.strategy.handle
-        return trainer, (dict(module.state_dict()), handle.state_dict()["state"])
+        return trainer, (dict(module.state_dict()), hook_state(handle))
 
     unbroken = bare_loop(rank, "int4", epochs=2)
     checkpoints = ModelCheckpoint(folder, filename="strategy")
@@ -273,7 +274,7 @@ def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
         assert commhooks.handle_of(module) is commhooks.handle_of(module.net) is callback.handle
         trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
         weights = {name: it.full_tensor() for name, it in module.net.state_dict().items()}
-        return weights, callback.handle.state_dict()["state"]
+        return weights, hook_state(callback.handle)
 
     def bare() -> Any:
         net = network()
@@ -286,7 +287,7 @@ def sharded_model_resumes(rank: int, size: int, folder: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         weights = {name: it.full_tensor() for name, it in net.state_dict().items()}
-        return weights, handle.state_dict()["state"]
+        return weights, hook_state(handle)
 
     run(1)
     resumed, unbroken, plain = run(2, f"{folder}/1.ckpt"), run(2), bare()
@@ -307,8 +308,8 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
-    from commhooks.integrations.checkpoint import GatheredState
     from commhooks.integrations.lightning import FabricCommHooksStrategy
+    from commhooks.state import GatheredState
 
     def run(epochs: int, *, is_ours: bool, names_it: bool = True, path: str | None = None) -> Any:
         strategy = FabricCommHooksStrategy("int4") if is_ours else DDPStrategy(**KEEPS_BUCKETS)
@@ -333,7 +334,7 @@ def fabric_trains(rank: int, size: int, folder: str) -> None:
             state["epoch"] += 1
         fabric.save(f"{folder}/{epochs}", state)
         assert state.get("hook", saved) is saved
-        return dict(net.state_dict()), handle.state_dict()["state"]
+        return dict(net.state_dict()), hook_state(handle)
 
     wrap = functools.partial(TorchDistributedDataParallel, **KEEPS_BUCKETS)
     for is_ours, names_it, wrapper in (

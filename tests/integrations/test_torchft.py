@@ -24,8 +24,8 @@ from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
 import commhooks
-from commhooks.integrations.checkpoint import HookState
 from commhooks.integrations.torchft import DistributedDataParallel, _check
+from commhooks.state import HookState
 
 TIMEOUT = 240.0
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pages import run_page
+from support.states import hook_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -188,7 +189,7 @@ def parallelize(rank: int, size: int) -> None:
     whole = make_net(bias=False)
     for peer in range(2):
         (loss_of(whole, peer, 0) / 2).backward()
-    assert set(handle.state_dict()["state"]) == {"0.weight", "2.weight"}
+    assert set(hook_state(handle)) == {"0.weight", "2.weight"}
     for dim, (shard, full) in enumerate(zip(shards, whole.parameters(), strict=True)):
         assert full.grad is not None
         torch.testing.assert_close(shard.grad, full.grad.chunk(2, dim)[part], rtol=1e-3, atol=1e-3)

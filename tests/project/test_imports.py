@@ -26,6 +26,7 @@ FLOORS = """
         algorithms.sparse algorithms.wrappers
     algorithms.adaptive
     runtime
+    state
     adapters
     integrations cluster
     commhooks

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.states import of_rank
 from torch import Tensor
 
 import commhooks
@@ -91,7 +92,7 @@ def run_late(rank: int, size: int, torch_ddp: bool, folder: str) -> None:
 
     # The saved state has the results of exchanges that are under way.
     saved = trainer.handle.state_dict()
-    assert all(len(entry) == DELAY for entry in saved["state"].values())
+    assert all(len(entry) == DELAY for entry in of_rank(saved).values())
     check(trainer, size, take_steps(trainer, rank, range(4, 6)), 4)
     trainer.handle.load_state_dict(saved)
     check(trainer, size, take_steps(trainer, rank, range(4, 7)), 4)

@@ -1,6 +1,7 @@
 """Damages what ``handle.state_dict()`` returned, at random, as files and scripts may do."""
 
 import copy
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,13 +25,20 @@ def damaged(saved: Dict, seed: int) -> tuple[str, Dict]:
 
 
 def _file(saved: Dict, draw: random.Random) -> str:
-    key = draw.choice([key for key in saved if key != "saved_per_rank"])
+    key = draw.choice(list(saved))
     change = draw.choice((_drop, _rename, _replace, _add, _shift))
     return f"file: {change(saved, key, draw)}"
 
 
 def _config(saved: Dict, draw: random.Random) -> str:
-    found = [(parent, key) for parent, key in _items(saved["hook"]) if parent]
+    config = json.loads(saved["hook"])
+    what = _change_config(config, draw)
+    saved["hook"] = json.dumps(config, default=str)
+    return what
+
+
+def _change_config(config: Dict, draw: random.Random) -> str:
+    found = [(parent, key) for parent, key in _items(config) if parent]
     parent, key = draw.choice(found)
     if isinstance(parent, list):
         action = draw.choice(("truncate", "replace", "shift"))
@@ -44,7 +52,10 @@ def _config(saved: Dict, draw: random.Random) -> str:
 
 def _keys(saved: Dict, draw: random.Random) -> str:
     """Change the entries of a state or their keys."""
-    states = [saved["state"], *_states(saved["state"])]
+    states = [
+        saved["state"],
+        *(each for part in saved["state"].values() for each in (part, *_states(part))),
+    ]
     state = draw.choice([state for state in states if state] or states)
     if not state:
         return _add(state, "weight", draw)
@@ -54,7 +65,7 @@ def _keys(saved: Dict, draw: random.Random) -> str:
 
 
 def _tensor(saved: Dict, draw: random.Random) -> str:
-    entries = [entry for entry in _entries(saved["state"]) if entry]
+    entries = [entry for part in saved["state"].values() for entry in _entries(part) if entry]
     if not entries:
         return _keys(saved, draw)
     entry = draw.choice(entries)

@@ -238,8 +238,7 @@ class Auto(CommHook):
         return self._hooks[hooks.pop()].native(group)
 
     def notes(self) -> list[tuple[int, str]]:
-        own = [(each.step, str(each)) for each in self.history]
-        return sorted(own + super().notes())
+        return [(each.step, str(each)) for each in self.history]
 
     def metrics(self) -> dict[str, float]:
         own = {} if self._measuring is None else self._measuring.metrics()

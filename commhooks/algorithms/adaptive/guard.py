@@ -128,7 +128,7 @@ class Guard(CommHook):
         return _STATE_KEY in self.state
 
     def notes(self) -> list[tuple[int, str]]:
-        return sorted(self._notes + super().notes())
+        return sorted(self._notes)
 
     def metrics(self) -> dict[str, float]:
         own = {

@@ -13,6 +13,7 @@ are no residuals, are lost.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,10 +24,23 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, tree
 from reducer import GradBucket
 
-__all__ = ["HookTable", "residual_of"]
+__all__ = ["Adopts", "HookTable", "residual_of"]
 
 _ALL = slice(None)
 _FIELD = "error"
+
+
+@runtime_checkable
+class Adopts(Protocol):
+    """A hook that learns from the former hook of its parameters."""
+
+    def adopt(self, former: CommHook, gradients: Mapping[str, Tensor]) -> None:
+        """Take over what ``former``, which had these parameters, has learned of them.
+
+        Called when this hook has no state of them yet. Errors are not meant: those named "error"
+        are added to the gradients. ``gradients`` are as in :meth:`CommHook.state_fields`. All ranks
+        must do the same.
+        """
 
 
 class HookTable(Routing):
@@ -101,8 +115,9 @@ class HookTable(Routing):
                 residual = residual_of(self._hooks[j], name, gradients[name], size)
                 if residual is not None:
                     flat[offset : offset + length] += residual.to(flat.device)
-                if name not in self._hooks[i].state:
-                    self._hooks[i].adopt(self._hooks[j], {name: gradients[name]})
+                new = self._hooks[i]
+                if name not in new.state and isinstance(new, Adopts):
+                    new.adopt(self._hooks[j], {name: gradients[name]})
 
 
 def residual_of(

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from algorithms.adaptive.test_auto import PARAMETERS, Links, agree, train
+from support.states import hook_state
 from torch import Tensor
 
 import commhooks
-from commhooks.integrations.checkpoint import HookState
+from commhooks.state import HookState
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients
 
@@ -46,12 +47,13 @@ def save(rank: int, size: int, folder: str) -> dict[str, Any]:
             "plan": agree(hook).to_json(),
             "history": list(hook.history),
             "unsent": unsent(hook, size),
-            "since": guard.handle.state_dict()["state"],
+            "since": hook_state(guard.handle),
         }
         # The same ranks go on with the same bits while the plan is the same one.
         again = trained("auto", rank, 0)
-        dcp.load({"hook": HookState(again.handle)}, checkpoint_id=f"{folder}/auto")
-        assert same_bits(again.handle.state_dict()["state"], auto.handle.state_dict()["state"])
+        path = f"{folder}/auto"
+        dcp.load({"hook": HookState(again.handle, path)}, checkpoint_id=path)
+        assert same_bits(hook_state(again.handle), hook_state(auto.handle))
         for step in range(31, 36):
             gradients = draw_gradients(PARAMETERS, rank, step)
             assert same_bits(again.step(gradients), auto.step(gradients)), step
@@ -64,7 +66,8 @@ def load(rank: int, size: int, folder: str) -> dict[str, Any]:
         Links(stack)
         auto, guard = trained("auto", rank, 0), trained("guard", rank, 0)
         for name, trainer in (("auto", auto), ("guard", guard)):
-            dcp.load({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
+            path = f"{folder}/{name}"
+            dcp.load({"hook": HookState(trainer.handle, path)}, checkpoint_id=path)
         hook: Any = auto.handle.hook
         inner: Any = guard.handle.hook
         found = {

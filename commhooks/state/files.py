@@ -1,0 +1,194 @@
+"""The states of hooks in files: one that rank 0 writes, or one per rank."""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from commhooks.errors import CommHookStateError
+from commhooks.hook.base import CommHook
+from commhooks.state.layout import Ranks
+
+__all__ = [
+    "KEY",
+    "GatheredState",
+    "Handle",
+    "add_state",
+    "load_state_of",
+    "load_states",
+    "save_states",
+    "warn_of_no_state",
+]
+
+KEY = "commhooks"
+"""The key of the state in the checkpoints of other libraries."""
+
+
+class Handle(Protocol):
+    """What is needed of a :class:`HookHandle`."""
+
+    @property
+    def hook(self) -> Any: ...
+
+    @property
+    def adapter(self) -> Ranks: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None: ...
+
+
+class GatheredState:
+    """The state of a hook on all ranks, for checkpoints that one rank writes and all ranks read.
+
+    ::
+
+        state = {"model": net.state_dict(), "hook": GatheredState(handle).state_dict()}
+        if rank == 0:
+            torch.save(state, path)
+        ...
+        handle.load_state_dict(torch.load(path)["hook"])
+
+    The number of ranks may be another one when it is loaded, as with :class:`HookState`. The memory
+    of each rank must hold the states of all.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks on rank 0, and nothing on the others. Collective."""
+        own = self.handle.state_dict()
+        states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        with _group_on_cpu() as group:
+            dist.gather_object(own, states, group_dst=0, group=group)
+        if states is None:
+            return {}
+        merged: dict[str, dict[str, Any]] = {name: {} for name in ("state", "tensors")}
+        for name, whole in merged.items():
+            for each in states:
+                whole.update(each[name])
+        return own | merged
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Call :meth:`HookHandle.load_state_dict`. Collective."""
+        self.handle.load_state_dict(state)
+
+
+def add_state(handle: Handle, checkpoint: dict[str, Any]) -> None:
+    """Add the states of all ranks, unless a torch-style function keeps its own. Collective."""
+    if isinstance(handle.hook, CommHook):
+        checkpoint[KEY] = GatheredState(handle).state_dict()
+
+
+def load_state_of(handle: Handle, checkpoint: Mapping[str, Any], key: str = KEY) -> None:
+    """Load what :func:`add_state` added. Collective."""
+    if not isinstance(handle.hook, CommHook):
+        return
+    if key in checkpoint:
+        handle.load_state_dict(checkpoint[key])
+    else:
+        warn_of_no_state(handle)
+
+
+def warn_of_no_state(handle: Handle) -> None:
+    """Warn that a checkpoint was saved without a hook."""
+    warnings.warn(
+        f"the checkpoint has no state of a hook, so {handle.hook!r} begins without one, at its "
+        "first step",
+        stacklevel=3,
+    )
+
+
+def save_states(handles: Mapping[str, Handle], folder: str | os.PathLike[str]) -> None:
+    """Write the states of this rank into ``folder``. Call it on every rank."""
+    states = {key: handle.state_dict() for key, handle in _with_state(handles).items()}
+    path = _path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save(states, unfinished)
+    unfinished.replace(path)
+
+
+def load_states(
+    handles: Mapping[str, Handle],
+    folder: str | os.PathLike[str],
+    problem: str | None = None,
+) -> None:
+    """Load what :func:`save_states` wrote on the same rank. Collective.
+
+    If no rank has a file, training goes on without states, with a warning. ``problem``: why this
+    rank cannot load, if the caller knows.
+
+    Raises:
+        CommHookStateError: A rank lacks its file, or its state is damaged or of another hook, rank
+            or model; on every rank.
+    """
+    handles = _with_state(handles)
+    if not handles:
+        return
+    path = _path(folder)
+    states, found = _read(path, set(handles))
+    problem = problem or found
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if set(problems) == {_MISSING}:
+        warnings.warn(
+            f"{folder} was saved without the states of hooks: what they had not sent is lost",
+            stacklevel=2,
+        )
+        return
+    if any(problems):
+        rank = next(rank for rank, each in enumerate(problems) if each)
+        raise CommHookStateError(
+            f"[rank {dist.get_rank()}] rank {rank} cannot load {_path(folder, rank)}: "
+            f"{problems[rank]}. Each rank needs the file that it saved; no rank has loaded one"
+        )
+    for key, handle in handles.items():
+        handle.load_state_dict(states[key])
+
+
+_MISSING = "there is no such file"
+
+
+def _read(path: Path, expected: set[str]) -> tuple[dict[str, Any], str | None]:
+    """Return the states, or why there are none."""
+    if not path.exists():
+        return {}, _MISSING
+    try:
+        states = torch.load(path)
+        found = set(states)
+    except Exception as error:
+        return {}, f"{type(error).__name__}: {error}"
+    if found != expected:
+        return {}, f"expected the states of models {sorted(expected)}, found {sorted(found)}"
+    return states, None
+
+
+def _path(folder: str | os.PathLike[str], rank: int | None = None) -> Path:
+    return Path(folder) / f"commhooks_{dist.get_rank() if rank is None else rank}.pt"
+
+
+def _with_state(handles: Mapping[str, Handle]) -> dict[str, Handle]:
+    """Leave out torch-style functions, whose state is not known."""
+    return {key: each for key, each in handles.items() if isinstance(each.hook, CommHook)}
+
+
+@contextmanager
+def _group_on_cpu() -> Iterator[dist.ProcessGroup]:
+    """Yield a group of all ranks that need not copy objects to a GPU."""
+    world = dist.group.WORLD
+    assert world is not None
+    if "gloo" in str(dist.get_backend_config(world)):
+        yield world
+        return
+    group = dist.new_group(backend="gloo")
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)

@@ -1,0 +1,95 @@
+"""How ranks are arranged: as replicas times shards, of which there is one without sharding."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Layout", "Ranks", "Source", "layout_of", "rows_of"]
+
+
+class Ranks(Protocol):
+    """The ranks that train a model together, as its adapter knows them."""
+
+    device: torch.device
+    parameters: dict[str, Tensor]
+    steps: int
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+
+    @property
+    def rows(self) -> Sequence[dist.ProcessGroup]: ...
+
+    def whole(self, name: str) -> tuple[torch.Size, int] | None: ...
+
+
+class Layout(NamedTuple):
+    """Numbers of replicas and shards. A rank's number is ``replica * shards + shard``."""
+
+    replicas: int
+    shards: int
+
+    def __str__(self) -> str:
+        return f"{self.replicas}x{self.shards}"
+
+    def sources(self, here: "Layout", rank: int) -> list["Source"]:
+        """Return the parts of a state, saved on these ranks, that ``rank`` of ``here`` reads."""
+        if self == here:
+            ranks = [rank]
+        elif self.shards == here.shards:
+            replica, shard = divmod(rank, here.shards)
+            replicas = range(replica, self.replicas, here.replicas)
+            ranks = [it * self.shards + shard for it in replicas]
+        else:
+            ranks = list(range(rank, self.size, here.size))
+        one = self.shards == here.shards
+        shards = [rank % self.shards] if one else list(range(rank, self.shards, here.size))
+        numbers = {"rank": ranks, "shard": shards}
+        return [Source(kind, each, self) for kind, found in numbers.items() for each in found]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.replicas * self.shards
+
+
+class Source(NamedTuple):
+    """What a part of a state belongs to: a rank, or a shard in all replicas."""
+
+    kind: str
+    number: int
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} of {self.layout}"
+
+    @classmethod
+    def of(cls, text: object) -> "Source | None":
+        """Return the source that ``text`` names, if any."""
+        match = re.fullmatch(r"(rank|shard) (\d+) of (\d+)x(\d+)", str(text), re.ASCII)
+        if match is None:
+            return None
+        number, replicas, shards = map(int, match.groups()[1:])
+        return cls(match[1], number, Layout(replicas, shards))
+
+
+def layout_of(ranks: Ranks) -> Layout:
+    """Return the layout of the ranks of a model."""
+    replicas = ranks.group.size()
+    return Layout(replicas, ranks.world_size // replicas)
+
+
+def rows_of(size: int, shard: int, shards: int) -> range:
+    """Return the rows of a parameter, of ``size`` rows, that belong to a shard."""
+    length = -(-size // shards)
+    return range(min(shard * length, size), min((shard + 1) * length, size))
