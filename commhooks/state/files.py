@@ -15,18 +15,12 @@ from commhooks.hook.base import CommHook
 from commhooks.state.layout import Ranks
 
 __all__ = [
-    "KEY",
     "GatheredState",
     "Handle",
-    "add_state",
-    "load_state_of",
     "load_states",
     "save_states",
     "warn_of_no_state",
 ]
-
-KEY = "commhooks"
-"""The key of the state in the checkpoints of other libraries."""
 
 
 class Handle(Protocol):
@@ -78,22 +72,6 @@ class GatheredState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Call :meth:`HookHandle.load_state_dict`. Collective."""
         self.handle.load_state_dict(state)
-
-
-def add_state(handle: Handle, checkpoint: dict[str, Any]) -> None:
-    """Add the states of all ranks, unless a torch-style function keeps its own. Collective."""
-    if isinstance(handle.hook, CommHook):
-        checkpoint[KEY] = GatheredState(handle).state_dict()
-
-
-def load_state_of(handle: Handle, checkpoint: Mapping[str, Any], key: str = KEY) -> None:
-    """Load what :func:`add_state` added. Collective."""
-    if not isinstance(handle.hook, CommHook):
-        return
-    if key in checkpoint:
-        handle.load_state_dict(checkpoint[key])
-    else:
-        warn_of_no_state(handle)
 
 
 def warn_of_no_state(handle: Handle) -> None:
