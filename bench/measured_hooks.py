@@ -147,6 +147,7 @@ MEASURED_HOOKS = [
     MeasuredHook("onebit", SPARSE),
     MeasuredHook("signsgd", SPARSE),
     MeasuredHook("topk:warmup_steps=0", SPARSE),
+    MeasuredHook("shared_topk:warmup_steps=0", SPARSE),
     MeasuredHook("demo", SPARSE),
     MeasuredHook("dgc:warmup_steps=0", SPARSE),
     MeasuredHook("threshold:value=1e-7", SPARSE),

@@ -11,33 +11,28 @@ from torch import Tensor
 
 from bench.copies import against_copy
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.fp4 import Fp4Codec
-from commhooks.codecs.fp8 import Fp8Codec
-from commhooks.codecs.levels import LevelCodec
-from commhooks.codecs.natural import NaturalCodec
-from commhooks.codecs.rotated import RotatedCodec
-from commhooks.codecs.sign import SignCodec
+from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 
 NUMEL = 38_000_000  # 152 MB
 
 GPU_AIM = "0.8"
 # The codecs of the hooks' defaults, and the aim on CPUs as a share of the bandwidth of a copy.
 CODECS: dict[str, tuple[BlockCodec, str]] = {
-    "int8": (LevelCodec(8, block_size=256), "0.5"),
-    "int8, stochastic": (LevelCodec(8, stochastic=True, block_size=256), "any"),
-    "int4": (LevelCodec(4, block_size=128), "0.5"),
-    "int4, rotated": (RotatedCodec(LevelCodec(4, block_size=128)), "any"),
-    "int2": (LevelCodec(2, norm="signed_max", block_size=64), "0.5"),
-    "fp8 e4m3": (Fp8Codec("e4m3", block_size=256), "0.5"),
-    "fp8 e5m2": (Fp8Codec("e5m2", block_size=256), "0.5"),
-    "fp4 mxfp4": (Fp4Codec("mxfp4"), "0.5"),
-    "fp4 nvfp4": (Fp4Codec("nvfp4"), "0.5"),
-    "fp4 e3m0": (Fp4Codec("e3m0"), "0.5"),
-    "natural": (NaturalCodec(block_size=512), "0.5"),
-    "qsgd": (LevelCodec(4, stochastic=True, block_size=128), "any"),
-    "terngrad": (LevelCodec(2, clip=2.5, stochastic=True, block_size=512), "any"),
-    "onebit": (SignCodec("root_mean", block_size=128), "0.6"),
-    "signsgd": (SignCodec("mean", block_size=128), "0.6"),
+    "int8": (BlockCodec(integers(8), 256), "0.5"),
+    "int8, stochastic": (BlockCodec(integers(8, stochastic=True), 256), "any"),
+    "int4": (BlockCodec(integers(4), 128), "0.5"),
+    "int4, rotated": (BlockCodec(integers(4), 128, rotated=True), "any"),
+    "int2": (BlockCodec(integers(2, norm="signed_max"), 64), "0.5"),
+    "fp8 e4m3": (BlockCodec(E4M3, 256), "0.5"),
+    "fp8 e5m2": (BlockCodec(E5M2, 256), "0.5"),
+    "fp4 mxfp4": (BlockCodec(MXFP4, 1024), "0.5"),
+    "fp4 nvfp4": (BlockCodec(NVFP4, 1024), "0.5"),
+    "fp4 e3m0": (BlockCodec(E3M0, 1024), "0.5"),
+    "natural": (BlockCodec(NATURAL, 512), "0.5"),
+    "qsgd": (BlockCodec(integers(4, stochastic=True), 128), "any"),
+    "terngrad": (BlockCodec(integers(2, clip=2.5, stochastic=True), 512), "any"),
+    "onebit": (BlockCodec(signs("root_mean"), 128), "0.6"),
+    "signsgd": (BlockCodec(signs("mean"), 128), "0.6"),
 }
 
 

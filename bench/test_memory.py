@@ -70,7 +70,7 @@ def expected_state_bytes(hook: str, model: str, world_size: int) -> float | None
             return errors + errors / world_size
         case "hierarchical":  # int8 between nodes with two ranks, each with half of the gradients
             return (errors + errors / (world_size // 2)) / 2
-        case "topk" | "threshold" | "demo" | "push_sum" | "error_feedback":
+        case "topk" | "shared_topk" | "threshold" | "demo" | "push_sum" | "error_feedback":
             return errors
         case "dgc" | "diloco":
             return 2 * errors

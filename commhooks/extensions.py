@@ -6,7 +6,7 @@ from reducer.extension import ENGINE, Extension
 
 __all__ = ["ENGINE", "EXTENSIONS", "KERNELS", "load_extensions"]
 
-KERNELS = Extension("commhooks._C", Path(__file__).parent, "commhooks.pure")
+KERNELS = Extension("commhooks._C", Path(__file__).parent)
 EXTENSIONS = (ENGINE, KERNELS)
 
 

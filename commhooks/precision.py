@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from reducer import _C
+from reducer import native
 
 __all__ = ["at_least_float32", "saturating_cast", "scaled_cast"]
 
@@ -31,7 +31,7 @@ def scaled_cast(values: Tensor, scale: float, out: Tensor) -> Tensor:
 
     On the CPU as the reducer packs buckets for its own hooks: torch would write the product first.
     """
-    if values.is_cpu and values.is_contiguous() and _C.has_kernels("cpu"):
-        _C.pack([values], out, scale)
+    if values.is_cpu and values.is_contiguous() and native.has_kernels("cpu"):
+        native.pack([values], out, scale)
         return out
     return torch.mul(values, scale, out=out)

@@ -12,9 +12,9 @@ except ImportError as error:
     # package has any attribute.
     globals()["__getattr__"] = unavailable(error)
 else:
-    from reducer._C import GradBucket, Reducer
     from reducer.distributed import DistributedDataParallel
     from reducer.mixed_precision import MixedPrecision
+    from reducer.native import GradBucket, Reducer
     from reducer.optim import OverlappedOptimizer, overlap_optimizer
 
 __all__ = [

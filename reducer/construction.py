@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from reducer._C import Reducer
 from reducer.agreement import check_agreement
 from reducer.buffers import broadcast
+from reducer.native import Reducer
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
 
 __all__: list[str] = []

@@ -275,6 +275,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 syncs_buffers=self.will_sync_module_buffers(),
             )
         if synchronizes:
+            self.hook_registration.begin_step()
             self.reducer.rebuild_buckets()
         self._sync_buffers_at(_BufferCommHookLocation.PRE_FORWARD, plan)
         return plan

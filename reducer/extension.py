@@ -5,15 +5,15 @@
 Note [Without extensions]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 An installation may have no compiled modules, or the user may ask for none with
-``COMMHOOKS_NO_EXTENSION=1``. Then a module in Python with the same names takes the place of each in
-``sys.modules``, so that nothing else need know. There is no reducer in Python: hooks run on torch's
-wrapper. A compiled module that is there has to load: it is never replaced because it is broken.
+``COMMHOOKS_NO_EXTENSION=1``. Then reducer/native.py and commhooks/native.py, from which everything
+else imports, have what fallback modules in Python offer under the same names. There is no reducer
+in Python: hooks run on torch's wrapper. A compiled module that is there has to load: it is never
+replaced because it is broken.
 """
 
 import importlib
 import json
 import os
-import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,14 +35,10 @@ _SWITCH = "COMMHOOKS_NO_EXTENSION"
 
 @dataclass(frozen=True)
 class Extension:
-    """A compiled module of this project, in the package whose files are in ``folder``.
-
-    ``substitute`` is the module in Python that takes its place: Note [Without extensions].
-    """
+    """A compiled module of this project, in the package whose files are in ``folder``."""
 
     name: str
     folder: Path
-    substitute: str
 
     @property
     def is_compiled(self) -> bool:
@@ -50,12 +46,11 @@ class Extension:
         return os.environ.get(_SWITCH) != "1" and any(self.folder.glob("_C*.so"))
 
     def load(self) -> None:
-        """Import the module, or its substitute if it is not compiled.
+        """Import the module if it is compiled.
 
         Raises ImportError with its ``name``, the reason in the message and the remedy as a note.
         """
         if not self.is_compiled:
-            sys.modules[self.name] = importlib.import_module(self.substitute)
             return
         try:
             importlib.import_module(self.name)
@@ -106,7 +101,7 @@ class Extension:
         return text
 
 
-ENGINE = Extension("reducer._C", Path(__file__).parent, "reducer.pure")
+ENGINE = Extension("reducer._C", Path(__file__).parent)
 
 
 def unavailable(error: ImportError) -> Callable[[str], NoReturn]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType
 
-from reducer._C import AverageHook, GradBucket, NativeHook, Reducer
+from reducer.native import AverageHook, GradBucket, NativeHook, Reducer
 
 __all__: list[str] = []
 
@@ -35,6 +35,7 @@ class HookRegistration:
         name: the name of the registered hook; None without one.
         averages_gradients: whether the hook averages gradients, rather than parameters.
         on_overwrite: called between two steps, after the parameters of all ranks were overwritten.
+        before_step: called before each synchronized forward; it may set another hook.
     """
 
     def __init__(self, reducer: Reducer, wire_dtype: torch.dtype | None) -> None:
@@ -49,6 +50,7 @@ class HookRegistration:
         name: str | None = None,
         averages_gradients: bool = True,
         on_overwrite: Callable[[], None] | None = None,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
         """Use ``hook`` from the next step on, in place of the present one.
 
@@ -59,6 +61,12 @@ class HookRegistration:
         self.name: str | None = name or self._reducer.hook_name
         self.averages_gradients = averages_gradients
         self.on_overwrite = on_overwrite
+        self.before_step = before_step
+
+    def begin_step(self) -> None:
+        """Call ``before_step``."""
+        if self.before_step is not None:
+            self.before_step()
 
     def reset(self) -> None:
         """Return to the default hook; another hook can then be registered."""

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from reducer._C import Reducer
 from reducer.hook_registration import HookRegistration
+from reducer.native import Reducer
 from reducer.options import WrapperOptions
 from reducer.peers import collective
 
@@ -141,6 +141,7 @@ class ShadowHook(JoinHook):
         model = self._model
         plan = StepPlan.exchange(model, is_active=False)
         if plan.synchronizes:
+            model.hook_registration.begin_step()
             model.reducer.rebuild_buckets()
         if plan.syncs_buffers:
             model.sync_buffers(plan.root)

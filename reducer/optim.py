@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from reducer._C import Reducer
+from reducer.native import Reducer
 
 __all__ = ["GradientObserver", "OverlappedOptimizer", "overlap_optimizer"]
 

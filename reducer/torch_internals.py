@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from reducer._C import Reducer
 from reducer.buffers import BROADCAST_BYTES, BufferHook, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
 from reducer.hook_registration import HookRegistration, TorchHook
+from reducer.native import Reducer
 from reducer.nested_tensors import map_tensors
 from reducer.optim import GradientObservers, overlap_optimizer
 from reducer.options import FIRST_BUCKET_BYTES, WrapperOptions

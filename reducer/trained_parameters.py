@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from reducer import _C  # not its functions, which are missing without extensions
+from reducer import native  # not its functions, which are missing without extensions
 from reducer.options import WrapperOptions
 
 __all__: list[str] = []
@@ -46,7 +46,7 @@ class WrappedModel(Protocol):
     parameter_names: dict[nn.Parameter, str]
     parameters_to_ignore: set[str]
     process_group: dist.ProcessGroup
-    reducer: _C.Reducer
+    reducer: native.Reducer
 
     def modules(self) -> Iterator[nn.Module]:
         """Return the wrapper and all modules in it."""
@@ -80,7 +80,7 @@ class TrainedParameters:
         """
         if (
             self._contains_the_same()
-            and not _C.any_requires_grad(self._frozen)
+            and not native.any_requires_grad(self._frozen)
             and model.reducer.is_attached
         ):
             return
@@ -104,7 +104,7 @@ class TrainedParameters:
         self._dicts, self._values, self._frozen = [], [], []
 
     def _contains_the_same(self) -> bool:
-        change = _C.last_change(self._dicts)
+        change = native.last_change(self._dicts)
         if change == self._last_change:
             return True
         values = [value for it in self._dicts for value in it.values()]
@@ -118,7 +118,7 @@ class TrainedParameters:
         contents = chain((it._modules for it in modules), (it._parameters for it in modules))  # noqa: SLF001
         # Those of a ScriptModule are not dictionaries.
         self._dicts = [it for it in contents if isinstance(it, dict)]
-        self._last_change = _C.last_change(self._dicts)
+        self._last_change = native.last_change(self._dicts)
         self._values = [value for it in self._dicts for value in it.values()]
         self._frozen = [
             it for it in named.values() if not it.requires_grad and it not in self._kinds

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from bench.auto import remote
 from bench.auto.models import MODELS
-from bench.auto.plans import fewest_bytes, plan_of, predicted, random_of_bytes
+from bench.auto.plans import fewest_bytes, random_of_bytes
 from bench.auto.points import Effort, Point
 from bench.auto.remote import Learned, Metered
 from bench.load import busy_seconds, own_seconds
 from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
+from commhooks.cluster.links import ShapedLink, burst_bytes
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison.entry import Entry
 from commhooks.planning import Plan
-from commhooks.planning.assignment import uniform
+from commhooks.planning.problem import uniform
+from commhooks.planning.solver import plan_of, replayed
 
 __all__ = [
     "AUTO",
@@ -31,7 +34,7 @@ __all__ = [
     "errors_of",
     "fixed_config",
     "measure",
-    "slowest",
+    "measure_change",
 ]
 
 AUTO, FEWEST_BYTES, RANDOM = "auto", "fewest bytes", "random plan"
@@ -40,6 +43,10 @@ REFERENCE = "int4"
 ALWAYS = ("bf16", REFERENCE)
 _SLOW = 2.5
 """Settings that take this many times as long as the fastest are timed in every fourth turn only."""
+
+FAST, SLOW = 10e9, 1e9
+_BLOCK, _BLOCKS = 5, 16
+"""Steps of each setting in turn after a change of the rate, and how often."""
 
 Config = dict[str, Any]
 Row = dict[str, Any]
@@ -58,15 +65,15 @@ def fixed_config(model: str, plan: Plan) -> Config:
     return {"name": "auto", "exact": list(MODELS[model].exact), "plan": plan.to_json()}
 
 
-def errors_of(model: str, size: int, effort: Effort) -> dict[str, float]:
-    """Return the error of each candidate alone, as the median over steps.
+def errors_of(model: str, size: int, specs: Sequence[str], effort: Effort) -> dict[str, float]:
+    """Return the error of each hook alone, as the median over steps.
 
     Over loopback, because the link does not change it.
     """
     found = {}
     with Ranks(size) as ranks:
         ranks(remote.prepare, model)
-        for spec in effort.candidates:
+        for spec in specs:
             parsed = hook_spec(spec)
             found[spec] = 0.0
             if not is_lossless(parsed.create()):
@@ -78,8 +85,14 @@ def errors_of(model: str, size: int, effort: Effort) -> dict[str, float]:
     return found
 
 
-def measure(point: Point, errors: Mapping[str, float], effort: Effort) -> Row:
-    """Measure a point. ``errors``: of the uniform settings; those beyond the limit are left out."""
+def measure(
+    point: Point, errors: Mapping[str, float], effort: Effort, plans: Mapping[str, Plan]
+) -> Row:
+    """Measure a point.
+
+    ``errors``: of the uniform settings; those beyond the limit are left out. ``plans``: others to
+    compare with.
+    """
     with point.link() as link, Ranks(point.ranks, link) as ranks:
         parameters = ranks(remote.prepare, point.model)[0]
         load = [os.getloadavg()[0]]
@@ -88,18 +101,18 @@ def measure(point: Point, errors: Mapping[str, float], effort: Effort) -> Row:
         warm_up = slowest(ranks, AUTO, effort.warm_up)
         learned = ranks(remote.learned, AUTO)[0]
         settings: dict[str, Row] = {AUTO: {}}
-        for spec in effort.candidates:
+        for spec in effort.settings:
             if errors[spec] <= errors[REFERENCE]:
                 ranks(remote.add, Entry(spec, hook_spec(spec).config))
                 settings[spec] = {"error": errors[spec]}
-        for name, plan in _other_plans(learned).items():
+        for name, plan in (_other_plans(learned) | plans).items():
             ranks(remote.add, Metered(name, fixed_config(point.model, plan)))
             settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
         in_rounds = _take_turns(ranks, settings, effort)
         others = _others(before, _loads(ranks))
         load.append(os.getloadavg()[0])
         learned = ranks(remote.learned, AUTO)[0]
-        for name in (AUTO, FEWEST_BYTES, RANDOM):
+        for name in (AUTO, FEWEST_BYTES, RANDOM, *plans):
             if name in settings:
                 measured = ranks(remote.errors, name, effort.error_steps)[0]
                 settings[name]["error"] = statistics.median(measured)
@@ -169,7 +182,7 @@ def _add_predictions(settings: dict[str, Row], learned: Learned) -> None:
     settings[AUTO]["predicted_seconds"] = learned.plan.after.step_seconds
     for i, spec in enumerate(problem.hooks):
         if spec in settings:
-            timing = predicted(problem, uniform(problem, i))
+            timing = replayed(problem, uniform(problem, i))
             settings[spec]["predicted_seconds"] = timing.step_seconds
 
 
@@ -196,3 +209,48 @@ def _others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
     """Return the cores that other processes have used in between."""
     wall, busy, own = (now - then for now, then in zip(after, before, strict=True))
     return max(0.0, busy - own) / wall
+
+
+def measure_change(model: str, effort: Effort) -> dict[str, Any]:
+    """Change the rate of the link twice while ``auto`` trains, in turn with the right plan of each.
+
+    Return the seconds of each step after the changes.
+    """
+    point = Point(model, FAST)
+    with point.link() as link, Ranks(point.ranks, link) as ranks:
+        assert link is not None
+        ranks(remote.prepare, model)
+        right = {}
+        for rate in (SLOW, FAST):
+            _set_rate(link, rate)
+            name = f"right at {rate:g}"
+            ranks(remote.add, Entry(name, auto_config(model, effort)))
+            slowest(ranks, name, effort.warm_up)
+            right[rate] = ranks(remote.learned, name)[0].plan
+            ranks(remote.drop, name)
+        ranks(remote.add, Entry(AUTO, auto_config(model, effort)))
+        slowest(ranks, AUTO, effort.warm_up)
+        changes = []
+        for rate in (SLOW, FAST):
+            name = f"fixed at {rate:g}"
+            ranks(remote.add, Entry(name, fixed_config(model, right[rate])))
+            slowest(ranks, name, _BLOCK)
+            _set_rate(link, rate)
+            turns = [
+                {"auto": slowest(ranks, AUTO, _BLOCK), "right": slowest(ranks, name, _BLOCK)}
+                for _ in range(_BLOCKS)
+            ]
+            changes.append({"bits_per_second": rate, "turns": turns})
+        history = ranks(remote.learned, AUTO)[0].history
+    return {"point": asdict(point), "warm_up": effort.warm_up, "changes": changes} | {
+        "block_steps": _BLOCK,
+        "history": history,
+    }
+
+
+def _set_rate(link: ShapedLink, bits_per_second: float) -> None:
+    burst = f"{burst_bytes(bits_per_second):.0f}"
+    shape = ["tbf", "rate", f"{bits_per_second:.0f}bit", "burst", burst, "latency", "50ms"]
+    for prefix in link.prefixes:
+        command = [*prefix, "tc", "qdisc", "change", "dev", link.interface, "root", *shape]
+        subprocess.run(command, check=True)

@@ -8,22 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from commhooks.costs.timeline import Timing, replay
-from commhooks.planning import Choice, Plan, Problem
-from commhooks.planning.assignment import (
-    Assignment,
-    chosen,
-    exact,
-    relative_error,
-    step_trace,
-    uniform,
-)
-from commhooks.planning.rows import rows_of
+from commhooks.planning import Choice, Problem
+from commhooks.planning.problem import Assignment, chosen, exact, loss, uniform
 from commhooks.planning.solver import is_within_limit
-from commhooks.planning.tables import GRID, tables_of
 
-__all__ = ["fewest_bytes", "plan_of", "predicted", "random_of_bytes", "sent_bytes"]
+__all__ = ["fewest_bytes", "random_of_bytes", "sent_bytes"]
 
+_GRID = 1000
 _NEAR = 0.02
 
 
@@ -39,24 +30,32 @@ def fewest_bytes(problem: Problem) -> Assignment:
 
 
 def _by_program(problem: Problem) -> Assignment:
-    groups = [group for table in tables_of(problem) for group in table.groups]
-    least = np.full(GRID + 1, math.inf)
+    unit = problem.error**2 * math.fsum(group.norm**2 for group in problem.groups) / _GRID
+    least = np.full(_GRID + 1, math.inf)
     least[0] = 0.0
-    best = []
-    for group in groups:
-        options = np.full((len(group.picks), GRID + 1), math.inf)
-        for i, (pick, units) in enumerate(zip(group.picks, group.units, strict=True)):
-            cost = _bytes(problem, problem.groups[group.group].choices[pick])
-            options[i, units:] = least[: GRID + 1 - units] + cost
+    best, units_of = [], []
+    for group in problem.groups:
+        options = np.full((len(group.choices), _GRID + 1), math.inf)
+        units = [_units(loss(group, choice), unit) for choice in group.choices]
+        for i, (choice, lost) in enumerate(zip(group.choices, units, strict=True)):
+            if lost <= _GRID:
+                options[i, lost:] = least[: _GRID + 1 - lost] + _bytes(problem, choice)
         best.append(options.argmin(0))
+        units_of.append(units)
         least = options.min(0)
     left = int(least.argmin())
     found = list(exact(problem))
-    for group, picks in zip(reversed(groups), reversed(best), strict=True):
-        pick = picks[left]
-        found[group.group] = int(group.picks[pick])
-        left -= int(group.units[pick])
+    for i in reversed(range(len(found))):
+        found[i] = int(best[i][left])
+        left -= units_of[i][found[i]]
     return tuple(found)
+
+
+def _units(lost: float, unit: float) -> int:
+    """Return an error in units, rounded up; more than the grid if it is not allowed."""
+    if lost == 0:
+        return 0
+    return math.ceil(lost / unit) if lost <= _GRID * unit else _GRID + 1
 
 
 def random_of_bytes(problem: Problem, nbytes: float, seed: int) -> Assignment:
@@ -81,24 +80,6 @@ def random_of_bytes(problem: Problem, nbytes: float, seed: int) -> Assignment:
 def sent_bytes(problem: Problem, assignment: Sequence[int]) -> float:
     """Return the bytes that a rank sends in a step."""
     return math.fsum(_bytes(problem, c) for _, c in chosen(problem, tuple(assignment)))
-
-
-def predicted(problem: Problem, assignment: Assignment) -> Timing:
-    """Return the time of a step on the timeline."""
-    trace = step_trace(problem, assignment)
-    return replay(trace, problem.network, problem.backend, problem.cores)
-
-
-def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
-    """Return a plan that ``auto`` can be given."""
-    return Plan(
-        rows=rows_of(problem, assignment),
-        before=predicted(problem, exact(problem)),
-        after=predicted(problem, assignment),
-        error=relative_error(problem, assignment),
-        limit=problem.error,
-        reason=reason,
-    )
 
 
 def _bytes(problem: Problem, choice: Choice) -> float:

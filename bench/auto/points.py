@@ -17,6 +17,9 @@ class Effort:
     """How much is measured."""
 
     candidates: tuple[str, ...] = DEFAULT_CANDIDATES
+    """Of ``auto``."""
+    settings: tuple[str, ...] = DEFAULT_CANDIDATES
+    """The uniform settings that it is compared with."""
     warm_up: int = 120
     """Steps of ``auto`` before it is timed. The first plan is in use after about 7, with one trial
     of each hook."""
@@ -64,6 +67,7 @@ POINTS = (
 )
 QUICK = Effort(
     candidates=("allreduce", "bf16", "int4"),
+    settings=("allreduce", "bf16", "int4"),
     warm_up=12,
     blocks=2,
     error_steps=1,

@@ -11,35 +11,79 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import commhooks
-from bench.auto.meter import Meter
 from bench.auto.models import MODELS, Model
 from commhooks.adapters.wrapper import wrap
 from commhooks.algorithms.adaptive.auto import Auto
+from commhooks.algorithms.adaptive.table import residual_of
+from commhooks.algorithms.adaptive.trial import relative_error
+from commhooks.comm.communicator import Communicator
+from commhooks.hook.base import CommHook
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.training import TrainingRun
 from commhooks.lab.models import Workload
 from commhooks.planning import Plan, Problem
+from reducer import GradBucket
 
 __all__ = ["Learned", "Metered", "add", "drop", "errors", "learned", "prepare", "seconds", "sent"]
 
 _models: list[tuple[Model, nn.Module]] = []
 """At most one, and its module after its first steps."""
 _runs: dict[str, TrainingRun] = {}
-_meters: dict[str, Meter] = {}
+_meters: dict[str, _Meter] = {}
+
+
+class _Meter:
+    """The error of the averages of a hook, as ``auto`` measures it, but of all numbers of a step.
+
+    Create it before the hook is registered. While it is on, the hook does not run in C++.
+    """
+
+    def __init__(self, hook: CommHook) -> None:
+        self._hook, self._reduce = hook, hook.reduce
+        self._squares: list[tuple[Tensor, Tensor]] = []
+        self.is_on = False
+        object.__setattr__(hook, "reduce", self._measured)
+        if isinstance(hook, Auto):
+            native_at = hook.native_at
+            object.__setattr__(
+                hook, "native_at", lambda *of: None if self.is_on else native_at(*of)
+            )
+        else:
+            object.__setattr__(hook, "native", lambda _: None)
+
+    def error(self) -> float:
+        """Return the error of all steps since the last call."""
+        wrong, right = (sum(map(float, each)) for each in zip(*self._squares, strict=True))
+        self._squares.clear()
+        return relative_error(wrong, right)
+
+    async def _measured(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        if not self.is_on:
+            return await self._reduce(bucket, comm)
+        exact = bucket.buffer().clone()
+        places = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
+        for (name, start, length), gradient in zip(places, bucket.gradients(), strict=True):
+            residual = residual_of(self._hook, name, gradient, comm.size)
+            if residual is not None:
+                exact[start : start + length] += residual
+        average = await self._reduce(bucket, comm)
+        await comm.all_reduce(exact.div_(comm.size))
+        wrong = torch.sub(average.view(-1), exact).double().square().sum()
+        self._squares.append((wrong, exact.double().square().sum()))
+        return average
 
 
 class Metered(Entry):
-    """An entry for which :func:`errors` can be called. None of its hooks is native."""
+    """An entry for which :func:`errors` can be called."""
 
     def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, commhooks.HookHandle]:
         """Wrap the module."""
         assert self.config is not None
         hook = commhooks.create(self.config)
-        _meters[self.name] = Meter(hook)
-        object.__setattr__(hook, "native", lambda _: None)
+        _meters[self.name] = _Meter(hook)
         model = wrap(module, **options)
         return model, commhooks.register(model, hook)
 
@@ -121,15 +165,12 @@ def sent(rank: int, name: str) -> tuple[int, float]:
 def learned(rank: int, name: str) -> Learned:
     """Return what ``auto`` has found out."""
     hook = cast("Auto", _handle(name).hook)
-    control = hook._control
+    measuring = hook._measuring
     assert hook.plan is not None
-    return Learned(
-        hook.plan,
-        control and control.problem(),
-        [vars(decision) for decision in hook.history],
-        hook.metrics(),
-        hook._measuring.spent_ns * 1e-9,
-    )
+    assert measuring is not None
+    history = [vars(decision) for decision in hook.history]
+    problem = measuring.control.problem()
+    return Learned(hook.plan, problem, history, hook.metrics(), measuring.planning_seconds)
 
 
 def pid(rank: int) -> int:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from bench.auto.intervals import Interval, median_interval
-from bench.auto.measure import AUTO, FEWEST_BYTES, RANDOM
+import numpy as np
+
+from bench.auto.measure import AUTO
 from bench.auto.points import Point
 from commhooks.lab.units import format_rate
 
 __all__ = [
+    "Interval",
     "best_uniform",
     "change_rows",
     "circumstances",
+    "median_interval",
     "point_rows",
     "ratio",
     "steps_until_right",
@@ -25,6 +28,28 @@ __all__ = [
 Row = dict[str, Any]
 _NEAR = 1.1
 _LEAST_TURNS = 5
+_RESAMPLES = 4000
+_CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """A median, and the ends of its interval of 95 %."""
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """Return the median and its bootstrap interval, the same one for the same values."""
+    draw = np.random.default_rng(0)
+    samples = draw.choice(np.array(values), (_RESAMPLES, len(values)))
+    tail = (1 - _CONFIDENCE) / 2
+    low, high = np.quantile(np.median(samples, axis=1), [tail, 1 - tail])
+    return Interval(float(low), float(np.median(values)), float(high))
 
 
 def ratio(entry: Mapping[str, Any], name: str) -> Interval:
@@ -39,7 +64,8 @@ def ratio(entry: Mapping[str, Any], name: str) -> Interval:
 
 def best_uniform(entry: Mapping[str, Any]) -> str:
     """Return the uniform setting within the limit whose steps were shortest, in hindsight."""
-    uniform = entry["settings"].keys() - {AUTO, FEWEST_BYTES, RANDOM}
+    uniform = [name for name, row in entry["settings"].items() if "hooks" not in row]
+    uniform.remove(AUTO)
     return min(sorted(uniform), key=lambda name: _seconds(entry, name))
 
 

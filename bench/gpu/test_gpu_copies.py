@@ -11,14 +11,14 @@ from torch import Tensor
 from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
 from commhooks.lab.models import GPT2Small
-from reducer import _C
+from reducer import native
 
 AIM = "share_of_copy at least 0.85"
 
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
-    if not _C.has_kernels("cuda"):
+    if not native.has_kernels("cuda"):
         pytest.skip("built without nvcc")
 
 
@@ -47,12 +47,12 @@ def test_large(benchmark: Any, way: str, dtype: torch.dtype, wire: torch.dtype) 
     """Pack and unpack all parameters in one launch; buckets of 25 MB consist of the same blocks."""
     tensors = gradients(dtype)
     flat = flat_of(tensors, wire)
-    _C.pack(tensors, flat, 0.5)
+    native.pack(tensors, flat, 0.5)
     assert torch.equal(flat, torch.cat([(t.float() * 0.5).to(wire).view(-1) for t in tensors]))
     like = flat if way == "pack" else flat_of(tensors, dtype)
     run = {
-        "pack": lambda: _C.pack(tensors, flat, 0.5),
-        "unpack": lambda: _C.unpack(flat, tensors),
+        "pack": lambda: native.pack(tensors, flat, 0.5),
+        "unpack": lambda: native.unpack(flat, tensors),
     }[way]
     against_copy(benchmark, run, flat.nbytes + sum(t.nbytes for t in tensors), like, AIM)
 
@@ -64,7 +64,7 @@ def test_many_small(benchmark: Any, way: str) -> None:
     tensors = [torch.randn(256, device="cuda") for _ in range(2000)]
     flat = flat_of(tensors, torch.float32)
     views = list(flat.split(256))
-    _C.pack(tensors, flat)
+    native.pack(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
     to, source = (views, tensors) if way == "pack" else (tensors, views)
 
@@ -75,8 +75,8 @@ def test_many_small(benchmark: Any, way: str) -> None:
     runs = {
         "torch, one by one": one_by_one,
         "torch, foreach": lambda: torch._foreach_copy_(to, source),
-        "ours": (lambda: _C.pack(tensors, flat))
+        "ours": (lambda: native.pack(tensors, flat))
         if way == "pack"
-        else (lambda: _C.unpack(flat, tensors)),
+        else (lambda: native.unpack(flat, tensors)),
     }
     against_other(benchmark, runs, "ratio to torch's one by one at most 0.5")

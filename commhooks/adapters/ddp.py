@@ -39,6 +39,8 @@ class DDPAdapter(Adapter):
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration
+        self._stands_in = False
+        """Whether a hook in C++ runs in place of the runner."""
         self._first_step = self.steps
 
     @property
@@ -62,11 +64,13 @@ class DDPAdapter(Adapter):
             self.regroup(hook.bucket_key)
             target = runner or hook.native(self.group)
             assert target is not None
+            native_at = getattr(hook, "native_at", None)
             self._registration.install(
                 target,
                 name=hook.name,
                 averages_gradients=not hook.changes_parameters,
                 on_overwrite=functools.partial(_recover, hook, runner),
+                before_step=native_at and functools.partial(self._choose_path, native_at),
             )
         else:
             self.regroup(_no_key)
@@ -76,6 +80,15 @@ class DDPAdapter(Adapter):
                 self._registration.install(hook)
         self._reducer.reset_stats()
         self._first_step = self.steps
+        self._stands_in = False
+
+    def _choose_path(self, native_at: Callable[[int, dist.ProcessGroup], Any]) -> None:
+        """Let a hook in C++ average the next step in place of the runner, or the runner again."""
+        native = native_at(self.steps, self.group)
+        if (native is not None) != self._stands_in:
+            assert self._runner is not None
+            self._reducer.set_hook(self._runner if native is None else native)
+            self._stands_in = native is not None
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:
         """Rebuild the buckets so that only parameters whose names have equal keys share one.
@@ -120,7 +133,9 @@ class DDPAdapter(Adapter):
     @property
     def _is_native(self) -> bool:
         """Whether C++ runs the hook."""
-        return self._runner is None and (self.hook is None or isinstance(self.hook, CommHook))
+        return self._stands_in or (
+            self._runner is None and (self.hook is None or isinstance(self.hook, CommHook))
+        )
 
     def _runs_in_cpp(self, recording: Recording) -> Iterator[Run]:
         """Yield the runs of native hooks, which are one collective from beginning to end."""
@@ -140,10 +155,10 @@ class DDPAdapter(Adapter):
             return all_gather_bytes(packed, row["ranks"])
         if row["group"] != 0:
             return all_reduce_bytes(packed, row["ranks"])
-        if self._runner is not None:
-            return self._collector.wire_bytes(row["key"])
         if self._is_native:  # one all-reduce of what was packed, or nothing was packed
             return all_reduce_bytes(packed, row["ranks"])
+        if self._runner is not None:
+            return self._collector.wire_bytes(row["key"])
         return None
 
 

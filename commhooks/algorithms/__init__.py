@@ -12,18 +12,14 @@ from commhooks.algorithms.exact.half import Bfloat16, Float16
 from commhooks.algorithms.exact.noop import Noop
 from commhooks.algorithms.lowrank.batched_powersgd import BatchedPowerSGD
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
-from commhooks.algorithms.quantized.fp4 import Fp4
-from commhooks.algorithms.quantized.fp8 import Fp8
-from commhooks.algorithms.quantized.int2 import Int2
-from commhooks.algorithms.quantized.integer import Int4, Int8
-from commhooks.algorithms.quantized.natural import Natural
-from commhooks.algorithms.quantized.onebit import OneBit
-from commhooks.algorithms.quantized.qsgd import QSGD
-from commhooks.algorithms.quantized.signsgd import SignSGD
-from commhooks.algorithms.quantized.terngrad import TernGrad
+from commhooks.algorithms.quantized.floats import Fp4, Fp8
+from commhooks.algorithms.quantized.integers import Int2, Int4, Int8
+from commhooks.algorithms.quantized.signs import OneBit, SignSGD
+from commhooks.algorithms.quantized.stochastic import QSGD, Natural, TernGrad
 from commhooks.algorithms.sparse.demo import DeMo
 from commhooks.algorithms.sparse.dgc import DGC
 from commhooks.algorithms.sparse.randomk import RandomK
+from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
 from commhooks.algorithms.wrappers.cast import Cast
@@ -61,6 +57,7 @@ __all__ = [
     "RandomK",
     "Route",
     "Schedule",
+    "SharedTopK",
     "SignSGD",
     "SkipNonfinite",
     "TernGrad",

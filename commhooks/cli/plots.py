@@ -48,6 +48,7 @@ _COLORS = {
     "onebit": "#e0403f",
     "signsgd": "#c2506a",
     "topk": "#2f9e44",
+    "shared_topk": "#57ad2c",
     "threshold": "#66a80f",
     "randomk": "#8aa63a",
     "dgc": "#12a17a",

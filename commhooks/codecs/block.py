@@ -1,15 +1,17 @@
-"""The base class of codecs, which encode numbers in blocks that have one scale each."""
+"""The codec: numbers to messages of a few bits per number, and back."""
 
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from commhooks import _C, kernels
+from commhooks import native
 from commhooks.hook.options import Ge, Le, MultipleOf
-from commhooks.kernels.block_codec import BlockKernels
+from commhooks.kernels import backend_of, require
+from commhooks.kernels.block_codec import BlockKernels, Format
+from commhooks.kernels.rotation import rotate as rotate_on_gpu
 
-__all__ = ["BlockCodec", "BlockSize"]
+__all__ = ["BlockCodec", "BlockSize", "rotate"]
 
 BlockSize = Annotated[int, Ge(32), Le(4096), MultipleOf(32)]
 """How many numbers share a scale."""
@@ -18,11 +20,16 @@ BlockSize = Annotated[int, Ge(32), Le(4096), MultipleOf(32)]
 class BlockCodec:
     """Encode numbers into messages whose length depends only on how many numbers there are.
 
-    A message holds one float32 scale per block, then the codes, then zeros up to a multiple of 4
-    bytes. A decoded number is the value of its code times the scale of its block, bit for bit the
-    same on every machine. If a number of a block is not finite, or so large that sums might
-    overflow, then the scale is NaN and the message is not finite. A block in which all magnitudes
-    are below 2^-100 is decoded to zeros.
+    A message holds one float32 scale per ``block_size`` numbers; if the format has groups, a byte
+    for each and zeros up to a multiple of 4 bytes; then the codes, and zeros up to a multiple of 4
+    bytes. A decoded number is the value of its code times its scales, bit for bit the same on every
+    machine. If a number of a block is not finite, or so large that sums might overflow, then the
+    scale is NaN and the message is not finite. A block in which all magnitudes are below 2^-100 is
+    decoded to zeros.
+
+    With ``rotated``, every 128 numbers of a part are rotated before they are encoded, and back
+    after they are decoded: see :func:`rotate`. Messages are as long as without. Encoding takes one
+    more pass over the memory, and another one for the residual; decoding takes one more.
 
     All methods take these tensors, on one device::
 
@@ -31,21 +38,32 @@ class BlockCodec:
         messages  (count, bytes)   uint8, contiguous, encoded_bytes(part_length) each
 
     Values are split into parts of ``part_length``, one message each. The last parts may have fewer
-    values, or none. ``loops`` process CPU tensors and ``gpu`` processes CUDA tensors, with
-    identical messages. On a GPU, messages must be aligned to 4 bytes, and all work is queued on
-    torch's current stream without synchronizing.
+    values, or none. Messages of CPU and CUDA tensors are identical. On a GPU, messages must be
+    aligned to 4 bytes, and all work is queued on torch's current stream without synchronizing.
     """
 
-    def __init__(self, loops: _C.CpuBlockCodec, gpu: BlockKernels) -> None:
-        self._loops = loops
-        self._gpu = gpu
+    def __init__(self, number_format: Format, block_size: int, *, rotated: bool = False) -> None:
+        self._loops = native.CpuBlockCodec(
+            number_format.codes,
+            number_format.norm,
+            number_format.levels,
+            number_format.clip,
+            number_format.is_vote,
+            block_size,
+        )
+        self._gpu = BlockKernels(number_format, block_size)
+        self._rotated = rotated
 
     def require(self, device: torch.device) -> None:
         """Raise CommHookError, which says what to install, if ``device`` cannot run the kernels."""
-        kernels.require(device)
+        require(device)
 
     def encoded_bytes(self, part_length: int) -> int:
-        """Return 4·⌈part_length / block_size⌉ + 4·⌈part_length · bits / 32⌉, a message's length."""
+        """Return the length of a message.
+
+        It is 4·⌈n / block_size⌉ + 4·⌈n / (4·group)⌉ + 4·⌈n·bits / 32⌉ for n = ``part_length``,
+        without the second term if there are no groups.
+        """
         return self._loops.encoded_bytes(part_length)
 
     def encode(
@@ -64,7 +82,12 @@ class BlockCodec:
         Without it, codecs may use their memory for other numbers. Random numbers depend only on
         ``seed`` (64 bits) and on the position.
         """
+        if self._rotated:
+            rotate(values, part_length, added=error)
+            error = None
         self._backend(values).encode(values, messages, part_length, error, seed, keep_residual)
+        if self._rotated and keep_residual:
+            rotate(values, part_length, inverse=True)
 
     def average(self, messages: Tensor, values: Tensor, part_length: int) -> None:
         """Write the mean of ``messages``, all of the same part, to ``values``.
@@ -72,6 +95,8 @@ class BlockCodec:
         The mean is summed in float32, in one pass over the memory for all messages.
         """
         self._backend(values).average(messages, values, part_length)
+        if self._rotated:
+            rotate(values, part_length, inverse=True)
 
     def assemble(
         self, messages: Tensor, values: Tensor, part_length: int, *, kept: Tensor | None = None
@@ -85,7 +110,25 @@ class BlockCodec:
             Whether all messages are finite: ``(1,)``, bool, on the device.
         """
         finite = self._backend(values).assemble(messages, values, part_length, kept)
+        if self._rotated:
+            rotate(values, part_length, inverse=True)
         return finite if isinstance(finite, Tensor) else torch.tensor([finite])
 
-    def _backend(self, values: Tensor) -> _C.CpuBlockCodec | BlockKernels:
-        return self._loops if kernels.backend_of(values) is None else self._gpu
+    def _backend(self, values: Tensor) -> native.CpuBlockCodec | BlockKernels:
+        return self._loops if backend_of(values) is None else self._gpu
+
+
+def rotate(
+    values: Tensor, part_length: int, *, added: Tensor | None = None, inverse: bool = False
+) -> None:
+    """Rotate every 128 numbers of each part of ``values + added`` in place, or rotate them back.
+
+    A large number makes the scale of its block large, and all others inexact. The rotation, random
+    signs and then a Hadamard matrix, spreads it over the block: Note [Rotation] in
+    kernels/codecs/rotation.h. It is the same in every step, and has the same bits on every machine.
+
+    Croci et al.: QuaRot, NeurIPS 2024, https://arxiv.org/abs/2404.00456; for gradients Jia et al.:
+    SDP4Bit, NeurIPS 2024, https://arxiv.org/abs/2410.15526.
+    """
+    on_device = native.rotate if backend_of(values) is None else rotate_on_gpu
+    on_device(values, added, part_length, inverse)

@@ -12,7 +12,7 @@ what it always sends, and passes the answer to the operations that write.
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.kernels import backend_of, masked
 
 __all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless"]
@@ -24,7 +24,7 @@ def all_finite(tensor: Tensor) -> Tensor:
     Does not wait for the device. Takes one pass over the memory, unlike
     :meth:`GradBucket.all_finite`, which may know the answer for a bucket from packing it.
     """
-    return _C.all_finite(tensor)
+    return native.all_finite(tensor)
 
 
 def is_known_false(condition: Tensor) -> bool:

@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 
 __all__ = ["IndexCode"]
 
@@ -66,7 +66,7 @@ class IndexCode:
         Both are on the CPU.
         """
         used = self._nbytes_of(indices.numel())
-        _C.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out[:used])
+        native.pack_indices(indices, self.high_bits, self.low_bits, self.adds_rank, out[:used])
 
     def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
         """Return the indices, (count,) int32, on the CPU.
@@ -78,7 +78,7 @@ class IndexCode:
         """
         indices = packed.new_empty(self.count if count is None else count, dtype=torch.int32)
         packed = packed[: self._nbytes_of(indices.numel())]
-        _C.unpack_indices(
+        native.unpack_indices(
             packed, self.high_bits, self.low_bits, self.adds_rank, self.numel, indices
         )
         return indices

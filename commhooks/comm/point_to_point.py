@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
-from commhooks._C import join_works, ring_gather
 from commhooks.errors import CommHookPeerError
+from commhooks.native import join_works, ring_gather
 
 __all__ = [
     "BrokenConnectionError",

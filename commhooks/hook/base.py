@@ -54,7 +54,7 @@ from commhooks.hook.options.validation import option_names, validate
 from commhooks.hook.options.values import instances_in, to_json
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
-from reducer._C import NativeHook
+from reducer.native import NativeHook
 
 __all__ = ["CommHook", "Role", "TensorState", "has_consensus", "is_lossless", "tree"]
 

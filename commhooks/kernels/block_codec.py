@@ -1,5 +1,6 @@
 """Encode and decode blocks of codes on a GPU, with the same bytes as the C++ loops on a CPU."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -9,11 +10,10 @@ from torch import Tensor
 
 from commhooks.errors import CommHookError
 from commhooks.kernels.launcher import launch
-from commhooks.kernels.source import Source
+from commhooks.kernels.source import TYPES, Source
 
-__all__ = ["SOURCE", "BlockKernels", "Norm"]
+__all__ = ["SOURCE", "BlockKernels", "Format", "Norm"]
 
-_TYPES = {torch.float32: "float", torch.float64: "double"}
 _ENCODERS = (
     *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
     *("E4M3", "E5M2", "E3M0", "Mxfp4", "Nvfp4", "Natural", "Sign"),
@@ -23,8 +23,8 @@ _DECODERS = tuple(codec for codec in _ENCODERS if "true" not in codec)
 SOURCE = Source(
     "block_codec.cu",
     (
-        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in _TYPES.values()),
-        *(f"decode<{codec}, {number}>" for codec in _DECODERS for number in _TYPES.values()),
+        *(f"encode<{codec}, {number}>" for codec in _ENCODERS for number in TYPES.values()),
+        *(f"decode<{codec}, {number}>" for codec in _DECODERS for number in TYPES.values()),
         "find_not_finite",
     ),
 )
@@ -41,25 +41,29 @@ class Norm(IntEnum):
 
 
 @dataclass(frozen=True)
-class BlockKernels:
-    """The kernels of one codec.
+class Format:
+    """How the numbers of a block become codes: see codecs/formats.py.
 
-    ``encoder`` and ``decoder`` are the names of C++ types in codecs/; ``levels`` and ``clip`` are
-    options of ``Levels``. With ``is_vote``, several messages vote instead of being averaged.
-    ``group``: how many numbers share a scale of one byte, or 0; then blocks are multiples of 128.
-
-    Everything is queued on torch's current stream without synchronizing.
+    ``codes`` is the name of a C++ struct in kernels/codecs/; ``levels`` and ``clip`` are options of
+    ``Levels``. With ``is_vote``, several messages vote instead of being averaged. ``group``: how
+    many numbers share a scale of one byte, or 0; then blocks are multiples of 128.
     """
 
-    encoder: str
-    decoder: str
+    codes: str
     bits: int
-    block_size: int
     norm: Norm = Norm.LARGEST
-    levels: float = 0.0
-    clip: float = 0.0
+    levels: int = 0
+    clip: float = math.inf
     is_vote: bool = False
     group: int = 0
+
+
+@dataclass(frozen=True)
+class BlockKernels:
+    """The kernels of one codec. Everything is queued on torch's current stream, without waiting."""
+
+    format: Format
+    block_size: int
 
     def encode(
         self,
@@ -76,9 +80,9 @@ class BlockKernels:
         partition, grid, block = self._geometry(values.numel(), part_length, parts)
         launch(
             SOURCE,
-            f"encode<{self.encoder}, {number}>",
+            f"encode<{self.format.codes}, {number}>",
             (values, error, messages, message_bytes, *partition, seed, keep_residual,
-             int(self.norm), float(self.levels), float(self.clip)),
+             int(self.format.norm), float(self.format.levels), float(self.format.clip)),
             grid=grid,
             block=block,
         )  # fmt: skip
@@ -125,8 +129,8 @@ class BlockKernels:
         partition, grid, block = self._geometry(values.numel(), part_length, parts // count)
         launch(
             SOURCE,
-            f"decode<{self.decoder}, {number}>",
-            (messages, count, message_bytes, values, kept, finite, *partition, self.is_vote),
+            f"decode<{self.format.codes.replace('true', 'false')}, {number}>",
+            (messages, count, message_bytes, values, kept, finite, *partition, self.format.is_vote),
             grid=grid,
             block=block,
         )
@@ -147,7 +151,7 @@ class BlockKernels:
         self, values: Tensor, messages: Tensor, part_length: int, companion: Tensor | None
     ) -> str:
         """Return the C++ type of the values. Raise CommHookError if the tensors do not fit."""
-        number = _TYPES.get(values.dtype)
+        number = TYPES.get(values.dtype)
         if number is None or values.dim() != 1:
             raise CommHookError(
                 f"expected flat values of float32 or float64, found shape {tuple(values.shape)} "
@@ -160,9 +164,9 @@ class BlockKernels:
                 f"expected the shape and dtype of the values, {tuple(values.shape)} of "
                 f"{values.dtype}, found {tuple(companion.shape)} of {companion.dtype}"
             )
-        words = -(-part_length // self.block_size) + -(-part_length * self.bits // 32)
-        if self.group:
-            words += -(-part_length // (4 * self.group))
+        words = -(-part_length // self.block_size) + -(-part_length * self.format.bits // 32)
+        if self.format.group:
+            words += -(-part_length // (4 * self.format.group))
         message_bytes = 4 * words
         shape = messages.shape
         if (

@@ -5,12 +5,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.errors import CommHookError
 from commhooks.kernels.loader import CudaBackend
 from commhooks.kernels.source import Source
 
-__all__ = ["BACKENDS", "Argument", "Backend", "backend_of", "launch", "require"]
+__all__ = [
+    "BACKENDS",
+    "STREAMING_BLOCKS",
+    "THREADS",
+    "Argument",
+    "Backend",
+    "backend_of",
+    "blocks_for",
+    "launch",
+    "require",
+    "streaming_blocks",
+]
+
+THREADS = 256
+"""Threads per block, unless a launch says otherwise."""
+
+STREAMING_BLOCKS = 2048
+"""The most blocks for one pass over a tensor."""
 
 Argument = Tensor | int | float | None
 """An argument of a kernel: a pointer to a tensor's memory, an integer of type ``long long``, a
@@ -62,7 +79,7 @@ def launch(
     arguments: tuple[Argument, ...],
     *,
     grid: int | tuple[int, int, int],
-    block: int,
+    block: int = THREADS,
     shared_bytes: int = 0,
 ) -> None:
     """Queue a kernel on torch's current stream of the tensors' device. Does not synchronize.
@@ -75,7 +92,7 @@ def launch(
     Raises CommHookError if the tensors do not fit, or if the driver rejects the launch.
     """
     try:
-        device, index, parameters = _C.write_arguments(arguments)
+        device, index, parameters = native.write_arguments(arguments)
     except ValueError as error:
         raise CommHookError(f"{kernel}: {error}") from None
     backend = BACKENDS.get(device)
@@ -87,3 +104,13 @@ def launch(
         backend.launch(
             source, kernel, blocks, threads, shared_bytes, parameters, len(arguments), index
         )
+
+
+def blocks_for(elements: int, per_block: int = THREADS) -> int:
+    """Return how many blocks have as many elements."""
+    return -(-elements // per_block)
+
+
+def streaming_blocks(tensor: Tensor) -> int:
+    """Return the blocks for one pass over a tensor, in vectors of 16 bytes, see vector.h."""
+    return min(STREAMING_BLOCKS, blocks_for(tensor.nbytes, 16 * THREADS))

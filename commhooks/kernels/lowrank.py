@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.kernels.elements import ELEMENTS, TYPES
-from commhooks.kernels.launcher import Argument, launch
-from commhooks.kernels.source import Source
+from commhooks.kernels.launcher import STREAMING_BLOCKS, blocks_for, launch, streaming_blocks
+from commhooks.kernels.source import ELEMENTS, TYPES, Source, kernel_name
 from commhooks.precision import at_least_float32
 
 __all__ = ["LEFT", "MAX_RANK", "RIGHT", "SOURCE", "Matrix", "MatrixKernels"]
@@ -31,17 +30,13 @@ _OF_FACTORS = ("orthonormalize", "message", "average", "keep")
 _PROJECT = ("project_left", "project_right")
 
 
-def _kernel(name: str, *arguments: str | int) -> str:
-    return f"commhooks::kernels::{name}<{', '.join(map(str, arguments))}>"
-
-
 def _kernels() -> list[str]:
-    kernels = [_kernel(name, type_) for name in _OF_FACTORS for type_ in TYPES.values()]
+    kernels = [kernel_name(name, type_) for name in _OF_FACTORS for type_ in TYPES.values()]
     for dtype, element in ELEMENTS.items():
         wide = at_least_float32(dtype)
-        kernels.append(_kernel("apply", TYPES[wide], element))
+        kernels.append(kernel_name("apply", TYPES[wide], element))
         kernels += [
-            _kernel(name, TYPES[wide], element, highest)
+            kernel_name(name, TYPES[wide], element, highest)
             for name in _PROJECT
             for highest in _RANKS[wide]
         ]
@@ -51,11 +46,9 @@ def _kernels() -> list[str]:
 SOURCE = Source("lowrank.cu", tuple(_kernels()))
 
 _BASIS_THREADS = 512
-_THREADS = 256
 _ROWS = 4
 _SPANS = (1024, 64)  # columns that a sum for a left factor is over, rows for a right one
 _MOST_SPANS = 128  # of a matrix, however long
-_STREAMING_BLOCKS = 2048
 
 
 class Matrix(NamedTuple):
@@ -98,22 +91,22 @@ class MatrixKernels:
         for matrix in matrices:
             head = (self._blocks, matrix.gradient, matrix.error, *matrix[-3:])
             rows.append((*head, *self._factor(LEFT, matrix), *self._factor(RIGHT, matrix)))
-            self._blocks += _blocks(-(-matrix.rows // _ROWS) * self._vectors(matrix))
+            self._blocks += blocks_for(-(-matrix.rows // _ROWS) * self._vectors(matrix))
         table = torch.tensor(rows, dtype=torch.int64)
         if like.is_cuda:
             table = table.pin_memory()  # or the host would wait for the copy
         self._table = table.to(like.device, non_blocking=True)
         type_, element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
-        self._names = {name: _kernel(name, type_) for name in _OF_FACTORS}
-        self._names["apply"] = _kernel("apply", type_, element)
-        self._project = [_kernel(name, type_, element, highest or 0) for name in _PROJECT]
+        self._names = {name: kernel_name(name, type_) for name in _OF_FACTORS}
+        self._names["apply"] = kernel_name("apply", type_, element)
+        self._project = [kernel_name(name, type_, element, highest or 0) for name in _PROJECT]
 
     def _factor(self, side: int, matrix: Matrix) -> tuple[int, int, int, int]:
         """Return the struct Factor of lowrank.cu, and count the elements and blocks it needs."""
         blocks = self._project_blocks[side]
         start, first_block, further = matrix[2 + side], blocks[1], self._further[side]
         if matrix.rank == 0:
-            blocks[1] += _blocks(self._vectors(matrix))
+            blocks[1] += blocks_for(self._vectors(matrix))
             return start, first_block, 0, 0
         summed, length = matrix.columns, matrix.rows
         if side == RIGHT:
@@ -126,7 +119,7 @@ class MatrixKernels:
             threads = self._vectors(matrix) * spans
         self._factors[side] += matrix.rank * length
         self._further[side] += matrix.rank * length * (spans - 1)
-        blocks[:] = 2 * [first_block + _blocks(threads)]
+        blocks[:] = 2 * [first_block + blocks_for(threads)]
         return start, first_block, span, further
 
     def _vectors(self, matrix: Matrix) -> int:
@@ -139,7 +132,9 @@ class MatrixKernels:
         """
         basis = factors.new_empty(self._factors[side])
         arguments = (self._table, side, factors, basis)
-        self._launch("orthonormalize", arguments, self._count, _BASIS_THREADS)
+        launch(
+            SOURCE, self._names["orthonormalize"], arguments, grid=self._count, block=_BASIS_THREADS
+        )
         return basis
 
     def project(
@@ -155,7 +150,7 @@ class MatrixKernels:
         count = self._all if has_exact else self._count
         arguments = (self._table, count, errors, bucket, basis, sent, own)
         blocks = self._project_blocks[side][has_exact]
-        launch(SOURCE, self._project[side], arguments, grid=blocks, block=_THREADS)
+        launch(SOURCE, self._project[side], arguments, grid=blocks)
         return own
 
     def message(self, side: int, own: Tensor, sent: int, all_finite: Tensor | None) -> Tensor:
@@ -167,20 +162,19 @@ class MatrixKernels:
         total = own.new_empty(sent)
         factors = self._factors[side] if own.numel() > sent else 0
         arguments = (self._table, self._count, side, factors, own, sent, self._largest, total)
-        blocks = min(_STREAMING_BLOCKS, max(1, -(-sent // _THREADS)))
-        self._launch("message", (*arguments, all_finite), blocks, _THREADS)
+        blocks = min(STREAMING_BLOCKS, max(1, blocks_for(sent)))
+        launch(SOURCE, self._names["message"], (*arguments, all_finite), grid=blocks)
         return total
 
     def average(self, total: Tensor, ranks: int, all_finite: Tensor) -> None:
         """Turn a sum into the mean, in place; ``all_finite`` becomes false if it is not finite."""
         arguments = (total, total.numel(), ranks, all_finite)
-        blocks = min(_STREAMING_BLOCKS, -(-total.nbytes // (16 * _THREADS)))
-        self._launch("average", arguments, blocks, _THREADS)
+        launch(SOURCE, self._names["average"], arguments, grid=streaming_blocks(total))
 
     def keep(self, side: int, fresh: Tensor, kept: Tensor, all_finite: Tensor) -> None:
         """Copy vectors of ``fresh``, except zeros, to ``kept`` if ``all_finite`` is true."""
         arguments = (all_finite, self._table, side, fresh, kept)
-        self._launch("keep", arguments, (self._count, self._largest_rank, 1), _THREADS)
+        launch(SOURCE, self._names["keep"], arguments, grid=(self._count, self._largest_rank, 1))
 
     def apply(
         self,
@@ -201,24 +195,14 @@ class MatrixKernels:
             self._concatenate(side, of[side]) for of in (own, mean) for side in (LEFT, RIGHT)
         )
         arguments = (all_finite, self._table, self._all, errors, bucket, len(own[LEFT]))
-        self._launch(
-            "apply", (*arguments, *self._factors, *factors, *exact), self._blocks, _THREADS
+        launch(
+            SOURCE,
+            self._names["apply"],
+            (*arguments, *self._factors, *factors, *exact),
+            grid=self._blocks,
         )
 
     def _concatenate(self, side: int, factors: Sequence[Tensor]) -> Tensor:
         if len(factors) == 1:
             return factors[0]
         return torch.cat([flat[: self._factors[side]] for flat in factors])
-
-    def _launch(
-        self,
-        name: str,
-        arguments: tuple[Argument, ...],
-        grid: int | tuple[int, int, int],
-        threads: int,
-    ) -> None:
-        launch(SOURCE, self._names[name], arguments, grid=grid, block=threads)
-
-
-def _blocks(threads: int) -> int:
-    return -(-threads // _THREADS)

@@ -2,17 +2,14 @@
 
 from torch import Tensor
 
-from commhooks.kernels.elements import TYPES
-from commhooks.kernels.launcher import launch
-from commhooks.kernels.source import Source
+from commhooks.kernels.launcher import THREADS, blocks_for, launch
+from commhooks.kernels.source import TYPES, Source, kernel_name
 
 __all__ = ["SOURCE", "rotate"]
 
-_KERNELS = {dtype: f"commhooks::kernels::rotate<{type_}>" for dtype, type_ in TYPES.items()}
-SOURCE = Source("rotation.cu", tuple(_KERNELS.values()))
+SOURCE = Source("rotation.cu", tuple(kernel_name("rotate", type_) for type_ in TYPES.values()))
 
 _ROTATION = 128  # as in codecs/rotation.h
-_WARPS = 8
 
 
 def rotate(values: Tensor, added: Tensor | None, part_length: int, inverse: bool) -> None:
@@ -25,8 +22,7 @@ def rotate(values: Tensor, added: Tensor | None, part_length: int, inverse: bool
     blocks = -(-part_length // _ROTATION)
     launch(
         SOURCE,
-        _KERNELS[values.dtype],
+        kernel_name("rotate", TYPES[values.dtype]),
         (values, added, values.numel(), part_length, blocks, inverse),
-        grid=(-(-blocks // _WARPS), -(-values.numel() // part_length), 1),
-        block=32 * _WARPS,
+        grid=(blocks_for(blocks, THREADS // 32), blocks_for(values.numel(), part_length), 1),
     )

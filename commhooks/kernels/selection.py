@@ -10,31 +10,25 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import CommHookError
-from commhooks.kernels.elements import TYPES
-from commhooks.kernels.launcher import Argument, launch
-from commhooks.kernels.source import Source
+from commhooks.kernels.launcher import THREADS, Argument, blocks_for, launch, streaming_blocks
+from commhooks.kernels.source import TYPES, Source, kernel_name
 
 __all__ = ["SOURCE", "add_and_check", "check_gradient", "select_above", "select_largest"]
 
-_NAMES = {
-    dtype: {
-        kernel: f"commhooks::kernels::{kernel}<{type_}>"
-        for kernel in ("begin", "mark", "refine", "count", "list", "add_and_check")
-    }
-    for dtype, type_ in TYPES.items()
-}
-SOURCE = Source("selection.cu", tuple(name for names in _NAMES.values() for name in names.values()))
+_KERNELS = ("begin", "mark", "refine", "count", "list", "add_and_check")
+SOURCE = Source(
+    "selection.cu",
+    tuple(kernel_name(kernel, type_) for type_ in TYPES.values() for kernel in _KERNELS),
+)
 
-_THREADS = 256
 _WORD = 32  # elements per word of marks
-_CHUNK = _THREADS * _WORD
+_CHUNK = THREADS * _WORD
 _SAMPLING_THREADS = 1024
 _SAMPLE_BYTES = 64 * _SAMPLING_THREADS
 _DIGIT_BITS = 11
 _STATE_BYTES = 4 * (1 << _DIGIT_BITS) + 56
 _SELECTED = 4  # its position in the state, in words of 64 bits
 _REFINING_BLOCKS = 1024
-_STREAMING_BLOCKS = 2048
 
 
 def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor:
@@ -81,10 +75,9 @@ def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     """
     check_gradient(gradient, error)
     flag = gradient.new_zeros(1)
-    numel = gradient.numel()
-    blocks = min(_STREAMING_BLOCKS, -(-numel // (4 * _THREADS)))
-    kernel = _NAMES[gradient.dtype]["add_and_check"]
-    launch(SOURCE, kernel, (gradient, error, numel, flag), grid=blocks, block=_THREADS)
+    kernel = kernel_name("add_and_check", TYPES[gradient.dtype])
+    arguments = (gradient, error, gradient.numel(), flag)
+    launch(SOURCE, kernel, arguments, grid=streaming_blocks(gradient))
     return flag
 
 
@@ -97,8 +90,8 @@ class _Selection:
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
         self._numel = gradient.numel()
-        self._names = _NAMES[gradient.dtype]
-        self._chunks = -(-self._numel // _CHUNK)
+        self._type = TYPES[gradient.dtype]
+        self._chunks = blocks_for(self._numel, _CHUNK)
         words = _STATE_BYTES // 8 + self._chunks * (_CHUNK // 64 + 1)
         self._state = gradient.new_empty(words, dtype=torch.int64)
 
@@ -136,9 +129,9 @@ class _Selection:
         self._launch("list", arguments, self._chunks)
 
     def _launch(
-        self, name: str, arguments: tuple[Argument, ...], blocks: int, threads: int = _THREADS
+        self, name: str, arguments: tuple[Argument, ...], blocks: int, threads: int = THREADS
     ) -> None:
-        launch(SOURCE, self._names[name], arguments, grid=blocks, block=threads)
+        launch(SOURCE, kernel_name(name, self._type), arguments, grid=blocks, block=threads)
 
 
 def _sample_rank(gradient: Tensor, count: int) -> int:

@@ -1,14 +1,32 @@
-"""The CUDA sources of this package."""
+"""The CUDA sources of this package, and the names of their kernels."""
 
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["DIRECTORY", "Source"]
+import torch
+
+__all__ = ["DIRECTORY", "ELEMENTS", "TYPES", "Source", "kernel_name"]
 
 DIRECTORY = Path(__file__).parent
 """The directory of the sources, to which their ``#include`` lines are relative."""
+
+
+TYPES = {torch.float32: "float", torch.float64: "double"}
+"""Types in which kernels compute, ``at_least_float32(dtype)``."""
+
+ELEMENTS = TYPES | {
+    torch.float16: "commhooks::kernels::Half",
+    torch.bfloat16: "commhooks::kernels::BFloat16",
+}
+"""Types of gradients and of values on the wire; see element.h."""
+
+
+def kernel_name(name: str, *arguments: str | int) -> str:
+    """Return the C++ expression of a kernel with these template arguments."""
+    template = f"<{', '.join(map(str, arguments))}>" if arguments else ""
+    return f"commhooks::kernels::{name}{template}"
 
 
 @dataclass(frozen=True, eq=False)  # a key by identity, in launches

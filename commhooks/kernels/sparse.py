@@ -1,19 +1,18 @@
 """Launches of sparse.cu: write, read and add the elements that sparse hooks send.
 
 Indices are int32 and ascending; values are float32 or float64, and in messages also in half
-precision. ``high_bits``, ``low_bits`` and ``adds_rank`` describe how indices are written: Note
-[Index code] in codecs/index_code.py. Nothing here synchronizes.
+precision, behind the indices. Nothing here synchronizes.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from commhooks.kernels.elements import ELEMENTS, TYPES
-from commhooks.kernels.launcher import Argument, launch
+from commhooks.kernels.launcher import Argument, blocks_for, launch, streaming_blocks
 from commhooks.kernels.selection import check_gradient
-from commhooks.kernels.source import Source
+from commhooks.kernels.source import ELEMENTS, TYPES, Source, kernel_name
 from commhooks.precision import at_least_float32
 
 __all__ = [
@@ -27,64 +26,51 @@ __all__ = [
     "store_mean",
 ]
 
-_COMMON = {name: f"commhooks::kernels::{name}" for name in ("count_indices", "unpack", "draw")}
-_OF_NUMBERS = {
-    dtype: {
-        name: f"commhooks::kernels::{name}<{type_}>" for name in ("scatter_add", "correct_momentum")
-    }
-    for dtype, type_ in TYPES.items()
-}
-_OF_VALUES = {
-    dtype: {
-        "pack": f"commhooks::kernels::pack<{element}>",
-        "check": f"commhooks::kernels::check<{element}>",
-        "store_mean": f"commhooks::kernels::store_mean<{computes_in}, {element}>",
-    }
-    for dtype, element in ELEMENTS.items()
-    for computes_in in [TYPES[at_least_float32(dtype)]]
-}
+_OF_NUMBERS = ("scatter_add", "correct_momentum")
 SOURCE = Source(
     "sparse.cu",
-    tuple(
-        name
-        for names in (_COMMON, *_OF_NUMBERS.values(), *_OF_VALUES.values())
-        for name in names.values()
+    (
+        *(kernel_name(name) for name in ("count_indices", "unpack", "draw")),
+        *(kernel_name(name, type_) for type_ in TYPES.values() for name in _OF_NUMBERS),
+        *(kernel_name(name, value) for value in ELEMENTS.values() for name in ("pack", "check")),
+        *(
+            kernel_name("store_mean", TYPES[at_least_float32(dtype)], value)
+            for dtype, value in ELEMENTS.items()
+        ),
     ),
 )
 
-_THREADS = 256
 _SEGMENT = 4096
-_STREAMING_BLOCKS = 2048
 
 
-def pack(
-    indices: Tensor,
-    values: Tensor,
-    out: Tensor,
-    *,
-    high_bits: int,
-    low_bits: int,
-    adds_rank: bool,
-    values_at: int,
-) -> None:
-    """Write indices, and values from byte ``values_at`` on, into ``out``.
+class Code(Protocol):
+    """How indices are written: codecs/index_code.py."""
+
+    @property
+    def numel(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def low_bits(self) -> int: ...
+    @property
+    def adds_rank(self) -> bool: ...
+    @property
+    def high_bits(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def pack(indices: Tensor, values: Tensor, out: Tensor, code: Code) -> None:
+    """Write indices, and values behind them, into ``out``.
 
     ``out`` is uint8, holds zeros and is aligned to 8 bytes.
     """
     count = indices.numel()
-    high_words, low_words = _words(high_bits), _words(count * low_bits)
-    arguments = (
-        indices,
-        values,
-        count,
-        low_bits,
-        adds_rank,
-        high_words,
-        low_words,
-        values_at,
-        out,
-    )
-    _launch(_OF_VALUES[values.dtype]["pack"], arguments, _blocks(max(count, low_words)))
+    high_words, low_words = _words(code.high_bits), _words(count * code.low_bits)
+    layout = (count, code.low_bits, code.adds_rank, high_words, low_words, code.nbytes)
+    kernel = kernel_name("pack", ELEMENTS[values.dtype])
+    arguments = (indices, values, *layout, out)
+    launch(SOURCE, kernel, arguments, grid=blocks_for(max(count, low_words)))
 
 
 @dataclass(frozen=True)
@@ -93,8 +79,7 @@ class Received:
 
     messages: Tensor
     """(ranks, bytes) uint8."""
-    values_at: int
-    """The byte of each message where the values begin."""
+    code: Code
     indices: Tensor
     """(ranks, capacity); only the first indices of each row, as many as the rank sent, are set."""
     starts: Tensor
@@ -104,25 +89,15 @@ class Received:
     """() bool: whether all values are finite and all messages intact, with ascending indices."""
 
 
-def receive(
-    messages: Tensor,
-    dtype: torch.dtype,
-    *,
-    numel: int,
-    capacity: int,
-    high_bits: int,
-    low_bits: int,
-    adds_rank: bool,
-    values_at: int,
-) -> Received:
+def receive(messages: Tensor, dtype: torch.dtype, code: Code) -> Received:
     """Read the indices of ``messages``, (ranks, bytes) uint8, and check indices and values.
 
-    Each message holds up to ``capacity`` values of ``dtype``, at least 1, and zeros behind them.
+    Each message holds up to ``code.count`` values of ``dtype``, at least 1, and zeros behind them.
     """
     ranks, pitch = messages.shape
-    high_words = _words(high_bits)
-    tiles = _blocks(high_words)
-    segments = _blocks(numel, _SEGMENT)
+    capacity, high_words = code.count, _words(code.high_bits)
+    tiles = blocks_for(high_words)
+    segments = blocks_for(code.numel, _SEGMENT)
     words = messages.new_zeros(ranks * tiles + ranks + 1, dtype=torch.int64)
     indices = messages.new_empty((ranks, capacity), dtype=torch.int32)
     starts = messages.new_empty((ranks, segments + 1), dtype=torch.int32)
@@ -130,13 +105,14 @@ def receive(
     bitmap = (messages, pitch)
     grid = (tiles, ranks, 1)
     arguments: tuple[Argument, ...] = (*bitmap, high_words, capacity, words, all_finite)
-    _launch(_COMMON["count_indices"], arguments, grid)
-    arguments = (*bitmap, low_bits, adds_rank, high_words, words, capacity, indices)
-    _launch(_COMMON["unpack"], arguments, grid)
-    arguments = (*bitmap, values_at, indices, capacity, words, tiles)
-    arguments = (*arguments, numel, segments, starts, all_finite)
-    _launch(_OF_VALUES[dtype]["check"], arguments, (_blocks(capacity), ranks, 1))
-    return Received(messages, values_at, indices, starts, all_finite)
+    launch(SOURCE, kernel_name("count_indices"), arguments, grid=grid)
+    form = (code.low_bits, code.adds_rank, high_words)
+    launch(SOURCE, kernel_name("unpack"), (*bitmap, *form, words, capacity, indices), grid=grid)
+    arguments = (*bitmap, code.nbytes, indices, capacity, words, tiles)
+    arguments = (*arguments, code.numel, segments, starts, all_finite)
+    kernel = kernel_name("check", ELEMENTS[dtype])
+    launch(SOURCE, kernel, arguments, grid=(blocks_for(capacity), ranks, 1))
+    return Received(messages, code, indices, starts, all_finite)
 
 
 def store_mean(
@@ -151,7 +127,7 @@ def store_mean(
     arguments = (
         received.messages,
         received.messages.stride(0),
-        received.values_at,
+        received.code.nbytes,
         received.indices,
         capacity,
         received.starts,
@@ -163,39 +139,34 @@ def store_mean(
         error,
         mean,
     )
-    _launch(_OF_VALUES[mean.dtype]["store_mean"], arguments, _blocks(mean.numel(), _SEGMENT))
+    types = TYPES[at_least_float32(mean.dtype)], ELEMENTS[mean.dtype]
+    grid = blocks_for(mean.numel(), _SEGMENT)
+    launch(SOURCE, kernel_name("store_mean", *types), arguments, grid=grid)
 
 
 def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
     """Add ``values`` to ``out[indices]``. Indices differ; those out of range are ignored."""
     count = indices.numel()
     arguments = (values, indices, count, out.numel(), out)
-    _launch(_OF_NUMBERS[out.dtype]["scatter_add"], arguments, _blocks(count))
+    kernel = kernel_name("scatter_add", TYPES[out.dtype])
+    launch(SOURCE, kernel, arguments, grid=blocks_for(count))
 
 
 def draw_indices(seed: int, rotation: int, numel: int, out: Tensor) -> None:
     """Fill ``out`` with different indices below ``numel``, the same as on a CPU."""
     count = out.numel()
-    _launch(_COMMON["draw"], (seed, rotation, numel, count, out), _blocks(count))
+    arguments = (seed, rotation, numel, count, out)
+    launch(SOURCE, kernel_name("draw"), arguments, grid=blocks_for(count))
 
 
 def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:
     """Add ``momentum * velocity`` to ``gradient`` in place; return that plus ``error``."""
     check_gradient(gradient, velocity, error)
     total = torch.empty_like(gradient)
-    numel = gradient.numel()
-    blocks = min(_STREAMING_BLOCKS, _blocks(numel, 4 * _THREADS))
-    arguments = (gradient, velocity, error, float(momentum), numel, total)
-    _launch(_OF_NUMBERS[gradient.dtype]["correct_momentum"], arguments, blocks)
+    arguments = (gradient, velocity, error, float(momentum), gradient.numel(), total)
+    kernel = kernel_name("correct_momentum", TYPES[gradient.dtype])
+    launch(SOURCE, kernel, arguments, grid=streaming_blocks(gradient))
     return total
-
-
-def _launch(kernel: str, arguments: tuple[Argument, ...], grid: int | tuple[int, int, int]) -> None:
-    launch(SOURCE, kernel, arguments, grid=grid, block=_THREADS)
-
-
-def _blocks(elements: int, per_block: int = _THREADS) -> int:
-    return -(-elements // per_block)
 
 
 def _words(bits: int) -> int:

@@ -8,9 +8,8 @@
 docs/design/2026-11-22-auto.md.
 """
 
-from commhooks.planning.plan import Plan
+from commhooks.planning.plan import Plan, Row, merged
 from commhooks.planning.problem import BucketTimes, Choice, Group, Problem
-from commhooks.planning.row import Row, merged
 from commhooks.planning.solver import solve, timelines
 
 __all__ = [

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from commhooks._C import CompletionQueue
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
+from commhooks.native import CompletionQueue
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
 from commhooks.runtime.executor import Executor

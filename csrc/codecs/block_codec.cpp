@@ -47,8 +47,11 @@ void check_companion(const char* name, const at::Tensor& tensor, const at::Tenso
 
 }  // namespace
 
-CpuBlockCodec::CpuBlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_size)
-    : loops_(std::move(loops)), block_size_(block_size) {
+CpuBlockCodec::CpuBlockCodec(const Format& format, int64_t block_size) : block_size_(block_size) {
+  for (const auto make : {level_loops, float_loops, sign_loops}) {
+    loops_ = loops_ == nullptr ? make(format) : std::move(loops_);
+  }
+  TORCH_CHECK(loops_ != nullptr, "Expected the name of codes, found '", format.codes, "'.");
   const int64_t multiple = loops_->group() == 0 ? kBlockMultiple : kGroupedMultiple;
   TORCH_CHECK(
       block_size > 0 && block_size <= kMaxBlockSize && block_size % multiple == 0,

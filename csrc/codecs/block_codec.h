@@ -2,6 +2,8 @@
 // ranks.
 #pragma once
 
+#include "kernels/codecs/block.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -60,18 +62,20 @@ class BlockLoops {
   virtual void decode(const DecodeCall& call, int64_t begin, int64_t end) const = 0;
 };
 
-// norm: "max", "signed_max" or "l2". clip: with "max", larger numbers are clamped; in root mean
-// squares of the block.
-std::unique_ptr<BlockLoops> level_loops(
-    int64_t bits, int64_t levels, const std::string& norm, double clip, bool stochastic);
-// format: "e4m3" or "e5m2".
-std::unique_ptr<BlockLoops> fp8_loops(const std::string& format);
-// format: "mxfp4", "nvfp4" or "e3m0".
-std::unique_ptr<BlockLoops> fp4_loops(const std::string& format);
-std::unique_ptr<BlockLoops> natural_loops();
-// norm: "mean" or "root_mean". majority: several messages are decoded to the sign that most of them
-// have, times their mean scale, and to zero if there are as many of each.
-std::unique_ptr<BlockLoops> sign_loops(const std::string& norm, bool majority);
+// A declaration of commhooks/codecs/formats.py.
+struct Format {
+  std::string codes;  // the name of a struct in kernels/codecs
+  codecs::Norm norm;
+  float levels;
+  float clip;
+  bool is_vote;  // several messages are decoded to the sign that most of them have, times their
+                 // mean scale, and to zero if there are as many of each
+};
+
+// Each returns null for the formats of the others. They are compiled apart, in parallel.
+std::unique_ptr<BlockLoops> level_loops(const Format& format);
+std::unique_ptr<BlockLoops> float_loops(const Format& format);
+std::unique_ptr<BlockLoops> sign_loops(const Format& format);
 
 // The message of a part of n values has these bytes:
 //
@@ -84,7 +88,7 @@ std::unique_ptr<BlockLoops> sign_loops(const std::string& norm, bool majority);
 // number of threads nor on the machine: commhooks/kernels/block_codec.cu computes the same bytes.
 class CpuBlockCodec {
  public:
-  CpuBlockCodec(std::unique_ptr<BlockLoops> loops, int64_t block_size);
+  CpuBlockCodec(const Format& format, int64_t block_size);
 
   // Returns the length of the message of a part.
   int64_t encoded_bytes(int64_t part_length) const;

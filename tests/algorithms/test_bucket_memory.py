@@ -6,7 +6,7 @@ from torch import Tensor
 
 from commhooks import CommHookStateError
 from commhooks.algorithms.bucket_memory import BucketMemory
-from reducer._C import GradBucket
+from reducer.native import GradBucket
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": ()}
 

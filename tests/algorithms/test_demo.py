@@ -10,8 +10,7 @@ from torch import Tensor
 
 from commhooks.algorithms.sparse import demo
 from commhooks.algorithms.sparse.base import gather_bytes
-from commhooks.algorithms.sparse.demo import DeMo
-from commhooks.algorithms.sparse.tiles import dct_matrix, from_frequencies, to_frequencies
+from commhooks.algorithms.sparse.demo import DeMo, dct_matrix, from_frequencies, to_frequencies
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "vector": (13,),

@@ -6,7 +6,6 @@ from support.lockstep import lockstep, make_bucket
 from torch import Tensor
 
 from commhooks.algorithms.sparse.dgc import DGC
-from commhooks.algorithms.sparse.selection import density_at
 from commhooks.algorithms.sparse.topk import TopK
 
 NUMEL = 997
@@ -88,11 +87,12 @@ def test_without_momentum_is_topk():
 
 
 def test_density_decreases_exponentially():
-    def densities(density: float) -> list[float]:
-        options = {"density": density, "warmup_steps": 4, "warmup_density": 0.25}
-        return [density_at(step, **options) for step in range(6)]
+    def counts(density: float) -> list[int]:
+        hook = DGC(density=density, warmup_steps=4, warmup_density=0.25)
+        buckets = [make_bucket({"p": torch.zeros(1)}, step) for step in range(6)]
+        return [hook.kept(bucket, 10**6) for bucket in buckets]
 
     ratio = (0.001 / 0.25) ** 0.25
     expected = [0.25 * ratio**step for step in range(4)] + [0.001, 0.001]
-    assert densities(0.001) == pytest.approx(expected)
-    assert densities(0.5) == [0.5] * 6
+    assert counts(0.001) == [round(density * 10**6) for density in expected]
+    assert counts(0.5) == [500_000] * 6

@@ -17,11 +17,11 @@ from support.powersgd_steps import (
     powersgd,
     tensors_of,
 )
+from support.reference import powersgd_one_sided, powersgd_two_sided
 from torch import Tensor
 
 from commhooks.algorithms.lowrank.compressor import orthonormal_basis
 from commhooks.algorithms.lowrank.matrix_plan import Side
-from commhooks.testing.reference import powersgd_one_sided, powersgd_two_sided
 
 # ----------------------------------------------------------------------------- against the paper
 

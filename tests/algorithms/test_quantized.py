@@ -1,6 +1,5 @@
 """Hooks that quantize: averages, errors, bytes on the wire, and contributions."""
 
-import importlib
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +22,13 @@ from support.quantized_steps import (
     part_length,
     unsent,
 )
+from support.reference import quantized_two_shot
 from torch import Tensor
 
 import commhooks
 from commhooks import CommHookOptionError
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
-from commhooks.testing.reference import quantized_two_shot
 
 # --------------------------------------------------------------------------------------- averages
 
@@ -53,9 +52,9 @@ def test_results_and_errors_sum_to_the_gradients(name, size):
     assert missing.abs().max() > 1e-4  # so quantization did change numbers
 
 
-def documented_quantize(module: str, **constants: Any) -> Callable[[Tensor], Tensor]:
-    """Return the function ``quantize`` from the algorithm that opens the file of a hook."""
-    document = importlib.import_module(f"commhooks.algorithms.quantized.{module}").__doc__
+def documented_quantize(name: str, **constants: Any) -> Callable[[Tensor], Tensor]:
+    """Return the function ``quantize`` from the algorithm in the docstring of a hook."""
+    document = type(commhooks.create(name)).__doc__
     assert document is not None
     algorithm = document.partition("::\n\n")[2].partition("\n\n")[0]
     names = {"torch": torch, **constants}
@@ -65,18 +64,9 @@ def documented_quantize(module: str, **constants: Any) -> Callable[[Tensor], Ten
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("int8", "integer"),
-        ("int2", "int2"),
-        ("fp8", "fp8"),
-        ("onebit", "onebit"),
-        ("signsgd", "signsgd"),
-    ],
-)
-def test_the_documented_algorithm_gives_the_results_and_the_errors(name, module, size):
-    quantize = documented_quantize(module)
+@pytest.mark.parametrize("name", ["int8", "int2", "fp8", "onebit", "signsgd"])
+def test_the_documented_algorithm_gives_the_results_and_the_errors(name, size):
+    quantize = documented_quantize(name)
     blocks, block_size = 3 * size, 32
     hooks = make_hooks(name, {"block_size": block_size}, size)
     errors = [torch.zeros(blocks, block_size) for _ in range(size)]
@@ -97,11 +87,11 @@ def test_the_documented_algorithm_gives_the_results_and_the_errors(name, module,
 
 
 @pytest.mark.parametrize(
-    ("module", "constants"),
+    ("name", "constants"),
     [("qsgd", {"levels": 7}), ("terngrad", {"clip": torch.inf}), ("natural", {})],
 )
-def test_the_documented_rounding_is_unbiased(module, constants):
-    quantize = documented_quantize(module, **constants)
+def test_the_documented_rounding_is_unbiased(name, constants):
+    quantize = documented_quantize(name, **constants)
     torch.manual_seed(0)
     x = torch.randn(4, 32)
     mean = quantize(x.repeat(4000, 1)).view(4000, *x.shape).mean(0)

@@ -20,6 +20,7 @@ from commhooks import CommHook, CommHookOptionError
 from commhooks.algorithms.sparse.dgc import DGC
 from commhooks.algorithms.sparse.randomk import RandomK
 from commhooks.algorithms.sparse.selection import draw_indices
+from commhooks.algorithms.sparse.shared_topk import SharedTopK
 from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
 from commhooks.hook.spec import hook_spec
@@ -41,8 +42,8 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk, dense": functools.partial(TopK, density=0.6, warmup_steps=0),
     "topk, chunks": functools.partial(TopK, density=0.1, warmup_steps=2, chunk=100),
     "topk, quantized": functools.partial(TopK, density=0.1, warmup_steps=2, chunk=320, bits=8),
-    "topk, shared": functools.partial(TopK, density=0.1, warmup_steps=2, indices="shared"),
-    "topk, shared, dense": functools.partial(TopK, density=0.6, warmup_steps=0, indices="shared"),
+    "shared_topk": functools.partial(SharedTopK, density=0.1, warmup_steps=2),
+    "shared_topk, dense": functools.partial(SharedTopK, density=0.6, warmup_steps=0),
     "threshold": functools.partial(Threshold, value=1.5),
     "threshold, dense": functools.partial(Threshold, value=0.3),
     "randomk": functools.partial(RandomK, density=0.2, error_feedback=True),

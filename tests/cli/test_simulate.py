@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("click")
 from click.testing import CliRunner
 
-from commhooks.algorithms.quantized.integer import Int8
+from commhooks.algorithms.quantized.integers import Int8
 from commhooks.cli import simulate as command
 from commhooks.cli.commands import commands
 from commhooks.lab.simulation import Job, Measurements, measure

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from commhooks.codecs import formats
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.fp8 import Fp8Codec
-from commhooks.codecs.levels import LevelCodec
-from commhooks.codecs.natural import NaturalCodec
-from commhooks.codecs.sign import SignCodec
+from commhooks.codecs.formats import E4M3, E5M2, NATURAL, signs
 
 Array = NDArray[np.float64]
 
@@ -90,7 +88,9 @@ def level_case(
         clipped = np.maximum(np.maximum(ratio - levels, lowest - ratio), 0)
         return clipped + (1.0 if stochastic else 0.5)
 
-    codec = LevelCodec(bits, levels, norm=norm, clip=clip, stochastic=stochastic, block_size=BLOCK)
+    codec = BlockCodec(
+        formats.integers(bits, levels, norm=norm, clip=clip, stochastic=stochastic), BLOCK
+    )
     return Case(codec, bits, integers(bits), scale, step)
 
 
@@ -103,15 +103,15 @@ CASES = {
     "8 levels, signed": level_case(4, 3, norm="signed_max"),
     "ternary": level_case(2, 1, stochastic=True),
     "ternary, clipped": level_case(2, 1, clip=1.5, stochastic=True),
-    "e4m3": Case(Fp8Codec("e4m3", block_size=BLOCK), 8, fp8_values(torch.float8_e4m3fn),
+    "e4m3": Case(BlockCodec(E4M3, BLOCK), 8, fp8_values(torch.float8_e4m3fn),
                  lambda y: largest(y) / 448, half_a_mantissa(3, 2.0**-9)),
-    "e5m2": Case(Fp8Codec("e5m2", block_size=BLOCK), 8, fp8_values(torch.float8_e5m2),
+    "e5m2": Case(BlockCodec(E5M2, BLOCK), 8, fp8_values(torch.float8_e5m2),
                  lambda y: largest(y) / 57344, half_a_mantissa(2, 2.0**-16)),
-    "natural": Case(NaturalCodec(block_size=BLOCK), 8, powers, power_above,
+    "natural": Case(BlockCodec(NATURAL, BLOCK), 8, powers, power_above,
                     lambda ratio: np.maximum(np.abs(ratio), 2.0**-126)),
-    "sign, mean": Case(SignCodec("mean", block_size=BLOCK), 1, lambda codes: 1 - 2.0 * codes,
+    "sign, mean": Case(BlockCodec(signs("mean"), BLOCK), 1, lambda codes: 1 - 2.0 * codes,
                        lambda y: float(np.mean(np.abs(y))), lambda ratio: abs(np.abs(ratio) - 1)),
-    "sign, root mean": Case(SignCodec("root_mean", block_size=BLOCK), 1,
+    "sign, root mean": Case(BlockCodec(signs("root_mean"), BLOCK), 1,
                             lambda codes: 1 - 2.0 * codes, root_mean,
                             lambda ratio: abs(np.abs(ratio) - 1)),
 }  # fmt: skip
@@ -276,7 +276,7 @@ def test_fp8_rounds_as_torch_does():
         # The largest number of each block is that of the format, so the scale is 1.
         rows = torch.cat([torch.full((len(rows), 1), top), rows], 1)
         values = rows.reshape(-1)
-        codec = Fp8Codec(number_format, block_size=32)
+        codec = BlockCodec(getattr(formats, number_format.upper()), 32)
         message = torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)
         codec.encode(values, message[None], values.numel())
         scales, codes = message[: len(rows) * 4], message[len(rows) * 4 :]
@@ -294,7 +294,9 @@ def test_fp8_decodes_every_finite_code_as_torch_does(number_format, dtype):
     message = torch.cat([scale[: 4 * -(-len(codes) // 32)], codes])
     message = torch.nn.functional.pad(message, (0, -len(message) % 4))
     values = torch.empty(len(codes))
-    Fp8Codec(number_format, block_size=32).average(message[None], values, len(codes))
+    BlockCodec(getattr(formats, number_format.upper()), 32).average(
+        message[None], values, len(codes)
+    )
     assert torch.equal(values.view(torch.int32), codes.view(dtype).float().view(torch.int32))
 
 
@@ -395,7 +397,7 @@ def test_average_is_the_mean(name, count, dtype):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_majority_of_signs(count):
-    codec = SignCodec("mean", majority=True, block_size=BLOCK)
+    codec = BlockCodec(signs("mean", majority=True), BLOCK)
     case = Case(codec, 1, *(lambda x: x,) * 3)
     values = torch.randn(count, 3 * BLOCK, generator=torch.Generator().manual_seed(count))
     values[0, BLOCK : 2 * BLOCK] = 0  # does not vote in this block
@@ -473,12 +475,12 @@ def test_one_part_that_is_not_finite_gives_nan_and_does_not_change_kept(name):
 @pytest.mark.parametrize(
     ("codec", "expected"),
     [
-        (LevelCodec(8, block_size=256), 4 * 4 + 1000),
-        (LevelCodec(4, block_size=128), 8 * 4 + 500),
-        (LevelCodec(2, norm="signed_max", block_size=512), 2 * 4 + 252),
-        (SignCodec("mean", block_size=1024), 4 + 128),
-        (NaturalCodec(block_size=512), 2 * 4 + 1000),
-        (Fp8Codec("e5m2", block_size=4096), 4 + 1000),
+        (BlockCodec(formats.integers(8), 256), 4 * 4 + 1000),
+        (BlockCodec(formats.integers(4), 128), 8 * 4 + 500),
+        (BlockCodec(formats.integers(2, norm="signed_max"), 512), 2 * 4 + 252),
+        (BlockCodec(signs("mean"), 1024), 4 + 128),
+        (BlockCodec(NATURAL, 512), 2 * 4 + 1000),
+        (BlockCodec(E5M2, 4096), 4 + 1000),
     ],
 )
 def test_lengths(codec, expected):
@@ -487,7 +489,7 @@ def test_lengths(codec, expected):
 
 
 def test_errors_name_the_mistake():
-    codec = LevelCodec(8, block_size=32)
+    codec = BlockCodec(formats.integers(8), 32)
     room = torch.empty(1, 8, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"float32 or float64, found (Half|torch.float16)"):
         codec.encode(torch.ones(3, dtype=torch.float16), room, 3)
@@ -504,6 +506,6 @@ def test_errors_name_the_mistake():
     with pytest.raises(RuntimeError, match=r"one part of at most 2 elements, found 2 messages"):
         codec.average(torch.empty(2, 8, dtype=torch.uint8), torch.ones(4), 2)
     with pytest.raises(RuntimeError, match=r"multiple of 32 up to 4096, found 33"):
-        LevelCodec(8, block_size=33)
-    with pytest.raises(RuntimeError, match=r"1 to 7 levels in 4 bits, found 8"):
-        LevelCodec(4, 8, block_size=32)
+        BlockCodec(formats.integers(8), 33)
+    with pytest.raises(ValueError, match=r"1 to 7 levels in 4 bits, found 8"):
+        BlockCodec(formats.integers(4, 8), 32)

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.levels import LevelCodec
-from commhooks.codecs.rotated import RotatedCodec
+from commhooks.codecs.formats import integers
 
 
 def hadamard(size: int) -> Tensor:
@@ -48,10 +47,10 @@ def test_numbers_are_multiplied_by_the_matrix(
     expected = by_matrices(numbers.double() + added, part_length)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
     found = numbers.clone()
-    _C.rotate(found, added, part_length, inverse=False)
+    native.rotate(found, added, part_length, inverse=False)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
     assert found.norm().item() == pytest.approx((numbers + added).norm().item(), rel=1e-5)
-    _C.rotate(found, None, part_length, inverse=True)
+    native.rotate(found, None, part_length, inverse=True)
     torch.testing.assert_close(found, numbers + added, rtol=0, atol=tolerance)
 
 
@@ -67,7 +66,7 @@ def test_numbers_are_multiplied_by_the_matrix(
 )
 def test_tensors_that_do_not_fit(values: Tensor, added: Tensor | None, part_length: int) -> None:
     with pytest.raises(RuntimeError, match=r"Expected (flat|parts)"):
-        _C.rotate(values, added, part_length, inverse=False)
+        native.rotate(values, added, part_length, inverse=False)
 
 
 def sent(codec: BlockCodec, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,8 +81,8 @@ def sent(codec: BlockCodec, numbers: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("bits", [2, 4])
 def test_large_numbers_cost_the_others_less(bits: int) -> None:
     """The numbers have a Student distribution with three degrees of freedom."""
-    codec = LevelCodec(bits, norm="signed_max" if bits == 2 else "max", block_size=128)
-    rotated = RotatedCodec(codec)
+    number_format = integers(bits, norm="signed_max" if bits == 2 else "max")
+    codec, rotated = (BlockCodec(number_format, 128, rotated=r) for r in (False, True))
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(4, 128 * 64, generator=generator)
     numbers = normal[0] / normal[1:].square().mean(0).sqrt()
@@ -98,7 +97,7 @@ def test_large_numbers_cost_the_others_less(bits: int) -> None:
 
 def test_the_message_is_the_same_if_the_residual_is_not_kept() -> None:
     numbers, error = torch.randn(1000), torch.randn(1000)
-    codec = RotatedCodec(LevelCodec(4, block_size=64))
+    codec = BlockCodec(integers(4), 64, rotated=True)
     messages = torch.empty(2, codec.encoded_bytes(1000), dtype=torch.uint8)
     for message, keep_residual in zip(messages.split(1), (False, True), strict=True):
         codec.encode(numbers.clone(), message, 1000, error=error, keep_residual=keep_residual)
@@ -109,7 +108,7 @@ def test_the_message_is_the_same_if_the_residual_is_not_kept() -> None:
 
 
 def test_what_is_not_finite_is_noticed() -> None:
-    codec = RotatedCodec(LevelCodec(4, block_size=64))
+    codec = BlockCodec(integers(4), 64, rotated=True)
     numbers = torch.randn(1000)
     numbers[7] = torch.inf
     messages = torch.empty(1, codec.encoded_bytes(1000), dtype=torch.uint8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reducer import _C
+from reducer import native
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [4096, 1, 7, 64, 0, 12_289, 3, 256, 5000]
@@ -12,7 +12,7 @@ LENGTHS = [4096, 1, 7, 64, 0, 12_289, 3, 256, 5000]
 
 @pytest.fixture(autouse=True)
 def _kernels() -> None:
-    if not _C.has_kernels("cuda"):
+    if not native.has_kernels("cuda"):
         pytest.skip("built without nvcc: torch's foreach operations copy")
 
 
@@ -36,10 +36,10 @@ def reference(tensors: list[Tensor], dtype: torch.dtype, scale: float) -> Tensor
 def test_all_dtypes_both_ways(dtype: torch.dtype, to: torch.dtype) -> None:
     tensors = gradients(LENGTHS, dtype)
     flat = torch.full((sum(LENGTHS),), 7.0, device="cuda", dtype=to)
-    _C.pack(tensors, flat, 1 / 3)
+    native.pack(tensors, flat, 1 / 3)
     assert torch.equal(flat, reference(tensors, to, 1 / 3))
     back = [torch.empty_like(tensor) for tensor in tensors]
-    _C.unpack(flat, back)
+    native.unpack(flat, back)
     assert torch.equal(torch.cat(back), reference([flat], dtype, 1.0))
 
 
@@ -49,14 +49,14 @@ def test_finite_check(dtype: torch.dtype, to: torch.dtype) -> None:
     tensors = gradients(LENGTHS, dtype)
     flat = torch.empty(sum(LENGTHS), device="cuda", dtype=to)
     flag = torch.ones((), dtype=torch.bool, device="cuda")
-    _C.pack(tensors, flat, 2.0, finite=flag)
+    native.pack(tensors, flat, 2.0, finite=flag)
     assert flag
     for tensor in (0, 3, 5):
         before = tensors[tensor][-1].clone()
         for number in (torch.inf, -torch.inf, torch.nan, torch.finfo(dtype).max):
             tensors[tensor][-1] = number
             flag.fill_(True)
-            _C.pack(tensors, flat, 2.0, finite=flag)
+            native.pack(tensors, flat, 2.0, finite=flag)
             assert flag == flat.isfinite().all()
         tensors[tensor][-1] = before
 
@@ -67,7 +67,7 @@ def test_misaligned_memory(shift: int) -> None:
     tensors = [tensor[shift:] for tensor in gradients(lengths, torch.float32)]
     numel = sum(tensor.numel() for tensor in tensors)
     memory = torch.full((numel + 2 * shift,), 7.0, device="cuda")
-    _C.pack(tensors, memory[shift : shift + numel], 2.0)
+    native.pack(tensors, memory[shift : shift + numel], 2.0)
     assert torch.equal(memory[shift : shift + numel], reference(tensors, torch.float32, 2.0))
     assert torch.all(memory[:shift] == 7.0)
     assert torch.all(memory[shift + numel :] == 7.0)
@@ -76,7 +76,7 @@ def test_misaligned_memory(shift: int) -> None:
 def test_more_tensors_than_fit_in_kernel_arguments() -> None:
     tensors = gradients([i % 7 for i in range(3000)], torch.float32)
     flat = torch.empty(sum(tensor.numel() for tensor in tensors), device="cuda")
-    _C.pack(tensors, flat)
+    native.pack(tensors, flat)
     assert torch.equal(flat, torch.cat(tensors))
 
 
@@ -89,7 +89,7 @@ def test_on_the_current_stream() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
         tensors[0].fill_(5.0)
-        _C.pack(tensors, flat, 2.0)
+        native.pack(tensors, flat, 2.0)
     stream.synchronize()
     assert torch.all(flat == 10.0)
 
@@ -99,7 +99,7 @@ def test_captured_in_a_graph() -> None:
     flat = torch.zeros(1053, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _C.pack(tensors, flat, 0.5)
+        native.pack(tensors, flat, 0.5)
     for value in (1.0, 2.0):
         for tensor in tensors:
             tensor.fill_(value)

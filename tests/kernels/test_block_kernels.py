@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks import CommHookError
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.formats import integers
 from commhooks.testing.compare import same_bits
 
 
@@ -100,7 +100,7 @@ def test_same_bytes_for_all_lengths_and_alignments(machine, name, half):
 
 
 def test_errors_name_the_mistake(machine):
-    codec, device = LevelCodec(8, block_size=32), machine.device
+    codec, device = BlockCodec(integers(8), 32), machine.device
     room = torch.empty(1, 8, dtype=torch.uint8, device=device)
     values = torch.ones(4, device=device)
     with machine.active():

@@ -6,9 +6,8 @@ from emulation import EmulationError, LocalSource, emulated
 from emulation.sanitizer import run_sanitized
 
 from commhooks import CommHookError, kernels
-from commhooks.codecs.fp8 import Fp8Codec
-from commhooks.codecs.levels import LevelCodec
-from commhooks.codecs.sign import SignCodec
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.formats import E4M3, integers, signs
 
 BROKEN = LocalSource(
     "broken.cu",
@@ -89,9 +88,9 @@ def read_beyond_the_end() -> None:
 def encode_and_decode() -> None:
     """Encode and decode in tensors of exactly the required size."""
     for codec in (
-        LevelCodec(8, block_size=32),
-        SignCodec("mean", block_size=1056),
-        Fp8Codec("e4m3", block_size=96),
+        BlockCodec(integers(8), 32),
+        BlockCodec(signs("mean"), 1056),
+        BlockCodec(E4M3, 96),
     ):
         for numel, parts in ((1, 1), (33, 2), (2500, 3)):
             values = torch.randn(numel)

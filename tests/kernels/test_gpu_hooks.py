@@ -14,7 +14,8 @@ from torch import Tensor
 
 import commhooks
 from commhooks import CommHookError, kernels
-from commhooks.codecs.levels import LevelCodec
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.formats import integers
 from commhooks.kernels import loader
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -104,7 +105,7 @@ def test_same_on_a_gpu_without_waiting(name):
 def test_kernels_run_on_the_current_stream_of_the_tensors_device_from_any_thread(index):
     """Earlier work on the stream is slow, and a new thread has no CUDA context yet."""
     device = torch.device("cuda", index)
-    codec = LevelCodec(8, block_size=256)
+    codec = BlockCodec(integers(8), 256)
     given = torch.randn(1 << 20)
     expected = torch.empty(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8)
     codec.encode(given, expected, given.numel())

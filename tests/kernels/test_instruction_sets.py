@@ -10,11 +10,12 @@ from support.codec_runs import CODECS, numbers, run
 from support.instruction_sets import instruction_sets, use_instruction_set
 from torch import Tensor
 
-from commhooks._C import select_largest, select_largest_of_chunks
-from commhooks.codecs.fp8 import Fp8Codec
-from commhooks.codecs.sign import SignCodec
+from commhooks.codecs import formats
+from commhooks.codecs.block import BlockCodec
+from commhooks.codecs.formats import signs
+from commhooks.native import select_largest, select_largest_of_chunks
 from commhooks.testing.compare import same_bits
-from reducer._C import pack, unpack
+from reducer.native import pack, unpack
 
 PLAIN, *WIDER = instruction_sets()
 KINDS = ("usual", "any size", "tiny", "zeros", "not finite")
@@ -79,7 +80,7 @@ def test_every_code_of_fp8(name, dtype):
     for instruction_set in instruction_sets():
         use_instruction_set(instruction_set)
         found.append(torch.full((512,), 7.0))
-        Fp8Codec(name, block_size=256).average(message, found[-1], 512)
+        BlockCodec(getattr(formats, name.upper()), 256).average(message, found[-1], 512)
     for values in found[1:]:
         assert same_bits(values, found[0])
     expected = 3 * message[0, 8:].view(dtype).float()
@@ -93,7 +94,7 @@ def test_every_code_of_fp8(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_signs_with_and_without_a_zero(dtype, zeros, kind):
     """Zeros get random signs; blocks without zeros are packed by other instructions."""
-    codec = SignCodec("mean", block_size=128)
+    codec = BlockCodec(signs("mean"), 128)
     values = numbers(1024, kind, dtype)
     values[values == 0] = 2.0**-80
     values[200 : 200 + zeros] = 0

@@ -32,7 +32,7 @@ NAMES = sorted(
     if isinstance(kind, type) and issubclass(kind, commhooks.CommHook) and kind.name != "auto"
 )
 CONFIGS = [{"name": name, **WRAPPERS.get(name, {})} for name in NAMES]
-SHARED = {"name": "topk", "indices": "shared"}
+SHARED = {"name": "shared_topk"}
 STEP = 1000
 
 

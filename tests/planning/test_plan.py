@@ -10,7 +10,7 @@ from support.planning_problems import group, problem_of, random_problem
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookOptionError, CommHookStateError
 from commhooks.planning import Plan, Row, merged, solve
-from commhooks.planning.row import label_of
+from commhooks.planning.plan import label_of
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,6 @@ def test_a_saved_plan_is_loaded_as_it_was(plan: Plan, tmp_path: Path):
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    assert loaded.digest() == plan.digest()
     assert loaded.hook_of() == {name: row.hook for row in plan.rows for name in row.names}
 
 
@@ -54,15 +53,6 @@ def test_a_file_that_is_no_plan_is_not_loaded(tmp_path: Path, content: bytes | N
         path.write_bytes(content)
     with pytest.raises(CommHookStateError, match=r"plan\.json: expected a plan"):
         Plan.load(path)
-
-
-def test_the_digest_is_that_of_hooks_by_parameter_and_of_nothing_else(plan: Plan):
-    slower = json.loads(json.dumps(plan.to_json()))
-    slower["after"]["backward_seconds"] *= 1 + 2**-52
-    slower["rows"].reverse()
-    assert Plan.from_json(slower).digest() == plan.digest()
-    slower["rows"][0]["hook"] = "another"
-    assert Plan.from_json(slower).digest() != plan.digest()
 
 
 def test_a_plan_prints_as_a_table(plan: Plan):

@@ -11,8 +11,8 @@ pytest.importorskip("pandas")  # extra `results`
 
 from bench import results_page
 from bench.auto import __main__ as bench
-from bench.auto import intervals, plans, tables
-from commhooks.planning.assignment import exact
+from bench.auto import plans, tables
+from commhooks.planning.problem import exact
 from commhooks.planning.solver import is_within_limit
 
 
@@ -29,7 +29,8 @@ def test_a_point_is_measured_once_and_shown(
     assert 0 < settings["bf16"]["error"] < 0.01 < settings["int4"]["error"] < 1
     # Over loopback it averages exactly, but for plans that what else runs here may bring about.
     assert settings["auto"]["error"] <= settings["int4"]["error"]
-    assert settings["fewest bytes"]["wire_bytes"] < settings["allreduce"]["wire_bytes"]
+    # It may have tried nothing, because the bytes take so little time.
+    assert settings["fewest bytes"]["wire_bytes"] <= settings["allreduce"]["wire_bytes"]
     text = "\n\n".join(results_page.section_of(path))
     assert "### tiny, 0.0 million parameters, 2 ranks, loopback" in text
     assert text.count("\n| ") == 1 + len(settings)
@@ -68,6 +69,6 @@ def test_a_change_of_the_rate_is_over_when_what_follows_is_near_the_right_plan()
 
 
 def test_an_interval_contains_the_median_and_narrows() -> None:
-    few, many = (intervals.median_interval([0.9, 1.0, 1.2] * n) for n in (2, 50))
+    few, many = (tables.median_interval([0.9, 1.0, 1.2] * n) for n in (2, 50))
     assert few.low <= few.median == many.median == 1.0 <= few.high
     assert many.high - many.low < few.high - few.low

@@ -13,7 +13,8 @@ import commhooks
 ROOT = Path(commhooks.__file__).parents[1]
 
 FLOORS = """
-    errors precision extensions _C pure
+    errors precision extensions _C fallback
+    native
     comm
     hook
     kernels

@@ -9,17 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import _C, pure
+from commhooks import _C, fallback
+from commhooks.codecs import formats
 from commhooks.codecs.index_code import IndexCode
 from commhooks.extensions import KERNELS
 
 pytestmark = pytest.mark.skipif(not KERNELS.is_compiled, reason="commhooks._C is not compiled")
 
-CODECS: dict[str, tuple[str, tuple[Any, ...]]] = {
+FORMATS = {
     **{
-        f"{bits} bits, {levels} levels, {norm}{clip}{'?' * stochastic}": (
-            "level_codec",
-            (bits, levels, norm, clip, stochastic),
+        f"{bits} bits, {levels} levels, {norm}{clip}{'?' * stochastic}": formats.integers(
+            bits,  # type: ignore[arg-type]
+            levels,
+            norm=norm,  # type: ignore[arg-type]
+            clip=clip,
+            stochastic=stochastic,
         )
         for bits, levels in [(2, 1), (4, 7), (4, 2), (8, 127)]
         for norm, clip in [
@@ -30,16 +34,16 @@ CODECS: dict[str, tuple[str, tuple[Any, ...]]] = {
         ]
         for stochastic in (False, True)
     },
-    "e4m3": ("fp8_codec", ("e4m3",)),
-    "e5m2": ("fp8_codec", ("e5m2",)),
-    "mxfp4": ("fp4_codec", ("mxfp4",)),
-    "nvfp4": ("fp4_codec", ("nvfp4",)),
-    "e3m0": ("fp4_codec", ("e3m0",)),
-    "natural": ("natural_codec", ()),
-    **{
-        f"sign {norm}{' vote' * vote}": ("sign_codec", (norm, vote))
-        for norm, vote in itertools.product(("mean", "root_mean"), (False, True))
-    },
+    "e4m3": formats.E4M3,
+    "e5m2": formats.E5M2,
+    "mxfp4": formats.MXFP4,
+    "nvfp4": formats.NVFP4,
+    "e3m0": formats.E3M0,
+    "natural": formats.NATURAL,
+    "sign mean": formats.signs("mean"),
+    "sign mean vote": formats.signs("mean", majority=True),
+    "sign root_mean": formats.signs("root_mean"),
+    "sign root_mean vote": formats.signs("root_mean", majority=True),
 }
 KINDS = ["normal", "wide", "zeros", "tiny", "huge", "subnormal", "not finite"]
 SIZES = {32: (95, 2), 96: (96 * 350 + 7, 1), 512: (1, 2), 4096: (3 * 4096 + 40, 1), 1024: (0, 2)}
@@ -69,13 +73,24 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return bool(((one.view(dtype) == other.view(dtype)) | (one.isnan() & other.isnan())).all())
 
 
+def make(module: Any, name: str, block_size: int) -> Any:
+    number_format = FORMATS[name]
+    return module.CpuBlockCodec(
+        number_format.codes,
+        number_format.norm,
+        number_format.levels,
+        number_format.clip,
+        number_format.is_vote,
+        block_size,
+    )
+
+
 def run(module: Any, name: str, block_size: int, given: Tensor, error: Tensor | None) -> list[Any]:
     """All that a codec writes and returns for some numbers."""
-    make, arguments = CODECS[name]
     parts = SIZES[block_size][1]
     if name in ("mxfp4", "nvfp4"):  # blocks are multiples of 128
         block_size = -(-block_size // 128) * 128
-    codec = getattr(module, make)(*arguments, block_size)
+    codec = make(module, name, block_size)
     length = -(-given.numel() // parts)
     values = given.clone()
     messages = torch.full((parts, codec.encoded_bytes(length)), 7, dtype=torch.uint8)
@@ -98,7 +113,7 @@ def _generator() -> torch.Generator:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("block_size", SIZES)
 def test_messages_and_results(name: str, block_size: int) -> None:
     numel, _ = SIZES[block_size]
@@ -106,7 +121,7 @@ def test_messages_and_results(name: str, block_size: int) -> None:
         dtype = (torch.float32, torch.float64)[(seed + block_size // 32) % 2]
         given = draw(numel, dtype, kind, seed)
         error = draw(numel, dtype, "normal", 100) if seed % 3 else None
-        compiled, found = (run(m, name, block_size, given, error) for m in (_C, pure))
+        compiled, found = (run(m, name, block_size, given, error) for m in (_C, fallback))
         for what, (expected, written) in enumerate(zip(compiled, found, strict=True)):
             assert same_bits(expected, written), (kind, what)
 
@@ -116,9 +131,8 @@ def test_floats_of_every_exponent(name: str) -> None:
     bits = torch.arange(0, 0x3F800000, 0x3FFF1, dtype=torch.int32)  # numbers from 0 to 1
     given = torch.cat([torch.ones(32), bits.view(torch.float32), -bits.view(torch.float32)])
     messages = []
-    make, arguments = CODECS[name]
-    for module in (_C, pure):
-        codec = getattr(module, make)(*arguments, 4096)
+    for module in (_C, fallback):
+        codec = make(module, name, 4096)
         messages.append(torch.zeros(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8))
         codec.encode(given.clone(), messages[-1], given.numel(), None, 0, False)
     assert torch.equal(*messages)
@@ -126,7 +140,7 @@ def test_floats_of_every_exponent(name: str) -> None:
 
 def test_random_numbers_beyond_four_billion_elements() -> None:
     """The index has 64 bits, of which the upper ones select another stream."""
-    from commhooks.pure.random import BlockRandom
+    from commhooks.fallback.codes import BlockRandom
 
     for first in (0, 2**32 - 32, 2**40 + 64):
         seed = (SEED + (first >> 32) * 0x9E3779B97F4A7C15) % 2**64
@@ -142,7 +156,7 @@ def test_rotations(numel: int, part_length: int, dtype: torch.dtype) -> None:
         for added, inverse in itertools.product((None, error), (False, True)):
             one, other = given.clone(), given.clone()
             _C.rotate(one, added, part_length, inverse)
-            pure.rotate(other, added, part_length, inverse)
+            fallback.rotate(other, added, part_length, inverse)
             assert same_bits(one, other), kind
 
 
@@ -158,18 +172,18 @@ def test_selections(kind: str, dtype: torch.dtype) -> None:
             for added in (None, error):
                 one, other = given.clone(), given.clone()
                 expected = _C.select_largest(one, added, count)
-                assert torch.equal(expected, pure.select_largest(other, added, count)), count
+                assert torch.equal(expected, fallback.select_largest(other, added, count)), count
                 assert same_bits(one, other)
         for chunk, count in ((1, 1), (64, 3), (1000, 1000)):
             one, other = given.clone(), given.clone()
             expected = _C.select_largest_of_chunks(one, error, chunk, count)
-            found = pure.select_largest_of_chunks(other, error, chunk, count)
+            found = fallback.select_largest_of_chunks(other, error, chunk, count)
             assert torch.equal(expected, found), chunk
             assert same_bits(one, other)
         for threshold in (1e-320, 1e-40, 0.5, 2.0, 1e39, math.inf):
             one, other = given.clone(), given.clone()
             expected = _C.select_above(one, error, threshold)
-            assert torch.equal(expected, pure.select_above(other, error, threshold)), threshold
+            assert torch.equal(expected, fallback.select_above(other, error, threshold)), threshold
             assert same_bits(one, other)
 
 
@@ -179,20 +193,20 @@ def test_packed_drawn_and_added_indices(numel: int) -> None:
         drawn = [torch.zeros(count, dtype=torch.int32) for _ in range(2)]
         for rotation in {0, numel // 2, numel - 1}:
             _C.draw_indices(SEED - 2**63, rotation, numel, drawn[0])
-            pure.draw_indices(SEED - 2**63, rotation, numel, drawn[1])
+            fallback.draw_indices(SEED - 2**63, rotation, numel, drawn[1])
             assert torch.equal(*drawn)
         code = IndexCode.shortest(numel, count)
         form = (code.high_bits, code.low_bits, code.adds_rank)
         packed = [torch.zeros(code.nbytes, dtype=torch.uint8) for _ in range(2)]
         _C.pack_indices(drawn[0], *form, packed[0])
-        pure.pack_indices(drawn[0], *form, packed[1])
+        fallback.pack_indices(drawn[0], *form, packed[1])
         assert torch.equal(*packed)
-        pure.unpack_indices(packed[0], *form, numel, drawn[1])
+        fallback.unpack_indices(packed[0], *form, numel, drawn[1])
         assert torch.equal(*drawn)
         sums = [torch.ones(numel) for _ in range(2)]
         values = torch.randn(count, generator=_generator())
         _C.scatter_add(values, drawn[0], sums[0])
-        pure.scatter_add(values, drawn[0], sums[1])
+        fallback.scatter_add(values, drawn[0], sums[1])
         assert torch.equal(*sums)
 
 
@@ -211,7 +225,7 @@ def test_damaged_indices_are_refused_alike() -> None:
         at = torch.randint(damaged.numel(), (2,), generator=generator)
         damaged[at] = torch.randint(256, (2,), dtype=torch.uint8, generator=generator)
         found = []
-        for module in (_C, pure):
+        for module in (_C, fallback):
             out = torch.zeros_like(indices)
             try:
                 module.unpack_indices(damaged, *form, numel, out)  # type: ignore[attr-defined]
@@ -224,10 +238,10 @@ def test_damaged_indices_are_refused_alike() -> None:
 
 
 def test_one_warning_says_what_to_do() -> None:
-    pure.slowness.warn_once.cache_clear()
+    fallback.checks.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            pure.select_largest(torch.ones(3), None, 1)
+            fallback.select_largest(torch.ones(3), None, 1)
     assert len(caught) == 1
     assert "pip install --no-build-isolation" in str(caught[0].message)

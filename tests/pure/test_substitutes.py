@@ -1,4 +1,4 @@
-"""The modules in Python that take the place of the extensions have their names and behavior."""
+"""The modules in Python that are used without the extensions have their names and behavior."""
 
 import ast
 import ctypes
@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import commhooks.pure
-import reducer.pure
-from commhooks import _C
+import commhooks.fallback
+import reducer.fallback
+from commhooks import native
 from commhooks.extensions import ENGINE, EXTENSIONS, KERNELS
 from commhooks.lab import doctor
 from commhooks.lab.doctor import Health
-from reducer._C import GradBucket
 from reducer.extension import REMEDY
+from reducer.native import GradBucket
 
-SUBSTITUTES = {KERNELS: commhooks.pure, ENGINE: reducer.pure}
+SUBSTITUTES = {KERNELS: commhooks.fallback, ENGINE: reducer.fallback}
 THROUGH_TORCH = {"project_left", "project_right", "apply_factors"}
 ONLY_OF_THE_REDUCER = {"any_requires_grad", "last_change", "pack", "unpack"}
 
@@ -72,7 +72,7 @@ def odd_bucket(kind: Any) -> Any:
 
 
 def test_buckets_are_alike() -> None:
-    compiled, found = odd_bucket(GradBucket), odd_bucket(reducer.pure.GradBucket)
+    compiled, found = odd_bucket(GradBucket), odd_bucket(reducer.fallback.GradBucket)
     for name in ("names", "offsets", "lengths", "shapes", "key", "step", "left_out"):
         assert getattr(found, name) == getattr(compiled, name), name
     for method in ("index", "is_last"):
@@ -90,7 +90,7 @@ def test_buckets_are_alike() -> None:
 @pytest.mark.parametrize(("numel", "names"), [(5, ["weight"]), (6, [])])
 def test_buckets_refuse_alike(numel: int, names: list[str]) -> None:
     messages = []
-    for kind in (GradBucket, reducer.pure.GradBucket):
+    for kind in (GradBucket, reducer.fallback.GradBucket):
         with pytest.raises(ValueError, match="Expected") as caught:
             kind(torch.zeros(numel), [torch.zeros(2, 3)], names)
         messages.append(str(caught.value).splitlines()[0])
@@ -115,7 +115,7 @@ class Work(torch._C._distributed_c10d.Work):
         return True
 
 
-@pytest.mark.parametrize("module", [commhooks.pure, _C])
+@pytest.mark.parametrize("module", [commhooks.fallback, native])
 def test_tokens_come_when_works_complete(module: Any) -> None:
     queue: Any = module.CompletionQueue()
     first, second, other = Work(), Work(RuntimeError("lost")), Work()
@@ -133,7 +133,7 @@ def test_tokens_come_when_works_complete(module: Any) -> None:
     assert queue.get() == 7
 
 
-@pytest.mark.parametrize("module", [commhooks.pure, _C])
+@pytest.mark.parametrize("module", [commhooks.fallback, native])
 def test_works_behind_one_that_never_completes_get_another_thread(module: Any) -> None:
     queue: Any = module.CompletionQueue()
     never, later, last = Work(), Work(), Work()
@@ -151,7 +151,7 @@ def test_works_behind_one_that_never_completes_get_another_thread(module: Any) -
 
 def test_the_threads_of_a_queue_end_with_it() -> None:
     before = set(threading.enumerate())
-    queue: Any = commhooks.pure.CompletionQueue()
+    queue: Any = commhooks.fallback.CompletionQueue()
     work = Work()
     queue.watch(work, 1, 0)
     (thread,) = set(threading.enumerate()) - before
@@ -165,7 +165,7 @@ def test_joined_works_wait_for_all_and_keep_the_first_error() -> None:
     works = [Work(), Work(RuntimeError("first")), Work(RuntimeError("second"))]
     for work in works:
         work.may_end.set()
-    joined: Any = commhooks.pure.join_works(works)  # type: ignore[arg-type]
+    joined: Any = commhooks.fallback.join_works(works)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="first"):
             joined.wait()
@@ -198,14 +198,14 @@ class Group:
 
 def test_a_ring_waits_for_all_that_is_posted_after_an_error() -> None:
     group: Any = Group()
-    gathering = commhooks.pure.ring_gather(group, list(torch.ones(3, 2)))
+    gathering = commhooks.fallback.ring_gather(group, list(torch.ones(3, 2)))
     with pytest.raises(RuntimeError, match="lost"):
         gathering.wait()
     assert len(group.sends) == 1  # nothing is passed on after the error
     assert [len(work.timeouts) for work in [*group.receives, *group.sends]] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("module", [_C, commhooks.pure], ids=["in use", "pure"])
+@pytest.mark.parametrize("module", [native, commhooks.fallback], ids=["in use", "fallback"])
 def test_kernel_arguments(module: Any) -> None:
     tensor = torch.ones(3)
     given: tuple[Any, ...] = (tensor, 5, -1, 2**63 + 1, 2.5, None)
@@ -224,7 +224,7 @@ def test_kernel_arguments(module: Any) -> None:
 @pytest.mark.parametrize("numbers", [[], [1.0], [1.0, float("nan")], [float("-inf"), 0.0]])
 def test_finite(numbers: list[float]) -> None:
     tensor: Tensor = torch.tensor(numbers)
-    found = commhooks.pure.all_finite(tensor)
+    found = commhooks.fallback.all_finite(tensor)
     assert (found.shape, found.dtype) == ((), torch.bool)
     assert bool(found) == bool(tensor.isfinite().all())
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from reducer import _C
+from reducer import native
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -15,11 +15,11 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 def test_unpack_restores_what_pack_wrote(dtype: torch.dtype, to: torch.dtype) -> None:
     tensors = [torch.randn(n).to(dtype) for n in (5, 0, 70_000, 1)]
     flat = torch.full((70_010,), 7.0, dtype=to)
-    _C.pack(tensors, flat, 0.25)
+    native.pack(tensors, flat, 0.25)
     assert torch.equal(flat[:70_006], (torch.cat(tensors).double() * 0.25).to(to))
     assert torch.all(flat[70_006:] == 7.0)
     back = [torch.empty_like(tensor) for tensor in tensors]
-    _C.unpack(flat, back, 4.0)
+    native.unpack(flat, back, 4.0)
     assert torch.equal(torch.cat(back), (flat[:70_006].double() * 4.0).to(dtype))
 
 
@@ -33,7 +33,7 @@ def test_pack_reports_whether_all_numbers_are_finite(
     """The flag is about the numbers written: overflow in the conversion counts as well."""
     tensors = [torch.randn(n).to(dtype) for n in (5, 0, 70_001, 1)]
     flat, flag = torch.empty(70_007, dtype=to), torch.ones((), dtype=torch.bool)
-    _C.pack(tensors, flat, scale, finite=flag)
+    native.pack(tensors, flat, scale, finite=flag)
     assert flag
     largest = torch.finfo(dtype).max
     for tensor, place in [(0, 0), (2, 0), (2, 2047), (2, 2048), (2, 70_000), (3, 0)]:
@@ -41,35 +41,35 @@ def test_pack_reports_whether_all_numbers_are_finite(
         for number in (torch.inf, -torch.inf, torch.nan, largest):
             tensors[tensor][place] = number
             flag.fill_(True)
-            _C.pack(tensors, flat, scale, finite=flag)
+            native.pack(tensors, flat, scale, finite=flag)
             assert bool(flag) == bool(flat.isfinite().all())
             assert not flag or number == largest
         tensors[tensor][place] = before
     flag.fill_(False)
-    _C.pack(tensors, flat, scale, finite=flag)
+    native.pack(tensors, flat, scale, finite=flag)
     assert not flag
 
 
 def test_memory_order_is_kept() -> None:
     tensor = torch.randn(4, 5).T
     flat = torch.empty(20)
-    _C.pack([tensor], flat)
+    native.pack([tensor], flat)
     assert torch.equal(flat.view(4, 5).T, tensor)
 
 
 def test_arguments_that_do_not_fit_raise() -> None:
     with pytest.raises(ValueError, match="at most 3"):
-        _C.pack([torch.ones(4)], torch.empty(3))
+        native.pack([torch.ones(4)], torch.empty(3))
     with pytest.raises(ValueError, match=r"strides \[2\]"):
-        _C.pack([torch.ones(8)[::2]], torch.empty(9))
+        native.pack([torch.ones(8)[::2]], torch.empty(9))
     with pytest.raises(ValueError, match="one dtype"):
-        _C.pack([torch.ones(1), torch.ones(1, dtype=torch.float64)], torch.empty(9))
+        native.pack([torch.ones(1), torch.ones(1, dtype=torch.float64)], torch.empty(9))
     with pytest.raises(ValueError, match="one bool on cpu"):
-        _C.pack([torch.ones(1)], torch.empty(9), finite=torch.ones(()))
+        native.pack([torch.ones(1)], torch.empty(9), finite=torch.ones(()))
     with pytest.raises(ValueError, match="contiguous flat"):
-        _C.pack([torch.ones(1)], torch.empty(9)[::2])
+        native.pack([torch.ones(1)], torch.empty(9)[::2])
 
 
 def test_devices_with_kernels() -> None:
-    assert _C.has_kernels("cpu")
-    assert not _C.has_kernels("meta")
+    assert native.has_kernels("cpu")
+    assert not native.has_kernels("meta")

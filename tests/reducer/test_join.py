@@ -125,7 +125,7 @@ def with_hook(rank: int, world_size: int, name: str, options: dict[str, Any]) ->
         ("int8", {}),
         ("onebit", {}),
         ("topk", {"density": 0.2, "warmup_steps": 1}),
-        ("topk", {"density": 0.2, "warmup_steps": 1, "indices": "shared"}),
+        ("shared_topk", {"density": 0.2, "warmup_steps": 1}),
         ("threshold", {"value": 0.01}),
         ("randomk", {"density": 0.5}),
         ("demo", {"density": 0.5, "tile": 4}),

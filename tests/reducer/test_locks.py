@@ -16,7 +16,7 @@ import commhooks._C
 import reducer._C
 from commhooks.testing import run_ranks
 from reducer import DistributedDataParallel, GradBucket
-from reducer._C import AverageHook
+from reducer.native import AverageHook
 
 STEPS = 200
 

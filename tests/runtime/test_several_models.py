@@ -215,7 +215,7 @@ KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("int8", {}),
     ("threshold", {"value": 1e-3}),
     ("topk", {}),
-    ("topk", {"indices": "shared"}),
+    ("shared_topk", {}),
     ("powersgd", {"start_step": 0}),
     ("powersgd", {"start_step": 0, "two_sided": False}),
     ("powersgd", {"start_step": 0, "num_iters_per_step": 2}),

@@ -7,33 +7,28 @@ import torch
 from torch import Tensor
 
 from commhooks.codecs.block import BlockCodec
-from commhooks.codecs.fp4 import Fp4Codec
-from commhooks.codecs.fp8 import Fp8Codec
-from commhooks.codecs.levels import LevelCodec
-from commhooks.codecs.natural import NaturalCodec
-from commhooks.codecs.rotated import RotatedCodec
-from commhooks.codecs.sign import SignCodec
+from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NATURAL, NVFP4, integers, signs
 
 CODECS = {
-    "int8": lambda block: LevelCodec(8, block_size=block),
-    "int8 stochastic": lambda block: LevelCodec(8, stochastic=True, block_size=block),
-    "int4": lambda block: LevelCodec(4, block_size=block),
-    "4 levels, l2": lambda block: LevelCodec(4, 4, norm="l2", stochastic=True, block_size=block),
-    "int2": lambda block: LevelCodec(2, norm="signed_max", block_size=block),
-    "2 bits": lambda block: LevelCodec(2, block_size=block),
-    "ternary, clipped": lambda block: LevelCodec(2, 1, clip=2.5, stochastic=True, block_size=block),
-    "e4m3": lambda block: Fp8Codec("e4m3", block_size=block),
-    "e5m2": lambda block: Fp8Codec("e5m2", block_size=block),
-    "e3m0": lambda block: Fp4Codec("e3m0", block_size=block),
+    "int8": lambda block: BlockCodec(integers(8), block),
+    "int8 stochastic": lambda block: BlockCodec(integers(8, stochastic=True), block),
+    "int4": lambda block: BlockCodec(integers(4), block),
+    "4 levels, l2": lambda block: BlockCodec(integers(4, 4, norm="l2", stochastic=True), block),
+    "int2": lambda block: BlockCodec(integers(2, norm="signed_max"), block),
+    "2 bits": lambda block: BlockCodec(integers(2), block),
+    "ternary, clipped": lambda block: BlockCodec(integers(2, 1, clip=2.5, stochastic=True), block),
+    "e4m3": lambda block: BlockCodec(E4M3, block),
+    "e5m2": lambda block: BlockCodec(E5M2, block),
+    "e3m0": lambda block: BlockCodec(E3M0, block),
     # Blocks of these are multiples of 128.
-    "mxfp4": lambda block: Fp4Codec("mxfp4", block_size=-(-block // 128) * 128),
-    "nvfp4": lambda block: Fp4Codec("nvfp4", block_size=-(-block // 128) * 128),
-    "natural": lambda block: NaturalCodec(block_size=block),
-    "sign, mean": lambda block: SignCodec("mean", block_size=block),
-    "sign, root mean": lambda block: SignCodec("root_mean", block_size=block),
-    "int4, rotated": lambda block: RotatedCodec(LevelCodec(4, block_size=block)),
-    "int2, rotated": lambda block: RotatedCodec(LevelCodec(2, norm="signed_max", block_size=block)),
-    "majority": lambda block: SignCodec("mean", majority=True, block_size=block),
+    "mxfp4": lambda block: BlockCodec(MXFP4, -(-block // 128) * 128),
+    "nvfp4": lambda block: BlockCodec(NVFP4, -(-block // 128) * 128),
+    "natural": lambda block: BlockCodec(NATURAL, block),
+    "sign, mean": lambda block: BlockCodec(signs("mean"), block),
+    "sign, root mean": lambda block: BlockCodec(signs("root_mean"), block),
+    "int4, rotated": lambda block: BlockCodec(integers(4), block, rotated=True),
+    "int2, rotated": lambda block: BlockCodec(integers(2, norm="signed_max"), block, rotated=True),
+    "majority": lambda block: BlockCodec(signs("mean", majority=True), block),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks import CommHook
-from commhooks.algorithms import DGC, DeMo, PowerSGD, RandomK, Threshold, TopK
+from commhooks.algorithms import DGC, DeMo, PowerSGD, RandomK, SharedTopK, Threshold, TopK
 from commhooks.testing.compare import same_bits
 from commhooks.testing.probe import draw_gradients
 from support.lockstep import lockstep, make_bucket
@@ -22,7 +22,7 @@ HOOKS: dict[str, Callable[[], CommHook]] = {
     "topk of chunks, in 2 bits": functools.partial(
         TopK, density=0.1, chunk=512, bits=2, warmup_steps=1
     ),
-    "topk, shared": functools.partial(TopK, density=0.1, indices="shared", warmup_steps=1),
+    "shared_topk": functools.partial(SharedTopK, density=0.1, warmup_steps=1),
     "threshold": functools.partial(Threshold, value=1.2),
     "randomk": functools.partial(RandomK, density=0.2),
     "randomk with errors": functools.partial(RandomK, density=0.2, error_feedback=True),

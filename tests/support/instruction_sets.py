@@ -1,14 +1,14 @@
 """The instructions that loops on the CPU use: both extensions choose the widest by themselves."""
 
-from commhooks import _C
-from reducer._C import use_instruction_set as use_in_engine
+from commhooks import native
+from reducer.native import use_instruction_set as use_in_engine
 
 __all__ = ["instruction_sets", "use_instruction_set"]
 
 
 def instruction_sets() -> list[str]:
     """Return the instruction sets that this CPU has and loops are compiled for, widest last."""
-    return _C.instruction_sets()
+    return native.instruction_sets()
 
 
 def use_instruction_set(name: str) -> None:
@@ -16,5 +16,5 @@ def use_instruction_set(name: str) -> None:
 
     All of them give the same bits, except for the products of PowerSGD.
     """
-    _C.use_instruction_set(name)
+    native.use_instruction_set(name)
     use_in_engine(name)

@@ -104,12 +104,12 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"density": 0.1, "warmup_steps": 2},
         {"density": 0.5, "warmup_steps": 0, "error_feedback": False},
         {"density": 0.1, "warmup_steps": 1, "chunk": 320, "bits": 4},
-        {"density": 0.1, "warmup_steps": 1, "indices": "shared"},
         {},
     ],
+    "shared_topk": [{"density": 0.1, "warmup_steps": 1}],
 }
 # Hooks that `make test` checks on three ranks instead of two.
-ON_THREE_RANKS = {"gossip", "topk"}
+ON_THREE_RANKS = {"gossip", "shared_topk", "topk"}
 # Hooks whose code is that of another one, but for a number or a codec: with a memory of errors of
 # int8, without one of qsgd.
 VARIANTS = {"bf16", "fp4", "fp8", "int2", "int4", "natural", "onebit", "terngrad"}

@@ -1,18 +1,25 @@
-"""The hooks that plans choose from, and their specs in plans."""
+"""The hooks that plans choose from, and those that a given plan names."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from commhooks.errors import CommHookOptionError
+from commhooks.costs.timeline import Timing
+from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
+from commhooks.planning import Plan
 
 __all__ = [
     "DEFAULT_CANDIDATES",
     "check_candidate",
     "default_candidates",
     "default_specs",
+    "exact_plan",
     "hook_of_spec",
+    "hooks_of_plan",
+    "plan_of",
+    "positions_of",
 ]
 
 DEFAULT_CANDIDATES = (
@@ -29,6 +36,7 @@ DEFAULT_CANDIDATES = (
 )
 """The exact one first. Without warm-ups, during which a hook has another error and other bytes."""
 _CHOOSERS = {"auto", "guard"}
+_NO_TIME = Timing(0.0, 0.0, 0.0, 0)
 
 
 def default_specs() -> list[str]:
@@ -74,3 +82,55 @@ def check_candidate(hook: CommHook, where: str) -> None:
             f"{where}: expected hooks that average gradients in the same step, such as int8 or "
             f"powersgd; {hook!r} {problem}"
         )
+
+
+def plan_of(value: Any) -> Any:
+    """Return the plan in a file or in JSON's types. Raises ValueError if there is none."""
+    try:
+        if isinstance(value, str):
+            return Plan.load(value)
+        return Plan.from_json(value) if isinstance(value, Mapping) else value
+    except CommHookError as error:
+        raise ValueError(str(error)) from error
+
+
+def exact_plan(reason: str, limit: float = 0.0) -> Plan:
+    """Return a plan without groups: all parameters are averaged exactly."""
+    return Plan((), _NO_TIME, _NO_TIME, 0.0, limit, reason)
+
+
+def hooks_of_plan(plan: Plan, owner: str) -> list[CommHook]:
+    """Return a hook for each spec in a plan, in the order of the groups."""
+    hooks: list[CommHook] = []
+    for spec in dict.fromkeys(row.hook for row in plan.rows):
+        try:
+            hook = hook_spec(spec).create()
+        except CommHookError as error:
+            raise CommHookOptionError(f"option 'plan' of hook {owner!r}: {error}") from error
+        if hook not in hooks:
+            hooks.append(hook)
+    return hooks
+
+
+def positions_of(
+    plan: Plan, hooks: Sequence[CommHook], parameters: Mapping[str, Any], owner: str
+) -> dict[str, int]:
+    """Return the position in ``hooks`` of the hook of each parameter, 0 if the plan has no groups.
+
+    Raises CommHookError if the plan is for other parameters.
+    """
+    hook_of = plan.hook_of()
+    specs = {spec: hooks.index(hook_spec(spec).create()) for spec in set(hook_of.values())}
+    if not hook_of:
+        return dict.fromkeys(parameters, 0)
+    for what, names in (
+        ("the model has no parameter", hook_of.keys() - parameters.keys()),
+        ("the plan has no parameter", parameters.keys() - hook_of.keys()),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CommHookError(
+                f"hook {owner!r}: expected a plan for the parameters of this model, but {what} "
+                f"{min(names)!r}{more}; make the plan again with this model"
+            )
+    return {name: specs[spec] for name, spec in hook_of.items()}

@@ -1,42 +1,71 @@
-"""The part of ``auto`` that measures, agrees and plans. It has no hooks and moves no gradients."""
+"""What ``auto`` knows and decides. It has no hooks and moves no gradients.
 
-import hashlib
+::
+
+    look    some steps are timed, and the link is probed    could a hook save enough? ─ no ─► exact
+    try     each candidate on samples of some groups        solve() ─► a plan
+    check   later: time, probe, errors of hooks in use      a reason for another plan? ─► try, solve
+
+Each of these is an :class:`Agenda`, which ends with a report.
+
+Note [One plan]
+~~~~~~~~~~~~~~~
+A plan that differs between ranks would hang or mix up numbers. So rank 0 decides, by what all ranks
+have reported, and the others follow:
+
+    step r      gather the reports         if the step fails, all ranks drop them, and repeat it
+    step r+1    rank 0 decides; broadcast  of its instructions
+    step r+2    follow the instructions    which all ranks have, because step r+1 has succeeded
+
+If a step fails, even before it reaches this hook on some rank, all ranks repeat it under the same
+number. So what was gathered under the number of the present step is of a failed one.
+"""
+
 import logging
 import math
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from commhooks.algorithms.adaptive.decision import Basis, Decision
-from commhooks.algorithms.adaptive.fit import Cost
 from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
-from commhooks.algorithms.adaptive.knowledge import Knowledge
-from commhooks.algorithms.adaptive.link import LinkTimes, backend_of, tensor_bytes
-from commhooks.algorithms.adaptive.link_watch import LinkWatch
-from commhooks.algorithms.adaptive.report import Agreed, Window, combine
-from commhooks.algorithms.adaptive.schedule import Schedule
-from commhooks.algorithms.adaptive.situation import Situation
-from commhooks.errors import CommHookMismatchError
-from commhooks.planning import Plan, Problem
-from commhooks.planning.solver import solve
+from commhooks.algorithms.adaptive.messages import (
+    Agenda,
+    Decision,
+    Instructions,
+    Probe,
+    Report,
+    TrialRecord,
+)
+from commhooks.costs.backends import NCCL, Backend, Gloo
+from commhooks.costs.network import Link, Network
+from commhooks.costs.step_trace import Collective, Members
+from commhooks.planning import BucketTimes, Choice, Group, Plan, Problem, solve
+from commhooks.planning.problem import exact, sending_seconds, squared_error
+from commhooks.planning.solver import LEAST_SAVING, plan_of, without_contention
 
-__all__ = ["Candidates", "Controller"]
+__all__ = ["Candidates", "Controller", "backend_of", "link_of", "network_of", "tensor_bytes"]
 
 _LOG = logging.getLogger("commhooks")
-_DIGITS = 12
-"""Of a plan's digest: as many as a float64 has room for."""
+_TIMED = 3
+"""Steps whose times are taken before a check."""
+_FIRST_CHECK = 10
+"""Steps after a new plan: trials, on which it rests, have no residual."""
+_NATIVE_CHECK = 100
+"""Steps between checks of a plan that may run in C++, which checks interrupt."""
+_SHARE = 0.01
+"""Checks and reports take at most this part of the time."""
+_MOST_TRIED = 4
+"""Groups that the candidates are tried on, the largest ones."""
 _BEYOND_LIMIT = 1.5
-_NORMS = 3
-"""Reports whose norms count: their median."""
-_TRIALS = 8
-"""Reports whose trials count for their pace: some groups and hooks take ten times as long."""
-_PLANNING_SHARE = 0.005
-"""Of the time of training, for plans and probes after the first ones."""
-_FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES = 1 / 8, 1 << 24
-"""Of the model, and at most, in each message of the first probe."""
+_OTHER_RATE = 0.2
+_LONG_BYTES, _MOST_BYTES, _LONG_SECONDS = 1 << 20, 1 << 24, 10e-3
+"""A message of a probe has at least these bytes and takes this long: links have buffers, so that
+after a pause some bytes pass faster than the rate, and small messages wait for late threads."""
+_FIRST_SHARE = 1 / 8
+"""Of the model, in each message of the first probe."""
+_UNLIMITED = 1e15
+_ALL = Members(1, spans_nodes=True)
 
 
 @dataclass(frozen=True)
@@ -50,73 +79,48 @@ class Candidates:
     limit: float | int
     """The limit of the error, or the position of the hook that is tried as a reference."""
 
-    @property
-    def reference(self) -> int | None:
-        return self.limit if isinstance(self.limit, int) else None
-
 
 class Controller:
-    """Decides which step measures what, and which plan the next step has.
-
-    All of its decisions follow from the numbers of steps and from what all ranks have reported:
-    they are the same on all ranks. Only ``window`` is this rank's own.
-    """
+    """Knows what ranks have reported, and decides on rank 0."""
 
     def __init__(self, candidates: Candidates, *, replan: int, backend: str, size: int) -> None:
-        self._arguments = {"replan": replan, "backend": backend, "size": size}
         self.candidates = candidates
         self.plan: Plan | None = None
-        self.proposal: Plan | None = None
-        """The next plan. Not in use until all ranks are known to have it."""
-        self.awaits_confirmation = False
-        """Whether ranks are to compare digests in this step."""
         self.history: list[Decision] = []
         self.layout: Layout | None = None
-        self.schedule: Schedule | None = None
-        self._size = size
+        self.agenda: Agenda | None = None
+        self.metrics: dict[str, float] = {}
         self._replan = replan
         self._backend = backend
-        own = backend_of(backend)
-        self.window = Window(LinkTimes(own, size), LinkTimes(own, size))
-        self.knowledge = Knowledge(len(candidates.lossless))
-        self._window_start = 0
-        self._basis: Basis | None = None
-        self._agreed: Agreed | None = None
-        self._link = LinkWatch()
-        self._probe_step = -1
-        self._probe_seconds = 0.0
-        """What all probes after the first plan have taken."""
-        self._norms: dict[str, list[float]] = {}
-        self._trials = 0
-        """Trials finished on all ranks."""
-        self._trial_seconds = deque[float](maxlen=_TRIALS)
-        self._planning_seconds = math.nan
-        self._plans = 0
-        self._origin = 0
+        self._size = size
+        self._basis: Sequence[float] = ()
+        self._reason = "the first plan"
+        self.link: Probe | None = None
+        self._forget()
 
-    def new(self) -> "Controller":
-        """Return one that knows nothing yet."""
-        return Controller(self.candidates, **self._arguments)  # type: ignore[arg-type]
-
-    # ------------------------------------------------------------------------- what a step does
+    def _forget(self) -> None:
+        self._times = Report()
+        """Of the slowest rank."""
+        self._timed_with: dict[str, str] | None = None
+        """The hooks in use then."""
+        self._norms: dict[int, float] = {}
+        self._trials: dict[tuple[int, int], TrialRecord] = {}
+        self._errors: dict[tuple[int, int], float] = {}
+        """Of hooks in use, by group and hook: they count more than those of trials."""
+        self._runs: dict[int, tuple[int, float]] = {}
 
     def use_layout(self, layout: Layout, step: int) -> None:
         """Measure from ``step`` on: the same buckets came twice."""
-        if self.layout is not None and layout == self.layout:
-            return
-        self._origin = self._origin if self.layout else step
         self.layout = layout
-        before = self.schedule.trials_before if self.schedule else 0
-        self.schedule = Schedule(step, len(self._unknown()), before)
-        self._window_start = step
-        self.window.clear()
+        self._forget()
+        self.agenda = self._look(step)
 
     def has_buckets(self, buckets: Sequence[tuple[tuple[str, ...], int]]) -> bool:
         """Return whether these buckets are those of the present layout."""
         layout = self.layout
         return layout is not None and layout.buckets == tuple(names for names, _ in buckets)
 
-    def groups_of(self, names: Sequence[str]) -> Iterator[tuple[int, ParameterGroup]]:
+    def groups_of(self, names: Iterable[str]) -> Iterator[tuple[int, ParameterGroup]]:
         """Yield the groups of a bucket with their positions."""
         of_bucket = set(names)
         for i, group in enumerate(self.layout.groups if self.layout else ()):
@@ -127,321 +131,415 @@ class Controller:
         """Return whether the hook in use of a group has an error."""
         return not self.candidates.lossless[self._hook_in_use(group)]
 
-    def trials(self, step: int) -> list[tuple[ParameterGroup, int, int]]:
-        """Return the group and the hook of each trial in this step, and its number.
-
-        The group is the same in all of them.
-        """
-        numbers = self.schedule.trials(step) if self.schedule else ()
-        chosen = [(self._choose(number, step), number) for number in numbers]
-        return [(*pair, number) for pair, number in chosen if pair is not None]
-
-    def are_first_trials(self, step: int) -> bool:
-        """Return whether the hooks that are tried in this step were never tried before."""
-        return self.schedule is not None and self.schedule.is_burst(step)
-
-    def probe_elements(self, step: int) -> int:
-        """Return the elements of each message of the probe in this step, 0 if there is none."""
-        nbytes = self._link.probe_bytes()
-        if not nbytes and self.layout and self.schedule and self.schedule.probes(step):
-            nbytes = min(sum(self.layout.bucket_bytes) * _FIRST_PROBE_SHARE, _FIRST_PROBE_BYTES)
-        elif step != self._probe_step:
-            return 0
-        return math.ceil(tensor_bytes("all_reduce", nbytes, self._size) / 4)
-
-    def reports(self, step: int) -> bool:
-        """Return whether ranks report at the beginning of this step."""
-        return self.schedule is not None and self.schedule.reports(step)
-
-    def encode(self, step: int, cores: float) -> list[float]:
-        """Return this rank's report, and forget what is in it. ``cores``: of this rank."""
+    def hooks_to_try(self, group: int) -> Sequence[int]:
+        """Return the hooks to try on a group; of groups that stay exact, only the reference."""
         assert self.layout is not None
-        numbers = self.window.encode(
-            digest=self.digest,
-            cores=cores,
-            planning_seconds=self._planning_seconds,
-            buckets=len(self.layout.buckets),
-            groups=len(self.layout.groups),
-            hooks=len(self.candidates.specs),
-            trials=[number for *_, number in self._trials_until(step)],
-        )
-        self.window.clear()
-        return numbers
+        if not self.layout.groups[group].is_exact:
+            return self.candidates.tried
+        limit = self.candidates.limit
+        return [limit] if isinstance(limit, int) else []
 
-    def recover(self) -> None:
-        """Forget times, because a step has failed on some rank. Its trials are repeated with it."""
-        self.window.clear_times()
+    def is_known(self, hook: int) -> bool:
+        """Return whether there was a trial of this hook."""
+        return any(i == hook for _, i in self._trials)
 
-    # ---------------------------------------------------------------------------------- agreement
+    # -------------------------------------------------------------------------------- agreement
 
-    def take(self, rows: Sequence[Sequence[float]], reported: int, step: int) -> None:
-        """Take the reports of all ranks, of step ``reported``. There may be a proposal then.
-
-        Raises CommHookMismatchError on all ranks if they have different plans.
-        """
+    def take(self, reports: Sequence[Report]) -> None:
+        """Learn from the reports of all ranks."""
         assert self.layout is not None
-        assert self.schedule is not None
-        tried = self._trials_until(reported)  # before knowledge changes
-        agreed = combine(
-            rows,
-            buckets=len(self.layout.buckets),
-            groups=len(self.layout.groups),
-            hooks=len(self.candidates.specs),
-            trials=len(tried),
-        )
-        _check_equal(agreed.digests)
-        for (group, hook, _), trial in zip(tried, agreed.trials, strict=True):
-            if trial is not None:
-                self.knowledge.add(group, hook, trial)
-                self._trials += 1
-        for hook, (elements, seconds) in enumerate(agreed.runs):
-            if elements > 0:
-                self.knowledge.add_run(hook, elements, seconds)
-        found = zip(self.layout.groups, agreed.norms, agreed.errors, strict=True)
-        for group, norm, error in found:
-            if math.isfinite(norm):
-                self._add_norm(group, norm)
-            if math.isfinite(error):
-                self.knowledge.add_check(group, self._hook_in_use(group), error)
-        self._agreed = agreed
-        self._link.take(agreed, step, most_steps=self._replan)
-        if self.plan is not None and agreed.probe_seconds > 0:
-            self._probe_seconds += agreed.probe_seconds
-        self._window_start = step
-        if agreed.trial_seconds >= 0:
-            self._trial_seconds.append(agreed.trial_seconds)
-        self.schedule = self.schedule.paced(
-            step,
-            step_seconds=agreed.step_seconds,
-            trial_seconds=fmean(self._trial_seconds or [math.nan]),
-            report_seconds=agreed.report_seconds,
-        )
-        unknown = self._unknown()
-        if unknown and len(unknown) == len(self.candidates.tried):  # gradients were not finite
-            self.schedule = replace(self.schedule, burst=len(unknown))
-        else:
-            self._reconsider(step)
-        self._plan_probe(step)
-        self.awaits_confirmation = True
+        launches = [report.launches for report in reports if report.launches]
+        known = [r for r in reports if r.step_seconds > 0]
+        spent = max(report.spent_seconds for report in reports)
+        if known and launches:
+            self._times = Report(
+                cores=min(report.cores for report in reports),
+                step_seconds=max(report.step_seconds for report in known),
+                forward_seconds=max(report.forward_seconds for report in known),
+                launches=[max(column) for column in zip(*launches, strict=True)],
+            )
+            self._timed_with = self._hooks_in_use()
+        self._times.spent_seconds = spent
+        self.link = link_of([r.probe for r in reports if r.probe], self.link)
+        for group, norm in _largest((i, norm) for r in reports for i, norm in r.norms).items():
+            self._norms[group] = norm
+        for group, error in _largest((i, error) for r in reports for i, error in r.errors).items():
+            hook = self._hook_in_use(self.layout.groups[group])
+            self._errors[group, hook] = error
+        for same in zip(*(report.trials for report in reports), strict=False):
+            if (trial := _slowest_trial(same)) is not None:
+                self._trials[trial.group, trial.hook] = trial
+        runs = sorted(run for report in reports for run in report.runs)
+        self._runs |= {hook: (elements, seconds) for hook, elements, seconds in runs}  # the slowest
 
-    def confirm(self, digests: Sequence[int]) -> bool:
-        """Use the proposal, if there is one, and return whether: all ranks have the same.
+    def decide(self, step: int) -> Instructions:
+        """Return what to do from the next step on, by what was reported."""
+        assert self.agenda is not None
+        problem, stage = self.problem(), self.agenda.stage
+        if problem is None:  # gradients were not finite, or a rank has not seen the steps
+            return self._without_plan(
+                self._try(step + 1) if stage == "try" else self._look(step + 1)
+            )
+        if stage == "look" and (trials := self._try(step + 1)).trials:
+            if why := self._why_exact(problem):
+                return self._with_plan(plan_of(problem, exact(problem), why), step)
+            return self._without_plan(trials)
+        if stage == "check":
+            reason = self._why_new(step)
+            if reason is None:
+                left = int(self._basis[0]) + self._replan - step
+                return self._without_plan(self._check(step, min(self._period(self.plan), left)))
+            self._reason = reason
+            if "since the last plan" in reason or not self._trials:
+                return self._without_plan(self._try(step + 1))
+        return self._with_plan(solve(problem, self._hooks_in_use()), step)
 
-        Raises CommHookMismatchError on all ranks if they have not.
-        """
-        _check_equal(digests)
-        self.awaits_confirmation = False
-        if self.proposal is None:
+    def follow(self, instructions: Instructions) -> bool:
+        """Follow what rank 0 has decided, and return whether there is a new plan."""
+        self.agenda = instructions.agenda
+        self.metrics, self._basis = dict(instructions.metrics), instructions.basis
+        if instructions.decision is not None:
+            self.history.append(instructions.decision)
+            _LOG.info("auto, step %d: %s", instructions.decision.step, instructions.decision)
+        if instructions.plan is None:
             return False
-        self.plan, self.proposal = self.proposal, None
-        self._link.expect_others()
+        self.plan = instructions.plan
         return True
 
-    @property
-    def digest(self) -> int:
-        """Of the proposal or the plan in use, and of the schedule."""
-        plan = self.proposal or self.plan
-        text = f"{plan and plan.digest()} {self.schedule} {self._probe_step}"
-        return int(hashlib.sha256(text.encode()).hexdigest()[:_DIGITS], 16)
+    def _without_plan(self, agenda: Agenda) -> Instructions:
+        return Instructions(agenda, None, None, self._basis, self._metrics())
 
-    def _reconsider(self, step: int) -> None:
-        """Propose a new plan if there is a reason to make one."""
-        situation = self._situation()
-        reason = situation and self._reason(situation, step)
-        if situation is None or not reason:
-            return
-        start = time.monotonic()
-        in_use = self._hooks_in_use()
-        plan = solve(situation.problem(in_use), in_use)
-        self._planning_seconds = time.monotonic() - start
-        self._plans += self.plan is not None
-        self._basis = Basis(
-            step,
-            situation.link,
-            _total(situation.norms),
-            situation.limit,
-            plan.error,
-            self._trials,
-        )
-        before = in_use or {}
-        exact = self.candidates.specs[0]
-        changed = [n for n, hook in plan.hook_of().items() if before.get(n, exact) != hook]
-        self.proposal = plan
-        if changed and self.schedule is not None:
-            self.schedule = self.schedule.with_new_plan(step)
-        self.history.append(
-            Decision(step, reason, len(changed), plan.error, plan.limit, plan.after.step_seconds)
-        )
-        _LOG.info("auto, step %d: %s. %s", step, reason, plan.reason)
+    def _with_plan(self, plan: Plan, step: int) -> Instructions:
+        assert self.link is not None
+        before, unchanged = self._hooks_in_use() or {}, self.candidates.specs[0]
+        changes = sum(before.get(n, unchanged) != hook for n, hook in plan.hook_of().items())
+        reason, self._reason = self._reason, f"{self._replan} steps since the last plan"
+        decision = Decision(step, reason, changes, plan.error, plan.limit, plan.after.step_seconds)
+        basis = (step, self.link.byte_seconds)
+        if not self._trials:  # it cannot pay, so nothing is measured for a long time
+            period = self._replan
+        else:
+            period = _FIRST_CHECK if changes and plan.error > 0 else self._period(plan)
+        return Instructions(self._check(step, period), plan, decision, basis, self._metrics(plan))
 
-    def _reason(self, situation: Situation, step: int) -> str | None:
+    # --------------------------------------------------------------------------------- agendas
+
+    def _look(self, step: int) -> Agenda:
+        """Time steps and probe the link: the plan in use is checked, if there is one."""
+        stage = "look" if self.plan is None else "check"
+        return Agenda(stage, step, step + _TIMED + 1, probe=self._probe_elements())
+
+    def _check(self, step: int, period: int) -> Agenda:
+        stage = "check" if self._trials else "look"
+        start = step + max(period - _TIMED, 2)
+        return Agenda(stage, start, start + _TIMED + 1, probe=self._probe_elements())
+
+    def _try(self, step: int) -> Agenda:
+        """Try the candidates on the largest groups, and the reference on those of most norm."""
+        assert self.layout is not None
+        groups = self.layout.groups
+        by_size = sorted(range(len(groups)), key=lambda i: -groups[i].elements)
+        by_norm = sorted(range(len(groups)), key=lambda i: -self._norms.get(i, 0.0))
+        chosen = [i for i in by_size if not groups[i].is_exact and self.hooks_to_try(i)]
+        # The last few percent of the parameters are not worth a trial.
+        covered = sum(groups[i].elements for i in chosen)
+        while len(chosen) > 1 and groups[chosen[-1]].elements < covered / 50:
+            chosen.pop()
+        chosen = chosen[:_MOST_TRIED]
+        if chosen:
+            exact_ones = [i for i in by_norm if groups[i].is_exact and self.hooks_to_try(i)]
+            chosen += exact_ones[: _MOST_TRIED // 2]
+        return Agenda("try", step, step + len(chosen), trials=chosen)
+
+    def _period(self, plan: Plan | None) -> int:
+        """Return the steps until the next check, such that checks take 1 % of the time."""
+        pace = self._times.spent_seconds / (_SHARE * self._times.step_seconds)
+        least = _FIRST_CHECK
+        if plan is not None and len(set(plan.hook_of().values())) == 1:
+            least = _NATIVE_CHECK
+        return min(max(math.ceil(pace), least), self._replan)
+
+    def _probe_elements(self) -> int:
+        assert self.layout is not None
+        nbytes = sum(self.layout.bucket_bytes) * _FIRST_SHARE
+        if self.link is not None:
+            nbytes = _LONG_SECONDS / max(self.link.byte_seconds, 1e-15)
+        nbytes = min(max(nbytes, _LONG_BYTES), _MOST_BYTES)
+        return math.ceil(tensor_bytes("all_reduce", nbytes, self._size) / 4)
+
+    # ------------------------------------------------------------------------------- decisions
+
+    def _why_exact(self, problem: Problem) -> str:
+        """Return why no hook can save enough, an empty text if one may."""
+        if self.plan is not None and self.plan.error > 0:
+            return ""
+        sending = math.fsum(sending_seconds(problem, group.exact) for group in problem.groups)
+        share = sending / self._times.step_seconds
+        if share >= LEAST_SAVING:
+            return ""
+        return (
+            f"Average exactly: a hook that sends nothing saves {share:.1%} of a step, and a plan "
+            f"has to save {LEAST_SAVING:.0%}."
+        )
+
+    def _why_new(self, step: int) -> str | None:
         """Return why to make a new plan, or None."""
-        basis = self._basis
-        if self.plan is None or basis is None:
+        if not self._basis or self.plan is None:
             return "the first plan"
-        error = situation.error_of(self.plan)
-        self._basis = basis = replace(basis, error=error, limit=situation.limit)
-        if error > _BEYOND_LIMIT * situation.limit:
-            return f"the error of the plan is {error:.3g}, its limit {situation.limit:.3g}"
-        if not self._has_time(step):
-            return None
-        norm = _total(situation.norms)
-        return basis.reason(situation.link, norm, self._trials, step, self._replan)
-
-    def _plan_probe(self, step: int) -> None:
-        """Probe the link in the step after the next one, if that is needed."""
-        is_due = self.proposal is None and self._link.wants_probe
-        if is_due and self._has_time(step, self._link.probe_seconds()):
-            self._probe_step = step + 1
-
-    def _has_time(self, step: int, seconds: float = 0.0) -> bool:
-        """Return whether plans and probes have taken a small share of the time."""
-        agreed = self._agreed
-        if agreed is None or not agreed.planning_seconds >= 0 or not agreed.step_seconds > 0:
-            return False
-        spent = self._plans * agreed.planning_seconds + self._probe_seconds + seconds
-        return spent <= _PLANNING_SHARE * agreed.step_seconds * (step - self._origin)
-
-    def _situation(self) -> Situation | None:
-        """Return what is known, None if it is not enough for a plan."""
-        agreed, layout, link = self._agreed, self.layout, self._link.cost
-        if agreed is None or layout is None or link is None:
-            return None
-        norms = tuple(self._norm(group) for group in layout.groups)
-        limit = self._limit(layout, norms)
-        if not all(math.isfinite(norm) for norm in norms) or not math.isfinite(limit):
-            return None
-        return Situation(
-            self.candidates.specs,
-            self.candidates.lossless,
-            layout,
-            self.knowledge,
-            agreed,
-            link,
-            norms,
-            limit,
-            backend_of(self._backend, self._link.byte_cpu_seconds),
-            self._size,
-        )
-
-    def _add_norm(self, group: ParameterGroup, norm: float) -> None:
-        """Keep the last norms by parameter, so that they outlive other buckets."""
-        of_each = norm / math.sqrt(len(group.names))
-        for name in group.names:
-            self._norms[name] = [*self._norms.get(name, ()), of_each][-_NORMS:]
-
-    def _norm(self, group: ParameterGroup) -> float:
-        """Return the norm of the average gradient of a group.
-
-        It is that of what hooks have returned. With error feedback they send, in the mean, as much
-        as there is.
-        """
-        return _total([median(self._norms.get(name, [math.nan])) for name in group.names])
-
-    def _limit(self, layout: Layout, norms: Sequence[float]) -> float:
-        reference = self.candidates.reference
-        if reference is None:
-            return float(self.candidates.limit)
-        return self.knowledge.limit(layout, norms, reference)
+        limit = self._limit()
+        error = self._error_of(self.plan)
+        if error > _BEYOND_LIMIT * limit:
+            return f"the error of the plan is {error:.3g}, its limit {limit:.3g}"
+        made, byte_seconds = self._basis
+        assert self.link is not None
+        if abs(self.link.byte_seconds - byte_seconds) > _OTHER_RATE * byte_seconds:
+            rates = (8e-6 / max(each, 1e-15) for each in (byte_seconds, self.link.byte_seconds))
+            return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
+        if step - made >= self._replan:
+            return f"{self._replan} steps since the last plan"
+        return None
 
     def problem(self) -> Problem | None:
-        """Return what the next plan would be made for; None if not enough is known."""
-        situation = self._situation()
-        return None if situation is None else situation.problem(self._hooks_in_use())
+        """Return what a plan would be made for now; None if not enough is known."""
+        layout, link, times = self.layout, self.link, self._times
+        if layout is None or link is None or not times.step_seconds > 0:
+            return None
+        if any(not math.isfinite(self._norms.get(i, math.nan)) for i in range(len(layout.groups))):
+            return None
+        if self.agenda is not None and self.agenda.stage == "try" and not self._trials:
+            return None
+        costs = [self._local_cost(i) for i in range(len(self.candidates.specs))]
+        problem = Problem(
+            hooks=self.candidates.specs,
+            overheads=tuple(overhead for overhead, _ in costs),
+            groups=tuple(
+                Group(
+                    group.names,
+                    group.bucket,
+                    group.label,
+                    group.elements,
+                    self._norms[i],
+                    tuple(self._choices(i, [per_element for _, per_element in costs])),
+                )
+                for i, group in enumerate(layout.groups)
+            ),
+            buckets=tuple(
+                BucketTimes(seconds, 0.0, nbytes)
+                for seconds, nbytes in zip(times.launches, layout.bucket_bytes, strict=True)
+            ),
+            forward_seconds=times.forward_seconds,
+            network=network_of(link.round_seconds, link.byte_seconds, self._size),
+            backend=backend_of(self._backend, link.byte_cpu_seconds),
+            cores=times.cores,
+            error=self._limit(),
+        )
+        return without_contention(problem, self._timed_with)
 
-    # -------------------------------------------------------------------------------------- trials
+    def _choices(self, group: int, per_element: Sequence[float]) -> Iterator[Choice]:
+        assert self.layout is not None
+        own = self.layout.groups[group]
+        sent = own.elements * self.layout.itemsize(own.bucket)
+        plain = Collective("all_reduce", sent, _ALL)
+        yield Choice(0, (per_element[0] * own.elements, 0.0), (plain,), 0.0)
+        for hook in () if own.is_exact else range(1, len(self.candidates.specs)):
+            trial = self._nearest(group, hook)
+            if trial is None:
+                continue
+            wire = math.fsum(nbytes for *_, nbytes in trial.stages)
+            if hook in own.wire_bytes and wire > 0:  # rows do not show a low rank's bytes
+                factor = own.wire_bytes[hook] / wire
+            else:
+                factor = own.elements / max(trial.elements, 1)
+            seconds = per_element[hook] * own.elements
+            total = math.fsum(trial.local_seconds) or 1.0
+            yield Choice(
+                hook,
+                tuple(seconds * local / total for local in trial.local_seconds),
+                tuple(
+                    Collective(name, tensor_bytes(name, nbytes, self._size) * factor, _ALL)
+                    for _, name, nbytes in trial.stages
+                ),
+                self._error(group, hook),
+            )
 
-    def _trials_until(self, end: int) -> list[tuple[ParameterGroup, int, int]]:
-        """Return the trials that are reported in step ``end``."""
-        return [trial for step in range(self._window_start, end) for trial in self.trials(step)]
+    def _nearest(self, group: int, hook: int) -> TrialRecord | None:
+        """Return the trial of the hook on this group, else on the largest sample."""
+        found = [t for (_, i), t in self._trials.items() if i == hook]
+        own = self._trials.get((group, hook))
+        return own or max(found, key=lambda trial: trial.elements, default=None)
 
-    def _choose(self, number: int, step: int) -> tuple[ParameterGroup, int] | None:
-        """Return the group and the hook of a trial.
+    def _local_cost(self, hook: int) -> tuple[float, float]:
+        """Return the local seconds of a run of a hook, and per element.
 
-        At first each hook on the largest group. Then whatever has not been measured yet, or else
-        everything. On groups that stay exact, only the reference is tried.
+        By the least and the most elements. If there are not twice as many, which does not tell the
+        costs apart, half of the time counts for each.
+        """
+        points = sorted(
+            (t.elements, t.exact_seconds if hook == 0 else math.fsum(t.local_seconds))
+            for (_, i), t in self._trials.items()
+            if hook in (0, i)
+        )
+        points += [self._runs[hook]] if hook in self._runs else []
+        if not points:
+            return 0.0, 0.0
+        (least, shortest), (most, longest) = min(points), max(points)
+        if most >= 2 * least and longest > shortest:
+            per_element = (longest - shortest) / (most - least)
+            if (overhead := shortest - per_element * least) >= 0:
+                return overhead, per_element
+            return 0.0, longest / most
+        seconds = median(seconds for _, seconds in points)
+        return seconds / 2, seconds / 2 / max(median(elements for elements, _ in points), 1)
+
+    def _error(self, group: int, hook: int) -> float:
+        """Return the relative error of a hook on a group; infinity if the hook was never tried.
+
+        Until it is measured there, the mean of other groups, and at least what it has lost on those
+        where it was in use.
+        """
+        if self.candidates.lossless[hook]:
+            return 0.0
+        if (group, hook) in self._errors:
+            return self._errors[group, hook]
+        lost = [error for (_, i), error in self._errors.items() if i == hook]
+        own = self._trials.get((group, hook))
+        tried = [own] if own else [t for (_, i), t in self._trials.items() if i == hook]
+        means = [fmean(each) for each in (lost, [t.error for t in tried]) if each]
+        return max(means, default=math.inf)
+
+    def _error_of(self, plan: Plan) -> float:
+        """Return the error of a plan by what is known now."""
+        assert self.layout is not None
+        hook_of, wrong = plan.hook_of(), 0.0
+        for i, group in enumerate(self.layout.groups):
+            spec = hook_of.get(group.names[0], self.candidates.specs[0])
+            hook = self.candidates.specs.index(spec)
+            if (i, hook) in self._errors or self._trials:
+                wrong += squared_error(self._error(i, hook), self._norms[i])
+        right = math.fsum(norm**2 for norm in self._norms.values())
+        return math.sqrt(wrong / right) if right else 0.0
+
+    def _limit(self) -> float:
+        """Return the limit: of a reference, its error on the whole model, also where it is exact.
+
+        If all groups are, nothing is tried, and nothing may have an error.
         """
         assert self.layout is not None
-        assert self.schedule is not None
-        every = sorted(self.layout.groups, key=lambda group: (-group.elements, group.names))
-        groups = [group for group in every if not group.is_exact]
-        tried = self.candidates.tried
-        if not groups or not tried:
-            return None
-        if self.schedule.is_burst(step):
-            return groups[0], self._unknown()[number - self.schedule.trials_before]
-        reference = self.candidates.reference
-        pairs = [(g, reference) for g in every if g.is_exact] if reference is not None else []
-        pairs += [(group, i) for group in groups for i in tried]
-        missing = [pair for pair in pairs if not self.knowledge.is_measured(*pair)]
-        choices = missing or pairs
-        return choices[number % len(choices)]
-
-    def _unknown(self) -> list[int]:
-        """Return the hooks that were never tried; none if all groups stay exact."""
-        has_groups = self.layout and not all(group.is_exact for group in self.layout.groups)
-        tried = self.candidates.tried if has_groups else ()
-        return [i for i in tried if not self.knowledge.is_known(i)]
+        reference, groups = self.candidates.limit, self.layout.groups
+        if not isinstance(reference, int):
+            return float(reference)
+        if all(group.is_exact for group in groups) or not self.is_known(reference):
+            return self.plan.limit if self.plan is not None else 0.0
+        wrong = math.fsum(
+            (self._error(i, reference) * self._norms[i]) ** 2 for i in range(len(groups))
+        )
+        right = math.fsum(norm**2 for norm in self._norms.values())
+        return math.sqrt(wrong / right) if right else 0.0
 
     def _hooks_in_use(self) -> dict[str, str] | None:
         """Return the hook of each parameter, None before the first plan."""
         return None if self.plan is None else self.plan.hook_of()
 
     def _hook_in_use(self, group: ParameterGroup) -> int:
-        if self.plan is None:
-            return 0
-        spec = self.plan.hook_of().get(group.names[0], self.candidates.specs[0])
-        return self.candidates.specs.index(spec)
+        hook_of = self._hooks_in_use() or {}
+        return self.candidates.specs.index(hook_of.get(group.names[0], self.candidates.specs[0]))
 
-    # --------------------------------------------------------------------------- state and metrics
+    # -------------------------------------------------------------------------- state and metrics
 
-    def metrics(self) -> dict[str, float]:
-        """Return numbers about the plan in use and the link."""
-        found = {"plans": float(len(self.history))}
-        if self._link.cost is not None:
-            found["link_megabits_per_second"] = 8e-6 / max(self._link.cost.per_byte, 1e-15)
-            found["link_round_microseconds"] = self._link.cost.per_unit * 1e6
-        if self.plan is not None and self._basis is not None:
-            found["error"], found["limit"] = self._basis.error, self._basis.limit
-            found["predicted_seconds"] = self.plan.after.step_seconds
-        if self._agreed is not None and self._agreed.step_seconds > 0:
-            found["step_seconds"] = self._agreed.step_seconds
+    def _metrics(self, plan: Plan | None = None) -> dict[str, float]:
+        """Return numbers about the plan that is in use next, and the link."""
+        found: dict[str, float] = {}
+        if self.link is not None:
+            found["link_megabits_per_second"] = 8e-6 / max(self.link.byte_seconds, 1e-15)
+            found["link_round_microseconds"] = self.link.round_seconds * 1e6
+        if plan is not None:
+            found |= {"error": plan.error, "limit": plan.limit}
+        elif self.plan is not None:
+            found |= {"error": self._error_of(self.plan), "limit": self._limit()}
+        if (used := plan or self.plan) is not None:
+            found["predicted_seconds"] = used.after.step_seconds
+        if self._times.step_seconds > 0:
+            found["step_seconds"] = self._times.step_seconds
         return found
 
     def to_json(self) -> dict[str, Any]:
         """Return what a resumed run goes on with, in JSON's types."""
         return {
             "plan": self.plan and self.plan.to_json(),
-            "knowledge": self.knowledge.to_json(),
-            "norms": self._norms,
             "history": [vars(decision) for decision in self.history],
-            "basis": self._basis and vars(self._basis),
-            "trials": self._trials,
-            "link": self._link.to_json(),
+            "basis": [*self._basis],
+            "link": self.link and vars(self.link),
+            "metrics": self.metrics,
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
-        """Take over what :meth:`to_json` returned."""
-        self.plan = None if data["plan"] is None else Plan.from_json(data["plan"])
-        self.awaits_confirmation = True
-        self.knowledge.load(data["knowledge"])
-        self._norms = dict(data["norms"])
+        """Take over what :meth:`to_json` returned. Measuring begins again with the next buckets."""
+        self.plan = data["plan"] and Plan.from_json(data["plan"])
         self.history = [Decision(**decision) for decision in data["history"]]
-        self._trials = int(data["trials"])
-        basis = data["basis"]
-        self._basis = basis and Basis(**{**basis, "link": Cost(*basis["link"])})
-        self._link.load(data["link"])
+        self._basis = data["basis"]
+        self.link = data["link"] and Probe(**data["link"])
+        self.metrics = dict(data["metrics"])
+        self.layout = self.agenda = None
 
 
-def _check_equal(digests: Sequence[int]) -> None:
-    if len(set(digests)) > 1:
-        raise CommHookMismatchError(
-            "hook 'auto': expected the same plan on all ranks, found those with the digests "
-            f"{[f'{digest:0{_DIGITS}x}' for digest in digests]} by rank. Load the same state on "
-            "all ranks, and use machines that compute the same floating-point results. From now "
-            "on, all ranks average exactly, and begin to measure again"
-        )
+def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
+    """Return what the probes of all ranks say together.
+
+    The mean rate counts, because a rank that begins late finds bytes that its peer has sent before.
+    Late threads make rounds seem longer, and other work of the process makes the time of cores seem
+    longer, so the least counts, also of earlier probes.
+    """
+    if not probes:
+        return before
+    every = [*probes, before] if before else probes
+    return Probe(
+        min(probe.round_seconds for probe in every),
+        fmean(probe.byte_seconds for probe in probes),
+        min(probe.byte_cpu_seconds for probe in every),
+    )
 
 
-def _total(norms: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(norm**2 for norm in norms))
+def backend_of(name: str, byte_cpu_seconds: float = 0.0) -> Backend:
+    """Return the costs of a backend. Those of a round are the network's."""
+    return NCCL() if name == "nccl" else Gloo(0.0, 0.0, byte_cpu_seconds)
+
+
+def network_of(round_seconds: float, byte_seconds: float, size: int) -> Network:
+    """Return ``size`` nodes of one rank each, with these costs of a round and of a byte."""
+    rate = min(8 / byte_seconds, _UNLIMITED) if byte_seconds > 0 else _UNLIMITED
+    return Network(size, Link(rate, round_seconds, payload_share=1.0), Link(_UNLIMITED))
+
+
+def tensor_bytes(operation: str, wire_bytes: float, size: int) -> float:
+    """Return the size of the tensor of a collective by which a rank sends ``wire_bytes``."""
+    whole = 1 << 20
+    per_byte = Collective(operation, whole, _ALL).wire_bytes(size) / whole
+    return wire_bytes / per_byte if per_byte else 0.0
+
+
+def _largest(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Return the largest finite number of each position."""
+    found: dict[int, float] = {}
+    for i, value in pairs:
+        if math.isfinite(value):
+            found[i] = max(value, found.get(i, 0.0))
+    return found
+
+
+def _slowest_trial(of_ranks: Sequence[TrialRecord]) -> TrialRecord | None:
+    """Return a trial with the longest times; None if ranks differ or gradients are not finite."""
+    first = of_ranks[0]
+    keys = {(t.group, t.hook, tuple(name for _, name, _ in t.stages)) for t in of_ranks}
+    if len(keys) > 1 or not all(math.isfinite(trial.error) for trial in of_ranks):
+        return None
+    stages = [
+        (max(seconds for seconds, *_ in same), same[0][1], max(nbytes for *_, nbytes in same))
+        for same in zip(*(trial.stages for trial in of_ranks), strict=True)
+    ]
+    return replace(
+        first,
+        error=max(trial.error for trial in of_ranks),
+        stages=stages,
+        last_seconds=max(trial.last_seconds for trial in of_ranks),
+        exact_seconds=max(trial.exact_seconds for trial in of_ranks),
+    )

@@ -9,13 +9,24 @@ from torch import Tensor
 
 from commhooks.algorithms.wrappers.route import Matcher, Rule
 from commhooks.hook.base import CommHook, Role
-from commhooks.planning.row import label_of
+from commhooks.planning.plan import label_of
 from reducer import GradBucket
 
-__all__ = ["Layout", "ParameterGroup", "exact_names", "group_parameters", "with_wire_bytes"]
+__all__ = [
+    "Buckets",
+    "Layout",
+    "ParameterGroup",
+    "exact_names",
+    "group_parameters",
+    "with_wire_bytes",
+]
 
 _AFTER_WARM_UPS = 1 << 30
 """A step in which hooks send what they send for most of the training."""
+
+
+Buckets = tuple[tuple[tuple[str, ...], int], ...]
+"""The names of the parameters and the bytes of each bucket of a step."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +57,10 @@ class Layout:
     bucket_bytes: tuple[int, ...]
     groups: tuple[ParameterGroup, ...]
 
-    @property
-    def elements(self) -> int:
-        return sum(group.elements for group in self.groups)
+    def itemsize(self, bucket: int) -> float:
+        """Return the bytes of an element of a bucket."""
+        elements = sum(group.elements for group in self.groups if group.bucket == bucket)
+        return self.bucket_bytes[bucket] / max(elements, 1)
 
 
 def exact_names(

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.candidates import check_candidate
-from commhooks.algorithms.adaptive.sample import draw_sample
 from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.trial import Trial, relative_error
+from commhooks.algorithms.adaptive.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.options import Ge, Gt
@@ -158,7 +157,7 @@ class Guard(CommHook):
         """Decide by what the last step has found. All ranks have found the same.
 
         A step that has failed begins again under the same number. What it has found is dropped,
-        because some ranks may not have it: Note [The same plan] in auto.py.
+        because some ranks may not have it: Note [One plan] in control.py.
         """
         found, self._found = self._found, None
         if step != self._step:

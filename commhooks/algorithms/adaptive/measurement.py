@@ -1,57 +1,60 @@
-"""What a rank measures in a step: it times and checks hooks, tries others, and gathers reports."""
+"""What a rank does for ``auto`` in a step: it measures what is on the agenda, and reports it."""
 
-import functools
+import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise, starmap
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.check import Check
-from commhooks.algorithms.adaptive.control import Controller
-from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
-from commhooks.algorithms.adaptive.link_watch import PROBE_MESSAGES
-from commhooks.algorithms.adaptive.observation import Observation, observe
-from commhooks.algorithms.adaptive.sample import draw_sample
+from commhooks.algorithms.adaptive.control import Controller, backend_of, network_of
+from commhooks.algorithms.adaptive.groups import Buckets, Layout
+from commhooks.algorithms.adaptive.messages import (
+    Agenda,
+    Instructions,
+    Probe,
+    Report,
+    TrialRecord,
+)
 from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.timing import Moment, Times
-from commhooks.algorithms.adaptive.trial import ExactAverage, Outcome, Trial
-from commhooks.algorithms.adaptive.watch import Buckets, Watch
+from commhooks.algorithms.adaptive.timing import Clock, Moment, Run, observe
+from commhooks.algorithms.adaptive.trial import (
+    Check,
+    ExactAverage,
+    Outcome,
+    Trial,
+    draw_sample,
+    relative_error,
+)
 from commhooks.comm.communicator import Communicator
-from commhooks.errors import CommHookMismatchError
+from commhooks.costs.step_trace import Collective, Members
 from reducer import GradBucket
 
 __all__ = ["Measurement"]
 
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
-_LEAST_CPU_BYTES = 1 << 20
-"""Of a probe whose time on cores counts. Of a smaller one, much of it is that of messages."""
+_ROUNDS, _MESSAGES = 6, 3
+"""Of a probe: small messages, and long ones, of which the first only fills the buffers."""
+_MOST_ROUNDS = 1 / 8
+"""Of the time of a long message: late threads must not make the link seem faster by a fifth."""
 
 _Run = Callable[[GradBucket, Communicator], Coroutine[Any, Any, Tensor]]
 
 
-@dataclass
-class _Gathered:
-    """What ranks have gathered in this step, of all ranks."""
-
-    step: int = -1
-    digests: Tensor | None = None
-    """Of the proposed plan and the schedule."""
-    reports: Tensor | None = None
-
-
 class Measurement:
-    """Does what ``control`` has decided for a step, and notes what it finds in its window.
+    """Does what is on the agenda of ``control``.
 
     Args:
-        control: Decides which step measures what.
+        control: Knows what was reported, and decides on rank 0.
         trials: For each hook that is tried.
         table: Which hook each parameter has.
         elements: Of the model.
         layout_of: Returns the layout of buckets.
-        times: Of the device of the gradients.
+        clock: Of the device of the gradients.
     """
 
     def __init__(
@@ -61,222 +64,286 @@ class Measurement:
         table: HookTable,
         elements: int,
         layout_of: Callable[[Buckets], Layout],
-        times: Times,
+        clock: Clock,
     ) -> None:
         self.control = control
-        self.spent_ns = 0
-        """What measuring and planning has taken so far, waiting for peers included."""
-        self._elapsed_ns = 0
-        self._first_ns = 0
         self._trials = trials
         self._table = table
         self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
         self._layout_of = layout_of
-        self._times = times
-        self._watch = Watch(times)
-        self._gathered = _Gathered()
-        self._trying: list[tuple[ParameterGroup, int, int]] = []
-        """The trials of this step, until their bucket comes."""
+        self._clock = clock
+        self._step = -1
+        self._buckets: list[tuple[tuple[str, ...], int]] = []
+        """Of the present step."""
+        self._former: Buckets = ()
+        """Of the step before it."""
+        self._reports: tuple[int, list[str]] | None = None
+        """What ranks have reported, and in which step."""
+        self._to_send: str | None = None
+        """The instructions that ranks are to have in this step, if any; empty but on rank 0."""
+        self._received: tuple[int, str] | None = None
+        """The instructions of rank 0, and in which step they came."""
+        self._followed = -1
+        """The step from which on ranks follow the last instructions."""
+        self._spent_ns = self._first_ns = self._elapsed_ns = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget what is in the last report."""
+        self._launches: dict[int, list[Moment]] = {}
+        self._ends: dict[int, Moment] = {}
+        self._outcomes: dict[tuple[int, int], Outcome] = {}
+        self._errors: dict[int, Tensor] = {}
+        self._norms: dict[int, Tensor] = {}
+        self._runs: dict[int, tuple[int, Run]] = {}
+        self._probe: Callable[[], Probe] | None = None
+        self._reported_ns = self._spent_ns
+
+    @property
+    def planning_seconds(self) -> float:
+        """What measuring and planning has taken so far, waiting for peers included."""
+        return self._spent_ns * 1e-9
 
     def metrics(self) -> dict[str, float]:
-        """Return what the controller knows, and the share of the time that this has taken."""
-        share = {"planning_share": self.spent_ns / self._elapsed_ns} if self._elapsed_ns else {}
-        return self.control.metrics() | share
+        """Return numbers about the plan and the link, and the share of the time of this."""
+        share = {"planning_share": self._spent_ns / self._elapsed_ns} if self._elapsed_ns else {}
+        return {"plans": float(len(self.control.history))} | self.control.metrics | share
 
-    def begin_step(self, step: int, launched: Moment) -> bool:
-        """Use what the last step has brought, and return whether there is a new plan.
+    def is_idle(self, step: int) -> bool:
+        """Return whether nothing is to be measured, agreed on or moved to other hooks in this step.
 
-        Nothing here waits for another rank. Raises CommHookMismatchError on all ranks, and forgets
-        everything, if they have different plans.
+        The same on all ranks: a later step than that with the last new plan shows that it has
+        succeeded everywhere, so residuals have moved.
+        """
+        agenda = self.control.agenda
+        return (
+            agenda is not None
+            and self._followed < step < agenda.start
+            and self._reports is None
+            and self._to_send is None
+        )
+
+    def begin_step(self, step: int) -> bool:
+        """Use what the last steps have brought, and return whether there is a new plan.
+
+        Nothing here waits for another rank. See Note [One plan].
         """
         start = time.monotonic_ns()
         self._first_ns = self._first_ns or start
         self._elapsed_ns = start - self._first_ns
-        has_new_plan = self._agree(step)
-        self.spent_ns += time.monotonic_ns() - start
-        self._times.settle(wait=False)
-        buckets = self._watch.begin_step(step, launched, self.control.window)
-        if buckets is not None and not self.control.has_buckets(buckets):
-            self.control.use_layout(self._layout_of(buckets), step)
-            # With what a device has yet to tell of the steps before.
-            self._times.when_known((), self.control.window.clear_times)
-        self._trying = self.control.trials(step)
+        control, has_new_plan = self.control, False
+        if self._received is not None and self._received[0] != step:
+            has_new_plan = control.follow(Instructions.decode(self._received[1]))
+            self._followed = step
+            self._to_send = None
+            self._clear()
+        self._received = None
+        if self._reports is not None and self._reports[0] != step:
+            control.take([Report.decode(text) for text in self._reports[1]])
+            self._to_send = ""
+        self._reports = None
+        if step != self._step:  # a step that has failed begins again
+            self._look_at_buckets(step)
+        self._step, self._buckets = step, []
+        self._spent_ns += time.monotonic_ns() - start
         return has_new_plan
+
+    def _look_at_buckets(self, step: int) -> None:
+        """Measure from the beginning if the same new buckets came twice."""
+        finished, former = tuple(self._buckets), self._former
+        self._former = finished
+        if finished and finished == former and not self.control.has_buckets(finished):
+            self.control.use_layout(self._layout_of(finished), step)
+            self._to_send = None
+            self._clear()
 
     async def around(self, run: _Run, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Await the average of a bucket, with what is to be measured before and after it."""
-        control = self.control
-        self._watch.bucket(bucket, comm.launched, control.window)
+        agenda, step = self.control.agenda, bucket.step
+        self._buckets.append((tuple(bucket.names), bucket.buffer().nbytes))
+        if agenda is None or self.is_idle(step):
+            return await run(bucket, comm)
         if bucket.index() == 0:
-            await self._gather(bucket, comm)
-        trying, sample = self._next_trials(bucket, comm.size)
-        is_checked = control.reports(bucket.step + 1)
-        check = self._draw_check(bucket, comm.size) if is_checked else None
+            self._launches[step] = []
+            await self._agree(agenda, bucket, comm)
+        self._launches.setdefault(step, []).append(comm.launched)
+        start = time.monotonic_ns()
+        tried, sample = self._draw_sample(agenda, bucket, comm.size)
+        is_checked, check = agenda.is_checked(step), None
+        if is_checked:
+            lossy = filter(
+                lambda pair: self.control.is_lossy(pair[1]), self.control.groups_of(bucket.names)
+            )
+            check = Check.of(bucket, lossy, partial(self._table.residual, comm.size))
+        self._spend(start)
         average = await run(bucket, comm)
+        start = time.monotonic_ns()
         if is_checked:
             self._measure_norms(bucket, average)
         if check is not None:
-            await self._finish_check(check, average, comm)
+            self._errors |= await check.squares(average.view(-1), comm)
         if sample is not None:
-            await self._try(trying, sample, comm, are_first=control.are_first_trials(bucket.step))
+            await self._try(tried, sample, comm, are_first=step == agenda.start)
         # Backward has ended: where it shares cores with the backend, messages would seem slower.
-        if bucket.is_last() and (elements := control.probe_elements(bucket.step)):
-            await self._probe(elements, bucket.buffer().device, comm)
-        self._watch.end_bucket()  # what has been measured here is not part of the next forward
+        if is_checked and bucket.is_last() and agenda.probe:
+            self._probe = await self._measure_link(agenda.probe, bucket.buffer().device, comm)
+        self._spend(start)
+        self._ends[step] = self._clock.now()
         return average
 
     async def observed(self, run: Coroutine[Any, Any, Tensor], hook: int, elements: int) -> Tensor:
         """Await a run of a hook in use, and note what it took."""
-        window, seen = self.control.window, self._observation()
-
-        def note() -> None:
-            window.runs.setdefault(hook, []).append((elements, seen.local_seconds))
-
-        found: Tensor = await observe(run, seen)
-        self._times.when_known((), note)
+        agenda = self.control.agenda
+        if agenda is None or not agenda.is_timed(self._step):
+            return await run
+        noted = Run(self._clock)
+        found = await observe(run, noted)
+        if elements >= self._runs.get(hook, (0, None))[0]:
+            self._runs[hook] = elements, noted
         return found
 
     def recover(self) -> None:
-        """Forget the step that has failed on some rank."""
-        self._times.forget()
-        self._watch.recover()
-        self.control.recover()
+        """Forget the times of the step that has failed on some rank."""
+        self._launches.clear()
+        self._ends.clear()
         for trial in self._trials.values():
             trial.recover()
 
-    def _agree(self, step: int) -> bool:
-        """Use what ranks have gathered in the last step; see Note [The same plan]."""
-        gathered, self._gathered = self._gathered, _Gathered(step)
-        if gathered.step == step:
-            return False
-        control, digests, reports = self.control, gathered.digests, gathered.reports
-        try:
-            has_new_plan = digests is not None and control.confirm(digests.view(-1).tolist())
-            if reports is not None:
-                control.take(reports.tolist(), gathered.step, step)
-        except CommHookMismatchError:
-            self.control = control.new()
-            raise
-        return has_new_plan
+    # --------------------------------------------------------------------------------- agreement
 
-    async def _gather(self, bucket: GradBucket, comm: Communicator) -> None:
-        """Send what is due at the beginning of this step."""
-        control, device = self.control, bucket.buffer().device
-        if control.awaits_confirmation:
-            digest = torch.tensor([control.digest]).to(device)
-            self._gathered.digests = await comm.all_gather(digest)
-        if control.reports(bucket.step):
-            self._times.settle(wait=True)
-            start = time.monotonic_ns()
-            found = control.encode(bucket.step, self._times.cores())
-            numbers = torch.tensor(found, dtype=torch.float64).to(device)
-            seconds, seen = (time.monotonic_ns() - start) * 1e-9, self._observation()
-            self._gathered.reports = await observe(_all_gather(numbers, comm), seen)
-            self._spend(lambda: seconds + seen.link_seconds, control.window.report_seconds)
+    async def _agree(self, agenda: Agenda, bucket: GradBucket, comm: Communicator) -> None:
+        """Send what is due at the beginning of this step: Note [One plan]."""
+        start, device = time.monotonic_ns(), bucket.buffer().device
+        if self._to_send is not None:
+            if comm.rank == 0:
+                self._to_send = self._to_send or self.control.decide(bucket.step).encode()
+            self._received = bucket.step, await _broadcast(self._to_send, comm, device)
+        elif bucket.step >= agenda.report:
+            report = self._report(agenda).encode()
+            self._reports = bucket.step, await _gather(report, comm, device)
+        self._spend(start)
 
-    def _observation(self) -> Observation:
-        return Observation(self.control.window.links.add, self._times)
+    def _report(self, agenda: Agenda) -> Report:
+        """Return what was measured on the agenda. Waits for the device."""
+        report = Report(self._clock.cores(), (self._spent_ns - self._reported_ns) * 1e-9)
+        report.probe = self._probe and self._probe()
+        seconds = self._clock.seconds
+        pairs = [(s, s + 1) for s in self._launches if agenda.is_timed(s) and s in self._ends]
+        known = [(a, b) for a, b in pairs if self._launches.get(b)]
+        if known:
+            first = {s: moments[0] for s, moments in self._launches.items() if moments}
+            report.step_seconds = median(seconds(first[a], first[b]) for a, b in known)
+            report.forward_seconds = median(
+                max(seconds(self._ends[a], first[b]), 0.0) for a, b in known
+            )
+            steps = [self._launches[a] for a, _ in known]
+            gaps = [list(starmap(seconds, pairwise(each))) for each in steps]
+            report.launches = [0.0, *map(median, zip(*gaps, strict=True))]
+        for (group, hook), outcome in self._outcomes.items():
+            local, ops = outcome.run.local_seconds, outcome.run.collectives
+            stages = [(local[i], name, float(sent)) for i, (name, sent) in enumerate(ops)]
+            exact = sum(outcome.exact.local_seconds)
+            report.trials.append(
+                TrialRecord(group, hook, outcome.error, outcome.elements, stages, local[-1], exact)
+            )
+        report.errors = [(i, relative_error(*s.tolist())) for i, s in self._errors.items()]
+        report.norms = [(i, math.sqrt(float(square))) for i, square in self._norms.items()]
+        report.runs = [(i, n, sum(run.local_seconds)) for i, (n, run) in self._runs.items()]
+        return report
 
-    def _next_trials(
-        self, bucket: GradBucket, size: int
-    ) -> tuple[Mapping[int, int], GradBucket | None]:
-        """Return the hooks to try on this bucket, by the number of the trial, and a sample."""
-        if not self._trying or not set(self._trying[0][0].names) <= set(bucket.names):
-            return {}, None
-        group, _, first = self._trying[0]
-        hooks = {number: hook for _, hook, number in self._trying}
-        self._trying = []
-        sample = draw_sample(
-            bucket,
-            group.names,
-            functools.partial(self._table.residual, size),
-            self._sample_size,
-            first,
-        )
-        return hooks, sample
+    # --------------------------------------------------------------------------------- measuring
 
-    def _draw_check(self, bucket: GradBucket, size: int) -> Check | None:
-        start = self._times.work()
-        groups = [
-            each for each in self.control.groups_of(bucket.names) if self.control.is_lossy(each[1])
-        ]
-        check = Check.of(bucket, groups, functools.partial(self._table.residual, size))
-        noted = self.control.window.check_seconds
-        self._times.when_known(
-            (start, self._times.work()),
-            lambda start_ns, end_ns: self._note(1e-9 * (end_ns - start_ns), noted),
-        )
-        return check
-
-    async def _finish_check(self, check: Check, average: Tensor, comm: Communicator) -> None:
-        seen = self._observation()
-        squares = await observe(check.squares(average.view(-1), comm), seen)
-        self.control.window.checks.update(squares)
-        self._spend(
-            lambda: seen.link_seconds + seen.local_seconds, self.control.window.check_seconds
-        )
+    def _draw_sample(
+        self, agenda: Agenda, bucket: GradBucket, size: int
+    ) -> tuple[int, GradBucket | None]:
+        """Return the group that hooks are tried on in this step, and a sample if it is here."""
+        group, layout = agenda.trial(bucket.step), self.control.layout
+        if group is None or layout is None:
+            return -1, None
+        names = layout.groups[group].names
+        if not set(names) <= set(bucket.names):
+            return -1, None
+        residual = partial(self._table.residual, size)
+        return group, draw_sample(bucket, names, residual, self._sample_size)
 
     async def _try(
-        self, hooks: Mapping[int, int], sample: GradBucket, comm: Communicator, *, are_first: bool
+        self, group: int, sample: GradBucket, comm: Communicator, *, are_first: bool
     ) -> None:
-        window = self.control.window
-        add, times = window.links.add, self._times
-        exact = await ExactAverage.of(sample, comm, add, times)
-        self._spend(lambda: exact.seconds)
-        for number, hook in hooks.items():
-            trial = self._trials[hook]
-            outcome = await trial.run(sample, comm, add, exact, times, twice=are_first)
-            window.trials[number] = outcome
-            self._note_trial(exact, outcome)
+        exact = await ExactAverage.of(sample, comm, self._clock)
+        for hook in self.control.hooks_to_try(group):
+            twice = are_first and not self.control.is_known(hook)
+            outcome = await self._trials[hook].run(sample, comm, exact, self._clock, twice=twice)
+            self._outcomes[group, hook] = outcome
 
-    def _note_trial(self, exact: ExactAverage, outcome: Outcome) -> None:
-        noted = self.control.window.trial_seconds
-        self._spend(lambda: outcome.seconds)
-        self._times.when_known(
-            (),
-            lambda: noted.append(exact.seconds + outcome.seconds),  # as if it were alone
-        )
-
-    async def _probe(self, elements: int, device: torch.device, comm: Communicator) -> None:
-        """Average zeros, so that the link can be seen; see link_watch.py."""
-        window = self.control.window
-        seen = Observation(window.probes.add, self._times)
+    async def _measure_link(
+        self, elements: int, device: torch.device, comm: Communicator
+    ) -> Callable[[], Probe]:
+        """Average zeros, so that the link can be seen. All ranks begin with the first round."""
         zeros = torch.zeros(elements, device=device)
-        start = time.process_time()
-        for _ in range(PROBE_MESSAGES):
-            await observe(_all_reduce(zeros, comm), seen)
-        cpu_seconds = time.process_time() - start
-
-        def note() -> None:
-            self._note(seen.link_seconds, window.probe_seconds)
-            sent = sum(each.wire_bytes for each in seen.collectives)
-            if sent >= _LEAST_CPU_BYTES:
-                window.byte_cpu_seconds.append(cpu_seconds / sent)
-
-        self._times.when_known((), note)
-
-    def _spend(self, seconds: Callable[[], float], noted: list[float] | None = None) -> None:
-        """Note, once they are known, seconds that measuring has taken."""
-        self._times.when_known((), lambda: self._note(seconds(), noted))
-
-    def _note(self, seconds: float, noted: list[float] | None) -> None:
-        self.spent_ns += int(seconds * 1e9)
-        if noted is not None:
-            noted.append(seconds)
+        moments = [self._clock.now()]
+        for _ in range(_ROUNDS):
+            await comm.all_reduce(torch.zeros(1, device=device))
+            moments.append(self._clock.now())
+        cpu = time.process_time()
+        for _ in range(_MESSAGES):
+            await comm.all_reduce(zeros)
+            moments.append(self._clock.now())
+        cpu = time.process_time() - cpu
+        backend = comm.group._get_backend(device).name()  # noqa: SLF001
+        return partial(_probe_of, self._clock, moments, cpu, zeros.nbytes, backend, comm.size)
 
     def _measure_norms(self, bucket: GradBucket, average: Tensor) -> None:
         flat = average.view(-1)
         places = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
         views = {name: flat[i : i + length] for name, i, length in places}
         for i, group in self.control.groups_of(bucket.names):
-            of_group = [views[name] for name in group.names]
-            norms = torch._foreach_norm(of_group)  # noqa: SLF001
-            self.control.window.squares[i] = torch.stack(norms).double().square().sum()
+            norms = torch._foreach_norm([views[name] for name in group.names])  # noqa: SLF001
+            self._norms[i] = torch.stack(norms).double().square().sum()
+
+    def _spend(self, start_ns: int) -> None:
+        self._spent_ns += time.monotonic_ns() - start_ns
 
 
-async def _all_reduce(message: Tensor, comm: Communicator) -> Tensor:
-    return await comm.all_reduce(message)
+def _probe_of(
+    clock: Clock, moments: list[Moment], cpu: float, nbytes: int, backend: str, size: int
+) -> Probe:
+    """Return the costs of messages. Waits for the device."""
+    took = list(starmap(clock.seconds, pairwise(moments)))
+    one, long = (
+        backend_of(backend).cost(
+            Collective("all_reduce", float(each), Members(1, spans_nodes=True)),
+            network_of(1.0, 0.0, size),  # so that seconds are rounds
+        )
+        for each in (4, nbytes)
+    )
+    round_seconds = min(took[1:_ROUNDS]) / max(one.latency_seconds, 1.0)
+    seconds = sum(took[_ROUNDS + 1 :]) / (_MESSAGES - 1)
+    sending = max(seconds - round_seconds * long.latency_seconds, (1 - _MOST_ROUNDS) * seconds)
+    sent = max(long.link_bytes, 1.0)
+    return Probe(round_seconds, sending / sent, cpu / _MESSAGES / sent)
 
 
-async def _all_gather(message: Tensor, comm: Communicator) -> Tensor:
-    return await comm.all_gather(message)
+async def _gather(text: str, comm: Communicator, device: torch.device) -> list[str]:
+    """Return the texts of all ranks."""
+    own = _bytes_of(text).to(device)
+    lengths = (await comm.all_gather(torch.tensor([len(own)], device=device))).view(-1).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    found = await comm.all_gather(padded)
+    return [_text_of(row[:length]) for row, length in zip(found, lengths, strict=True)]
+
+
+async def _broadcast(text: str, comm: Communicator, device: torch.device) -> str:
+    """Return the text of rank 0."""
+    own = _bytes_of(text).to(device)
+    (length,) = (await comm.broadcast(torch.tensor([len(own)], device=device))).tolist()
+    message = own if comm.rank == 0 else torch.empty(length, dtype=torch.uint8, device=device)
+    return _text_of(await comm.broadcast(message))
+
+
+def _bytes_of(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+
+
+def _text_of(message: Tensor) -> str:
+    return bytes(message.tolist()).decode()

@@ -1,20 +1,33 @@
-"""Which of several hooks each parameter has, where that changes between steps."""
+"""Which of several hooks each parameter has, where that changes between steps.
 
-from collections.abc import Mapping, Sequence
+Note [Residuals]
+~~~~~~~~~~~~~~~~
+A hook with error feedback keeps what it has not sent in a field named "error", which is averageable
+and has one number per element. It may keep the rest in fields that only this rank has: its
+:meth:`CommHook.keep_own` adds their part of the mean over the ranks to the mean of the errors. So
+the residual of this rank is its error plus ``size`` times that part.
+
+The next gradient plus the residual is what the hook would send next. So a residual that is added to
+the gradient makes up for a hook that is no longer used, whatever hook is used then. Momenta, which
+are no residuals, are lost.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.residuals import forget, known_parameters, residual_of
 from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, tree
 from reducer import GradBucket
 
-__all__ = ["Adopts", "HookTable"]
+__all__ = ["Adopts", "HookTable", "residual_of"]
 
 _ALL = slice(None)
+_FIELD = "error"
 
 
 @runtime_checkable
@@ -36,7 +49,7 @@ class HookTable(Routing):
     A parameter *moves* in the first step in which a hook gets it while another one still has state
     of it. The residual is added to its gradient, and dropped when the new hook has returned finite
     numbers; until then it stays where it was, so that no failure loses it. So nothing but the table
-    and the states of the hooks needs to be saved. See Note [Residuals] in residuals.py.
+    and the states of the hooks needs to be saved. See Note [Residuals].
     """
 
     def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
@@ -50,11 +63,16 @@ class HookTable(Routing):
         self.table = dict(table)
         self.refresh()
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether a hook still has state of a parameter that another one has now."""
+        return bool(self._moving)
+
     def refresh(self) -> None:
         """Look which parameters move, after the table or the states have changed."""
         self._moving = {}
         for i, hook in enumerate(self._hooks):
-            for name in known_parameters(hook):
+            for name in {key for each in tree(hook) for key in each.state}:
                 if self.table.get(name, i) != i:
                     self._moving.setdefault(name, []).append(i)
 
@@ -81,7 +99,7 @@ class HookTable(Routing):
         if bool(all_finite(average)):  # waits for the device, in this step only
             for j, hook in enumerate(self._hooks):
                 if names := [name for name, former in moving.items() if j in former]:
-                    forget(hook, names)
+                    _forget(hook, names)
             for name in moving:
                 self._moving.pop(name, None)
         return average
@@ -100,3 +118,38 @@ class HookTable(Routing):
                 new = self._hooks[i]
                 if name not in new.state and isinstance(new, Adopts):
                     new.adopt(self._hooks[j], {name: gradients[name]})
+
+
+def residual_of(
+    hook: CommHook, parameter: str, gradient: Tensor, size: int, where: slice = _ALL
+) -> Tensor | None:
+    """Return the residual of a parameter as it lies in memory, flat; None if there is none.
+
+    ``gradient`` has the shape and strides of those in ``bucket.gradients()``. ``size``: the number
+    of ranks. ``where``: the elements that are wanted.
+    """
+    total = None
+    for each in tree(hook):
+        entry = each.state.get(parameter, {})
+        fields = each.state_fields(gradient) if _FIELD in entry else ()
+        shared = {field.name for field in fields or () if field.across_ranks == "averageable"}
+        if _FIELD in shared:
+            residual = _flat(entry[_FIELD])[where].clone()
+            if own := {name: value for name, value in entry.items() if name not in shared}:
+                of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
+                each.keep_own(of_mean, own)
+                residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)
+            total = residual if total is None else total.add_(residual)
+    return total
+
+
+def _forget(hook: CommHook, parameters: Iterable[str]) -> None:
+    """Drop the state of some parameters."""
+    dropped = set(parameters)
+    for each in tree(hook):
+        # A new dict tells the hook's caches of buckets that the state has changed.
+        each.state = {key: entry for key, entry in each.state.items() if key not in dropped}
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))

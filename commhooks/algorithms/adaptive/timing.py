@@ -1,33 +1,33 @@
-"""When things happen: on the host, or on a device that works behind it.
+"""When things happen, on the host or on a device that works behind it, and what hooks do.
 
 Note [Times of a device]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-The host only launches work for a device, so its clock says nothing about hooks and collectives
-there. An event says when the device gets to its place in a stream, but later. So a moment is a
-number on the host and an event on a device, and who wants to know the time passes a function to
-``when_known``. On the host it is called at once. On a device it is called by ``settle``, in the
-order of the calls, so the functions may rely on what earlier ones have noted.
+The host only launches work for a device, so its clock says nothing about hooks there. An event says
+when the device gets to its place in a stream, but later. So a moment is a number on the host and an
+event on a device, and the seconds between two moments are asked for when ranks report. Only then
+does the host wait for the device.
 """
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Coroutine, Generator
+from dataclasses import dataclass, field
+from types import coroutine
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
-__all__ = ["HOST", "Moment", "StreamTimes", "Times", "times_of"]
+from commhooks.comm.communicator import PendingCollective
+
+__all__ = ["HOST", "Clock", "DeviceClock", "Moment", "Run", "clock_of", "observe"]
 
 Moment: TypeAlias = int | torch.Event
-"""Nanoseconds of ``time.monotonic_ns()``, or an event with ``enable_timing``."""
-
-_REBASE_NS = 1_000_000_000
-"""Events tell milliseconds in float32: over this time to a tenth of a microsecond."""
+"""Nanoseconds, or an event with ``enable_timing``."""
+_Result = TypeVar("_Result")
 
 
-class Times(Protocol):
-    """Tells moments, and calls functions with their nanoseconds."""
+class Clock(Protocol):
+    """Tells moments."""
 
     def now(self) -> Moment:
         """Return the present moment; on a device, that of the current stream."""
@@ -35,21 +35,15 @@ class Times(Protocol):
     def work(self) -> Moment:
         """Return a moment in the time that the hook's own work takes."""
 
-    def when_known(self, moments: tuple[Moment, ...], use: Callable[..., None]) -> None:
-        """Call ``use`` with the nanoseconds of each moment, when they are known."""
-
-    def settle(self, *, wait: bool) -> None:
-        """Call the functions whose moments are known; with ``wait``, wait for all."""
-
-    def forget(self) -> None:
-        """Do not call the functions that have not been called yet."""
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two moments. Waits for a device."""
 
     def cores(self) -> float:
         """Return how many things a rank does at a time."""
 
 
-class HostTimes:
-    """Times of the host.
+class HostClock:
+    """The clock of the host.
 
     The hook's own work is measured in CPU time of its thread. The elapsed time would say how busy
     its core was, with backward for example, and the timeline adds that.
@@ -61,14 +55,8 @@ class HostTimes:
     def work(self) -> Moment:
         return time.thread_time_ns()
 
-    def when_known(self, moments: tuple[Moment, ...], use: Callable[..., None]) -> None:
-        use(*moments)
-
-    def settle(self, *, wait: bool) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
+    def seconds(self, start: int, end: int) -> float:
+        return (end - start) * 1e-9
 
     def cores(self) -> float:
         """Return the cores for each rank of this machine."""
@@ -77,8 +65,8 @@ class HostTimes:
         return max(1.0, available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-class StreamTimes:
-    """Times of the streams of a device: Note [Times of a device].
+class DeviceClock:
+    """The clock of the streams of a device: Note [Times of a device].
 
     The time of the hook's own work is what passes on its stream, so it contains what backward takes
     from it at the same time. Hence :meth:`cores` leaves backward one of its own.
@@ -86,9 +74,6 @@ class StreamTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waiting: deque[tuple[tuple[Moment, ...], Callable[..., None]]] = deque()
-        self._origin: Any = None
-        self._origin_ns = 1  # so that no moment is 0
 
     def now(self) -> Moment:
         event = torch.Event(device=self._device, enable_timing=True)
@@ -97,39 +82,60 @@ class StreamTimes:
 
     work = now
 
-    def when_known(self, moments: tuple[Moment, ...], use: Callable[..., None]) -> None:
-        self._waiting.append((moments, use))
-
-    def settle(self, *, wait: bool) -> None:
-        while self._waiting:
-            moments: Any = self._waiting[0][0]
-            if wait:
-                for moment in moments:
-                    moment.synchronize()
-            elif not all(moment.query() for moment in moments):
-                return
-            _, use = self._waiting.popleft()
-            use(*map(self._nanoseconds, moments))
-
-    def forget(self) -> None:
-        self._waiting.clear()
+    def seconds(self, start: Any, end: Any) -> float:
+        for event in (start, end):
+            event.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
 
     def cores(self) -> float:
         return 2.0
 
-    def _nanoseconds(self, moment: Any) -> int:
-        if self._origin is None:
-            self._origin = moment
-        elapsed = int(self._origin.elapsed_time(moment) * 1e6)
-        found = self._origin_ns + elapsed
-        if elapsed > _REBASE_NS:
-            self._origin, self._origin_ns = moment, found
-        return found
+
+HOST = HostClock()
 
 
-HOST = HostTimes()
+def clock_of(device: torch.device) -> Clock:
+    """Return the clock of the hooks on tensors of ``device``."""
+    return HOST if device.type == "cpu" else DeviceClock(device)
 
 
-def times_of(device: torch.device) -> Times:
-    """Return the times of the hooks on tensors of ``device``."""
-    return HOST if device.type == "cpu" else StreamTimes(device)
+@dataclass
+class Run:
+    """What a run of a hook has done: its own work before, between and after ``collectives``."""
+
+    clock: Clock = HOST
+    collectives: list[tuple[str, int]] = field(default_factory=list)
+    """The operation and the bytes on the wire of each."""
+    _work: list[list[tuple[Moment, Moment]]] = field(default_factory=lambda: [[]])
+
+    @property
+    def local_seconds(self) -> list[float]:
+        """The seconds of the hook's own work, one more than collectives. Waits for a device."""
+        return [sum(self.clock.seconds(*pair) for pair in stage) for stage in self._work]
+
+
+@coroutine
+def observe(run: Coroutine[Any, Any, _Result], noted: Run) -> Generator[Any, Any, _Result]:
+    """Await ``run``, and note in ``noted`` what it does."""
+    resume, argument, clock = run.send, cast("Any", None), noted.clock
+    while True:
+        start = clock.work()
+        try:
+            awaited = resume(argument)
+        except StopIteration as stop:
+            noted._work[-1].append((start, clock.work()))  # noqa: SLF001
+            result: _Result = stop.value
+            return result
+        noted._work[-1].append((start, clock.work()))  # noqa: SLF001
+        try:
+            yield awaited
+            resume, argument = run.send, None
+        except GeneratorExit:
+            run.close()
+            raise
+        except BaseException as error:
+            resume, argument = run.throw, error
+            continue
+        if isinstance(awaited, PendingCollective) and awaited.issued_ns:
+            noted.collectives.append((awaited.operation, awaited.count()))
+            noted._work.append([])  # noqa: SLF001

@@ -1,22 +1,26 @@
-"""Measures the error of a hook by what it does: it averages a sample, and so does the exact hook.
+"""Measures the errors of hooks by what they do.
 
 ::
 
-    p = gradient + residual                  # a sample of some parameters
+    p = gradient + residual
     exact = all_reduce(p) / N
-    error = |hook(p) - exact| / |exact|      # of the average, which is what training sees
+    error = |average - exact| / |exact|      # of the average, which is what training sees
+
+A *trial* lets a hook average a sample of some parameters, whether it is in use or not. A *check*
+compares what a hook in use has returned, at evenly spaced elements of all its parameters. Unlike a
+trial, it sees what many steps have done to the residual, and all layers of a group.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.observation import Observation, Observed, observe
-from commhooks.algorithms.adaptive.timing import HOST, Times
+from commhooks.algorithms.adaptive.groups import ParameterGroup
+from commhooks.algorithms.adaptive.timing import HOST, Clock, Run, observe
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, Role, tree
 from commhooks.hook.derived_bucket import bucket_with
@@ -26,15 +30,20 @@ from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Clock", "ExactAverage", "Outcome", "Trial", "relative_error"]
+__all__ = ["Check", "ExactAverage", "Outcome", "Trial", "draw_sample", "relative_error"]
+
+_CHECKED = 2048
+"""Elements of each group that are checked."""
+
+Residual = Callable[[str, Tensor, slice], Tensor | None]
+"""Returns what is to be added to elements of the gradient of a parameter, as it lies in memory."""
 
 
-Clock = Callable[[Observed], float]
-"""Returns what a collective took."""
-
-
-def _no_clock(_: Observed) -> float:
-    return 0.0
+def relative_error(wrong: float, right: float) -> float:
+    """Return the quotient of two norms, given their squares; 0 if both are zero."""
+    if right == 0:
+        return 0.0 if wrong == 0 else math.inf
+    return math.sqrt(wrong / right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +51,16 @@ class ExactAverage:
     """The exact average of a sample, in float32 or float64, and what it took."""
 
     value: Tensor
-    seen: Observation
+    run: Run
 
     @classmethod
     async def of(
-        cls,
-        sample: GradBucket,
-        comm: Communicator,
-        clock: Clock = _no_clock,
-        times: Times = HOST,
+        cls, sample: GradBucket, comm: Communicator, clock: Clock = HOST
     ) -> "ExactAverage":
         """Average the sample, which does not change."""
-        seen, buffer = Observation(clock, times), sample.buffer()
+        run, buffer = Run(clock), sample.buffer()
         copy = buffer.to(at_least_float32(buffer.dtype), copy=True)
-        return cls(await observe(_average(copy, comm), seen), seen)
-
-    @property
-    def seconds(self) -> float:
-        """What it took on this rank, without waiting for other collectives."""
-        return self.seen.link_seconds + self.seen.local_seconds
+        return cls(await observe(_average(copy, comm), run), run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,9 @@ class Outcome:
     squares: Tensor
     """(2,) float64: of the norm of the error, and of the norm of the exact average."""
     elements: int
-    runs: tuple[Observation, ...]
-    exact: Observation
-
-    @property
-    def hook(self) -> Observation:
-        """What the hook has done in the run that counts."""
-        return self.runs[-1]
-
-    @property
-    def seconds(self) -> float:
-        """What it took on this rank besides the exact average, without waiting for others."""
-        return sum(run.link_seconds + run.local_seconds for run in self.runs)
+    run: Run
+    """What the hook has done in the run that counts."""
+    exact: Run
 
     @property
     def error(self) -> float:
@@ -92,13 +83,6 @@ class Outcome:
     def norm(self) -> float:
         """|exact|. Waits for the device."""
         return math.sqrt(self.squares[1])
-
-
-def relative_error(wrong: float, right: float) -> float:
-    """Return the quotient of two norms, given their squares; 0 if both are zero."""
-    if right == 0:
-        return 0.0 if wrong == 0 else math.inf
-    return math.sqrt(wrong / right)
 
 
 class Trial:
@@ -129,9 +113,8 @@ class Trial:
         self,
         sample: GradBucket,
         comm: Communicator,
-        clock: Clock = _no_clock,
         exact: ExactAverage | None = None,
-        times: Times = HOST,
+        clock: Clock = HOST,
         *,
         twice: bool = False,
     ) -> Outcome:
@@ -140,28 +123,23 @@ class Trial:
         Several trials on a sample can share its exact average. The first run of a hook takes longer
         than the usual time, so with ``twice`` the second one counts.
         """
-        exact = exact or await ExactAverage.of(sample, comm, clock, times)
+        exact = exact or await ExactAverage.of(sample, comm, clock)
         self._forget_errors(sample)  # of former trials that have failed, or had other shapes
-        runs = 2 if twice or self._learns(sample) else 1
-        seen = tuple(Observation(clock, times) for _ in range(runs))
-        for each in seen:
+        for _ in range(2 if twice or self._learns(sample) else 1):
+            run = Run(clock)
             copy = bucket_with(sample, sample.buffer().clone())
-            average = await self._reduce(copy, comm, each)
+            nested = comm.within(self._hook, key=sample.key)
+            average: Tensor = await observe(self._hook.reduce(copy, nested), run)
             self._forget_errors(sample)
         flat = average.view(-1).to(exact.value.dtype)
         wrong = (flat - exact.value).square().sum(dtype=torch.float64)
         right = exact.value.square().sum(dtype=torch.float64)
-        return Outcome(torch.stack([wrong, right]), exact.value.numel(), seen, exact.seen)
+        return Outcome(torch.stack([wrong, right]), exact.value.numel(), run, exact.run)
 
     def recover(self) -> None:
         """Begin without state, because a step has failed on some rank."""
         self._hook.load_state_dict({})
         self._hook.recover()
-
-    async def _reduce(self, sample: GradBucket, comm: Communicator, seen: Observation) -> Tensor:
-        nested = comm.within(self._hook, key=sample.key)
-        average: Tensor = await observe(self._hook.reduce(sample, nested), seen)
-        return average
 
     def _forget_errors(self, sample: GradBucket) -> None:
         """Keep only what is the same on all ranks, of the parameters of this sample."""
@@ -183,6 +161,99 @@ class Trial:
             for name, gradient in pairs
             for hook in tree(self._hook)
         )
+
+
+def draw_sample(
+    bucket: GradBucket, names: Sequence[str], residual: Residual, limit: int, turn: int = 0
+) -> GradBucket:
+    """Return gradient plus residual of about ``limit`` elements of the parameters ``names``.
+
+    Whole parameters, as low-rank hooks need them, beginning with another one in each ``turn``; of
+    larger ones, evenly spaced rows. The dtype is that of the bucket.
+    """
+    wanted = set(names)
+    positions = [i for i, name in enumerate(bucket.names) if name in wanted]
+    start = turn % len(positions)
+    gradients = bucket.gradients()
+    parts: dict[str, Tensor] = {}
+    free = limit
+    for i in (*positions[start:], *positions[:start]):
+        name, gradient = bucket.names[i], gradients[i]
+        if parts and gradient.numel() > free:
+            break
+        rest = residual(name, gradient, slice(None))
+        if rest is None:
+            p = gradient
+        else:
+            p = gradient + rest.to(gradient.device).as_strided(gradient.shape, gradient.stride())
+        if p.dim() > 0 and p.numel() > limit:
+            p = p[:: math.ceil(p.numel() / limit)]
+        parts[name] = p
+        free -= p.numel()
+    buffer = bucket.buffer()
+    like = [torch.empty_like(part, dtype=buffer.dtype) for part in parts.values()]
+    flat = buffer.new_empty(sum(part.numel() for part in parts.values()))
+    sample = GradBucket(flat, like, list(parts), step=bucket.step)
+    for view, part in zip(sample.gradients(), parts.values(), strict=True):
+        view.copy_(part)
+    return sample
+
+
+@dataclass(frozen=True)
+class Check:
+    """Some elements of a bucket."""
+
+    places: tuple[tuple[int, slice], ...]
+    """The position of a group, and elements of the flat bucket."""
+    p: Tensor
+    """This rank's gradient plus residual there, in at least float32."""
+
+    @classmethod
+    def of(
+        cls,
+        bucket: GradBucket,
+        groups: Iterable[tuple[int, ParameterGroup]],
+        residual: Residual,
+    ) -> "Check | None":
+        """Copy elements of ``groups``, others in each step. None if there is no group."""
+        strides = {
+            name: (i, max(1, group.elements // _CHECKED) | 1)  # odd: not one column of a matrix
+            for i, group in groups
+            for name in group.names
+        }
+        if not strides:
+            return None
+        flat, places, parts = bucket.buffer(), list[tuple[int, slice]](), list[Tensor]()
+        every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
+        for (name, start, length), gradient in zip(every, bucket.gradients(), strict=True):
+            if name not in strides:
+                continue
+            i, stride = strides[name]
+            where = slice(bucket.step % stride, length, stride)
+            p = flat[start : start + length][where].to(at_least_float32(flat.dtype), copy=True)
+            rest = residual(name, gradient, where)
+            parts.append(p if rest is None else p.add_(rest.to(p)))
+            places.append((i, slice(start + where.start, start + length, stride)))
+        return cls(tuple(places), torch.cat(parts))
+
+    async def squares(self, average: Tensor, comm: Communicator) -> dict[int, Tensor]:
+        """Return for each group the squared norms of the error and of the exact average.
+
+        A float64 tensor of shape (2,) on the device of ``average``, which is flat.
+        """
+        exact = await _average(self.p, comm)
+        found: dict[int, Tensor] = {}
+        for i, (wrong, right) in self._pairs(average, exact):
+            squares = torch.stack([(wrong - right).square().sum(), right.square().sum()])
+            found[i] = found[i] + squares if i in found else squares
+        return found
+
+    def _pairs(self, average: Tensor, exact: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        begin = 0
+        for i, where in self.places:
+            found = average[where].double()
+            yield i, (found, exact[begin : begin + len(found)].double())
+            begin += len(found)
 
 
 def _same(hook: CommHook, gradient: Tensor | None) -> dict[str, tuple[int | None, ...]]:

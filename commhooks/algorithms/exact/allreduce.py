@@ -16,7 +16,7 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
-from reducer._C import AverageHook, NativeHook
+from reducer.native import AverageHook, NativeHook
 
 __all__ = ["AllReduce"]
 

@@ -24,7 +24,7 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import scaled_cast
 from reducer import GradBucket
-from reducer._C import AverageHook, NativeHook
+from reducer.native import AverageHook, NativeHook
 
 __all__ = ["Bfloat16", "Float16"]
 

@@ -10,7 +10,7 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
-from reducer._C import NativeHook, NoopHook
+from reducer.native import NativeHook, NoopHook
 
 __all__ = ["Noop"]
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks import _C
+from commhooks import native
 from commhooks.algorithms.bucket_memory import adopt
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, nan_unless, zero_unless
@@ -258,7 +258,7 @@ def draw_factor(factor: Tensor, side: Side, key: str, seed: int, step: int = 0) 
 def project_batch(side: Side, E: Tensor | None, G: Tensor, basis: Tensor, out: Tensor) -> None:
     """Write the factors of M on one side, given those on the other side: M·Qᵀ or Pᵀ·M."""
     if _is_compiled(G):
-        kernel = _C.project_left if side is Side.LEFT else _C.project_right
+        kernel = native.project_left if side is Side.LEFT else native.project_right
         kernel(E, G, basis, out)
         return
     if backend_of(G) is not None and G.dtype == out.dtype:  # M would take memory of the GPU
@@ -295,7 +295,7 @@ def apply_to_batch(
     Results beyond the range of G's dtype are clamped; the rest goes to E, the same on every rank.
     """
     if _is_compiled(G):
-        _C.apply_factors(E, G, *own, *mean)
+        native.apply_factors(E, G, *own, *mean)
         return
     P, Q = (zero_unless(all_finite, factor) for factor in own)
     mean_P, mean_Q = mean[0], nan_unless(all_finite, mean[1])

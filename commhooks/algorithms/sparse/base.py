@@ -5,7 +5,8 @@ the number of elements sent:
 
     | indices, see Note [Index code] in codecs/index_code.py | values, in the bucket's dtype |
 
-With a codec, the values are its message instead: quantized_values.py.
+With a codec, the values are its message instead: a scale per block, then the codes. The indices
+take a multiple of 8 bytes, so both are aligned.
 
 Note [Sparse commit]
 ~~~~~~~~~~~~~~~~~~~~
@@ -21,23 +22,24 @@ always sent, and no separate flag has to tell the other ranks. All ranks then re
 bit for bit: see Note [All finite] in codecs/finite.py.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
-from commhooks.algorithms.sparse.quantized_values import compact_bytes, expand, quantize_values
-from commhooks.algorithms.sparse.selection import scatter_add
+from commhooks.algorithms.sparse.selection import kept_elements, scatter_add
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.finite import is_known_false
 from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes
 from commhooks.hook.base import CommHook
+from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.state import StateField
 from commhooks.kernels import backend_of, require
 from commhooks.kernels import sparse as kernels
@@ -48,6 +50,7 @@ __all__ = [
     "GatheredVectors",
     "SparseHook",
     "SparseVector",
+    "WarmedUp",
     "gather",
     "gather_bytes",
     "to_memory_dtype",
@@ -57,16 +60,19 @@ __all__ = [
 
 @dataclass
 class SparseHook(CommHook):
-    """Base of hooks that send some elements of each bucket and can keep the others for later.
+    """Base of hooks that send some elements of each bucket and can keep the others for later."""
 
-    A subclass may make ``error_feedback`` an option.
-    """
-
-    error_feedback = True  # without a type, or it would be an option of all
+    error_feedback: bool = field(default=True, kw_only=True)
+    """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
 
     _errors: BucketMemory = field(
         default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
     )
+
+    @property
+    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
+        """Whether the hook keeps no error: another error feedback would count it twice."""
+        return not self.error_feedback
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Refuse parameters on a GPU if CuPy is not installed."""
@@ -80,6 +86,31 @@ class SparseHook(CommHook):
     def _error(self, bucket: GradBucket) -> Tensor | None:
         """Return what was not sent of a bucket, to be changed; None without error feedback."""
         return self._errors.of(bucket, self.state) if self.error_feedback else None
+
+
+@dataclass
+class WarmedUp(SparseHook):
+    """Base of hooks that send a share of each bucket, which decreases during a warm-up."""
+
+    density: Annotated[float, Gt(0), Le(1)] = 0.01
+    """k as a share of the bucket's elements, after the warm-up."""
+    warmup_steps: Annotated[int, Ge(0)] = 200
+    """Number of steps in which the density decreases exponentially from ``warmup_density``. What is
+    not sent in early steps is out of date when it is sent."""
+    warmup_density: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Density of the first step, unless ``density`` is higher."""
+
+    def kept(self, bucket: GradBucket, numel: int) -> int:
+        """Return how many of ``numel`` elements of a bucket are sent in its step.
+
+        Gradients change fastest in the first steps, and what is not sent then is out of date when
+        it is sent: section 3.3 of https://arxiv.org/abs/1712.01887.
+        """
+        density = self.density
+        if bucket.step < self.warmup_steps:
+            decay = math.pow(density / self.warmup_density, bucket.step / self.warmup_steps)
+            density = max(density, self.warmup_density * decay)
+        return kept_elements(density, numel)
 
 
 def to_memory_dtype(buffer: Tensor) -> Tensor:
@@ -163,8 +194,8 @@ async def gather(
     if codec is None:
         messages = await comm.all_gather(message)
     else:
-        compact = await comm.all_gather(quantize_values(message, code, codec, dtype))
-        messages = expand(compact, code, codec, dtype)
+        compact = await comm.all_gather(_quantize_values(message, code, codec, dtype))
+        messages = _expand(compact, code, codec, dtype)
         received = messages[comm.rank, code.nbytes :].view(dtype)[: own.count]
         own = replace(own, values=received)
     if backend_of(messages) is not None:
@@ -178,7 +209,7 @@ def gather_bytes(bucket: GradBucket, count: int, size: int, codec: BlockCodec | 
     buffer = bucket.buffer()
     code = IndexCode.shortest(buffer.numel(), count)
     if codec is not None and count > 0:
-        return all_gather_bytes(compact_bytes(code, codec), size)
+        return all_gather_bytes(_compact_bytes(code, codec), size)
     return all_gather_bytes(_message_bytes(code, buffer.dtype), size)
 
 
@@ -187,15 +218,7 @@ def write_message(vector: SparseVector, code: IndexCode) -> Tensor:
     dtype = vector.values.dtype
     message = vector.indices.new_zeros(_message_bytes(code, dtype), dtype=torch.uint8)
     if backend_of(message) is not None:
-        kernels.pack(
-            vector.indices,
-            vector.values,
-            message,
-            high_bits=code.high_bits,
-            low_bits=code.low_bits,
-            adds_rank=code.adds_rank,
-            values_at=code.nbytes,
-        )
+        kernels.pack(vector.indices, vector.values, message, code)
         return message
     code.pack(vector.indices, out=message[: code.nbytes])
     message[code.nbytes :].view(dtype)[: vector.count] = vector.values
@@ -210,6 +233,35 @@ def _read_message(message: Tensor, code: IndexCode, dtype: torch.dtype, count: i
 
 def _message_bytes(code: IndexCode, dtype: torch.dtype) -> int:
     return code.nbytes + code.count * dtype.itemsize
+
+
+def _compact_bytes(code: IndexCode, codec: BlockCodec) -> int:
+    """Return the size of a compact message."""
+    return code.nbytes + codec.encoded_bytes(code.count)
+
+
+def _quantize_values(
+    message: Tensor, code: IndexCode, codec: BlockCodec, dtype: torch.dtype
+) -> Tensor:
+    """Return the compact form of ``message``, whose values are of ``dtype``."""
+    compact = message.new_empty(_compact_bytes(code, codec))
+    compact[: code.nbytes] = message[: code.nbytes]
+    codec.encode(message[code.nbytes :].view(dtype), compact[code.nbytes :].view(1, -1), code.count)
+    return compact
+
+
+def _expand(messages: Tensor, code: IndexCode, codec: BlockCodec, dtype: torch.dtype) -> Tensor:
+    """Return ``messages``, which are compact, (ranks, bytes), with values of ``dtype``.
+
+    If a value is not finite, all values of its message become NaN.
+    """
+    expanded = messages.new_empty((len(messages), code.nbytes + code.count * dtype.itemsize))
+    expanded[:, : code.nbytes] = messages[:, : code.nbytes]
+    for compact, message in zip(messages, expanded, strict=True):
+        codec.assemble(
+            compact[code.nbytes :].view(1, -1), message[code.nbytes :].view(dtype), code.count
+        )
+    return expanded
 
 
 class _OneByOne:
@@ -235,27 +287,13 @@ class _OneByOne:
         return buffer.copy_(mean)
 
 
-def receive(messages: Tensor, dtype: torch.dtype, code: IndexCode) -> kernels.Received:
-    """Unpack the messages of all ranks on a GPU. ``dtype``: of the values."""
-    return kernels.receive(
-        messages,
-        dtype,
-        numel=code.numel,
-        capacity=code.count,
-        high_bits=code.high_bits,
-        low_bits=code.low_bits,
-        adds_rank=code.adds_rank,
-        values_at=code.nbytes,
-    )
-
-
 class _AllAtOnce:
     """On a GPU: reads and adds all vectors in four kernels, for any number of ranks."""
 
     def __init__(self, own: SparseVector, messages: Tensor, code: IndexCode, rank: int) -> None:
         self.own = own
         self._rank = rank
-        self._received = receive(messages, own.values.dtype, code)
+        self._received = kernels.receive(messages, own.values.dtype, code)
         self.all_finite = self._received.all_finite
 
     def commit(self, total: Tensor, error: Tensor | None, buffer: Tensor) -> Tensor:

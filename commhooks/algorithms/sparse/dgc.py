@@ -29,13 +29,13 @@ from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.sparse.base import (
-    SparseHook,
     SparseVector,
+    WarmedUp,
     gather,
     gather_bytes,
     to_memory_dtype,
 )
-from commhooks.algorithms.sparse.selection import density_at, kept_elements, select_largest
+from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.options import Ge, Gt, Le, Lt
@@ -50,7 +50,7 @@ __all__ = ["DGC", "correct_momentum"]
 
 @register_hook("dgc")
 @dataclass
-class DGC(SparseHook):
+class DGC(WarmedUp):
     """Average the largest elements of each rank's accumulated velocities: top-k with momentum.
 
     The hook replaces the optimizer's momentum, because momentum has to be applied before elements
@@ -74,6 +74,8 @@ class DGC(SparseHook):
 
     density: Annotated[float, Gt(0), Le(1)] = 0.01
     """k as a share of the bucket's elements, after the warm-up. The paper uses 0.001."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    warmup_density: Annotated[float, Gt(0), Le(1)] = 0.25
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.9
     """m, which replaces the optimizer's momentum."""
     clip: Annotated[float, Gt(0)] | None = None
@@ -81,11 +83,8 @@ class DGC(SparseHook):
     The gradient of each rank, which is then √N times longer, is scaled down to ``clip`` · √N."""
     masking: bool = True
     """Reset the velocity of the elements that were sent, so that old gradients do not add to it."""
-    warmup_steps: Annotated[int, Ge(0)] = 0
-    """Number of steps in which the density decreases exponentially from ``warmup_density``."""
-    warmup_density: Annotated[float, Gt(0), Le(1)] = 0.25
-    """Density of the first step, unless ``density`` is higher."""
 
+    error_feedback: bool = field(default=True, init=False, repr=False)
     _velocities: BucketMemory = field(
         default_factory=lambda: BucketMemory("velocity"), init=False, repr=False, compare=False
     )
@@ -103,7 +102,7 @@ class DGC(SparseHook):
         error = self._errors.of(bucket, self.state)
         u = self._clip(to_memory_dtype(buffer), comm.size)
         v = correct_momentum(u, velocity, error, self.momentum)
-        k = self._k(bucket)
+        k = self.kept(bucket, buffer.numel())
         indices = select_largest(v, None, k)
         own = SparseVector.of(v, indices, buffer.dtype)
         gathered = await gather(own, [k] * comm.size, comm)
@@ -114,7 +113,7 @@ class DGC(SparseHook):
         return gathered.commit(v, error, buffer)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        return gather_bytes(bucket, self._k(bucket), size)
+        return gather_bytes(bucket, self.kept(bucket, bucket.buffer().numel()), size)
 
     def _clip(self, gradient: Tensor, size: int) -> Tensor:
         """Scale the gradient down in place. Non-finite elements become NaN."""
@@ -123,15 +122,6 @@ class DGC(SparseHook):
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         scale = (self.clip * math.sqrt(size) / norm).clamp(max=1)
         return gradient.mul_(scale.to(gradient.dtype))
-
-    def _k(self, bucket: GradBucket) -> int:
-        density = density_at(
-            bucket.step,
-            density=self.density,
-            warmup_steps=self.warmup_steps,
-            warmup_density=self.warmup_density,
-        )
-        return kept_elements(density, bucket.buffer().numel())
 
 
 def correct_momentum(gradient: Tensor, velocity: Tensor, error: Tensor, momentum: float) -> Tensor:

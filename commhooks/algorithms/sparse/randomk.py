@@ -18,7 +18,7 @@ Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 201
 https://arxiv.org/abs/1710.09854 (without, unbiased).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from torch import Tensor
@@ -29,7 +29,7 @@ from commhooks.algorithms.sparse.selection import (
     draw_indices,
     kept_elements,
 )
-from commhooks.algorithms.sparse.shared_indices import average_at
+from commhooks.algorithms.sparse.shared_topk import average_at
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Gt, Le
@@ -62,13 +62,14 @@ class RandomK(SparseHook):
 
     density: Annotated[float, Gt(0), Le(1)] = 0.25
     """k as a share of the bucket's elements. At least one element is sent."""
-    error_feedback: bool = False
+    error_feedback: bool = field(default=False, kw_only=True)
     """Add what a step does not send to the next gradient, instead of multiplying what is sent by
     n/k. The hook never tells its contribution, so ``error_feedback`` cannot wrap it: around the
     unbiased form, error feedback does not converge."""
     seed: int = 0
     """Seed of the choice, which also depends on the step and the bucket. The same on all ranks."""
 
+    tells_contribution = False
     wire = "one all-reduce of k elements"
     paper = "https://arxiv.org/abs/1809.07599"
 

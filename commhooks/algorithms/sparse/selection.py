@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks import _C
+from commhooks import native
 from commhooks.kernels import backend_of, selection
 from commhooks.kernels import sparse as kernels
 
 __all__ = [
     "add_and_check",
-    "density_at",
     "draw_indices",
     "kept_elements",
     "scatter_add",
@@ -25,19 +24,6 @@ __all__ = [
     "select_largest",
     "select_largest_of_chunks",
 ]
-
-
-def density_at(step: int, *, density: float, warmup_steps: int, warmup_density: float) -> float:
-    """Return the share of a bucket to send in a step.
-
-    During the warm-up it decreases exponentially from ``warmup_density`` to ``density``, and is
-    never less than ``density``. Gradients change fastest in the first steps, and what is not sent
-    then is out of date when it is sent: section 3.3 of https://arxiv.org/abs/1712.01887.
-    """
-    if step >= warmup_steps:
-        return density
-    ratio = density / warmup_density
-    return max(density, warmup_density * math.pow(ratio, step / warmup_steps))
 
 
 def kept_elements(density: float, numel: int) -> int:
@@ -52,7 +38,7 @@ def select_largest(gradient: Tensor, error: Tensor | None, count: int) -> Tensor
     device.
     """
     if backend_of(gradient) is None:
-        return _C.select_largest(gradient, error, count)
+        return native.select_largest(gradient, error, count)
     return selection.select_largest(gradient, error, count)
 
 
@@ -64,7 +50,7 @@ def select_largest_of_chunks(
     If the last chunk has fewer elements than ``count``, all of them are selected.
     """
     if backend_of(gradient) is None:
-        return _C.select_largest_of_chunks(gradient, error, chunk, count)
+        return native.select_largest_of_chunks(gradient, error, chunk, count)
     if error is not None:
         gradient.add_(error)
     padding = -gradient.numel() % chunk
@@ -80,7 +66,7 @@ def select_above(gradient: Tensor, error: Tensor | None, threshold: float) -> Te
     One pass over the memory. Waits for the device, to learn how many indices there are.
     """
     if backend_of(gradient) is None:
-        return _C.select_above(gradient, error, threshold)
+        return native.select_above(gradient, error, threshold)
     return selection.select_above(gradient, error, threshold)
 
 
@@ -88,7 +74,7 @@ def add_and_check(gradient: Tensor, error: Tensor | None) -> Tensor:
     """Add ``error`` to ``gradient``; return (1,): zero if all sums are finite, else NaN."""
     if backend_of(gradient) is not None:
         return selection.add_and_check(gradient, error)
-    bad = _C.select_above(gradient, error, math.inf)
+    bad = native.select_above(gradient, error, math.inf)
     return gradient.new_full((1,), math.nan if bad.numel() > 0 else 0.0)
 
 
@@ -106,7 +92,7 @@ def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tenso
         int(torch.randint(limit, (), generator=generator)) for limit in (2**63 - 1, numel)
     )
     if backend_of(indices) is None:
-        _C.draw_indices(seed, rotation, numel, indices)
+        native.draw_indices(seed, rotation, numel, indices)
     else:
         kernels.draw_indices(seed, rotation, numel, indices)
     return indices
@@ -115,6 +101,6 @@ def draw_indices(numel: int, count: int, generator: torch.Generator, like: Tenso
 def scatter_add(values: Tensor, indices: Tensor, out: Tensor) -> None:
     """Add ``values`` to ``out[indices]``. Values and ``out`` are of one dtype."""
     if backend_of(out) is None:
-        _C.scatter_add(values, indices, out)
+        native.scatter_add(values, indices, out)
     else:
         kernels.scatter_add(values, indices, out)

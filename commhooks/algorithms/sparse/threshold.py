@@ -15,7 +15,7 @@ https://arxiv.org/abs/2108.00951.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -49,19 +49,12 @@ class Threshold(SparseHook):
     in algorithms/sparse/base.py holds.
     """
 
-    error_feedback: bool = field(default=True, kw_only=True)
-    """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
     value: Annotated[float, Gt(0), Lt(math.inf)] = 0.0005
     """Elements of at least this magnitude are sent; it applies to this rank's gradient plus error.
     A gradient scaler multiplies gradients, so multiply this by its scale."""
 
     wire = "an all-gather of 8 bytes, then one of values and indices, padded to the longest"
     paper = "https://arxiv.org/abs/2108.00951"
-
-    @property
-    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
-        """Whether the hook keeps no error: another error feedback would count it twice."""
-        return not self.error_feedback
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
         return {(): 2}

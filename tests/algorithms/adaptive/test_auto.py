@@ -5,7 +5,6 @@ import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +16,8 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Auto
-from commhooks.algorithms.adaptive import check, control, link, schedule
-from commhooks.algorithms.adaptive.control import Controller
-from commhooks.algorithms.adaptive.fit import Cost, Point
-from commhooks.algorithms.adaptive.link import Estimate
+from commhooks.algorithms.adaptive import control, trial
+from commhooks.algorithms.adaptive.messages import Probe
 from commhooks.algorithms.adaptive.trial import relative_error
 from commhooks.costs.timeline import Timing
 from commhooks.hook.spec import hook_spec
@@ -31,7 +28,7 @@ from commhooks.testing.probe import Trainer, draw_gradients
 SHAPES: dict[str, tuple[int, ...]] = {"a": (96, 64), "b": (64, 96), "bias": (64,), "c": (48, 64)}
 PARAMETERS = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 CANDIDATES = ["bf16", "int8", "int4", "powersgd:rank=4,start_step=0", "topk:density=0.1"]
-SLOW, FAST = Cost(1e-5, 1e-5), Cost(1e-9, 1e-13)
+SLOW, FAST = Probe(1e-5, 1e-5, 0.0), Probe(1e-9, 1e-13, 0.0)
 """The links of two villages, and of one chip."""
 
 
@@ -88,15 +85,10 @@ class Links:
     """Replaces the estimate of the link, and the pace: nothing depends on this machine's times."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.cost: Cost | None = SLOW
-        stack.enter_context(patch.object(link, "fit_link", self.estimate))
-        stack.enter_context(patch.object(schedule, "_every", lambda *of: of[3]))  # the least
-        stack.enter_context(patch.object(Controller, "_has_time", lambda *_: True))
-
-    def estimate(self, rows: object, **_: object) -> Estimate | None:
-        if self.cost is None:
-            return None
-        return Estimate(self.cost.per_unit, 30, Point(0.0, 1e6, 1e6 * self.cost.per_byte))
+        self.probe: Probe | None = SLOW
+        stack.enter_context(patch.object(control, "link_of", lambda *_: self.probe))
+        stack.enter_context(patch.object(control, "_SHARE", 1e9))
+        stack.enter_context(patch.object(control, "_NATIVE_CHECK", 10))
 
 
 def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> dict[str, Tensor]:
@@ -114,8 +106,8 @@ def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> d
 
 
 def agree(hook: Any) -> Plan:
-    """Check that all ranks have the same plan, history and schedule; return the plan."""
-    own = hook.plan.to_json(), hook.history, hook._control.schedule, hook._table.table
+    """Check that all ranks have the same plan, history and agenda; return the plan."""
+    own = hook.plan.to_json(), hook.history, hook._control.agenda, hook._table.table
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, own)
     assert all(other == own for other in others)
@@ -134,7 +126,7 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
         assert step == hook.history[0].step
         assert "the first plan. 3 parameters change their hook" in note
         assert hook.history[0].reason == "the first plan"
-        assert hook.history[0].step <= 12  # after as many trials as candidates
+        assert hook.history[0].step <= 16
         assert set(plan.hook_of()) == set(SHAPES)
         assert plan.hook_of()["bias"] == "allreduce"
         assert set(plan.hook_of().values()) > {"allreduce"}
@@ -153,12 +145,12 @@ def adapt(rank: int, size: int, torch_ddp: bool) -> None:
         other.handle.load_state_dict(saved)
         assert agree(resumed) == plan
         assert resumed.history == hook.history
-        assert all(resumed._control.knowledge.is_known(i) for i in range(1, 6))
         train(other, rank, range(30, 34))
+        assert agree(resumed) == plan
         assert resumed._table.table == hook._table.table
 
         # A faster link, on which nothing is worth an error: all return to plain averages.
-        links.cost = FAST
+        links.probe = FAST
         found = train(trainer, rank, range(30, 90))
         plan = agree(hook)
         assert set(plan.hook_of().values()) == {"allreduce"}
@@ -178,25 +170,14 @@ def reconsider(rank: int, size: int) -> None:
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         train(trainer, rank, range(30))
         plan = agree(hook)
-        reference = hook.candidates.index(commhooks.create("int4")) + 1
-        own = hook._control
-        assert plan.limit == pytest.approx(
-            own.knowledge.limit(own.layout, own._situation().norms, reference), rel=0.2
-        )
-        train(trainer, rank, range(30, 70), scale=3.0)
-        agree(hook)
-        assert any("the norm of the gradient" in decision.reason for decision in hook.history)
-        train(trainer, rank, range(70, 190), scale=3.0)
+        assert 0.01 < plan.limit < 0.5  # the error of int4
+        train(trainer, rank, range(30, 110))
         agree(hook)
         assert any("60 steps since" in decision.reason for decision in hook.history)
-        assert any("trials, twice as many" in decision.reason for decision in hook.history)
 
-        # Errors far beyond the limit: the next report leaves the plan.
-        for each in [each for known in own.knowledge._of_hooks for each in known]:
-            each.trials.extend([replace(each.trials[-1], error=0.99)] * 3)
-            each.checks.extend([0.99] * 3)
-        own.candidates = replace(own.candidates, limit=0.01)
-        train(trainer, rank, range(190, 215), scale=3.0)
+        # Errors far beyond the limit: the next check leaves the plan.
+        hook._control.candidates = replace(hook._control.candidates, limit=1e-4)
+        train(trainer, rank, range(110, 135))
         assert set(agree(hook).hook_of().values()) == {"allreduce"}
         assert any("the error of the plan is" in decision.reason for decision in hook.history)
 
@@ -220,7 +201,7 @@ def compare_errors(rank: int, size: int) -> None:
     """A step shows the error of a hook with the factors and errors of many steps."""
     with ExitStack() as stack:
         Links(stack)
-        stack.enter_context(patch.object(check, "_ELEMENTS", 1 << 20))  # all of them
+        stack.enter_context(patch.object(trial, "_CHECKED", 1 << 20))  # all of them
         low_rank = "powersgd:rank=2,start_step=0"
         hook: Any = commhooks.create("auto", error=9.0, candidates=[low_rank])
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
@@ -229,51 +210,48 @@ def compare_errors(rank: int, size: int) -> None:
             gradients = low_rank_gradients(step)
             rests = {name: hook._table.residual(size, name, g) for name, g in gradients.items()}
             found = trainer.step(gradients)
-            own = hook._control
-            for i, squares in own.window.checks.items() if own.reports(step + 1) else ():
+            measured = hook._measuring
+            own = measured.control
+            if own.agenda is None or not own.agenda.is_checked(step):
+                continue
+            for i, squares in measured._errors.items():
                 wrong = right = 0.0
                 for name in own.layout.groups[i].names:
                     rest = rests[name]
-                    p = (
-                        gradients[name]
-                        if rest is None
-                        else gradients[name] + rest.view(SHAPES[name])
-                    )
+                    p = gradients[name].clone()
+                    if rest is not None:
+                        p += rest.view(SHAPES[name])
                     dist.all_reduce(p.div_(size))
                     wrong += float((found[name] - p).square().sum())
                     right += float(p.square().sum())
                 error = relative_error(wrong, right)
                 assert relative_error(*squares.tolist()) == pytest.approx(error, rel=1e-3, abs=1e-4)
                 checked += error > 0.6
-        assert checked >= 6
-        for group in filter(own.is_lossy, own.layout.groups):
-            (known,) = own.knowledge._near(group, 1)
-            assert own.knowledge.error(group, 1) == median(known.checks) > 0.6
+        assert checked >= 4
+        assert hook.metrics()["error"] > 0.6  # trials, without residuals, had less
 
 
 def test_errors_are_those_of_hooks_in_use(run_ranks: Any) -> None:
     run_ranks(compare_errors, 2)
 
 
-def part_ways(rank: int, size: int) -> None:
+def decide_alone(rank: int, size: int) -> None:
     with ExitStack() as stack:
         links = Links(stack)
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
-        train(trainer, rank, range(30))
-        assert set(hook._table.table.values()) != {0}
-        links.cost = Cost(1e-5, 1e-5 * (1 + rank))  # ranks derive other problems, and other plans
+        links.probe = Probe(1e-5, 1e-5 * (1 + 5 * rank), 0.0)  # ranks derive other problems
         if rank == 1:
             solver = stack.enter_context(patch.object(control, "solve"))
             solver.return_value = plan_of(dict.fromkeys(SHAPES, "bf16"))
-        with pytest.raises(commhooks.CommHookError, match="expected the same plan on all ranks"):
-            train(trainer, rank, range(30, 60))
-        assert set(hook._table.table.values()) == {0}  # no step has used them
-        train(trainer, rank, range(60, 62))
+        train(trainer, rank, range(60))
+        assert len(set(agree(hook).hook_of().values())) > 1
+        assert hook.metrics()["link_megabits_per_second"] == pytest.approx(0.8)
 
 
-def test_ranks_with_different_plans_raise(run_ranks: Any) -> None:
-    run_ranks(part_ways, 2)
+def test_all_ranks_follow_rank_0(run_ranks: Any) -> None:
+    """Whatever they would derive themselves."""
+    run_ranks(decide_alone, 2)
 
 
 def fail_and_recover(rank: int, size: int) -> None:
@@ -386,13 +364,66 @@ def test_a_resumed_run_with_a_fixed_plan_has_the_same_bits(run_ranks: Any) -> No
     run_ranks(resume_fixed, 2)
 
 
+# --------------------------------------------------------------------------- a plan of one hook
+
+
+def run_in_cpp(rank: int, size: int) -> None:
+    """Buckets pass auto only in the steps that measure."""
+    calls: list[int] = []
+    with ExitStack() as stack:
+        links = Links(stack)
+        links.probe = FAST
+        hook: Any = commhooks.create("auto", error=0.3, candidates=["int4"], replan=30)
+        reduce = hook.reduce
+
+        async def noted(bucket: Any, comm: Any) -> Tensor:
+            calls.append(bucket.step)
+            result: Tensor = await reduce(bucket, comm)
+            return result
+
+        hook.reduce = noted
+        trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
+        plain = Trainer(commhooks.create("allreduce"), PARAMETERS, bucket_cap_mb=0.02)
+        for step in range(60):
+            found, expected = (
+                train(each, rank, range(step, step + 1)) for each in (trainer, plain)
+            )
+            assert same_bits(found, expected), step
+        assert "a hook that sends nothing saves" in agree(hook).reason
+        assert len(set(calls)) <= 22
+        assert trainer.handle.stats().steps > 50
+        assert trainer.handle.stats().total.wire_bytes == plain.handle.stats().total.wire_bytes
+        # It still sees that the link has changed, and residuals are sent before others take over.
+        links.probe = SLOW
+        train(trainer, rank, range(60, 110))
+        assert set(agree(hook).hook_of().values()) == {"allreduce", "int4"}
+
+
+def test_a_plan_of_one_hook_is_that_hook(run_ranks: Any) -> None:
+    run_ranks(run_in_cpp, 2)
+
+
+def run_fixed_in_cpp(rank: int, size: int) -> None:
+    plan = plan_of(dict.fromkeys(SHAPES, "bf16"))
+    fixed = Trainer(commhooks.create("auto", plan=plan), PARAMETERS, bucket_cap_mb=0.02)
+    alone = Trainer(commhooks.create("bf16"), PARAMETERS, bucket_cap_mb=0.02)
+    with patch.object(Auto, "reduce", fail):
+        for step in range(5):
+            found, expected = (train(each, rank, range(step, step + 1)) for each in (fixed, alone))
+            assert same_bits(found, expected), step
+
+
+def test_a_fixed_plan_of_one_hook_is_that_hook(run_ranks: Any) -> None:
+    run_ranks(run_fixed_in_cpp, 2)
+
+
 # ------------------------------------------------------------------------ other ways of training
 
 
 def in_columns(rank: int, size: int) -> None:
     """On FSDP2, the replicas of a shard decide together; other columns may decide otherwise."""
     with ExitStack() as stack:
-        Links(stack).cost = Cost(1e-9, 1e-3)  # the net is tiny
+        Links(stack).probe = Probe(1e-9, 1e-3, 0.0)  # the net is tiny
         mesh = sharded.mesh_of(2, 2)
         net = sharded.build(mesh)
         handle = commhooks.register(net, "auto", error=0.3, candidates=["bf16", "int8"])
@@ -416,10 +447,13 @@ def test_on_fsdp(run_ranks: Any) -> None:
     run_ranks(in_columns, 4)
 
 
-def uneven(rank: int, size: int) -> None:
+def uneven(rank: int, size: int, in_cpp: bool) -> None:
     """Ranks without inputs shadow the others; accumulation; parameters that nobody uses."""
     with ExitStack() as stack:
-        Links(stack)
+        if in_cpp:
+            Links(stack).probe = FAST
+        else:
+            Links(stack)
         hook: Any = commhooks.create("auto", error=0.3, candidates=["bf16", "int8"])
         trainer = Trainer(hook, PARAMETERS, find_unused_parameters=True, bucket_cap_mb=0.02)
         used = {name: PARAMETERS[name] for name in ("a", "b", "bias")}
@@ -428,14 +462,15 @@ def uneven(rank: int, size: int) -> None:
                 drawn = [draw_gradients(used, rank, step, i) for i in range(2)]
                 trainer.step(drawn[0], before=drawn[1:])
         agree(hook)
-        assert set(hook._table.table.values()) > {0}
+        assert (set(hook._table.table.values()) == {0}) == in_cpp
         train(trainer, rank, range(40, 60))
         agree(hook)
 
 
 @pytest.mark.exhaustive
-def test_uneven_inputs_and_unused_parameters(run_ranks: Any) -> None:
-    run_ranks(uneven, 2)
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_uneven_inputs_and_unused_parameters(run_ranks: Any, in_cpp: bool) -> None:
+    run_ranks(uneven, 2, in_cpp)
 
 
 # ------------------------------------------------------------------------- nothing to choose from
@@ -457,7 +492,7 @@ def choose_nothing(rank: int, size: int) -> None:
                 trainer.step(draw_gradients(parameters, rank, step))
             assert set(hook._table.table.values()) == {0}, options
             assert reason in hook.plan.reason, (options, hook.plan.reason)
-        links.cost = None
+        links.probe = None
         hook = commhooks.create("auto", candidates=["int4"])
         trainer = Trainer(hook, PARAMETERS)
         train(trainer, rank, range(20))

@@ -23,7 +23,7 @@ _training: dict[str, Any] = {}
 
 
 def begin(rank: int) -> None:
-    control._PLANNING_SHARE = 0.1  # steps take far less time than those of a real training
+    control._SHARE = 0.1  # steps take far less time than those of a real training
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     model = commhooks.DistributedDataParallel(net, bucket_cap_mb=2)

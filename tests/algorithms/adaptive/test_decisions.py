@@ -1,9 +1,8 @@
-"""When ranks make new plans and probe the link: two controllers, without processes."""
+"""What ranks decide by their reports: two controllers, without processes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +13,17 @@ import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive.candidates import check_candidate
 from commhooks.algorithms.adaptive.control import Candidates, Controller
-from commhooks.algorithms.adaptive.groups import Layout, ParameterGroup
+from commhooks.algorithms.adaptive.groups import (
+    Layout,
+    ParameterGroup,
+    group_parameters,
+    with_wire_bytes,
+)
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.observation import Observed
-from commhooks.algorithms.adaptive.report import Stage, TrialRecord
+from commhooks.algorithms.adaptive.messages import Instructions, Probe, Report, TrialRecord
+from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.timing import HOST
-from commhooks.errors import CommHookMismatchError, CommHookOptionError
+from commhooks.errors import CommHookOptionError
 
 ELEMENTS = 1_000_000
 GROUP = ParameterGroup(("w",), 0, ELEMENTS, is_exact=False)
@@ -28,197 +32,230 @@ LIMIT = 0.3
 
 
 class TwoRanks:
-    """The controllers of two ranks, which gather reports and digests as ranks do."""
+    """The controllers of two ranks, which exchange reports and instructions as ranks do."""
 
-    def __init__(self) -> None:
-        candidates = Candidates(("allreduce", "int4"), (True, False), (1,), LIMIT)
-        self.ranks = [Controller(candidates, replan=50, backend="gloo", size=2) for _ in range(2)]
-        self.now = 1
-        self.set_error(0.1)
+    def __init__(self, layout: Layout = LAYOUT, limit: float | int = LIMIT) -> None:
+        candidates = Candidates(("allreduce", "int4"), (True, False), (1,), limit)
+        self.ranks = [Controller(candidates, replan=500, backend="gloo", size=2) for _ in range(2)]
         for rank in self.ranks:
-            rank.use_layout(LAYOUT, 0)
-
-    def set_error(self, error: float) -> None:
-        """Let int4 have this error in the next trials."""
-        stages = (Stage(1e-4, "all_gather", ELEMENTS / 2),)
-        for rank in self.ranks:
-            for _ in range(3):
-                record = TrialRecord(error, ELEMENTS, stages, 1e-4, 1e-4)
-                rank.knowledge.add(GROUP, 1, record)
+            rank.use_layout(layout, 2)
 
     def report(
         self,
-        step: int,
         *,
         rate: float = 1e7,
-        norm: float = 1.0,
+        error: float = 0.1,
+        norms: tuple[float, ...] = (1.0,),
         step_seconds: float = 1.0,
+        spent_seconds: float = 0.0,
         byte_cpu_seconds: float = 0.0,
     ) -> str | None:
-        """Report in ``step``; return why there is a new plan, if there is one."""
-        for i, rank in enumerate(self.ranks):
-            for _ in range(4):
-                start, self.now = self.now, self.now + int(1e9 * 4e6 / rate) + i
-                rank.window.links.add(Observed("all_reduce", (), 4_000_000, start, self.now))
-            rank.window.steps.append(step_seconds * (1 + i))
-            rank.window.forwards.append(0.01)
-            rank.window.launches[0] = [0.01]
-            rank.window.byte_cpu_seconds = [byte_cpu_seconds * (1 + i)]
-            if i == 1:  # the other one does not know
-                rank.window.squares[0] = torch.tensor(norm**2)
-        rows = [rank.encode(step, 2.0) for rank in self.ranks]
+        """Report as the agenda says; return why there is a new plan, if there is one.
+
+        ``error``: of int4, in trials or in use.
+        """
+        agenda = self.ranks[0].agenda
+        assert agenda is not None
+        reports = []
+        for i in range(2):  # the second rank is slower, and knows no norms
+            report = Report(2.0, spent_seconds, norms=[*enumerate(norms)] if i == 0 else [])
+            for group in agenda.trials:
+                stages = [(1e-4, "all_gather", ELEMENTS / 2)]
+                report.trials += [
+                    TrialRecord(group, hook, error, ELEMENTS, stages, 1e-4, 1e-4)
+                    for hook in self.ranks[i].hooks_to_try(group)
+                ]
+            if not agenda.trials:
+                report.step_seconds, report.forward_seconds = step_seconds * (1 + i), 0.01
+                report.launches = [0.01]
+                report.probe = Probe(1e-4, 1 / rate, byte_cpu_seconds * (1 + i))
+                if self.ranks[i].is_lossy(GROUP):
+                    report.errors = [(0, error)]
+            reports.append(report.encode())
         before = len(self.ranks[0].history)
         for rank in self.ranks:
-            rank.take(rows, step, step + 1)
+            rank.take([Report.decode(text) for text in reports])
+        text = self.ranks[0].decide(agenda.report + 1).encode()
         for rank in self.ranks:
-            rank.confirm([each.digest for each in self.ranks])
-        assert self.ranks[0].plan == self.ranks[1].plan
-        assert self.ranks[0].history == self.ranks[1].history
-        assert self.ranks[0].schedule == self.ranks[1].schedule
+            rank.follow(Instructions.decode(text))
+        assert self.ranks[0].to_json() == self.ranks[1].to_json()
+        assert self.ranks[0].agenda == self.ranks[1].agenda
         found = self.ranks[0].history[before:]
         return found[0].reason if found else None
 
+    @property
+    def hook(self) -> str:
+        plan = self.ranks[0].plan
+        assert plan is not None
+        return plan.hook_of()["w"]
+
+    @property
+    def step(self) -> int:
+        """When the next report is due."""
+        agenda = self.ranks[0].agenda
+        assert agenda is not None
+        return agenda.report
+
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
-    """Two ranks with a first plan, which was made in step 11."""
-    monkeypatch.setattr(Controller, "_has_time", lambda *_: True)
+def ranks() -> TwoRanks:
+    """Two ranks with a first plan."""
     found = TwoRanks()
-    assert found.report(10) == "the first plan"
-    plan = found.ranks[0].plan
-    assert plan is not None
-    assert plan.hook_of() == {"w": "int4"}
+    assert found.report() is None
+    assert found.report() == "the first plan"
+    assert found.hook == "int4"
     return found
 
 
+def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> None:
+    ranks = TwoRanks()
+    agenda: Any = ranks.ranks[0].agenda
+    assert [step for step in range(10) if agenda.is_timed(step)] == [2, 3, 4, 5]
+    assert [step for step in range(10) if agenda.is_checked(step)] == [5]  # and probes
+    assert (agenda.report, agenda.probe) == (6, 2**20 // 4)
+    assert ranks.report() is None
+    agenda = ranks.ranks[0].agenda
+    assert [agenda.trial(step) for step in range(7, 11)] == [None, 0, None, None]
+    assert agenda.report == 9
+    assert ranks.report() == "the first plan"
+    assert ranks.hook == "int4"
+    assert ranks.step == 21  # a check soon: trials have no residual
+
+
 def test_what_all_ranks_know_together(ranks: TwoRanks) -> None:
-    agreed: Any = ranks.ranks[0]._agreed
-    assert agreed == ranks.ranks[1]._agreed
-    assert agreed.step_seconds == 2.0  # of the slowest
-    assert agreed.norms == (1.0,)  # of the rank that knows
-    last = agreed.link.last
-    assert last.seconds / last.bytes == pytest.approx(1e-7, rel=1e-6)  # of the fastest
+    metrics = ranks.ranks[1].metrics
+    assert metrics["step_seconds"] == 2.0  # of the slowest
+    assert metrics["link_megabits_per_second"] == pytest.approx(80)
+    assert metrics["limit"] == LIMIT
+    assert metrics["error"] == pytest.approx(0.1 / math.sqrt(1 - 0.1**2))  # with error feedback
 
 
 @pytest.mark.parametrize(("byte_cpu_seconds", "hook"), [(0.0, "allreduce"), (1e-7, "int4")])
 def test_messages_that_keep_cores_busy_are_worth_less(byte_cpu_seconds: float, hook: str) -> None:
     """On a link that takes no time."""
     ranks = TwoRanks()
-    ranks.report(10, rate=1e15, byte_cpu_seconds=byte_cpu_seconds)
-    (rank, _) = ranks.ranks
-    assert rank._link.byte_cpu_seconds == byte_cpu_seconds  # of the rank that was less busy
-    assert rank.plan is not None
-    assert rank.plan.hook_of() == {"w": hook}
+    for _ in range(2):
+        ranks.report(rate=1e15, byte_cpu_seconds=byte_cpu_seconds)
+    assert ranks.ranks[0].link is not None
+    assert ranks.ranks[0].link.byte_cpu_seconds == byte_cpu_seconds  # of the less busy rank
+    assert ranks.hook == hook
+
+
+def test_nothing_is_tried_where_no_hook_can_save_enough() -> None:
+    ranks = TwoRanks()
+    assert ranks.report(rate=1e9) == "the first plan"
+    assert ranks.hook == "allreduce"
+    assert "a hook that sends nothing saves 0.2% of a step" in str(ranks.ranks[0].plan)
+    assert ranks.step > 500
+    assert ranks.report(rate=1e7) is None  # it looks again, and now tries the candidates
+    assert ranks.report() == "500 steps since the last plan"
+    assert ranks.hook == "int4"
 
 
 def test_nothing_changes_without_a_reason(ranks: TwoRanks) -> None:
-    assert [ranks.report(step) for step in range(11, 60)] == [None] * 49
+    while ranks.step < 500:
+        assert ranks.report() is None
+
+
+def test_checks_take_a_hundredth_of_the_time(ranks: TwoRanks) -> None:
+    before = ranks.step
+    ranks.report(spent_seconds=4.0)  # two steps
+    assert 200 <= ranks.step - before <= 205
 
 
 def test_a_plan_beyond_one_and_a_half_of_the_limit_is_left(ranks: TwoRanks) -> None:
     for error, times in ((0.39, 1.412), (0.42, 1.543)):  # with error feedback
         assert error / math.sqrt(1 - error**2) == pytest.approx(times * LIMIT, rel=1e-3)
-    ranks.set_error(0.39)
-    assert ranks.report(20) is None
-    ranks.set_error(0.42)
-    assert ranks.report(30) == "the error of the plan is 0.463, its limit 0.3"
-    plan = ranks.ranks[0].plan
-    assert plan is not None
-    assert plan.hook_of() == {"w": "allreduce"}
+    assert ranks.report(error=0.39) is None
+    assert ranks.report(error=0.42) == "the error of the plan is 0.463, its limit 0.3"
+    assert ranks.hook == "allreduce"
 
 
-def test_a_new_plan_is_checked_soon_however_rare_reports_are() -> None:
-    """It rests on trials, which have no residual."""
-    ranks = TwoRanks()
-    for rank in ranks.ranks:
-        rank.window.report_seconds.append(3.0)  # so they are due every 150 steps
-    assert ranks.report(10) == "the first plan"
-    (rank, _) = ranks.ranks
-    assert [step for step in range(12, 400) if rank.reports(step)] == [21, 161, 311]
-    assert ranks.report(20) is None
-    assert [step for step in range(22, 400) if rank.reports(step)] == [171, 321]
-
-
-def test_a_cheap_trial_does_not_bring_the_next_one_forward(ranks: TwoRanks) -> None:
-    """The next one may be that of another group and hook, and take ten times as long."""
-    for step, seconds in ((20, 1.0), (30, 0.0)):
-        for rank in ranks.ranks:
-            rank.window.trial_seconds.append(seconds)
-        assert ranks.report(step) is None
-    schedule = ranks.ranks[0].schedule
-    assert schedule is not None
-    assert schedule.trial_every == 50  # half a second, of two in each step
-
-
-@pytest.mark.parametrize(("small", "large"), [(1.15, 1.25), (1 / 1.15, 1 / 1.35)])
+@pytest.mark.parametrize(("small", "large"), [(1.15, 1.3), (1 / 1.15, 1 / 1.35)])
 def test_a_fifth_of_the_rate_is_a_reason(ranks: TwoRanks, small: float, large: float) -> None:
-    assert ranks.report(20, rate=1e7 * small) is None
-    assert str(ranks.report(30, rate=1e7 / large)).startswith("the link changed from 80 to ")
+    assert ranks.report(rate=1e7 * small) is None
+    assert str(ranks.report(rate=1e7 / large)).startswith("the link changed from 80 to ")
 
 
-@pytest.mark.parametrize(("small", "large"), [(1.45, 1.6), (0.55, 0.4)])
-def test_half_of_the_norm_is_a_reason(ranks: TwoRanks, small: float, large: float) -> None:
-    assert [ranks.report(step, norm=small) for step in (12, 14, 16)] == [None] * 3
-    assert any(ranks.report(step, norm=large) for step in (18, 20, 22))
-    assert "the norm of the gradient changed from 1 to" in ranks.ranks[0].history[-1].reason
+def test_every_so_many_steps_candidates_are_tried_again(ranks: TwoRanks) -> None:
+    made = ranks.ranks[0].history[0].step
+    while not (agenda := ranks.ranks[0].agenda) or not agenda.trials:
+        assert ranks.report() is None
+    assert made + 500 <= agenda.start <= made + 520
+    assert ranks.report(error=0.9) == "500 steps since the last plan"
+    assert ranks.hook == "int4"  # what it has lost in use counts
 
 
-def test_every_so_many_steps_there_is_a_new_plan(ranks: TwoRanks) -> None:
-    assert ranks.report(59) is None
-    assert ranks.report(60) == "50 steps since the last plan"
-
-
-def test_plans_that_differ_are_not_used(ranks: TwoRanks) -> None:
-    one = ranks.ranks[0]
-    one.proposal = one.plan
-    with pytest.raises(CommHookMismatchError, match="expected the same plan on all ranks"):
-        one.confirm([one.digest, one.digest + 1])
-    rows = [each.encode(70, 2.0) for each in ranks.ranks]
-    rows[1][0] += 1
-    with pytest.raises(CommHookMismatchError, match="expected the same plan on all ranks"):
-        one.take(rows, 70, 71)
-
-
-@pytest.mark.parametrize("step_seconds", [0.01, 10.0])
-def test_probes_have_to_be_cheap(step_seconds: float) -> None:
+def test_gradients_that_are_not_finite_are_tried_again() -> None:
     ranks = TwoRanks()
-    ranks.report(10, step_seconds=step_seconds)
-    ranks.report(20, step_seconds=step_seconds)
-    for rank in ranks.ranks:
-        nothing: Any = SimpleNamespace(link=None, probe=None, byte_cpu_seconds=math.nan)
-        rank._link.take(nothing, 1000, most_steps=50)
-        assert rank._link.wants_probe
-        rank._plan_probe(30)
-    elements = {rank.probe_elements(31) for rank in ranks.ranks}
-    if step_seconds < 1:
-        assert elements == {0}
-    else:
-        assert elements == {2**20 // 4}
-        assert {rank.probe_elements(32) for rank in ranks.ranks} == {0}
+    assert ranks.report(norms=(math.nan,)) is None
+    assert ranks.report() is None
+    assert ranks.report(error=math.nan) is None
+    assert ranks.report() == "the first plan"
 
 
-def test_the_first_plan_and_probe_do_not_put_off_the_second_plan() -> None:
-    """The first plan rests on one trial of each hook."""
+def test_a_resumed_run_keeps_its_plan_and_measures_again(ranks: TwoRanks) -> None:
+    saved = ranks.ranks[0].to_json()
+    resumed = TwoRanks()
+    for rank in resumed.ranks:
+        rank.load(saved)
+        rank.use_layout(LAYOUT, 100)
+    assert resumed.hook == "int4"
+    assert resumed.report() is None
+    assert resumed.report() is None
+    assert resumed.report() is not None
+    assert [each.to_json()["history"][:1] for each in resumed.ranks] == [saved["history"]] * 2
+
+
+def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
+    """Also on the parameters that stay exact, where the reference alone would have an error."""
+    parameters = {name: torch.zeros(1000, 1000) for name in ("tokens", "w")}
+    layout = group_parameters([(tuple(parameters), 8 * ELEMENTS)], parameters, {"tokens"}, {})
+    ranks = TwoRanks(layout, limit=1)
+    ranks.report(norms=(3.0, 4.0))
+    assert ranks.ranks[0].agenda is not None
+    assert sorted(ranks.ranks[0].agenda.trials) == [0, 1]
+    ranks.report(norms=(3.0, 4.0), error=0.2)
+    assert ranks.ranks[1].metrics["limit"] == pytest.approx(0.2)
+    numbers = TwoRanks(layout)  # a number needs no reference
+    numbers.report(norms=(3.0, 4.0))
+    assert numbers.ranks[0].agenda is not None
+    assert [layout.groups[i].names for i in numbers.ranks[0].agenda.trials] == [("w",)]
+
+
+def test_bytes_of_a_group_are_those_of_the_formula() -> None:
+    """A sample has some rows of a matrix, and as many columns: of a low rank it sends too much."""
+    parameters = {"w": torch.zeros(4096, 64)}
+    hook = commhooks.create("powersgd", rank=2, start_step=0)
+    layout = group_parameters([(("w",), 4 * 4096 * 64)], parameters, (), {})
+    layout = with_wire_bytes(layout, parameters, {1: hook}, size=2)
+    of_matrix = 4 * 2 * (4096 + 64)
+    assert layout.groups[0].wire_bytes == {1: of_matrix}  # two ranks: each number once
+    candidates = Candidates(("allreduce", "powersgd"), (True, False), (1,), 0.3)
+    control = Controller(candidates, replan=50, backend="gloo", size=2)
+    control.use_layout(layout, 0)
+    rows = 4096 // 16
+    stages = [(1e-4, "all_reduce", 4.0 * 2 * n) for n in (rows, 64)]
+    trial = TrialRecord(0, 1, 0.1, rows * 64, stages, 1e-4, 1e-4)
+    probe = Probe(1e-4, 1e-9, 0.0)
+    control.take([Report(1.0, 0.0, 1.0, 0.1, [0.1], probe, [trial], norms=[(0, 1.0)])])
+    problem = control.problem()
+    assert problem is not None
+    ((_, choice),) = (group.choices for group in problem.groups)
+    assert sum(c.wire_bytes(2) for c in choice.collectives) == pytest.approx(of_matrix)
+
+
+def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     ranks = TwoRanks()
-    for rank in ranks.ranks:
-        rank.window.probe_seconds.append(100.0)
-    assert ranks.report(10) == "the first plan"
-    for rank in ranks.ranks:
-        rank._planning_seconds = 100.0
-    assert "the link changed" in str(ranks.report(20, rate=5e6))
-    for rank in ranks.ranks:
-        rank._planning_seconds = 100.0
-    assert ranks.report(30, rate=1e7) is None
-
-
-def test_a_reader_of_a_report_knows_what_nobody_measured() -> None:
-    ranks = TwoRanks()
-    rows = [rank.encode(10, 2.0) for rank in ranks.ranks]
-    ranks.ranks[0].take(rows, 10, 11)
-    agreed: Any = ranks.ranks[0]._agreed
-    assert math.isnan(agreed.step_seconds)
-    assert agreed.link is None
-    assert ranks.ranks[0].proposal is None
+    ranks.report()
+    stages = [(1e-4, "all_gather", ELEMENTS / 2)]
+    trial = TrialRecord(0, 1, 0.1, ELEMENTS, stages, 1e-4, 1e-4)
+    other = replace(trial, stages=[(1e-4, "all_reduce", 1.0)])
+    control = ranks.ranks[0]
+    control.take([Report(trials=[trial]), Report(trials=[other])])
+    assert not control.is_known(1)
+    control.take([Report(trials=[trial]), Report(trials=[trial])])
+    assert control.is_known(1)
 
 
 def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path) -> None:
@@ -227,12 +264,10 @@ def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path)
     assert isinstance(hook, Auto)
     with pytest.raises(commhooks.CommHookStateError, match="after the first plan"):
         hook.plot(tmp_path / "step.png")
-    control = ranks.ranks[0]
-    assert control.layout is not None
     hook._measuring = Measurement(
-        control, {}, hook._table, 0, {(): control.layout}.__getitem__, HOST
+        ranks.ranks[1], {}, HookTable([], {}), 0, {(): LAYOUT}.__getitem__, HOST
     )
-    hook.plan = control.plan
+    hook.plan = ranks.ranks[1].plan
     hook.plot(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,7 +11,7 @@ from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, 
 
 import commhooks
 from commhooks.algorithms.adaptive import auto, timing
-from commhooks.algorithms.adaptive.timing import HOST, StreamTimes, times_of
+from commhooks.algorithms.adaptive.timing import HOST, DeviceClock, clock_of
 from commhooks.runtime.side_stream import SideStream
 from commhooks.testing.probe import Trainer
 
@@ -54,40 +54,16 @@ def event_at(ns: int) -> Any:
     return event
 
 
-def test_functions_are_called_in_order_when_the_device_has_come_so_far() -> None:
-    times, found = StreamTimes(CPU), list[Any]()
-    past, future = time.monotonic_ns() - 10**9, time.monotonic_ns() + 10**12
-    times.when_known((event_at(past), event_at(past + 5_000)), lambda a, b: found.append(b - a))
-    times.when_known((), lambda: found.append("after"))
-    assert found == []
-    times.when_known((event_at(future),), lambda _: found.append("future"))
-    times.when_known((event_at(past),), lambda _: found.append("behind the future"))
-    times.settle(wait=False)
-    assert found == [pytest.approx(5_000, abs=1), "after"]
-    times.forget()
-    times.settle(wait=True)
-    assert len(found) == 2
-
-
-def test_the_host_knows_at_once() -> None:
-    found: list[int] = []
-    HOST.when_known((3, 5), lambda a, b: found.append(b - a))
-    assert found == [2]
-    assert times_of(CPU) is HOST
-    assert isinstance(times_of(torch.device("meta")), StreamTimes)
-
-
-def test_a_day_of_training_does_not_blur_the_times() -> None:
-    """Float32 milliseconds of a day would be 8 ms apart."""
-    times, found = StreamTimes(CPU), list[int]()
-    for i in range(24 * 360):
-        start = 1 + i * 10 * 10**9
-        times.when_known(
-            (event_at(start), event_at(start + 40_000)), lambda a, b: found.append(b - a)
-        )
-    with patch.object(Event, "query", lambda _: True):
-        times.settle(wait=True)
-    assert found[1:] == pytest.approx([40_000] * len(found[1:]), abs=1_000)
+def test_the_host_knows_at_once_and_a_device_when_it_has_come_so_far() -> None:
+    assert HOST.seconds(3, 5) == pytest.approx(2e-9)
+    assert clock_of(CPU) is HOST
+    clock = clock_of(torch.device("meta"))
+    assert isinstance(clock, DeviceClock)
+    before = Event.synchronized
+    now = time.monotonic_ns()
+    assert clock.seconds(event_at(now), event_at(now + 10_000_000)) == pytest.approx(0.01)
+    assert time.monotonic_ns() >= now + 10_000_000
+    assert Event.synchronized > before
 
 
 def follow_a_device(rank: int, size: int) -> None:
@@ -99,7 +75,7 @@ def follow_a_device(rank: int, size: int) -> None:
     with ExitStack() as stack:
         stack.enter_context(patch.object(timing.torch, "Event", Event))
         stack.enter_context(patch.object(SideStream, "mark", mark))
-        stack.enter_context(patch.object(auto, "times_of", StreamTimes))
+        stack.enter_context(patch.object(auto, "clock_of", DeviceClock))
         Links(stack)
         # Nested hooks tell the runner to time launches as well.
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
@@ -113,17 +89,11 @@ def follow_a_device(rank: int, size: int) -> None:
         plan = agree(hook)
         assert set(plan.hook_of().values()) > {"allreduce"}
         assert 0.0005 < hook.metrics()["step_seconds"] < 10
-        known = [k for of_hook in hook._control.knowledge._of_hooks for k in of_hook]
-        local = [sum(trial.local_seconds) for k in known for trial in k.trials]
-        assert all(0 < seconds < 1 for seconds in local)
-        assert hook._measuring._times._waiting
-        hook.recover()
-        assert not hook._measuring._times._waiting
 
 
 def reports_in(hook: Any, step: int) -> bool:
-    control = hook._control
-    return control is not None and control.reports(step)
+    agenda = hook._control.agenda
+    return agenda is not None and step >= agenda.report
 
 
 def test_auto_measures_a_device_that_works_behind_the_host(run_ranks: Any) -> None:

@@ -1,0 +1,115 @@
+"""What ``commhooks._C`` does, in NumPy: the same bits, slower.
+
+:mod:`commhooks.native` takes it where ``commhooks._C`` is not compiled, and tests compare both with
+vectors from the formulas of the papers. It has the same names, except for the products of low-rank
+compression, which go through torch; the types are in ``_C.pyi``. The formulas are those of
+kernels/codecs/*.h, under the same names.
+"""
+
+import ctypes
+import threading
+
+import torch
+from torch import Tensor
+
+from commhooks.fallback.codecs import CpuBlockCodec, rotate
+from commhooks.fallback.sparse import (
+    draw_indices,
+    pack_indices,
+    scatter_add,
+    select_above,
+    select_largest,
+    select_largest_of_chunks,
+    unpack_indices,
+)
+from commhooks.fallback.works import CompletionQueue, join_works, ring_gather
+
+__all__ = [
+    "CompletionQueue",
+    "CpuBlockCodec",
+    "all_finite",
+    "draw_indices",
+    "instruction_sets",
+    "join_works",
+    "locks_taken_with_gil",
+    "pack_indices",
+    "ring_gather",
+    "rotate",
+    "scatter_add",
+    "select_above",
+    "select_largest",
+    "select_largest_of_chunks",
+    "unpack_indices",
+    "use_instruction_set",
+    "write_arguments",
+]
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Return whether all numbers are finite, as a () bool tensor on the tensor's device."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.stack(torch.aminmax(tensor)).isfinite().all()
+
+
+def instruction_sets() -> list[str]:
+    """Return no names: NumPy chooses its instructions."""
+    return []
+
+
+def use_instruction_set(name: str) -> None:
+    """Raise RuntimeError: there is nothing to choose."""
+    raise RuntimeError(f"Expected one of [], found '{name}': NumPy chooses its instructions.")
+
+
+def locks_taken_with_gil() -> int:
+    """Return 0: there are no locks in C++."""
+    return 0
+
+
+_MOST_ARGUMENTS = 32
+
+
+class _Arguments(threading.local):
+    """Values of 8 bytes, and the address of each; every thread has its own."""
+
+    def __init__(self) -> None:
+        self.values = (ctypes.c_uint64 * _MOST_ARGUMENTS)()
+        start = ctypes.addressof(self.values)
+        self.addresses = (ctypes.c_uint64 * _MOST_ARGUMENTS)(
+            *range(start, start + 8 * _MOST_ARGUMENTS, 8)
+        )
+
+
+_arguments = _Arguments()
+
+
+def write_arguments(arguments: tuple[Tensor | int | float | None, ...]) -> tuple[str, int, int]:
+    """Write the arguments; return type and index of the device, and the address of the addresses.
+
+    They are valid until the next call in this thread. Raises ValueError unless there are tensors,
+    contiguous and on one device.
+    """
+    if len(arguments) > _MOST_ARGUMENTS:
+        raise ValueError(f"expected at most {_MOST_ARGUMENTS} arguments, found {len(arguments)}")
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    if not tensors:
+        raise ValueError("expected tensors on a GPU, found none")
+    device = tensors[0].device
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.device != device:
+            raise ValueError(
+                f"expected contiguous tensors on one device, found shape {list(tensor.shape)} with "
+                f"strides {list(tensor.stride())} on {tensor.device} and a tensor on {device}"
+            )
+    for position, argument in enumerate(arguments):
+        _arguments.values[position] = _bits(argument)
+    return device.type, device.index or 0, ctypes.addressof(_arguments.addresses)
+
+
+def _bits(argument: Tensor | int | float | None) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return ctypes.c_uint64.from_buffer(ctypes.c_double(argument)).value
+    return 0 if argument is None else int(argument) % 2**64
