@@ -10,7 +10,7 @@ from typing import Any
 from bench.fidelity.rows import Row
 from bench.plots import BELOW, Draw, label_points, plot
 from bench.slow_link.record import PLAIN, Course
-from commhooks.cli.colors import GRAY, color_of, line_styles
+from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.lab.units import format_rate
 
 __all__ = ["LABELED", "fidelity", "kernels", "pareto_front", "scaling", "short", "slow_link"]

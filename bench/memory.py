@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import CommHook
 from commhooks.hook.base import tree
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.trial import Trial
+from commhooks.lab.comparison.remote import Turn
 from commhooks.lab.models import Workload
 
 __all__ = ["Usage", "expected_state_bytes", "usage"]
@@ -38,12 +38,12 @@ def usage(rank: int, model: str, entry: Entry) -> Usage:
     workload = Workload(model)
     module = workload.make_module()
     gradient_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    trial = Trial(entry, module, workload, rank, first_step=0)
+    turn = Turn(entry, module, workload, rank, first_step=0)
     for _ in range(STEPS):
-        trial.step()
-        trial.clear()
+        turn.step()
+        turn.clear()
     gc.collect()
-    hook = trial._handle.hook if trial._handle is not None else None
+    hook = turn.handle.hook if turn.handle is not None else None
     state = sum(storage_bytes(hook if isinstance(hook, CommHook) else None).values())
     return Usage(gradient_bytes, state, _status("VmRSS"), _status("VmHWM"))
 

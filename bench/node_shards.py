@@ -23,7 +23,7 @@ from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, Entry
-from commhooks.lab.comparison.trial import StepTimes
+from commhooks.lab.comparison.remote import StepTimes
 from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
 
@@ -74,7 +74,7 @@ def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, An
         for index in (0, 1) if done % 2 else (1, 0):
             blocks = ranks(remote.time_block, forms[index], done, BLOCK)
             seconds[index] += _backwards(blocks)
-            sent[index] = [block.costs.wire_bytes for block in blocks]
+            sent[index] = [block.wire_bytes for block in blocks]
     bare = _backwards(ranks(remote.time_block, BARE, 0, BLOCK))
     load.append(os.getloadavg()[0])
     leader, sharded = seconds

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commhooks.cli.colors import GRAY
+from commhooks.cli.plots import GRAY
 
 __all__ = ["BELOW", "BESIDE", "Draw", "NoPlaceError", "label_points", "plot"]
 

@@ -28,7 +28,7 @@ from commhooks.cluster.links import burst_bytes, shaped_link
 from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.trial import StepTimes
+from commhooks.lab.comparison.remote import StepTimes
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import (
     BASELINE,

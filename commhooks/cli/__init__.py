@@ -8,28 +8,26 @@ from commhooks.extensions import load_extensions
 
 __all__ = ["main"]
 
-_EXTRA = ("click", "matplotlib", "rich")
+_EXTRA = ("click", "matplotlib", "psutil", "rich")
 
 
 def main() -> None:
     """Run the command that ``sys.argv`` names."""
-    try:
-        from commhooks.cli.commands import commands
-    except ModuleNotFoundError as error:
-        if error.name not in _EXTRA:
-            raise
-        sys.exit(
-            f"commhooks: the command line needs {error.name}, which is not installed; "
-            "pip install 'commhooks[cli]'"
-        )
     signal.signal(signal.SIGTERM, _end)  # with cleanup, as after Ctrl-C
     try:
+        from commhooks.cli.commands import commands
+
         commands(prog_name="commhooks")
-    except ImportError:
+    except ImportError as error:
+        if error.name in _EXTRA:
+            sys.exit(
+                f"commhooks: the command line needs {error.name}, which is not installed; "
+                "pip install 'commhooks[cli]'"
+            )
         try:
             load_extensions()
-        except ImportError as error:
-            sys.exit(f"commhooks: {error}. Run `commhooks doctor` to see what to do.")
+        except ImportError as cause:
+            sys.exit(f"commhooks: {cause}. Run `commhooks doctor` to see what to do.")
         raise
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from commhooks.cli.parameters import import_option
+from commhooks.cli.common import import_option
 from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
 from commhooks.lab.simulation.dry_run import usual_ratio

@@ -10,10 +10,9 @@ import click
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from commhooks.cli.parameters import (
+from commhooks.cli.common import (
     FILE,
     IMAGE,
     RATE,
@@ -21,16 +20,17 @@ from commhooks.cli.parameters import (
     import_option,
     input_option,
     model_option,
+    show_failures,
+    table_of_hooks,
 )
-from commhooks.cli.tables import show_failures, table_of_hooks
-from commhooks.lab.comparison import Comparison, ComparisonInterrupted, LaunchedRanks, Row
+from commhooks.cluster import LaunchedRanks
+from commhooks.lab.comparison import Comparison, ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
-from commhooks.lab.comparison.progress import ProgressCallback
-from commhooks.lab.comparison.table import Columns, costs_columns, explanations
+from commhooks.lab.comparison.experiment import ProgressCallback
 
 __all__ = ["compare"]
 
-_INTERRUPTED = 130  # what shells report after Ctrl-C
+_INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 @click.command()
@@ -151,62 +151,32 @@ def _write(
     if csv_file is not None:
         csv_file.write_text(comparison.to_csv())
     if plot_file is not None:
-        from commhooks.cli.comparison_plot import draw_comparison  # takes a second to import
+        from commhooks.cli.plots import draw_comparison  # takes a second to import
 
         draw_comparison(comparison, plot_file)
     if html_file is not None:
-        from commhooks.cli.comparison_page import comparison_page
+        from commhooks.cli.page import comparison_page
 
         html_file.write_text(comparison_page(comparison))
 
 
 def _show(comparison: Comparison) -> None:
     console = Console()
-    if comparison.pairs:
-        console.print(_pairs_table(comparison))
-    console.print(_times_table(comparison))
-    console.print(_costs_table(comparison))
+    title: str | None = comparison.title
+    for tables in comparison.tables():
+        first, *names = tables[0].names
+        caption = "\n".join(tables[0].explanations)
+        shown = table_of_hooks(names, first=first, title=title, caption=caption)
+        for table in tables:
+            if table.is_section:
+                shown.add_row(Text(table.title, style="bold"))
+            for name, *cells in table.indented:
+                shown.add_row(Text(name), *cells)
+            shown.add_section()
+        console.print(shown)
+        title = None
     for line in comparison.remarks():
         console.print(line, highlight=False, markup=False)
-
-
-def _times_table(comparison: Comparison) -> Table:
-    """Make the table of times: a section per link, with one row per entry."""
-    columns = comparison.times_columns()
-    caption = "\n".join(explanations(list(columns)))
-    table = table_of_hooks(columns, title=comparison.title, caption=caption)
-    for link in comparison.links:
-        table.add_row(Text(f"{link}, {comparison.kind_of(link)}", style="bold"))
-        for row in comparison.rows:
-            if row.link == link:
-                _add(table, f"  {row.hook}", row, columns)
-        for failure in comparison.failures_over(link):
-            table.add_row(Text(f"  {failure.hook}"), "failed")
-        table.add_section()
-    return table
-
-
-def _costs_table(comparison: Comparison) -> Table:
-    """Make the table of what does not depend on the link, with one row per entry."""
-    columns = costs_columns(comparison.rows)
-    table = table_of_hooks(columns, caption="\n".join(explanations(list(columns))))
-    for hook in comparison.hooks:
-        _add(table, hook, comparison.row(hook, comparison.links[0]), columns)
-    return table
-
-
-def _pairs_table(comparison: Comparison) -> Table:
-    """Make the table of the network between hosts."""
-    caption = "\n".join(explanations(["rate", "latency", "slow"]))
-    names = ("rate", "latency", "")
-    table = table_of_hooks(names, first="pair of hosts", title="network", caption=caption)
-    for pair, *cells in comparison.pair_cells():
-        table.add_row(Text(pair), *cells)
-    return table
-
-
-def _add(table: Table, name: str, row: Row, columns: Columns) -> None:
-    table.add_row(Text(name), *(cell(row) for cell in columns.values()))
 
 
 @contextmanager
@@ -217,7 +187,6 @@ def _progress_bar() -> Iterator[ProgressCallback]:
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
-        def update(what: str, done: float, total: float) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield update
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )

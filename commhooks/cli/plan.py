@@ -13,7 +13,7 @@ from commhooks.algorithms.adaptive.candidates import (
     check_candidate,
     default_specs,
 )
-from commhooks.cli.parameters import (
+from commhooks.cli.common import (
     FILE,
     IMAGE,
     Cluster,
@@ -22,10 +22,11 @@ from commhooks.cli.parameters import (
     import_option,
     input_option,
     model_option,
+    show_failures,
+    table_of_hooks,
     usable_hooks,
     with_references,
 )
-from commhooks.cli.tables import show_failures, table_of_hooks
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of

@@ -9,8 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli.colors import GRAY, line_styles
-from commhooks.cli.parameters import (
+from commhooks.cli.common import (
     FILE,
     IMAGE,
     Cluster,
@@ -19,10 +18,11 @@ from commhooks.cli.parameters import (
     import_option,
     input_option,
     model_option,
+    show_failures,
+    table_of_hooks,
     usable_hooks,
     with_references,
 )
-from commhooks.cli.tables import show_failures, table_of_hooks
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.spec import HookSpec
 from commhooks.lab.simulation import (
@@ -34,7 +34,7 @@ from commhooks.lab.simulation import (
     dry_run_sizes,
     measure,
 )
-from commhooks.lab.units import format_duration, format_rate
+from commhooks.lab.units import format_duration
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
 __all__ = ["simulate"]
@@ -101,7 +101,12 @@ def simulate(
     study = replace(study, speed=cluster.speed_for(study.alone_seconds))
     title = cluster.title(model, study.speed)
     if plot is not None:
-        _plot(study, plot, model)
+        from commhooks.cli.plots import draw_curves  # takes a second to import
+
+        try:
+            draw_curves(study, plot, model)
+        except OSError as error:
+            raise click.ClickException(f"--plot {plot}: {error}") from error
     if json_file is not None:
         figures = study.to_json() | {"model": model, "failures": reasons}
         json_file.write_text(json.dumps(figures, indent=1) + "\n")
@@ -157,24 +162,3 @@ def _table(study: Study, title: str, failed: Iterable[str]) -> Table:
     for hook in failed:
         table.add_row(hook, "failed")
     return table
-
-
-def _plot(study: Study, path: Path, model: str) -> None:
-    """Draw curves of step time against the number of ranks."""
-    from matplotlib.figure import Figure  # takes a second to import
-
-    title = f"{model} at {format_rate(study.network.link.bits_per_second)}, predicted"
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    sizes = study.curve_sizes()
-    for hook, style in line_styles(study.hooks).items():
-        axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook, **style)
-    axes.axhline(study.alone_seconds, color=GRAY, linestyle=":", label="no communication")
-    axes.axvline(study.network.size, color="lightgray", zorder=0)
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step", title=title)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise click.ClickException(f"--plot {path}: {error}") from error

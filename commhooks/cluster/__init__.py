@@ -3,7 +3,7 @@
 The test kit, the comparison and the simulation start their ranks here.
 """
 
-from commhooks.cluster.ranks import RankPool, Ranks, RankStartError
+from commhooks.cluster.ranks import LaunchedRanks, RankCaller, RankPool, Ranks, RankStartError
 from commhooks.cluster.worker import RankError
 
-__all__ = ["RankError", "RankPool", "RankStartError", "Ranks"]
+__all__ = ["LaunchedRanks", "RankCaller", "RankError", "RankPool", "RankStartError", "Ranks"]

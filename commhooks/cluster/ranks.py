@@ -26,26 +26,51 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any
+from typing import IO, Any, Protocol
+
+import torch.distributed as dist
 
 from commhooks.cluster.group import join_group, local_store
 from commhooks.cluster.links import ShapedLink
 from commhooks.cluster.worker import READY, Call, CallResult, RankError
-from commhooks.errors import CommHookError, CommHookPeerError
+from commhooks.errors import CommHookError, CommHookPeerError, reason_of
 
-__all__ = ["RankPool", "RankProcess", "RankStartError", "Ranks", "start_worker"]
+__all__ = [
+    "LaunchedRanks",
+    "RankCaller",
+    "RankPool",
+    "RankProcess",
+    "RankStartError",
+    "Ranks",
+    "start_worker",
+]
 
 _SERVE = "from commhooks.cluster.worker import serve"
 _LOG_LINES = 30
 _START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine
 _CLEANUP_SECONDS = 10.0  # for the other ranks to return after one has raised
 _PORT = 29500  # in the namespace of host 0, where no other process listens
+_PATIENCE = timedelta(hours=2)
+"""A rank that has failed waits for peers, which wait for it until their own time-out."""
 _REPORTING = 10.0  # seconds for ranks to report a collective that timed out: they know more
 
 
 class RankStartError(RankError):
     """A rank did not start, or died between two calls."""
+
+
+class RankCaller(Protocol):
+    """Runs functions on all ranks: :class:`Ranks` or :class:`LaunchedRanks`."""
+
+    world_size: int
+
+    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the results of ``fn(rank, *args, **kwargs)`` by rank."""
+
+    def restart(self) -> None:
+        """Make the ranks usable after an error, without the state of earlier calls."""
 
 
 class Ranks(AbstractContextManager["Ranks"]):
@@ -110,6 +135,55 @@ class Ranks(AbstractContextManager["Ranks"]):
 
 def _host_or_join(rank: int, *args: Any) -> None:
     join_group(rank, *args, hosts_store=rank == 0)
+
+
+class LaunchedRanks(AbstractContextManager["LaunchedRanks"]):
+    """A context manager of this job's ranks. All of them run the same comparison.
+
+    ``ranks(fn, ...)`` runs ``fn`` on this rank and returns the results of all ranks, so all come to
+    the same decisions. If it raises on one rank, all of them raise that rank's error. If a process
+    dies, torchrun ends all of them.
+    """
+
+    def __init__(self) -> None:
+        self._owns_group = not dist.is_initialized()
+        if self._owns_group:
+            dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        self._results = dist.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return the results by rank. They are sent in a group of their own."""
+        try:
+            own = CallResult(fn(self.rank, *args, **kwargs))
+        except Exception as error:
+            own = CallResult.of_failure(error)
+        found: list[CallResult] = [own] * self.world_size
+        dist.all_gather_object(found, own, group=self._results)
+        errors = [
+            result.exception(rank, self.world_size)
+            for rank, result in enumerate(found)
+            if result.error is not None
+        ]
+        if errors:  # raise the first one that is not about another rank's
+            raise min(errors, key=lambda each: isinstance(each, CommHookPeerError))
+        return [result.value for result in found]
+
+    def restart(self) -> None:
+        """Check that the ranks still answer each other: they are processes of torchrun."""
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise CommHookError(
+                "the ranks cannot go on after an error, because they do not answer each other any "
+                f"more; compare without the hook that failed last: {reason_of(error)}"
+            ) from error
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._owns_group and error is None:  # after an error, peers may not answer
+            dist.destroy_process_group()
 
 
 class RankProcess:

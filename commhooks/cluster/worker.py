@@ -68,7 +68,7 @@ class CallResult:
 
     @classmethod
     def of_failure(cls, error: BaseException) -> "CallResult":
-        """Return a result that holds as much of the exception as can be sent."""
+        """Return a result with the exception, or with its text if it cannot be sent."""
         text = "".join(traceback.format_exception(error))
         sendable = not isinstance(error, SystemExit | KeyboardInterrupt)
         try:

@@ -75,7 +75,7 @@ class Backend(Protocol):
 
     @property
     def concurrent(self) -> int:
-        """How many collectives one process group executes at the same time."""
+        """Number of collectives that one process group executes at the same time."""
         ...
 
     @property

@@ -120,8 +120,8 @@ def predict(
     them. The ranks compute ``speed`` times as fast as the machine of the dry runs.
 
     Exchanges that take several steps are replayed by themselves, as if they shared nothing with
-    these steps. What an exchange takes longer than the steps until its result is awaited is waited
-    for.
+    these steps. If an exchange takes longer than the steps until its result is awaited, the step
+    waits for the rest.
 
     Raises CommHookError if the collectives of the hook depend on the world size and no dry run had
     this one.

@@ -1,4 +1,4 @@
-"""What one rank does in one step, in numbers. The timeline replays such a trace on a network.
+"""The work of one rank in one step, in numbers. The timeline replays such a trace on a network.
 
 ::
 
@@ -83,7 +83,7 @@ class ExchangeTrace:
     """
 
     steps: int
-    """How many steps later its result is awaited."""
+    """Number of steps until its result is awaited."""
     local_seconds: tuple[float, ...]
     collectives: tuple[Collective, ...]
 
@@ -106,7 +106,7 @@ class BucketTrace:
 
     @property
     def structure(self) -> tuple[tuple[tuple[str, bool], ...], ...]:
-        """What two traces must have in common for one to be extrapolated from the other."""
+        """Operations and whether their members span nodes; equal in all traces that are merged."""
         return tuple(
             tuple((c.operation, c.members.spans_nodes) for c in collectives)
             for collectives in (self.collectives, *(e.collectives for e in self.exchanges))

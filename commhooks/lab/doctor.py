@@ -1,4 +1,4 @@
-"""Checks this machine: what works, what does not fit together, and what to install."""
+"""Check this machine: what works, what does not fit together, and what to install."""
 
 import importlib.metadata
 import os
@@ -39,7 +39,7 @@ _WITHOUT = {
     "reducer._C": "hooks work on torch's DistributedDataParallel, not on commhooks's own",
     "commhooks._C": "hooks compute on CPU tensors in NumPy, slower",
 }
-"""What is different without an extension."""
+"""Consequences of a missing extension."""
 
 
 class Health(Enum):

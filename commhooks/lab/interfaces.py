@@ -1,22 +1,16 @@
-"""The network interfaces of this machine, and the addresses that Gloo takes. Linux only."""
+"""The network interfaces of this machine, and the addresses that Gloo takes."""
 
-import fcntl
 import ipaddress
-import os
 import socket
-import struct
 from datetime import timedelta
-from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from commhooks.lab.units import format_rate
 
 __all__ = ["describe_interface", "gloo_addresses", "interface_of", "interfaces", "is_down"]
-
-_SIOCGIFADDR = 0x8915  # of linux/sockios.h
-_SYSTEM = Path("/sys/class/net")
 
 
 def gloo_addresses() -> list[str]:
@@ -27,38 +21,35 @@ def gloo_addresses() -> list[str]:
     """
     before = _listening()
     group = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
-    found = [address for socket_, address in _listening().items() if socket_ not in before]
+    found = [address for file, address in sorted(_listening().items()) if file not in before]
     del group
     return found
 
 
 def interfaces() -> dict[str, str]:
-    """Return the addresses of the interfaces that have one, without loopback."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, request)
-            except OSError:  # it has none
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return {name: address for name, address in (_ipv6() | found).items() if not _is_local(address)}
+    """Return one address of each interface that has one, IPv4 if possible, without loopback."""
+    return {
+        name: address
+        for family in (socket.AF_INET6, socket.AF_INET)
+        for name, address in _addresses(family)
+        if not _is_local(address)
+    }
 
 
 def interface_of(address: str) -> str:
     """Return the name of the interface with an address: "lo" for loopback, else "" if unknown."""
     if _is_local(address):
         return "lo"
-    known = {address: name for name, address in (*_ipv6().items(), *interfaces().items())}
-    return known.get(address, "")
+    known = (*_addresses(socket.AF_INET6), *_addresses(socket.AF_INET))
+    return next((name for name, other in known if other == address), "")
 
 
 def describe_interface(name: str, address: str) -> str:
     """Return the name, the address and, if the system tells them, the rate and that it is down."""
     parts = [address]
-    if (speed := _read(name, "speed")).isdigit() and int(speed) > 0:
-        parts.append(format_rate(1e6 * int(speed)))
+    stats = psutil.net_if_stats().get(name)
+    if stats is not None and stats.speed > 0:
+        parts.append(format_rate(1e6 * stats.speed))
     if is_down(name):
         parts.append("down")
     return f"{name} ({', '.join(parts)})"
@@ -66,44 +57,28 @@ def describe_interface(name: str, address: str) -> str:
 
 def is_down(name: str) -> bool:
     """Return whether the system says that an interface has no link."""
-    return _read(name, "operstate") in ("down", "lowerlayerdown")
+    stats = psutil.net_if_stats().get(name)
+    return stats is not None and not stats.isup
 
 
-def _ipv6() -> dict[str, str]:
-    """Return the global IPv6 addresses by interface; one for each."""
-    path = Path("/proc/net/if_inet6")
-    lines = path.read_text().splitlines() if path.exists() else []
-    fields = (line.split() for line in lines)
-    return {
-        name: str(ipaddress.IPv6Address(bytes.fromhex(digits)))
-        for digits, _, _, scope, _, name in fields
-        if scope == "00"
-    }
+def _addresses(family: socket.AddressFamily) -> list[tuple[str, str]]:
+    """Return the names of interfaces and their addresses, without those of a link only."""
+    return [
+        (name, each.address)
+        for name, of_interface in psutil.net_if_addrs().items()
+        for each in of_interface
+        if each.family == family and not ipaddress.ip_address(each.address).is_link_local
+    ]
 
 
 def _is_local(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _read(name: str, file: str) -> str:
-    try:
-        return (_SYSTEM / name / file).read_text().strip()
-    except OSError:
-        return ""
-
-
-def _listening() -> dict[str, str]:
-    """Return the addresses at which this process listens, by socket, in the order of opening."""
-    found = {}
-    for path in sorted(Path("/proc/self/fd").iterdir(), key=lambda path: int(path.name)):
-        try:
-            link = str(path.readlink())
-        except OSError:  # the descriptor of the folder
-            continue
-        if not link.startswith("socket:"):
-            continue
-        with socket.socket(fileno=os.dup(int(path.name))) as copy:
-            is_internet = copy.family in (socket.AF_INET, socket.AF_INET6)
-            if is_internet and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found[link] = copy.getsockname()[0]
-    return found
+def _listening() -> dict[int, str]:
+    """Return the addresses at which this process listens, by file descriptor."""
+    return {
+        each.fd: each.laddr.ip
+        for each in psutil.Process().net_connections("inet")
+        if each.status == psutil.CONN_LISTEN
+    }

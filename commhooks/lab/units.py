@@ -1,4 +1,4 @@
-"""Reads and writes rates and durations: ``1gbit``, ``100 Mbit/s``, ``20us``, ``1.5 ms``."""
+"""Read and write rates and durations: ``1gbit``, ``100 Mbit/s``, ``20us``, ``1.5 ms``."""
 
 import math
 import re

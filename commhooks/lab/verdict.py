@@ -1,4 +1,4 @@
-"""Says which hook to use, from the seconds of a step with each, and what knowing it costs."""
+"""Say which hook to use, from the seconds of a step with each, and what measuring them costs."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,7 +8,7 @@ from commhooks.lab.units import format_duration
 __all__ = ["CAUTIOUS", "cost_of_measuring", "fidelity_text", "kept", "verdict"]
 
 CAUTIOUS = "bf16"
-"""The hook that is in use where no other one helps, unless it is not worth it either."""
+"""The hook to keep if no other one helps, unless it does not help either."""
 _NEVER = {"bare", "torch", "allreduce", "noop"}
 _WORTH_IT = 1.1
 """The speed-up of a step that justifies a loss of accuracy."""
@@ -31,7 +31,7 @@ def verdict(
     losses: Mapping[str, float] | None = None,
     noise: Noise = lambda *_: 0.0,
 ) -> str:
-    """Return sentences: the hook to use, how fast it is, and what is known of its loss.
+    """Return sentences: the hook to use, its speed, and its effect on the loss if that is known.
 
     ``losses`` are changes of the loss in percent; where they lack a hook, those of small trainings
     count, see :mod:`commhooks.hook.fidelity`.

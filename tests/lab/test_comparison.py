@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks import CommHookError, UnknownHookError
+from commhooks.cluster import LaunchedRanks
 from commhooks.cluster.links import unavailable
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook import registry
@@ -31,17 +32,15 @@ from commhooks.lab.comparison import (
     Comparison,
     ComparisonError,
     ComparisonInterrupted,
-    LaunchedRanks,
     compare,
     remote,
 )
 from commhooks.lab.comparison.compare import check_limits
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
+from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.plan import timing_tasks
-from commhooks.lab.comparison.progress import Progress
+from commhooks.lab.comparison.remote import Turn
 from commhooks.lab.comparison.training import TrainingError
-from commhooks.lab.comparison.trial import Trial
 from commhooks.lab.models import ModelError, Workload
 
 GRADIENT_BYTES = 4 * PARAMETERS
@@ -332,11 +331,11 @@ def _take_turns(rank: int) -> None:
     before = [parameter.detach().clone() for parameter in side.module.parameters()]
     wrappers_before = _wrappers()
 
-    def gradients_of(trial: Trial, _: object) -> list[Tensor]:
-        trial.step()
-        return [gradient.clone() for gradient in trial.gradients()]
+    def gradients_of(turn: Turn, _: object) -> list[Tensor]:
+        turn.step()
+        return [gradient.clone() for gradient in turn.gradients()]
 
-    own = remote._take_turn(side, BARE, rank, 0, gradients_of)
+    own = remote._take_turn(BARE, rank, 0, gradients_of)
     configs = [{"name": "bf16"}, {"name": "powersgd", "rank": 1}, {"name": "shifting"}]
     for entry in (TORCH, *(Entry(config["name"], config) for config in configs)):
         remote.time_block(rank, entry, 0, 2)
@@ -344,7 +343,7 @@ def _take_turns(rank: int) -> None:
         assert _wrappers() <= wrappers_before
         assert all(map(torch.equal, before, side.module.parameters()))
         # A wrapper that is still alive would average them.
-        assert all(map(torch.equal, own, remote._take_turn(side, BARE, rank, 0, gradients_of)))
+        assert all(map(torch.equal, own, remote._take_turn(BARE, rank, 0, gradients_of)))
 
 
 def _wrappers() -> set[int]:
@@ -374,17 +373,33 @@ def test_blocks_contain_all_steps_in_balanced_order() -> None:
         assert names == ["bare", "torch", "a", "a", "torch", "bare"] * turns
 
 
-def test_progress_counts_steps() -> None:
-    told: list[tuple[float, float]] = []
-    entries = [BARE, Entry("a", {"name": "bf16"})]
-    plan = {name: timing_tasks(entries, 8) for name in ("loopback", "1 Mbit/s")}
-    progress = Progress(lambda *call: told.append(call[1:]), plan)
-    progress.tell("loopback", "measuring")
-    progress.end("loopback", plan["loopback"][0])  # eight steps, after two that are not timed
-    progress.tell("loopback", "measuring")
-    progress.drop("1 Mbit/s")
-    progress.tell("loopback", "measuring")
-    assert told == [(0, 40), (10, 40), (10, 20)]
+def test_progress_counts_steps_of_all_settings() -> None:
+    told: list[tuple[str, float, float]] = []
+    compare(
+        "support.compared:net",
+        ["bf16"],
+        train="support.compared:train",
+        steps=3,
+        train_steps=4,
+        progress=lambda *call: told.append(call),
+    )
+    # Three entries are verified and timed, and two are trained.
+    assert [(what, done) for what, done, _ in told] == [
+        ("loopback: preparing", 0),
+        ("loopback: verifying bare", 0),
+        ("loopback: verifying torch", 1),
+        ("loopback: verifying bf16", 2),
+        ("loopback: measuring bare", 3),
+        ("loopback: measuring torch", 6),
+        ("loopback: measuring bf16", 9),
+        *(
+            (f"loopback: training {name}", 12 + 4 * i + step)
+            for i, name in enumerate(("torch", "bf16"))
+            for step in range(4)
+        ),
+        ("loopback: running hooks dry", 20),
+    ]
+    assert {total for _, _, total in told} == {20}
 
 
 @needs_links

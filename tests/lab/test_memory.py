@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from commhooks.lab.comparison.memory import Peak
+from commhooks.lab.machine import MemoryPeak
 
 MEGABYTE = 10**6
 
 
 def peak_of(megabytes: int, kept: list[np.ndarray]) -> float:
-    peak = Peak()
+    peak = MemoryPeak()
     kept.append(np.ones(megabytes * MEGABYTE, np.uint8))
     np.ones(megabytes * MEGABYTE, np.uint8)  # freed at once
     found = peak.nbytes()
@@ -24,7 +24,7 @@ def test_the_peak_contains_kept_and_freed_memory() -> None:
 
 
 def test_begin_forgets_an_earlier_peak() -> None:
-    peak = Peak()
+    peak = MemoryPeak()
     np.ones(100 * MEGABYTE, np.uint8)
     peak.begin()
     found = peak.nbytes()

@@ -12,7 +12,7 @@ from bench import figures, plots, summary
 from bench import results_page as page
 from bench.gpu import machine
 from bench.slow_link.record import courses_of
-from commhooks.cli.colors import color_of
+from commhooks.cli.plots import color_of
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -1,7 +1,6 @@
-"""Compares hooks on a model, over links. ``commhooks compare`` shows the result."""
+"""Compare hooks on a model, over links. ``commhooks compare`` shows the result."""
 
 from commhooks.lab.comparison.compare import compare
-from commhooks.lab.comparison.hosts import LaunchedRanks
 from commhooks.lab.comparison.result import (
     Comparison,
     ComparisonError,
@@ -18,7 +17,6 @@ __all__ = [
     "ComparisonInterrupted",
     "Failure",
     "HostPair",
-    "LaunchedRanks",
     "Row",
     "TrainingPoint",
     "compare",

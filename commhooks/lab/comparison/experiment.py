@@ -1,28 +1,121 @@
-"""What is measured in a comparison, setting by setting."""
+"""Measure the entries of a comparison, setting by setting: over loopback, links, or between hosts.
+
+Note [Blocks of steps]
+~~~~~~~~~~~~~~~~~~~~~~
+Each entry has a block of timed steps in each round. Every other round has the reverse order, and
+their number is even, so that a machine that steadily becomes slower or faster favors no entry.
+"""
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from commhooks.cluster import Ranks
+from commhooks.cluster import RankCaller, Ranks
 from commhooks.cluster import links as shaped
 from commhooks.errors import CommHookError, reason_of
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.hosts import measure_pairs, pairs_of_hosts
-from commhooks.lab.comparison.plan import Task, timing_tasks, training_tasks, verifying_tasks
-from commhooks.lab.comparison.progress import Progress, ProgressCallback
-from commhooks.lab.comparison.result import HOSTS, LOOPBACK, ComparisonError, Failure, HostPair
-from commhooks.lab.comparison.setting import RankCaller, Setting
-from commhooks.lab.comparison.trial import FIRST_STEP
+from commhooks.lab.comparison.remote import FIRST_STEP, Block, FirstSteps, StepTimes
+from commhooks.lab.comparison.result import (
+    HOSTS,
+    LOOPBACK,
+    ComparisonError,
+    Failure,
+    HostPair,
+    TrainingPoint,
+)
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import Job, Measurements, measure
 from commhooks.lab.units import format_rate
 
-__all__ = ["Experiment"]
+__all__ = [
+    "Experiment",
+    "Figures",
+    "ProgressCallback",
+    "Setting",
+    "Task",
+    "timing_tasks",
+]
 
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
+_LEAST, _MOST = 12, 50
+"""Timed steps in a block: warm-ups take little of the time, and an interrupt finds some."""
+_VALIDATIONS = 10
+
+ProgressCallback = Callable[[str, float, float], None]
+"""Called with a description of the current work, the steps that are done, and all steps."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some consecutive steps of one entry."""
+
+    kind: Literal["verifying", "measuring", "training"]
+    entry: Entry
+    steps: int
+    done: int = 0
+    """The steps of the same kind that the entry has made before."""
+
+
+def timing_tasks(entries: Sequence[Entry], steps: int) -> list[Task]:
+    """Return blocks in which the entries take turns, see Note [Blocks of steps]."""
+    rounds = 2 * math.ceil(steps / (2 * _MOST)) if steps >= 2 * _LEAST else 1
+    ends = [steps * index // rounds for index in range(rounds + 1)]
+    return [
+        Task("measuring", entry, ends[index + 1] - ends[index], ends[index])
+        for index in range(rounds)
+        for entry in (entries if index % 2 == 0 else entries[::-1])
+    ]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The measurements of one entry in one setting: medians over steps of the slowest rank."""
+
+    step_seconds: float
+    step_spread_seconds: float
+    backward_seconds: float
+    exposed_seconds: float
+    wire_bytes: float
+    """The mean per step of rank 0."""
+    waited_seconds: float | None
+    """The mean per step of rank 0."""
+
+
+@dataclass
+class Setting:
+    """Measurements in one setting so far, by the names of entries."""
+
+    name: str
+    bits_per_second: float | None = None
+    first_steps: dict[str, FirstSteps] = field(default_factory=dict)
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    """With the times of the slowest rank in each step, and the costs of rank 0."""
+    training: dict[str, list[TrainingPoint]] = field(default_factory=dict)
+
+    def figures(self, name: str) -> Figures | None:
+        """Return the figures of an entry; None if it or the bare model has not been measured."""
+        blocks, bare = self.blocks.get(name), self.blocks.get(BARE.name)
+        if not blocks or not bare:
+            return None
+        seconds, backward = zip(*(times for block in blocks for times in block.times), strict=True)
+        steps = [len(block.times) for block in blocks]
+        waited = [b.waited_seconds for b in blocks if b.waited_seconds is not None]
+        return Figures(
+            step_seconds=statistics.median(seconds),
+            step_spread_seconds=_spread(seconds),
+            backward_seconds=statistics.median(backward),
+            exposed_seconds=statistics.median(
+                _median_step(block) - _median_step(other)
+                for block, other in zip(blocks, bare, strict=False)  # an interrupt may leave one
+            ),
+            wire_bytes=statistics.fmean([block.wire_bytes for block in blocks], steps),
+            waited_seconds=statistics.fmean(waited, steps) if waited else None,
+        )
 
 
 @dataclass
@@ -42,100 +135,151 @@ class Experiment:
     precision: float
     timeout: float
     """In seconds, of the steps of one entry that are run together."""
+    progress: ProgressCallback = lambda *_: None
     settings: list[Setting] = field(default_factory=list)
     """In the order in which they were measured; the first one is verified."""
     dry_runs: Measurements | Exception | None = None
-    """What predictions are based on, or the reason why there are none."""
+    """The basis of predictions, or the reason why there are none."""
     notes: list[str] = field(default_factory=list)
     pairs: list[HostPair] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    _steps_done: int = 0
+    _all_steps: int = 0
 
-    def run(self, links: Sequence[float], callback: ProgressCallback) -> None:
+    def run(self, links: Sequence[float]) -> None:
         """Measure over loopback and over links of these rates."""
-        plan = {LOOPBACK: self._tasks(is_first=True, trains=not links)}
-        plan |= {format_rate(rate): self._tasks(is_first=False, trains=True) for rate in links}
-        progress = Progress(callback, plan)
-        with Ranks(self.world_size, threads=self._threads, timeout=self.timeout) as ranks:
-            self.measure(Setting(LOOPBACK), ranks, plan[LOOPBACK], progress)
-            progress.tell(LOOPBACK, "running hooks dry")
+        first = self._tasks(is_first=True, trains=not links)
+        others = self._tasks(is_first=False, trains=True)
+        self._all_steps = _steps(first) + len(links) * _steps(others)
+        with self._ranks() as ranks:
+            loopback = self.begin(LOOPBACK, ranks)
+            self.do(first, loopback, ranks)
+            self._tell(loopback, "running hooks dry")
             self.dry_runs = self._dry_run(ranks)
         for rate in links:
-            setting = Setting(format_rate(rate), rate)
             try:
                 with (
                     shaped.shaped_link(self.world_size, rate) as link,
-                    Ranks(
-                        self.world_size, link, threads=self._threads, timeout=self.timeout
-                    ) as ranks,
+                    self._ranks(link) as ranks,
                 ):
-                    self.measure(setting, ranks, plan[setting.name], progress)
+                    self.do(others, self.begin(format_rate(rate), ranks, rate), ranks)
             except shaped.LinkError as error:
-                progress.drop(setting.name)
-                self.notes.append(f"{setting.name} is predicted, not measured: {error}")
+                self._steps_done += _steps(others)
+                self.notes.append(f"{format_rate(rate)} is predicted, not measured: {error}")
 
-    def run_on_hosts(self, ranks: RankCaller, callback: ProgressCallback) -> None:
+    def run_on_hosts(self, ranks: RankCaller) -> None:
         """Measure the network between the hosts of ``ranks``, and the entries over it."""
-        plan = {HOSTS: self._tasks(is_first=True, trains=True)}
-        progress = Progress(callback, plan)
+        tasks = self._tasks(is_first=True, trains=True)
+        self._all_steps = _steps(tasks)
         pairs = pairs_of_hosts(ranks)
         for index, pair in enumerate(measure_pairs(ranks, pairs)):
             self.pairs.append(pair)
-            progress.tell(HOSTS, f"pair {index + 1} of {len(pairs)} measured")
+            self.progress(f"{HOSTS}: pair {index + 1} of {len(pairs)} measured", 0, self._all_steps)
         if not pairs:
             self.notes.append("all ranks are on one host, so there was no network to measure")
-        self.measure(Setting(HOSTS), ranks, plan[HOSTS], progress)
+        self.do(tasks, self.begin(HOSTS, ranks), ranks)
 
-    def measure(
-        self, setting: Setting, ranks: RankCaller, tasks: list[Task], progress: Progress
-    ) -> None:
-        """Begin a setting and do its tasks, see :meth:`do`."""
-        progress.tell(setting.name, "preparing")
-        self.begin(setting, ranks)
-        self.do(setting, ranks, tasks, progress)
-
-    def begin(self, setting: Setting, ranks: RankCaller) -> None:
-        """Prepare ranks for the tasks of a setting."""
+    def begin(self, name: str, ranks: RankCaller, bits_per_second: float | None = None) -> Setting:
+        """Prepare ranks for the tasks of a new setting."""
+        setting = Setting(name, bits_per_second)
+        self._tell(setting, "preparing")
         ranks(remote.prepare, self.workload)
         self.settings.append(setting)
+        return setting
 
-    def do(
-        self, setting: Setting, ranks: RankCaller, tasks: list[Task], progress: Progress
-    ) -> None:
-        """Do tasks of a setting. If a hook fails, the other entries go on without it.
+    def do(self, tasks: Sequence[Task], setting: Setting, ranks: RankCaller) -> None:
+        """Do tasks in a setting. If a hook fails, the other entries go on without it.
 
         Raises ComparisonError if the bare model or torch DDP fails.
         """
         for task in tasks:
             name = task.entry.name
-            if any(failure.hook == name for failure in self.failures):
-                continue
-            progress.tell(setting.name, f"{task.kind} {name}")
-            try:
-                setting.run(ranks, task, self.train or "")
-                self._check(setting, task)
-            except Exception as error:
-                details = "\n".join(getattr(error, "__notes__", ()))
-                if task.entry in (BARE, TORCH):
-                    shown = "" if isinstance(error, CommHookError) else f"\n{details}"
-                    raise ComparisonError(
-                        f"{name!r} failed: {type(error).__name__}: {error}{shown}"
-                    ) from error
-                setting.forget(task)
-                progress.drop(name)
-                self.failures.append(
-                    Failure(name, setting.name, reason_of(error), f"{error}\n{details}")
-                )
-                ranks.restart()
-                ranks(remote.prepare, self.workload)
-            else:
-                progress.end(setting.name, task)
+            if not any(failure.hook == name for failure in self.failures):
+                self._tell(setting, f"{task.kind} {name}")
+                try:
+                    self._do(task, setting, ranks)
+                except Exception as error:
+                    self._fail(error, task, setting)
+                    ranks.restart()
+                    ranks(remote.prepare, self.workload)
+            self._steps_done += task.steps
 
     def _tasks(self, *, is_first: bool, trains: bool) -> list[Task]:
-        tasks = verifying_tasks(self.entries) if is_first else []
+        """Return the tasks of a setting; each training is in about ten parts."""
+        tasks = [Task("verifying", entry, 1) for entry in self.entries if is_first]
         tasks += timing_tasks(self.entries, self.steps)
         if trains and self.train is not None:
-            tasks += training_tasks(self.entries, self.train_steps)
+            stride = max(1, self.train_steps // _VALIDATIONS)
+            tasks += [
+                Task("training", entry, min(stride, self.train_steps - start), start)
+                for entry in self.entries
+                if entry != BARE
+                for start in range(0, self.train_steps, stride)
+            ]
         return tasks
+
+    def _tell(self, setting: Setting, what: str) -> None:
+        self.progress(f"{setting.name}: {what}", self._steps_done, self._all_steps)
+
+    def _ranks(self, link: shaped.ShapedLink | None = None) -> Ranks:
+        threads = max(1, cores() // self.world_size)
+        return Ranks(self.world_size, link, threads=threads, timeout=self.timeout)
+
+    def _do(self, task: Task, setting: Setting, ranks: RankCaller) -> None:
+        """Raises CommHookError if what a task has measured shows that its entry does not work."""
+        entry, name = task.entry, task.entry.name
+        match task.kind:
+            case "verifying":
+                first = _worst(ranks(remote.verify, entry))
+                self._check_error(name, first.error)
+                setting.first_steps[name] = first
+            case "measuring":
+                by_rank: list[Block] = ranks(remote.time_block, entry, task.done, task.steps)
+                steps = zip(*(block.times for block in by_rank), strict=True)
+                slowest = tuple(map(StepTimes.slowest, steps))
+                own = by_rank[0]
+                block = Block(slowest, own.wire_bytes, own.waited_seconds)
+                setting.blocks.setdefault(name, []).append(block)
+            case "training":
+                if task.done == 0:
+                    ranks(remote.begin_training, entry, self.train)
+                for left in range(task.steps, 0, -1):
+                    point = ranks(remote.train, left == 1)[0]
+                setting.training.setdefault(name, []).append(point)
+                if entry != TORCH and not math.isfinite(point.validation_loss):
+                    raise CommHookError(
+                        f"training diverged: expected a finite validation loss, found "
+                        f"{point.validation_loss} after {point.step} steps"
+                    )
+
+    def _check_error(self, name: str, error: float | None) -> None:
+        if error is None:
+            return
+        if not math.isfinite(error):
+            raise CommHookError(
+                "the gradients of a step are not finite, or their mean is zero or not finite"
+            )
+        rounding = _ROUNDINGS * self.precision
+        if name in self.exact and error > rounding:
+            raise CommHookError(
+                f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
+                f"with a relative error of {error:.1e}. Is the model's gradient the same in each "
+                "run with the same torch.manual_seed()?"
+            )
+
+    def _fail(self, error: Exception, task: Task, setting: Setting) -> None:
+        """Drop what has been measured with the entry of a failed task in this phase."""
+        name = task.entry.name
+        details = "\n".join(getattr(error, "__notes__", ()))
+        if task.entry in (BARE, TORCH):
+            shown = "" if isinstance(error, CommHookError) else f"\n{details}"
+            raise ComparisonError(
+                f"{name!r} failed: {type(error).__name__}: {error}{shown}"
+            ) from error
+        setting.training.pop(name, None)
+        if task.kind != "training":
+            setting.blocks.pop(name, None)
+        self.failures.append(Failure(name, setting.name, reason_of(error), f"{error}\n{details}"))
 
     def _dry_run(self, ranks: Ranks) -> Measurements | Exception:
         """Measure what predictions need. If it fails, ``ranks`` cannot be used any more."""
@@ -155,31 +299,24 @@ class Experiment:
                 self.notes.append(f"{entry.name} is not predicted: {reason}")
         return found
 
-    @property
-    def _threads(self) -> int:
-        return max(1, cores() // self.world_size)
 
-    def _check(self, setting: Setting, task: Task) -> None:
-        """Raise CommHookError if what a task has measured shows that its entry does not work."""
-        name = task.entry.name
-        if task.kind == "training":
-            last = setting.training[name][-1]
-            if task.entry != TORCH and not math.isfinite(last.validation_loss):
-                raise CommHookError(
-                    f"training diverged: expected a finite validation loss, found "
-                    f"{last.validation_loss} after {last.step} steps"
-                )
-        error = setting.first_steps[name].error if task.kind == "verifying" else None
-        if error is None:
-            return
-        if not math.isfinite(error):
-            raise CommHookError(
-                "the gradients of a step are not finite, or their mean is zero or not finite"
-            )
-        rounding = _ROUNDINGS * self.precision
-        if name in self.exact and error > rounding:
-            raise CommHookError(
-                f"expected the exact mean to within rounding ({rounding:.1e}), found gradients "
-                f"with a relative error of {error:.1e}. Is the model's gradient the same in each "
-                "run with the same torch.manual_seed()?"
-            )
+def _steps(tasks: Sequence[Task]) -> int:
+    return sum(task.steps for task in tasks)
+
+
+def _worst(by_rank: Sequence[FirstSteps]) -> FirstSteps:
+    errors = [first.error for first in by_rank if first.error is not None]
+    peaks = [first.peak_bytes for first in by_rank if first.peak_bytes is not None]
+    worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=None)
+    return FirstSteps(worst, max(peaks, default=None), by_rank[0].wire_bytes)
+
+
+def _median_step(block: Block) -> float:
+    return statistics.median(times.step for times in block.times)
+
+
+def _spread(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low

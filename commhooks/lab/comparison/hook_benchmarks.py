@@ -26,15 +26,11 @@ from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, hook_spec
-from commhooks.lab.comparison.compare import check_model
+from commhooks.lab.comparison.compare import Report, check_model
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.experiment import Experiment
-from commhooks.lab.comparison.plan import timing_tasks, verifying_tasks
-from commhooks.lab.comparison.progress import Progress
+from commhooks.lab.comparison.experiment import Experiment, Task, timing_tasks
 from commhooks.lab.comparison.remote import FirstSteps
-from commhooks.lab.comparison.report import Report
 from commhooks.lab.comparison.result import LOOPBACK
-from commhooks.lab.comparison.setting import Setting
 from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
@@ -89,7 +85,6 @@ class _Group:
 
     def __init__(self, place: _Place, ranks: Ranks, rate: float | None) -> None:
         self._ranks = ranks
-        self._setting = Setting(place.link, rate)
         self._gradient_bytes, precision = check_model(place.workload, place.world_size)
         self._experiment = Experiment(
             place.workload,
@@ -102,19 +97,19 @@ class _Group:
             precision=precision,
             timeout=600,
         )
-        self._experiment.begin(self._setting, ranks)
+        self._setting = self._experiment.begin(place.link, ranks, rate)
         self._benchmarks: list[tuple[str, Any]] = []
         for entry in _BESIDE.values():
             self.verify(entry)
 
     def verify(self, entry: Entry) -> FirstSteps:
-        """Return what the first steps of an entry show. Raises CommHookError if it fails."""
+        """Return the results of an entry's first steps. Raises CommHookError if it fails."""
         known = self._setting.first_steps.get(entry.name)
         if known is None:
             self._experiment.entries.append(entry)
             if entry.config is not None and is_lossless(create(entry.config)):
                 self._experiment.exact.add(entry.name)
-            self._do(verifying_tasks([entry]))
+            self._do([Task("verifying", entry, 1)])
             self.raise_failures()
             known = self._setting.first_steps[entry.name]
         return known
@@ -142,8 +137,9 @@ class _Group:
             if row is None:
                 continue
             benchmark.has_error = False
-            for times in self._setting.times(name):
-                benchmark.stats.update(times.step)
+            for block in self._setting.blocks[name]:
+                for times in block.times:
+                    benchmark.stats.update(times.step)
             figures = {n: self._setting.figures(n) for n in (*_BESIDE, name)}
             benchmark.extra_info.update(
                 step_seconds={n: f.step_seconds for n, f in figures.items() if f},
@@ -159,9 +155,8 @@ class _Group:
             )
         return str(found)
 
-    def _do(self, tasks: Sequence[Any]) -> None:
-        progress = Progress(lambda *_: None, {self._setting.name: tasks})
-        self._experiment.do(self._setting, self._ranks, list(tasks), progress)
+    def _do(self, tasks: Sequence[Task]) -> None:
+        self._experiment.do(tasks, self._setting, self._ranks)
 
     def raise_failures(self) -> None:
         """Raise what has failed since the last call; these hooks are left out from then on."""
@@ -178,7 +173,7 @@ class _Group:
 
 @dataclass
 class ModuleBenchmarks:
-    """What the tests of one module benchmark.
+    """The benchmarks of one test module.
 
     ``tables`` are filled by :meth:`time_in_turn`, by their titles.
     """

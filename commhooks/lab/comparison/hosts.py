@@ -1,4 +1,4 @@
-"""The ranks that torchrun started, and the network between their hosts, measured pair by pair.
+"""Measure the network between hosts, pair by pair.
 
 One rank of each host takes part, and one pair at a time. The first host of a pair sends a message,
 and the second one answers:
@@ -17,74 +17,18 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster.worker import CallResult
-from commhooks.errors import CommHookError, CommHookPeerError, reason_of
+from commhooks.cluster import RankCaller
 from commhooks.lab.comparison.result import HostPair
-from commhooks.lab.comparison.setting import RankCaller
 
-__all__ = ["LaunchedRanks", "measure_pairs", "pairs_of_hosts"]
+__all__ = ["measure_pairs", "pairs_of_hosts"]
 
 _ROUND_TRIPS = 30
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 28
 _SECONDS = 0.25
-_PATIENCE = timedelta(hours=2)
-"""A rank that has failed waits here for peers, which wait for it until their own time-out."""
-
-
-class LaunchedRanks(AbstractContextManager["LaunchedRanks"]):
-    """A context manager of this job's ranks. All of them run the same comparison.
-
-    ``ranks(fn, ...)`` runs ``fn`` on this rank and returns the results of all ranks, so all come to
-    the same decisions. If it raises on one rank, all of them raise that rank's error. If a process
-    dies, torchrun ends all of them.
-    """
-
-    def __init__(self) -> None:
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group:
-            dist.init_process_group("gloo")
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        self._results = dist.new_group(backend="gloo", timeout=_PATIENCE)
-
-    def __call__(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the results by rank. They are sent in a group of their own."""
-        try:
-            own = CallResult(fn(self.rank, *args, **kwargs))
-        except Exception as error:
-            own = CallResult.of_failure(error)
-        found: list[CallResult] = [own] * self.world_size
-        dist.all_gather_object(found, own, group=self._results)
-        errors = [
-            result.exception(rank, self.world_size)
-            for rank, result in enumerate(found)
-            if result.error is not None
-        ]
-        if errors:  # raise the first one that is not about another rank's
-            raise min(errors, key=lambda each: isinstance(each, CommHookPeerError))
-        return [result.value for result in found]
-
-    def restart(self) -> None:
-        """Check that the ranks still answer each other: they are processes of torchrun."""
-        try:
-            dist.barrier()
-        except RuntimeError as error:
-            raise CommHookError(
-                "the ranks cannot go on after an error, because they do not answer each other any "
-                f"more; compare without the hook that failed last: {reason_of(error)}"
-            ) from error
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._owns_group and error is None:  # after an error, peers may not answer
-            dist.destroy_process_group()
 
 
 def pairs_of_hosts(ranks: RankCaller) -> list[tuple[int, int]]:

@@ -1,22 +1,21 @@
-"""The remote side of a comparison: what each rank does.
-
-The functions are called one at a time, on all ranks at once.
+"""The rank's side of a comparison: functions that are called one at a time, on all ranks at once.
 
 Note [One model for all entries]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rank has one model, and one wrapper around it at a time: two wrappers would both react to the
 gradients of the same parameters. So entries do not take turns step by step but in blocks of steps,
-see plan.py, and each block begins with a new wrapper, without the state of earlier blocks. When a
-block ends, the wrapper, its buckets and the state of its hook are freed, and the memory is given
-back to the system: memory does not grow with the number of hooks, and an entry finds none that an
-earlier one has touched. A hook that changes parameters works on them as the others do, and they are
-restored afterwards.
+and each turn begins with a new wrapper, without the state of earlier ones. When a turn ends, the
+wrapper, its buckets and the state of its hook are freed, and the memory is given back to the
+system: memory does not grow with the number of hooks, and an entry finds none that an earlier one
+has touched. A hook that changes parameters works on them as the others do, and they are restored
+afterwards.
 """
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,17 @@ from torch import Tensor, nn
 
 from commhooks.adapters.wrapping import wrap
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
-from commhooks.lab.comparison.memory import Peak, give_back
-from commhooks.lab.comparison.plan import VERIFIED_STEPS, WARM_UP
 from commhooks.lab.comparison.result import TrainingPoint
 from commhooks.lab.comparison.training import TrainingRun
-from commhooks.lab.comparison.trial import FIRST_STEP, StepTimes, Trial, TrialCosts
+from commhooks.lab.machine import MemoryPeak, free_memory
 from commhooks.lab.models import Workload
 
 __all__ = [
+    "FIRST_STEP",
     "Block",
     "FirstSteps",
+    "StepTimes",
+    "Turn",
     "begin_training",
     "clear",
     "prepare",
@@ -42,12 +42,29 @@ __all__ = [
     "verify",
 ]
 
+FIRST_STEP = 100_000
+"""Hooks count steps from here, so that all warm-ups are over."""
+_WARM_UP = 2
+"""Steps of a new wrapper that are not timed: after the first one, buckets are rebuilt."""
+
 _Result = TypeVar("_Result")
+
+
+class StepTimes(NamedTuple):
+    """The seconds of a step, and of its backward alone."""
+
+    step: float
+    backward: float
+
+    @classmethod
+    def slowest(cls, by_rank: Iterable["StepTimes"]) -> "StepTimes":
+        """Return the longest times of all ranks."""
+        return cls(*map(max, zip(*by_rank, strict=True)))
 
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """What the first steps of an entry show on one rank."""
+    """Results of the first steps of an entry on one rank."""
 
     error: float | None
     """The relative L2 error of the first step's gradients against the exact mean. NaN or infinite
@@ -59,14 +76,75 @@ class FirstSteps:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive timed steps of an entry."""
+    """Consecutive timed steps of an entry. Bytes and waiting are means per step on one rank."""
 
     times: tuple[StepTimes, ...]
-    costs: TrialCosts
+    wire_bytes: float
+    waited_seconds: float | None
+
+
+class Turn:
+    """A new wrapper of an entry around ``module``, and its steps.
+
+    The module must be the same on all ranks. The hook counts steps from ``first_step``.
+    """
+
+    def __init__(
+        self, entry: Entry, module: nn.Module, workload: Workload, rank: int, *, first_step: int
+    ) -> None:
+        self._entry = entry
+        self._workload = workload
+        self._rank = rank
+        self._batch = workload.make_input(module, rank)
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._model, self.handle = entry.wrap(module, init_sync=False, **dict(workload.wrapper))
+        if self.handle is not None:
+            self.handle.load_state_dict({**self.handle.state_dict(), "step": first_step})
+        self.begin_counting()
+
+    def step(self) -> StepTimes:
+        """Run one step, which all ranks begin together. The gradients stay until :meth:`clear`."""
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self._workload.loss(self._model, self._batch, self._rank)
+        middle = time.perf_counter()
+        torch.autograd.backward(loss)
+        end = time.perf_counter()
+        return StepTimes(end - start, end - middle)
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        self._model.zero_grad(set_to_none=self._workload.set_to_none)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of all trained parameters, with zeros for missing ones."""
+        return [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
+
+    def begin_counting(self) -> None:
+        """Let :meth:`costs` count from here on."""
+        self._before = self._sums()
+
+    def costs(self) -> tuple[float, float | None]:
+        """Return the bytes sent and the seconds waited, per step since :meth:`begin_counting`."""
+        if self.handle is None:
+            gradient_bytes = sum(parameter.nbytes for parameter in self._trained)
+            return self._entry.wire_bytes(gradient_bytes, dist.get_world_size()), None
+        steps, sent, waited = (
+            now - before for now, before in zip(self._sums(), self._before, strict=True)
+        )
+        return sent / steps, waited / steps
+
+    def _sums(self) -> tuple[float, float, float]:
+        """Return steps, bytes and exposed seconds since the hook was registered."""
+        if self.handle is None:
+            return 0.0, 0.0, 0.0
+        stats = self.handle.stats()
+        sent, exposed = stats.total.wire_bytes or 0.0, stats.total.exposed_seconds or 0.0
+        return stats.steps, stats.steps * sent, stats.steps * exposed
 
 
 @dataclass
-class _RemoteSide:
+class _RankSide:
     workload: Workload
     module: nn.Module
     mean: list[Tensor] = field(default_factory=list)
@@ -74,7 +152,7 @@ class _RemoteSide:
     run: TrainingRun | None = None
 
 
-_sides: list[_RemoteSide] = []  # at most one
+_sides: list[_RankSide] = []  # at most one
 
 
 def prepare(rank: int, workload: Workload) -> None:  # noqa: ARG001
@@ -85,7 +163,7 @@ def prepare(rank: int, workload: Workload) -> None:  # noqa: ARG001
         model(torch.ones(1, 1)).sum().backward()
     module = workload.make_module()
     wrap(module)  # checks the model, and sends that of rank 0 to all ranks
-    _sides[:] = [_RemoteSide(workload, module)]
+    _sides[:] = [_RankSide(workload, module)]
 
 
 def verify(rank: int, entry: Entry) -> FirstSteps:
@@ -95,41 +173,40 @@ def verify(rank: int, entry: Entry) -> FirstSteps:
     """
     side = _sides[0]
     if entry != BARE and not side.mean:
-        side.mean = _take_turn(side, BARE, rank, FIRST_STEP, _mean_of_step)
+        side.mean = _take_turn(BARE, rank, FIRST_STEP, _mean_of_step)
 
-    def work(trial: Trial, peak: Peak) -> FirstSteps:
-        trial.step()
-        error = None if entry == BARE else _error(trial.gradients(), side.mean)
+    def work(turn: Turn, peak: MemoryPeak) -> FirstSteps:
+        turn.step()
+        error = None if entry == BARE else _error(turn.gradients(), side.mean)
         peak.begin()  # again, because computing the error does not count
-        for _ in range(VERIFIED_STEPS - 1):
-            trial.clear()
-            trial.step()
-        return FirstSteps(error, peak.nbytes(), trial.costs().wire_bytes)
+        for _ in range(_WARM_UP):
+            turn.clear()
+            turn.step()
+        return FirstSteps(error, peak.nbytes(), turn.costs()[0])
 
-    return _take_turn(side, entry, rank, FIRST_STEP, work)
+    return _take_turn(entry, rank, FIRST_STEP, work)
 
 
 def time_block(rank: int, entry: Entry, done: int, steps: int) -> Block:
     """Time some steps of an entry, after a warm-up. The hook has counted ``done`` steps so far."""
-    side = _sides[0]
-    side.mean = []
+    _sides[0].mean = []
 
-    def work(trial: Trial, _peak: Peak) -> Block:
+    def work(turn: Turn, _peak: MemoryPeak) -> Block:
         times = []
-        for index in range(WARM_UP + steps):
-            if index == WARM_UP:
-                trial.begin_counting()
-            times.append(trial.step())
-            trial.clear()
-        return Block(tuple(times[WARM_UP:]), trial.costs())
+        for index in range(_WARM_UP + steps):
+            if index == _WARM_UP:
+                turn.begin_counting()
+            times.append(turn.step())
+            turn.clear()
+        return Block(tuple(times[_WARM_UP:]), *turn.costs())
 
-    return _take_turn(side, entry, rank, FIRST_STEP + done - WARM_UP, work)
+    return _take_turn(entry, rank, FIRST_STEP + done - _WARM_UP, work)
 
 
 def clear(rank: int) -> None:  # noqa: ARG001
     """Free everything."""
     _sides.clear()
-    give_back()
+    free_memory()
 
 
 def begin_training(rank: int, entry: Entry, function: str) -> None:
@@ -137,7 +214,7 @@ def begin_training(rank: int, entry: Entry, function: str) -> None:
     side = _sides[0]
     side.mean = []
     side.run = None
-    give_back()
+    free_memory()
     side.run = TrainingRun(entry, side.workload, function, rank)
 
 
@@ -150,21 +227,18 @@ def train(rank: int, validate: bool) -> TrainingPoint | None:  # noqa: ARG001
 
 
 def _take_turn(
-    side: _RemoteSide,
-    entry: Entry,
-    rank: int,
-    first_step: int,
-    work: Callable[[Trial, Peak], _Result],
+    entry: Entry, rank: int, first_step: int, work: Callable[[Turn, MemoryPeak], _Result]
 ) -> _Result:
-    """Do the work with a new trial of the entry, see Note [One model for all entries]."""
+    """Do the work in a turn of the entry, see Note [One model for all entries]."""
+    side = _sides[0]
     parameters = list(side.module.parameters()) if entry.changes_parameters else []
     before = [parameter.detach().clone() for parameter in parameters]
-    peak = Peak()
-    result = work(Trial(entry, side.module, side.workload, rank, first_step=first_step), peak)
+    peak = MemoryPeak()
+    result = work(Turn(entry, side.module, side.workload, rank, first_step=first_step), peak)
     for parameter, value in zip(parameters, before, strict=True):
         parameter.detach().copy_(value)
     side.module.zero_grad(set_to_none=True)
-    give_back()
+    free_memory()
     return result
 
 
@@ -178,9 +252,9 @@ def _error(gradients: list[Tensor], mean: list[Tensor]) -> float:
     return math.sqrt(error / norm) if norm else math.nan
 
 
-def _mean_of_step(trial: Trial, _peak: Peak) -> list[Tensor]:
-    trial.step()
-    return [_mean(gradient) for gradient in trial.gradients()]
+def _mean_of_step(turn: Turn, _peak: MemoryPeak) -> list[Tensor]:
+    turn.step()
+    return [_mean(gradient) for gradient in turn.gradients()]
 
 
 def _mean(gradient: Tensor) -> Tensor:

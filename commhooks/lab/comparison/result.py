@@ -1,31 +1,15 @@
-"""The result of a comparison, for tables, JSON, CSV and data frames."""
+"""The result of a comparison: its rows, and tables, JSON and CSV of them."""
 
 import csv
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from commhooks.lab.comparison.rows import (
-    HOSTS,
-    LOOPBACK,
-    ComparisonError,
-    Failure,
-    HostPair,
-    Row,
-    TrainingPoint,
-)
-from commhooks.lab.comparison.table import (
-    Columns,
-    aligned,
-    costs_columns,
-    explanations,
-    format_bytes,
-    pair_cells,
-    times_columns,
-)
-from commhooks.lab.verdict import cost_of_measuring, kept, verdict
+from commhooks.errors import CommHookError
+from commhooks.lab.units import format_duration, format_rate
+from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
 
 __all__ = [
     "HOSTS",
@@ -36,16 +20,146 @@ __all__ = [
     "Failure",
     "HostPair",
     "Row",
+    "Table",
     "TrainingPoint",
 ]
 
+LOOPBACK = "loopback"
+HOSTS = "network of these hosts"
 _EXACT = 1e-5  # a relative error that is only rounding, in float32
 _SLOW = 0.5  # of the rate of the fastest pair
+
+_EXPLANATIONS = {
+    "step": "forward and backward on the slowest rank; median ± distance between the quartiles.",
+    "of torch": "the step divided by that of torch DDP.",
+    "exposed": "the time that averaging adds to a step of the bare model.",
+    "loss": "validation loss after training here.",
+    "wire": "bytes that one rank sends per step.",
+    "ratio": "bytes of plain averaging divided by those of the hook.",
+    "error": "relative error of one step's gradients against the exact mean.",
+    "fidelity": "largest change of the validation loss in small trainings, at default options.",
+    "memory": "peak, besides the parameters.",
+    "break-even": "the hook is faster than torch DDP on links below this rate.",
+    "rate": "of the slower direction, one pair at a time.",
+    "latency": "of a message of 1 byte in one direction.",
+    "note": "slow if the rate is less than half of that of the fastest pair.",
+}
+
+
+class ComparisonError(CommHookError):
+    """A comparison is not possible, or the model fails without any hook."""
+
+
+@dataclass(frozen=True)
+class TrainingPoint:
+    """The state after ``step`` training steps; seconds and bytes are totals so far."""
+
+    step: int
+    seconds: float
+    wire_bytes: float
+    validation_loss: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry over one link. Times are those of the slowest rank, bytes those of rank 0."""
+
+    hook: str
+    """The text of the hook, "bare" for the bare model or "torch" for torch DDP."""
+    link: str
+    """ "loopback", a rate, or "network of these hosts"."""
+    bits_per_second: float | None
+    """None unless the link is a rate."""
+    measured: bool
+    """True if times are measured, False if they are predicted from loopback."""
+    step_seconds: float
+    """Forward and backward; the median over steps."""
+    step_spread_seconds: float | None
+    """The distance between the quartiles over steps; None if not measured."""
+    to_torch: float
+    """``step_seconds`` divided by that of torch DDP with its plain average."""
+    exposed_seconds: float
+    """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
+    waited_seconds: float | None
+    """The mean time in which backward only waited for communication; None if not known."""
+    floor_seconds: float | None
+    """Bytes on the wire divided by the rate, plus the bare step; None for loopback."""
+    predicted_seconds: float | None
+    """The predicted time of a step, also for measured links; None if it cannot be predicted."""
+    gradient_bytes: int
+    wire_bytes: float
+    """The mean per step."""
+    ratio: float | None
+    """The bytes of plain averaging divided by ``wire_bytes``."""
+    error: float | None
+    """The relative L2 error of a step's gradients against the exact mean, on the worst rank. None
+    for the bare model."""
+    peak_bytes: int | None
+    """The peak of memory besides the parameters: gradients, buckets, state, temporaries."""
+    break_even_bits_per_second: float | None
+    """The rate below which the hook is faster than torch DDP. Infinity: at any rate; 0: never."""
+    training: tuple[TrainingPoint, ...] = ()
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The loss after the last training step."""
+        return self.training[-1].validation_loss if self.training else None
+
+
+@dataclass(frozen=True)
+class HostPair:
+    """The network between two hosts of a job, while no other pair sends."""
+
+    first: str
+    second: str
+    bits_per_second: float
+    """Of the slower direction."""
+    latency_seconds: float
+    """Of one direction."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A hook that failed. It has no rows from ``link`` on, or no training if that failed."""
+
+    hook: str
+    link: str | None
+    """The link over which it failed; None if the hook cannot be made."""
+    reason: str
+    """One line."""
+    details: str = ""
+    """The traceback of the rank, or the last lines of its output if it died."""
+
+    def __str__(self) -> str:
+        where = "" if self.link is None else f" ({self.link})"
+        return f"{self.hook}{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines of text cells under the names of columns; lines of failed hooks are shorter."""
+
+    title: str
+    names: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+    is_section: bool = False
+    """Whether its lines belong into one table with those of others, under its title."""
+
+    @property
+    def indented(self) -> list[tuple[str, ...]]:
+        """The lines, indented if they are a section."""
+        indent = "  " if self.is_section else ""
+        return [(indent + first, *others) for first, *others in self.lines]
+
+    @property
+    def explanations(self) -> list[str]:
+        """A line for each column that needs one, which begins with its name."""
+        return [f"{name}: {_EXPLANATIONS[name]}" for name in self.names if name in _EXPLANATIONS]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows of a comparison, and what was compared."""
+    """The rows of a comparison, its model and its setting."""
 
     model: str
     world_size: int
@@ -65,32 +179,63 @@ class Comparison:
         """Return tables, notes, failures and verdicts as plain text, as wide as needed."""
         if not self.rows:
             return "\n".join(["nothing was measured", *map(str, self.failures)])
-        columns = self.times_columns() | costs_columns(self.rows)
-        table = [["hook", *columns]]
-        for link in self.links:
-            table.append([f"{link}, {self.kind_of(link)}"])
-            rows = [row for row in self.rows if row.link == link]
-            table += [[f"  {row.hook}", *(cell(row) for cell in columns.values())] for row in rows]
-            table += [[f"  {failure.hook}", "failed"] for failure in self.failures_over(link)]
-        parts = [self.title, aligned(table), "\n".join(explanations(list(columns)))]
-        if self.pairs:
-            parts.append(aligned([("pair of hosts", "rate", "latency", ""), *self.pair_cells()]))
+        parts = [self.title]
+        for tables in self.tables():
+            cells = [tables[0].names]
+            for table in tables:
+                if table.is_section:
+                    cells.append((table.title,))
+                cells += table.indented
+            parts += [_aligned(cells), "\n".join(tables[0].explanations)]
         parts.append("\n".join([*self.remarks(), *(f"Failed: {each}" for each in self.failures)]))
         return "\n\n".join(filter(None, parts))
 
     @property
     def title(self) -> str:
         """What was compared."""
-        gradients = format_bytes(self.rows[0].gradient_bytes)
+        gradients = _bytes(self.rows[0].gradient_bytes)
         return f"{self.model}, {self.world_size} ranks, {gradients} of gradients"
 
-    def times_columns(self) -> Columns:
-        """Return the columns of times; those of costs do not need the whole comparison."""
-        return times_columns(self.rows, self.exposed_spread)
+    def tables(self) -> list[list[Table]]:
+        """Return tables of pairs of hosts, of times by link, and of costs that no link changes.
 
-    def pair_cells(self) -> list[tuple[str, str, str, str]]:
-        """Return the lines of a table of pairs of hosts."""
-        return pair_cells(self.pairs, self.slow_pairs)
+        Tables in one list have the same columns.
+        """
+        of_links = [
+            self._table(f"{link}, {self.kind_of(link)}", _TIMES, link, self.failures_over(link))
+            for link in self.links
+        ]
+        found = [of_links, [self._table("costs", _COSTS, self.links[0])]]
+        if self.pairs:
+            lines = (
+                (
+                    f"{pair.first} - {pair.second}",
+                    format_rate(pair.bits_per_second),
+                    format_duration(pair.latency_seconds),
+                    "slow" if pair in self.slow_pairs else "",
+                )
+                for pair in sorted(self.pairs, key=lambda pair: pair.bits_per_second)
+            )
+            names = ("pair of hosts", "rate", "latency", "note")
+            found.insert(0, [Table("network", names, tuple(lines))])
+        return found
+
+    def _table(
+        self, title: str, columns: "_Columns", link: str, failures: Sequence[Failure] = ()
+    ) -> Table:
+        """Return a table of a link, without the columns that are empty on all links."""
+        used = {
+            name: cell
+            for name, cell in columns.items()
+            if any(cell(self, row) for row in self.rows)
+        }
+        lines = [
+            (row.hook, *(cell(self, row) for cell in used.values()))
+            for row in self.rows
+            if row.link == link
+        ]
+        failed = ((failure.hook, "failed") for failure in failures)
+        return Table(title, ("hook", *used), (*lines, *failed), is_section=columns is _TIMES)
 
     def remarks(self) -> list[str]:
         """Return the notes and the verdicts, a line each."""
@@ -193,6 +338,72 @@ class ComparisonInterrupted(KeyboardInterrupt):
     def __init__(self, comparison: Comparison) -> None:
         super().__init__("the comparison was interrupted")
         self.comparison = comparison
+
+
+_Columns = Mapping[str, Callable[[Comparison, Row], str]]
+"""What cells contain, by the name of the column."""
+
+_TIMES: _Columns = {
+    "step": lambda _, row: _milliseconds(row.step_seconds, row.step_spread_seconds),
+    "of torch": lambda _, row: "" if row.hook == "bare" else f"{row.to_torch:.2f}",
+    "exposed": lambda comparison, row: (
+        ""
+        if row.hook == "bare"
+        else _milliseconds(row.exposed_seconds, comparison.exposed_spread(row))
+    ),
+    "loss": lambda _, row: "" if row.validation_loss is None else f"{row.validation_loss:.4g}",
+}
+_COSTS: _Columns = {
+    "wire": lambda _, row: _bytes(row.wire_bytes) if row.wire_bytes else "",
+    "ratio": lambda _, row: "" if row.ratio is None else f"{row.ratio:.1f}x",
+    "error": lambda _, row: "" if row.error is None else f"{row.error:.1e}",
+    "fidelity": lambda _, row: fidelity_text(row.hook),
+    "memory": lambda _, row: _bytes(row.peak_bytes),
+    "break-even": lambda _, row: _break_even(row.break_even_bits_per_second),
+}
+
+
+def _bytes(count: float | None) -> str:
+    """Format with a decimal unit: 3337216 -> '3.34 MB'."""
+    if count is None:
+        return ""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while float(f"{count:.3g}") >= 1000 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:.3g} {units[0]}"
+
+
+def _milliseconds(seconds: float | None, spread: float | None) -> str:
+    """Format in milliseconds, with the spread if there is one: '12.3 ± 0.4 ms'."""
+    if seconds is None:
+        return ""
+    digits = 1 if abs(seconds) < 0.1 else 0
+    spread_text = "" if spread is None else f" ± {1e3 * spread:.{digits}f}"
+    return f"{1e3 * seconds:.{digits}f}{spread_text} ms"
+
+
+def _break_even(bits_per_second: float | None) -> str:
+    if bits_per_second is None:
+        return ""
+    if math.isinf(bits_per_second):
+        return "any rate"
+    return format_rate(bits_per_second) if bits_per_second else "never"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Align cells in columns, the first one to the left; a single cell may be of any width."""
+    widths = [
+        max(len(line[i]) for line in lines if i < len(line) and len(line) > 1)
+        for i in range(len(lines[0]))
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Runs a user's training function with one entry.
+"""Run a user's training function with one entry.
 
 The training function is a generator function ``train(model, rank, world_size)``. Each ``next()``
 runs one training step on the wrapped model and yields a function without arguments, which returns

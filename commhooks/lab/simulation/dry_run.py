@@ -132,7 +132,7 @@ class _Tracer:
         return [self._trace(bucket) for bucket in copies]
 
     def delay(self, buckets: Sequence[GradBucket], step: int) -> int:
-        """Return how many steps after ``step`` an exchange that it begins is awaited.
+        """Return the number of steps after which an exchange that ``step`` begins is awaited.
 
         Runs these steps as well. 0 if the step begins none.
         """

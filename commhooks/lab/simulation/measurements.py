@@ -165,7 +165,7 @@ def measure(
 
 
 class _RankSide:
-    """What a rank needs to run hooks dry, and the last profile of the model."""
+    """The model on this rank, and its last profile."""
 
     def __init__(self, rank: int, job: Job, busy: int) -> None:
         self.job = job

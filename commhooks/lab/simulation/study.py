@@ -1,4 +1,4 @@
-"""Compares hooks on one network, to choose between them."""
+"""Compare hooks on one network, to choose between them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

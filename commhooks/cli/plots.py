@@ -1,7 +1,8 @@
-"""A comparison as an image."""
+"""Plots of comparisons and predictions, with one color per hook."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,11 +11,57 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from commhooks.cli.colors import line_styles
 from commhooks.lab.comparison import Comparison, Row, TrainingPoint
+from commhooks.lab.simulation import Study
+from commhooks.lab.units import format_rate
 
-__all__ = ["draw_comparison", "panels", "save"]
+__all__ = [
+    "GRAY",
+    "color_of",
+    "draw_comparison",
+    "draw_curves",
+    "line_styles",
+    "panels",
+    "save",
+]
 
+GRAY = "#7f8794"
+"""Of text and axes, and of what is only shown for comparison."""
+
+# One hue per family: blue exact, orange and pink few bits, green sparse, violet low rank, cyan
+# fewer partners, brown wrappers. All have about the same lightness, and are readable on light and
+# on dark pages.
+_COLORS = {
+    "torch": GRAY,
+    "allreduce": "#3b82c4",
+    "bf16": "#5aa9e6",
+    "fp16": "#2f78b7",
+    "noop": "#7fa8d1",
+    "int8": "#e8710a",
+    "int4": "#f0932b",
+    "int2": "#d9a441",
+    "fp8": "#c9822b",
+    "fp4": "#d98f3d",
+    "natural": "#b5893a",
+    "qsgd": "#e0567a",
+    "terngrad": "#c95d9e",
+    "onebit": "#e0403f",
+    "signsgd": "#c2506a",
+    "topk": "#2f9e44",
+    "threshold": "#66a80f",
+    "randomk": "#8aa63a",
+    "dgc": "#12a17a",
+    "demo": "#0b7a5c",
+    "powersgd": "#845ef7",
+    "batched_powersgd": "#a58bf0",
+    "gossip": "#1098ad",
+    "push_sum": "#3aa6b5",
+    "local_sgd": "#0f8fb0",
+    "diloco": "#3b7dd8",
+    "hierarchical": "#22a7c4",
+}
+_OTHER = "#a9745b"  # wrappers and hooks of other packages
+_DASHES = ("-", "--", ":", "-.")
 _WIDTH, _HEIGHT = 5.2, 4.2  # of one panel, in inches
 _BAR_HEIGHT = 0.16
 
@@ -60,6 +107,38 @@ def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **op
         figure.suptitle(title)
         figure.savefig(file, dpi=160, **options)
     plt.close(figure)
+
+
+def draw_curves(study: Study, path: Path, model: str) -> None:
+    """Draw curves of predicted step times against the number of ranks."""
+    sizes = study.curve_sizes()
+
+    def draw(axes: Axes) -> None:
+        for hook, style in line_styles(study.hooks).items():
+            axes.plot(sizes, study.curve(hook, sizes), marker=".", label=hook, **style)
+        axes.axhline(study.alone_seconds, color=GRAY, linestyle=":", label="no communication")
+        axes.axvline(study.network.size, color="lightgray", zorder=0)
+        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="seconds per step")
+        axes.legend()
+
+    title = f"{model} at {format_rate(study.network.link.bits_per_second)}, predicted"
+    save([draw], path, title=title)
+
+
+def color_of(hook: str) -> str:
+    """Return the color of a hook, whatever its options."""
+    return _COLORS.get(hook.partition(":")[0], _OTHER)
+
+
+def line_styles(hooks: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return matplotlib's options for each hook's line; lines of one color differ in dashes."""
+    seen: Counter[str] = Counter()
+    styles = {}
+    for hook in hooks:
+        color = color_of(hook)
+        styles[hook] = {"color": color, "linestyle": _DASHES[seen[color] % len(_DASHES)]}
+        seen[color] += 1
+    return styles
 
 
 def _draw_times(axes: Axes, comparison: Comparison) -> None:

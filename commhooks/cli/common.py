@@ -1,14 +1,19 @@
-"""Options, and types of options, that several commands share."""
+"""Options and output that several commands share."""
 
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
@@ -30,6 +35,8 @@ __all__ = [
     "import_option",
     "input_option",
     "model_option",
+    "show_failures",
+    "table_of_hooks",
     "usable_hooks",
     "with_references",
 ]
@@ -129,7 +136,7 @@ def hooks_option(
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the options of :func:`cluster_options` describe."""
+    """The cluster that the options of :func:`cluster_options` describe."""
 
     world_size: int
     link: float
@@ -167,7 +174,7 @@ class Cluster:
         return alone_seconds / self.step_time if self.step_time else self.speed or 1.0
 
     def title(self, model: str, speed: float) -> str:
-        """Return what is predicted, in two lines."""
+        """Return a description of the prediction, in two lines."""
         each = self.cores_of_rank
         cores = "unlimited cores" if math.isinf(each) else f"{each:g} cores for each rank"
         return (
@@ -284,3 +291,35 @@ def usable_hooks(
     if reasons and not usable:
         raise CommHookError("; ".join(f"{text}: {reason}" for text, reason in reasons.items()))
     return usable, reasons
+
+
+def table_of_hooks(
+    columns: Iterable[str], *, caption: str, title: str | None = None, first: str = "hook"
+) -> Table:
+    """Make an empty table: a column ``first``, then right-aligned ``columns``."""
+    table = Table(
+        title=title,
+        caption=caption,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column(first, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def show_failures(
+    console: Console, failures: Iterable[object], status: int = 0, *, is_error: bool = True
+) -> None:
+    """Print a line for each hook that failed, then exit with status 1 or with ``status``.
+
+    Do not exit if ``status`` is 0 and nothing failed, or that is no error.
+    """
+    for failure in failures:
+        line = Text.assemble(("Failed: ", "bold red"), str(failure))
+        console.print(line, soft_wrap=True)  # one line in a pipe
+        status = status or int(is_error)
+    if status:
+        sys.exit(status)

@@ -1,6 +1,6 @@
 """Lines of a plot can be told apart."""
 
-from commhooks.cli.colors import color_of, line_styles
+from commhooks.cli.plots import color_of, line_styles
 
 
 def test_lines_of_one_color_have_different_dashes() -> None:

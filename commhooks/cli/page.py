@@ -5,13 +5,13 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
 from html import escape
 
-from commhooks.cli.comparison_plot import panels, save
-from commhooks.lab.comparison import Comparison, Row
-from commhooks.lab.comparison.table import Columns, costs_columns, explanations
+from commhooks.cli.plots import panels, save
+from commhooks.lab.comparison import Comparison
+from commhooks.lab.comparison.result import Table
 
 __all__ = ["comparison_page"]
 
@@ -40,11 +40,14 @@ figure svg { max-width: 100%; height: auto; display: block; margin: auto; }
 
 def comparison_page(comparison: Comparison) -> str:
     """Return the page: what was compared, on what, plots and tables, and what the columns mean."""
+    groups = comparison.tables()
+    explanations = (line.partition(": ") for tables in groups for line in tables[0].explanations)
     title = f"{escape(comparison.model)} on {comparison.world_size} ranks"
+    command = shlex.join(["commhooks", *sys.argv[1:]])
     machine = ", ".join(f"{name}: {value}" for name, value in comparison.machine.items())
     about = (
         f"in {comparison.steps} steps per hook and link, on {datetime.now():%Y-%m-%d, %H:%M}, with "
-        f"commhooks {_version()}. {escape(machine)}.</p>\n<p><code>$ {escape(_command())}</code>"
+        f"commhooks {_version()}. {escape(machine)}.</p>\n<p><code>$ {escape(command)}</code>"
     )
     parts = [
         f"<h1>{title}</h1>",
@@ -57,21 +60,11 @@ def comparison_page(comparison: Comparison) -> str:
             f'<p><strong class="failed">Failed:</strong> {escape(str(failure))}.</p>'
             for failure in comparison.failures
         ),
-        *_network(comparison),
         '<div class="plots">',
         *(_figure(draw) for draw in panels(comparison)),
         "</div>",
-        *(
-            _table(
-                f"{link}, {comparison.kind_of(link)}",
-                comparison.times_columns(),
-                [row for row in comparison.rows if row.link == link],
-                [failure.hook for failure in comparison.failures_over(link)],
-            )
-            for link in comparison.links
-        ),
-        _table("Costs", costs_columns(comparison.rows), _first_rows(comparison)),
-        _definitions(comparison),
+        *(_html(table) for tables in groups for table in tables),
+        f"<dl>{''.join(f'<dt>{a}</dt><dd>{escape(b)}</dd>' for a, _, b in explanations)}</dl>",
     ]
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -89,50 +82,18 @@ def _version() -> str:
         return "from a source folder"
 
 
-def _command() -> str:
-    return shlex.join(["commhooks", *sys.argv[1:]])
-
-
-def _network(comparison: Comparison) -> Iterable[str]:
-    if not comparison.pairs:
-        return
-    rows = []
-    for *cells, mark in comparison.pair_cells():
-        tag = f'<td class="slow">{mark}</td>'
-        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells) + tag)
-    yield _html_table("Network", ["pair of hosts", "rate", "latency", ""], rows)
-
-
-def _table(
-    title: str,
-    columns: Columns,
-    rows: Iterable[Row],
-    failed: Iterable[str] = (),
-) -> str:
-    lines = []
-    for row in rows:
-        cells = [row.hook, *(cell(row) for cell in columns.values())]
-        lines.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
-    rest = "<td></td>" * (len(columns) - 1)
-    lines += [f'<td>{escape(hook)}</td><td class="failed">failed</td>{rest}' for hook in failed]
-    return _html_table(title, ["hook", *columns], lines)
-
-
-def _html_table(title: str, names: Iterable[str], rows: Iterable[str]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+def _html(table: Table) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in table.names)
+    body = ""
+    for line in table.lines:
+        cells = (*line, *[""] * (len(table.names) - len(line)))
+        marks = (f' class="{cell}"' if cell in ("slow", "failed") else "" for cell in cells)
+        tags = (f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, cells, strict=True))
+        body += f"<tr>{''.join(tags)}</tr>\n"
     return (
-        f'<div class="scroll" tabindex="0">\n<table>\n<caption>{escape(title)}</caption>\n'
-        f"<thead><tr>{head}</tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody>\n</table>\n</div>"
+        f'<div class="scroll" tabindex="0">\n<table>\n<caption>{escape(table.title)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>\n</div>"
     )
-
-
-def _definitions(comparison: Comparison) -> str:
-    names = [*comparison.times_columns(), *costs_columns(comparison.rows)]
-    names += ["rate", "latency", "slow"] if comparison.pairs else []
-    lines = (line.partition(": ") for line in explanations(names))
-    return f"<dl>{''.join(f'<dt>{a}</dt><dd>{escape(b)}</dd>' for a, _, b in lines)}</dl>"
 
 
 def _figure(draw: Callable[..., None]) -> str:
@@ -141,7 +102,3 @@ def _figure(draw: Callable[..., None]) -> str:
     svg = text.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     return f"<figure>{svg}</figure>"
-
-
-def _first_rows(comparison: Comparison) -> list[Row]:
-    return [row for row in comparison.rows if row.link == comparison.links[0]]

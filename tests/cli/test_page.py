@@ -13,7 +13,7 @@ pytest.importorskip("click")
 from click.testing import CliRunner
 
 from commhooks.cli.commands import commands
-from commhooks.cli.comparison_page import comparison_page
+from commhooks.cli.page import comparison_page
 from commhooks.lab.comparison import ComparisonInterrupted
 
 
