@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from bench.fidelity.rows import Row
+from bench.fidelity.runs import Row
 from bench.plots import BELOW, Draw, label_points, plot
-from bench.slow_link.record import PLAIN, Course
+from bench.slow_link import PLAIN, Course
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.lab.units import format_rate
 
@@ -20,7 +20,7 @@ LABELED = (
     *("local_sgd", "dgc", "demo", "diloco"),
     *("one-worker DiLoCo", "diloco with int4", "Streaming DiLoCo", "SparseLoCo"),  # only on gpt
 )
-"""What the plot of the fidelity shows; wrappers and more hooks are in tables."""
+"""The hooks in the plot of the fidelity; wrappers and more hooks are in tables."""
 
 
 def short(hook: str) -> str:

@@ -1,4 +1,4 @@
-"""What else the machine computes while something is measured."""
+"""CPU time of other processes during a measurement."""
 
 from __future__ import annotations
 

@@ -20,11 +20,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks.cluster import Ranks
 from commhooks.hook.spec import hook_spec
+from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
+from commhooks.lab.comparison.remote import StepTimes
 from reducer import DistributedDataParallel
 
-__all__ = ["MEASURED_HOOKS", "NOOP_COPYING", "TORCHS_HOOKS", "MeasuredHook", "entry_of", "is_known"]
+__all__ = [
+    "MEASURED_HOOKS",
+    "NOOP_COPYING",
+    "TORCHS_HOOKS",
+    "MeasuredHook",
+    "backwards",
+    "entry_of",
+]
 
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
@@ -104,6 +114,17 @@ def entry_of(name: str) -> Entry:
     return TorchsHook(name) if name in _TORCHS else Entry(name, hook_spec(name).config)
 
 
+def backwards(ranks: Ranks, entry: Entry, done: int, steps: int) -> tuple[list[float], list[float]]:
+    """Time a block of steps, see :mod:`commhooks.lab.comparison.remote`.
+
+    Return the seconds of each backward on the slowest rank, and the bytes that each rank sends.
+    """
+    blocks = ranks(remote.time_block, entry, done, steps)
+    by_step = zip(*(block.times for block in blocks), strict=True)
+    seconds = [StepTimes.slowest(step).backward for step in by_step]
+    return seconds, [block.wire_bytes for block in blocks]
+
+
 NOOP_COPYING = NoopCopying("noop, copying")
 
 TORCHS_HOOKS = [MeasuredHook("torch fp16", HALF)]
@@ -148,14 +169,8 @@ MEASURED_HOOKS = [
 """Hooks at their defaults, except those that start later; wrappers around a common hook."""
 
 
-def is_known(hook: str) -> bool:
-    """Whether ``hook`` is measured."""
-    return hook in {measured.hook for measured in MEASURED_HOOKS}
-
-
-own = [getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__]
-missing = [name for name in own if not is_known(name)]
-if missing:
+own = {getattr(commhooks.algorithms, kind).name for kind in commhooks.algorithms.__all__}
+if missing := own - {measured.hook for measured in MEASURED_HOOKS}:
     raise LookupError(
-        f"expected a line for every hook in bench/measured_hooks.py; missing: {missing}"
+        f"expected a line for every hook in bench/measured_hooks.py; missing: {sorted(missing)}"
     )

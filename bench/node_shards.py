@@ -9,7 +9,6 @@ measure its cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import Any
 
 import torch
 
-from bench.measured_hooks import EXACT, entry_of
+from bench import files
+from bench.measured_hooks import EXACT, backwards, entry_of
 from bench.models import ThreeLayers
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, Entry
-from commhooks.lab.comparison.remote import StepTimes
 from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
 
@@ -57,8 +56,7 @@ def main() -> None:
             ranks(remote.prepare, Workload(MODEL, "bench.node_shards:small_batch", wrapper))
             for inner in INNER:
                 rows.append(_compare(ranks, rate, inner, arguments.rounds))
-                document = {"about": about, "rows": rows}
-                arguments.result.write_text(json.dumps(document, indent=1) + "\n")
+                files.save(arguments.result, {"about": about, "rows": rows})
 
 
 def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, Any]:
@@ -72,10 +70,9 @@ def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, An
     sent: list[list[float]] = [[], []]
     for done in range(0, rounds, BLOCK):
         for index in (0, 1) if done % 2 else (1, 0):
-            blocks = ranks(remote.time_block, forms[index], done, BLOCK)
-            seconds[index] += _backwards(blocks)
-            sent[index] = [block.wire_bytes for block in blocks]
-    bare = _backwards(ranks(remote.time_block, BARE, 0, BLOCK))
+            times, sent[index] = backwards(ranks, forms[index], done, BLOCK)
+            seconds[index] += times
+    bare, _ = backwards(ranks, BARE, 0, BLOCK)
     load.append(os.getloadavg()[0])
     leader, sharded = seconds
     ratios = [a / b for a, b in zip(sharded, leader, strict=True)]
@@ -102,13 +99,6 @@ def _compare(ranks: Ranks, rate: float, inner: str, rounds: int) -> dict[str, An
 def _form(inner: str, *, sharded: bool) -> Entry:
     options = f"inner={inner},ranks_per_node={PER_NODE},sharded={str(sharded).lower()}"
     return entry_of(f"hierarchical:{options}")
-
-
-def _backwards(blocks: list[remote.Block]) -> list[float]:
-    """Return the seconds of each backward on the slowest rank."""
-    return [
-        StepTimes.slowest(step).backward for step in zip(*(b.times for b in blocks), strict=True)
-    ]
 
 
 if __name__ == "__main__":

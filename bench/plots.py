@@ -1,4 +1,4 @@
-"""How plots look: one color per hook everywhere, readable on light and on dark pages.
+"""The style of plots: one color per hook everywhere, readable on light and on dark pages.
 
 Plots are SVG files with a transparent background and text in a gray that both kinds of pages show
 well. matplotlib is imported when the first one is drawn.

@@ -12,23 +12,22 @@ measurements that predictions use. `python -m bench.results_page result.json` sh
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import files
 from bench.load import busy_seconds, own_seconds
+from bench.measured_hooks import backwards
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import burst_bytes, shaped_link
 from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.remote import StepTimes
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import (
     BASELINE,
@@ -36,7 +35,6 @@ from commhooks.lab.simulation import (
     Link,
     Measurements,
     Network,
-    Prediction,
     Study,
     dry_run_sizes,
     measure,
@@ -65,39 +63,13 @@ _SECONDS = 3.0  # for steps beyond the minimum
 _OTHERS = 0.12  # cores; steps in which other processes used more do not count, if others remain
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One hook on some ranks over one link."""
-
-    ranks: int
-    bits_per_second: float
-    hook: str
-
-    def predict(self, rates: Measurements) -> Prediction:
-        """Return the network of this machine, whose cores the ranks share."""
-        return self._study(rates).predictions[self.hook]
-
-    def break_even_rate(self, rates: Measurements) -> float:
-        """Return the rate (bits per second) below which the hook is predicted to be faster."""
-        break_even = self._study(rates).break_even(self.hook)
-        return break_even.below if break_even else 0.0
-
-    def _study(self, rates: Measurements) -> Study:
-        burst = burst_bytes(self.bits_per_second)
-        link = Link(self.bits_per_second, burst_bytes=burst)
-        hooks = {BASELINE: rates.of(HOOKS[PLAIN]), self.hook: rates.of(HOOKS[self.hook])}
-        cores = (os.cpu_count() or 1) / self.ranks
-        return Study(hooks, Network(self.ranks, link, link), rates.gloo, cores)
-
-
-def rates_of_this_machine() -> Measurements:
-    """Measure with as many busy processes as there are cores, as in the measured steps."""
-    job = Job(
-        MODEL,
-        ranks_per_machine=max(RANKS),
-        bucket_cap_mb=BUCKET_MB,
-    )
-    return measure(job, list(HOOKS.values()), dry_run_sizes(RANKS, 1))
+def predict(ranks: int, bits_per_second: float, hook: str, rates: Measurements) -> float:
+    """Return the seconds of a backward on this machine, whose cores the ranks share."""
+    link = Link(bits_per_second, burst_bytes=burst_bytes(bits_per_second))
+    hooks = {BASELINE: rates.of(HOOKS[PLAIN]), hook: rates.of(HOOKS[hook])}
+    cores = (os.cpu_count() or 1) / ranks
+    study = Study(hooks, Network(ranks, link, link), rates.gloo, cores)
+    return study.predictions[hook].backward_seconds
 
 
 def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
@@ -107,10 +79,9 @@ def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
     end = time.monotonic() + _SECONDS
     while len(timed) < _STEPS.start or (len(timed) < _STEPS.stop and time.monotonic() < end):
         before, start = busy_seconds() - own_seconds(pids), time.monotonic()
-        blocks = ranks(remote.time_block, Entry(hook, HOOKS[hook]), len(timed), _BLOCK)
+        seconds, _ = backwards(ranks, Entry(hook, HOOKS[hook]), len(timed), _BLOCK)
         others = max(0.0, busy_seconds() - own_seconds(pids) - before) / (time.monotonic() - start)
-        steps = map(StepTimes.slowest, zip(*(block.times for block in blocks), strict=True))
-        timed += [(step.backward, others) for step in steps]
+        timed += [(each, others) for each in seconds]
     return timed
 
 
@@ -124,18 +95,11 @@ def judge(rows: list[dict[str, Any]], rates: Measurements) -> list[dict[str, Any
     """Return measured and predicted seconds, cell by cell."""
     judged = []
     for row in rows:
-        cell = Cell(row["ranks"], row["bits_per_second"], row["hook"].removeprefix("ours "))
+        cell = {name: row[name] for name in ("ranks", "bits_per_second", "hook")}
+        cell["hook"] = cell["hook"].removeprefix("ours ")
         seconds, is_undisturbed = typical(row["steps"])
-        judged.append(
-            {
-                "ranks": cell.ranks,
-                "bits_per_second": cell.bits_per_second,
-                "hook": cell.hook,
-                "measured_seconds": seconds,
-                "predicted_seconds": cell.predict(rates).backward_seconds,
-                "is_undisturbed": is_undisturbed,
-            }
-        )
+        cell |= {"measured_seconds": seconds, "predicted_seconds": predict(**cell, rates=rates)}
+        judged.append(cell | {"is_undisturbed": is_undisturbed})
     return judged
 
 
@@ -145,18 +109,20 @@ def main() -> None:
     steps_file, rates_file = Path(paths[0]), Path(paths[1])
     if command == "measure":
         if not rates_file.exists():
-            rates_of_this_machine().save(rates_file)
+            # With as many busy processes as there are cores, as in the measured steps.
+            job = Job(MODEL, ranks_per_machine=max(RANKS), bucket_cap_mb=BUCKET_MB)
+            measure(job, list(HOOKS.values()), dry_run_sizes(RANKS, 1)).save(rates_file)
         _measure(steps_file)
         return
     rates = Measurements.load(rates_file)
-    judged = judge(json.loads(steps_file.read_text()), rates)
+    judged = judge(files.load(steps_file, []), rates)
     result = {"machine": rates.machine, "model": MODEL, "bucket_mb": BUCKET_MB, "cells": judged}
-    Path(paths[2]).write_text(json.dumps(result, indent=1) + "\n")
+    files.save(Path(paths[2]), result)
 
 
 def _measure(path: Path) -> None:
     """Measure what the file lacks, and save it cell by cell."""
-    rows = json.loads(path.read_text()) if path.exists() else []
+    rows = files.load(path, [])
     known = {(row["ranks"], row["bits_per_second"], row["hook"]) for row in rows}
     for size, rate in itertools.product(RANKS, RATES):
         missing = [hook for hook in HOOKS if (size, rate, hook) not in known]
@@ -167,7 +133,7 @@ def _measure(path: Path) -> None:
             for hook in missing:
                 timed = measured_steps(ranks, hook)
                 rows.append({"ranks": size, "bits_per_second": rate, "hook": hook, "steps": timed})
-                path.write_text(json.dumps(rows, indent=1))
+                files.save(path, rows)
 
 
 def _pid(rank: int) -> int:

@@ -20,11 +20,10 @@ import pandas as pd
 
 from bench import summary
 from bench.auto import tables as auto_tables
-from bench.fidelity.record import Record
-from bench.fidelity.rows import mean, measured_tasks, plain_runs, rows, spread
+from bench.fidelity.runs import Record, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.plots import Draw
-from bench.slow_link.record import PLAIN, courses_of
+from bench.slow_link import PLAIN, courses_of
 from commhooks.lab.units import format_rate
 
 __all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "quantity", "section_of"]
@@ -211,27 +210,17 @@ def _gpu_check(run: Document) -> Iterator[str]:
     yield from _groups(run["benchmarks"])
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of result. ``recognizes``: by the keys of the JSON object."""
-
-    name: str
-    recognizes: Callable[[set[str]], bool]
-    render: Callable[[Document], Iterator[str]]
-
-
-KINDS = [
-    Kind("pytest-benchmark", lambda keys: {"benchmarks", "machine_info"} <= keys, _benchmarks),
-    Kind(
-        "bench.fidelity", lambda keys: "runs" in keys and bool({"task", "about"} & keys), _trainings
-    ),
-    Kind("commhooks compare", lambda keys: {"rows", "model", "world_size"} <= keys, _comparison),
-    Kind("bench.predictions", lambda keys: "cells" in keys, _predictions),
-    Kind("bench.auto", lambda keys: {"points", "rate_changes"} <= keys, _auto),
-    Kind("bench.slow_link", lambda keys: "courses" in keys, _slow_link),
-    Kind("bench.torch_hooks", lambda keys: {"rows", "tried"} <= keys, _torch_hooks),
-    Kind("make gpu-check", lambda keys: {"stages", "machine"} <= keys, _gpu_check),
-]
+KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
+    "pytest-benchmark": ({"benchmarks", "machine_info"}, _benchmarks),
+    "bench.fidelity": ({"runs", "about"}, _trainings),
+    "commhooks compare": ({"rows", "model", "world_size"}, _comparison),
+    "bench.predictions": ({"cells"}, _predictions),
+    "bench.auto": ({"points", "rate_changes"}, _auto),
+    "bench.slow_link": ({"courses"}, _slow_link),
+    "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),
+    "make gpu-check": ({"stages", "machine"}, _gpu_check),
+}
+"""The kinds of results: keys of the JSON object by which one is recognized, and its section."""
 
 
 # -------------------------------------------------------------------------------- the page
@@ -285,13 +274,13 @@ def make_tables(results: Path = RESULTS) -> str:
 def section_of(path: Path) -> Iterator[str]:
     """Render one file of results; raise as :func:`make_tables`."""
     document = json.loads(path.read_text())
-    for kind in KINDS:
-        if isinstance(document, dict) and kind.recognizes(set(document)):
-            return kind.render(document)
+    for known, render in KINDS.values():
+        if isinstance(document, dict) and known <= document.keys():
+            return render(document)
     keys = sorted(document) if isinstance(document, dict) else type(document).__name__
     raise UnknownResultError(
-        f"{path}: expected results of {', '.join(kind.name for kind in KINDS)}; found {keys}. Add "
-        "a Kind for them to bench/results_page.py, or move the file"
+        f"{path}: expected results of {', '.join(KINDS)}; found {keys}. Add "
+        "a kind for them to bench/results_page.py, or move the file"
     )
 
 

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
-from bench.fidelity.published import by_hook
-from bench.fidelity.record import Record
-from bench.fidelity.rows import Row, mean, measured_tasks, plain_runs, rows, spread
+from bench.fidelity.runs import Record, Row, by_hook, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.figures import short
 from bench.plots import Draw
-from bench.slow_link.record import PLAIN, Course, courses_of
+from bench.slow_link import PLAIN, Course, courses_of
 from commhooks.lab.units import format_rate, parse_rate
 
-__all__ = ["UnknownFactError", "facts", "fill", "plots", "race_table"]
+__all__ = ["UnknownFactError", "facts", "fill", "plots", "race_table", "table"]
 
 HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""
@@ -98,7 +96,8 @@ def _race(results: Path, race: str) -> dict[str, Any]:
     return _newest(results, f"*-{race}-ranks.json")
 
 
-def _table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     return "\n".join(
         f"| {' | '.join(line)} |" for line in [columns, ["---"] * len(columns), *lines]
     )
@@ -153,7 +152,7 @@ def _front(found: list[Row]) -> list[Row]:
 
 
 def _trainings(found: Iterable[Row]) -> str:
-    return _table(
+    return table(
         ["training", "optimizer", "bytes", "loss against plain averaging with AdamW", "by seed"],
         [
             [
@@ -212,7 +211,7 @@ def race_table(courses: Mapping[str, Course]) -> str:
             line += [_times(other / arrival.seconds) if other else "" for other in others]
         lines.append(line)
     columns = ["hook", "step", "sent per step", "time to that loss", "times faster", "than `bf16`"]
-    return _table(columns, lines)
+    return table(columns, lines)
 
 
 def _arrivals(courses: Mapping[str, Course]) -> dict[str, float]:
@@ -235,7 +234,7 @@ def _of_all_races(races: Mapping[str, Mapping[str, Course]]) -> str:
         lines.append(line)
     links = [race.partition("-") for race in races]
     titles = [f"{format_rate(parse_rate(rate))}, {ranks} ranks" for rate, _, ranks in links]
-    return _table(["hook", *titles], lines)
+    return table(["hook", *titles], lines)
 
 
 def _headline(known: Mapping[str, str]) -> str:
@@ -304,7 +303,7 @@ def _comparison(measured: list[dict[str, Any]]) -> dict[str, str]:
     compressing = [hook for hook in hooks if hook not in (PLAIN, "bf16")]
     peaks = {row["hook"]: f"{row['peak_bytes'] / 1e9:.2f} GB" for row in measured}
     return {
-        "single step": _table(columns, lines),
+        "single step": table(columns, lines),
         "slower": str(sum(shares[hook][0] > 1 for hook in compressing)),
         "compressing": str(len(compressing)),
         **{f"loopback {short(hook)} to bf16": f"{shares[hook][1]:.2f}" for hook in hooks},
@@ -326,7 +325,7 @@ def _torch_hooks(document: dict[str, Any]) -> dict[str, str]:
         for key, divisor, digits in ("step_seconds", unit, ".2f"), ("validation_loss", 1, ".3f"):
             lines[-1] += [f"{row[key] / divisor:{digits}}" if row else "fails" for row in pair]
     columns = ["here", "torch", "step here", "step there", "loss here", "loss there"]
-    return {"torch hooks": _table(columns, lines), "torch hooks tried": _trials(document["tried"])}
+    return {"torch hooks": table(columns, lines), "torch hooks tried": _trials(document["tried"])}
 
 
 def _trials(tried: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
@@ -336,4 +335,4 @@ def _trials(tried: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
         for hook, by_count in tried.items()
     }
     lines = [[f"`{hook}`", a, "the same" if a == b else b] for hook, (a, b) in ends.items()]
-    return _table(["hook", "several buckets", "one bucket"], lines)
+    return table(["hook", "several buckets", "one bucket"], lines)

@@ -2,20 +2,90 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from bench import sharded_steps
-from bench.conftest import median_of
-from bench.sharded_steps import TORCH
+from bench.copies import median_of
+from bench.models import ThreeLayers
+from commhooks.adapters.fsdp_units import units_of
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link, unavailable
+from commhooks.integrations.fsdp import QuantizedReduceScatter, quantize_reduce_scatter
 
 NUMBERS = ["int8", "fp8", "int4", "bf16"]
 WARM_UP = 1
 ROUNDS = 5
+TORCH = "torch"
+"""The name of torch's reduce-scatter, in float32, beside those of numbers in few bits."""
+ELEMENTS = 16 * 2**20  # 64 MiB, about what a layer of a model with a billion parameters has
+
+_models: dict[str, Any] = {}
+_quantized: dict[str, QuantizedReduceScatter] = {}
+_flat: dict[str, torch.Tensor] = {}
+
+
+def prepare(_rank: int, numbers: list[str]) -> None:
+    """Make the models, all with the same parameters, and the input of the collective."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name in numbers:
+        torch.manual_seed(0)
+        model: Any = ThreeLayers()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        _models[name] = fully_shard(model, mesh=mesh)
+        if name != TORCH:
+            _quantized[name] = quantize_reduce_scatter(_models[name], name)
+    _flat["input"] = torch.randn(
+        ELEMENTS, generator=torch.Generator().manual_seed(dist.get_rank())
+    ).mul_(1e-3)
+    _flat["mean"] = torch.empty(ELEMENTS // dist.get_world_size())
+    _reduce(TORCH, _flat["mean"])
+
+
+def collective(_rank: int, name: str) -> float:
+    """Return the seconds of a reduce-scatter alone."""
+    output = torch.empty_like(_flat["mean"])
+    dist.barrier()
+    start = time.perf_counter()
+    _reduce(name, output)
+    return time.perf_counter() - start
+
+
+def collective_error(_rank: int, name: str) -> float:
+    """Return the root mean square of the error, relative to that of the exact means."""
+    output = torch.empty_like(_flat["mean"])
+    _reduce(name, output)
+    return float((output - _flat["mean"]).norm() / _flat["mean"].norm())
+
+
+def step(_rank: int, name: str) -> float:
+    """Return the seconds of a forward and a backward, which gather the parameters twice."""
+    model = _models[name]
+    inputs = ThreeLayers.example_input()
+    dist.barrier()
+    start = time.perf_counter()
+    model(inputs).sum().backward()
+    seconds = time.perf_counter() - start
+    nn.Module.zero_grad(model)
+    return seconds
+
+
+def sent(_rank: int, name: str) -> tuple[int, int]:
+    """Return the bytes that this rank has sent in reduce-scatters, and what torch would send."""
+    return _quantized[name].wire_bytes, _quantized[name].plain_bytes
+
+
+def _reduce(name: str, output: torch.Tensor) -> None:
+    comm = units_of(_models[name])[0].reduce_scatter
+    comm(output, _flat["input"].clone(), dist.group.WORLD, dist.ReduceOp.AVG)
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda size: f"{size} ranks")
@@ -25,7 +95,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     if reason is not None:
         pytest.skip(reason)
     with shaped_link(request.param, 1e9) as link, Ranks(request.param, link) as ranks:
-        ranks(sharded_steps.prepare, [TORCH, *NUMBERS])
+        ranks(prepare, [TORCH, *NUMBERS])
         yield ranks
 
 
@@ -33,7 +103,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("numbers", NUMBERS)
 def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
     """Measure the collective alone and the whole step, in turn with torch's."""
-    error = max(ranks(sharded_steps.collective_error, numbers))
+    error = max(ranks(collective_error, numbers))
     assert error < 0.2
     seconds: dict[tuple[Any, str], list[float]] = {}
 
@@ -41,21 +111,20 @@ def test_reduce_scatter(benchmark: Any, ranks: Ranks, numbers: str) -> None:
         seconds.setdefault((function, name), []).append(max(ranks(function, name)))
 
     def run_others() -> None:
-        run(sharded_steps.collective, TORCH)
-        run(sharded_steps.step, TORCH)
-        run(sharded_steps.step, numbers)
+        run(collective, TORCH)
+        run(step, TORCH)
+        run(step, numbers)
 
     benchmark.pedantic(
         run,
-        (sharded_steps.collective, numbers),
+        (collective, numbers),
         setup=run_others,
         rounds=ROUNDS,
         warmup_rounds=WARM_UP,
         iterations=1,
     )
     median = {key: median_of(values, WARM_UP) for key, values in seconds.items()}
-    wire_bytes, plain_bytes = ranks(sharded_steps.sent, numbers)[0]
-    collective, step = sharded_steps.collective, sharded_steps.step
+    wire_bytes, plain_bytes = ranks(sent, numbers)[0]
     benchmark.extra_info.update(
         error=error,
         ratio=plain_bytes / wire_bytes,

@@ -2,23 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from bench import awaited_stages
-from bench.conftest import median_of
+import commhooks
+from bench.copies import median_of
 from bench.measured_hooks import MEASURED_HOOKS, TORCHS_HOOKS, MeasuredHook, entry_of
 from bench.models import TwoLayers
 from commhooks.cluster import Ranks
+from commhooks.comm.stage_groups import StageGroups
 from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
 from commhooks.lab.models import Transformer
+from reducer import DistributedDataParallel, GradBucket
 
 STEPS = 24  # two blocks in turn
 
 # Compared with floors and aims over a link, on the large model.
 OVER_A_LINK = ("allreduce", "fp16", "bf16", "int8", "int4", "onebit", "topk", "powersgd")
 LARGE = [*TORCHS_HOOKS, *(measured for measured in MEASURED_HOOKS if measured.hook in OVER_A_LINK)]
+STAGES = 50
+_small = torch.zeros(16)
+_models: list[nn.Module] = []
+_groups: list[dist.ProcessGroup] = []
+
+
+@dataclass
+class ManyStages(commhooks.CommHook):
+    """A hook with dependent collectives of 64 bytes."""
+
+    async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> torch.Tensor:
+        """Await STAGES collectives."""
+        for _ in range(STAGES):
+            await comm.all_reduce(_small)
+        return bucket.buffer()
+
+
+def prepare(rank: int) -> None:
+    """Wrap a model with one bucket of one parameter."""
+    model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
+    commhooks.register(model, ManyStages())
+    _models[:] = [model]
+    awaited(rank)  # connects the stage groups
+
+
+def awaited(rank: int) -> float:
+    """Time a backward whose only bucket awaits all stages."""
+    loss = _models[0](torch.ones(1, 4)).sum()
+    dist.barrier()
+    start = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - start
+
+
+def bare(rank: int, groups: int) -> float:
+    """Time the same collectives one after the other, in turn on ``groups`` stage groups.
+
+    Each stage of a hook has its own group, and a group that was idle answers later than one that
+    was just used.
+    """
+    while len(_groups) < groups:
+        _groups.append(_maker().open(len(_groups)))
+    dist.barrier()
+    start = time.perf_counter()
+    for stage in range(STAGES):
+        _groups[stage % groups].allreduce([_small]).wait()
+    return time.perf_counter() - start
+
+
+@functools.cache
+def _maker() -> StageGroups:
+    assert dist.group.WORLD is not None
+    return StageGroups(dist.group.WORLD, token=0)
 
 
 def name_of(value: object) -> str | None:
@@ -68,21 +129,22 @@ def test_powersgd_in_one_bucket(hook_benchmark: HookBenchmarks, name: str) -> No
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")
-def test_awaited_stage(benchmark: Any, two_ranks: Ranks) -> None:
+def test_awaited_stage(benchmark: Any) -> None:
     """Measure what Python adds to each awaited collective; the aim is at most 50 microseconds."""
-    stages = awaited_stages.STAGES
-    two_ranks(awaited_stages.prepare)
     seconds: dict[str, list[float]] = {"bare": [], "bare, one group": [], "awaited": []}
 
-    def run() -> None:
-        seconds["bare"].append(max(two_ranks(awaited_stages.bare, stages)))
-        seconds["bare, one group"].append(max(two_ranks(awaited_stages.bare, 1)))
-        seconds["awaited"].append(max(two_ranks(awaited_stages.awaited)))
+    with Ranks(2) as ranks:
+        ranks(prepare)
 
-    benchmark.pedantic(run, rounds=30, warmup_rounds=5, iterations=1)
-    per_stage = {name: median_of(values, warm_up=5) / stages for name, values in seconds.items()}
+        def run() -> None:
+            seconds["bare"].append(max(ranks(bare, STAGES)))
+            seconds["bare, one group"].append(max(ranks(bare, 1)))
+            seconds["awaited"].append(max(ranks(awaited)))
+
+        benchmark.pedantic(run, rounds=30, warmup_rounds=5, iterations=1)
+    per_stage = {name: median_of(values, warm_up=5) / STAGES for name, values in seconds.items()}
     benchmark.extra_info.update(
-        stages=stages,
+        stages=STAGES,
         seconds=per_stage,
         added_seconds=per_stage["awaited"] - per_stage["bare"],
         aim=50e-6,

@@ -1,16 +1,15 @@
-"""CPU kernels on one thread against a plain copy of the same gradients, in turn, round by round."""
+"""Codecs against a plain copy of the same gradients; on CPUs on one thread."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.copies import against_copy
 from commhooks.codecs.block import BlockCodec
 from commhooks.codecs.fp4 import Fp4Codec
 from commhooks.codecs.fp8 import Fp8Codec
@@ -20,10 +19,9 @@ from commhooks.codecs.rotated import RotatedCodec
 from commhooks.codecs.sign import SignCodec
 
 NUMEL = 38_000_000  # 152 MB
-ROUNDS = 7
-WARM_UP = 2
 
-# The codecs of the hooks' defaults, and the aim as a share of the bandwidth of a copy.
+GPU_AIM = "0.8"
+# The codecs of the hooks' defaults, and the aim on CPUs as a share of the bandwidth of a copy.
 CODECS: dict[str, tuple[BlockCodec, str]] = {
     "int8": (LevelCodec(8, block_size=256), "0.5"),
     "int8, stochastic": (LevelCodec(8, stochastic=True, block_size=256), "any"),
@@ -52,57 +50,25 @@ def gradients() -> Iterator[Tensor]:
     torch.set_num_threads(threads)
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def measure(
-    benchmark: Any, run: Callable[[], Any], moved_bytes: int, source: Tensor, aim: str
-) -> None:
-    """Time ``run`` against a copy. ``moved_bytes``: what it reads and writes."""
-    target = torch.empty_like(source)
-    copy_seconds: list[float] = []
-    run_seconds: list[float] = []
-    benchmark.pedantic(
-        lambda: run_seconds.append(seconds_of(run)),
-        setup=lambda: copy_seconds.append(seconds_of(lambda: target.copy_(source))),
-        rounds=ROUNDS,
-        warmup_rounds=WARM_UP,
-        iterations=1,
-    )
-    rounds = list(zip(copy_seconds, run_seconds, strict=True))[WARM_UP:]
-    seconds = statistics.median(run for _, run in rounds)
-    shares = [copy / run * moved_bytes / (2 * source.nbytes) for copy, run in rounds]
-    benchmark.extra_info.update(
-        milliseconds=1e3 * seconds,
-        moved_bytes=moved_bytes,
-        bandwidth=moved_bytes / seconds,
-        share_of_copy=statistics.median(shares),
-        aim=f"share_of_copy {aim}",
-    )
-
-
 @pytest.mark.benchmark(group="kernels: encode")
 @pytest.mark.parametrize("feedback", [False, True], ids=["plain", "with feedback"])
 @pytest.mark.parametrize("name", CODECS)
 def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) -> None:
     """Encode. With feedback, the same pass reads an error and writes the residual."""
     codec, aim = CODECS[name]
-    values = gradients.clone()
+    values, numel = gradients.clone(), gradients.numel()
     error = 0.1 * gradients if feedback else None
-    message = torch.empty(1, codec.encoded_bytes(NUMEL), dtype=torch.uint8)
-    codec.encode(values, message, NUMEL, error=error, seed=1, keep_residual=True)
+    message = messages_of(codec, gradients, 1)
+    codec.encode(values, message, numel, error=error, seed=1, keep_residual=True)
     wanted = gradients if error is None else gradients + error
-    torch.testing.assert_close(values + decoded(codec, message), wanted)
+    torch.testing.assert_close(values + decoded(codec, message, gradients), wanted)
     values.copy_(gradients)
-    measure(
+    against_copy(
         benchmark,
-        lambda: codec.encode(values, message, NUMEL, error=error, seed=1, keep_residual=feedback),
+        lambda: codec.encode(values, message, numel, error=error, seed=1, keep_residual=feedback),
         (3 if feedback else 1) * values.nbytes + message.nbytes,
         gradients,
-        aim,
+        f"share_of_copy {GPU_AIM if gradients.is_cuda else aim}",
     )
 
 
@@ -112,22 +78,29 @@ def test_encode(benchmark: Any, gradients: Tensor, name: str, feedback: bool) ->
 def test_decode(benchmark: Any, gradients: Tensor, name: str, count: int) -> None:
     """Decode and average the messages of ``count`` ranks."""
     codec, _ = CODECS[name]
-    messages = torch.empty(count, codec.encoded_bytes(NUMEL), dtype=torch.uint8)
+    messages, numel = messages_of(codec, gradients, count), gradients.numel()
+    expected = torch.zeros_like(gradients)
     for rank in range(count):
-        codec.encode(gradients * (rank + 1), messages[rank : rank + 1], NUMEL, seed=rank)
-    expected = sum(decoded(codec, message[None]) for message in messages) / count
-    torch.testing.assert_close(decoded(codec, messages), expected)
-    average = torch.empty_like(gradients)
-    measure(
+        message = messages[rank : rank + 1]
+        codec.encode(gradients * (rank + 1), message, numel, seed=rank)
+        expected += decoded(codec, message, gradients) / count
+    average = decoded(codec, messages, gradients)
+    torch.testing.assert_close(average, expected)
+    against_copy(
         benchmark,
-        lambda: codec.average(messages, average, NUMEL),
+        lambda: codec.average(messages, average, numel),
         average.nbytes + messages.nbytes,
         gradients,
-        "0.5",
+        f"share_of_copy {GPU_AIM if gradients.is_cuda else '0.5'}",
     )
 
 
-def decoded(codec: BlockCodec, messages: Tensor) -> Tensor:
-    values = torch.empty(NUMEL)
-    codec.average(messages, values, NUMEL)
+def messages_of(codec: BlockCodec, like: Tensor, count: int) -> Tensor:
+    shape = (count, codec.encoded_bytes(like.numel()))
+    return torch.empty(shape, dtype=torch.uint8, device=like.device)
+
+
+def decoded(codec: BlockCodec, messages: Tensor, like: Tensor) -> Tensor:
+    values = torch.empty_like(like)
+    codec.average(messages, values, like.numel())
     return values

@@ -1,28 +1,27 @@
 """The kernels of sparse gradients on one thread, 152 MB of float32, 1 % of them sent.
 
-`share_of_copy` is the bandwidth of a kernel, for the bytes that it must read and write, divided by
-that of a plain copy in the same run.
+Each is measured in turn with a plain copy of the gradients.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.copies import against_copy
 from commhooks.algorithms.sparse.base import SparseVector
 from commhooks.algorithms.sparse.selection import scatter_add, select_above, select_largest
 from commhooks.codecs.index_code import IndexCode
 
 NUMEL = 38_000_000
 COUNT = NUMEL // 100
-ROUNDS = 15
-WARM_UP = 2
+CACHE_LINE = 64
 
 
 @dataclass
@@ -51,124 +50,63 @@ def case() -> Iterator[Case]:
     torch.set_num_threads(threads)
 
 
-def measure(
-    benchmark: Any, kernel: Callable[[], object], moved_bytes: int, like: Tensor, **extra: object
-) -> None:
-    """Time a kernel, and a plain copy next to each round."""
-    target = torch.empty_like(like)
-    copies: list[float] = []
-
-    def copy_first() -> None:
-        start = time.perf_counter()
-        target.copy_(like)
-        copies.append(time.perf_counter() - start)
-
-    benchmark.pedantic(kernel, setup=copy_first, rounds=ROUNDS, warmup_rounds=WARM_UP, iterations=1)
-    copy_bandwidth = 2 * like.nbytes / min(copies)
-    bandwidth = moved_bytes / benchmark.stats.stats.min
-    benchmark.extra_info.update(
-        moved_bytes=moved_bytes,
-        copy_gb_per_second=copy_bandwidth / 1e9,
-        share_of_copy=bandwidth / copy_bandwidth,
-        **extra,
-    )
-
-
-def same_magnitudes(found: Tensor, expected: Tensor) -> bool:
-    return torch.equal(found.abs().sort().values, expected.abs().sort().values)
-
-
 @pytest.mark.benchmark(group="kernels")
 @pytest.mark.parametrize("has_error", [False, True])
 def test_topk_selection(benchmark: Any, case: Case, has_error: bool) -> None:
     """Select. With error feedback, this includes adding the error."""
     gradient = case.gradient.clone()
-    error = case.error if has_error else None
     total = gradient + case.error if has_error else gradient
-    expected = total.abs().topk(COUNT, sorted=False).values
-    indices = select_largest(gradient, error, COUNT)
+    expected = total.abs().topk(COUNT, sorted=False).values.sort().values
+    indices = select_largest(gradient, case.error if has_error else None, COUNT)
     assert torch.equal(gradient, total)
-    assert same_magnitudes(gradient[indices.long()], expected)
+    assert torch.equal(gradient[indices.long()].abs().sort().values, expected)
     no_error = torch.zeros_like(gradient) if has_error else None  # so that all rounds are equal
-    measure(
-        benchmark,
-        lambda: select_largest(gradient, no_error, COUNT),
-        gradient.nbytes * (3 if has_error else 1),
-        gradient,
-        aim_seconds=0.040,
-    )
+    moved_bytes = gradient.nbytes * (3 if has_error else 1)
+    run = partial(select_largest, gradient, no_error, COUNT)
+    against_copy(benchmark, run, moved_bytes, gradient, "40 ms")
 
 
 @pytest.mark.benchmark(group="kernels")
-def test_threshold_selection(benchmark: Any, case: Case) -> None:
-    threshold = case.values.abs().min().item()
-    assert torch.equal(select_above(case.gradient, None, threshold), case.indices)
-    measure(
-        benchmark,
-        lambda: select_above(case.gradient, None, threshold),
-        case.gradient.nbytes,
-        case.gradient,
-    )
+@pytest.mark.parametrize(
+    "name", ["select above", "pack indices", "unpack indices", "gather", "scatter add", "subtract"]
+)
+def test_sparse_kernel(benchmark: Any, case: Case, name: str) -> None:
+    """Time a kernel whose result is verified first."""
+    gradient, indices, values = case.gradient, case.indices, case.values
+    # Selected numbers are far apart: each costs a cache line.
+    lines = CACHE_LINE * indices.div(CACHE_LINE // 4, rounding_mode="floor").unique().numel()
+    sent, packed = indices.nbytes + values.nbytes, indices.nbytes + case.packed.nbytes
+    out, vector = torch.zeros_like(gradient), SparseVector(indices, values, NUMEL)
+    threshold = values.abs().min().item()
 
+    def subtract() -> Tensor:
+        out.copy_(gradient)
+        vector.subtract_from(out)
+        return out
 
-@pytest.mark.benchmark(group="kernels")
-def test_pack_indices(benchmark: Any, case: Case) -> None:
-    assert torch.equal(case.code.unpack(case.packed), case.indices)
-    moved_bytes = case.indices.nbytes + case.packed.nbytes
-    measure(
-        benchmark,
-        lambda: case.code.pack(case.indices, out=case.packed),
-        moved_bytes,
-        case.gradient,
-        bits_per_index=8 * case.code.nbytes / COUNT,
-    )
-
-
-@pytest.mark.benchmark(group="kernels")
-def test_unpack_indices(benchmark: Any, case: Case) -> None:
-    assert torch.equal(case.code.unpack(case.packed), case.indices)
-    moved_bytes = case.indices.nbytes + case.packed.nbytes
-    measure(benchmark, lambda: case.code.unpack(case.packed), moved_bytes, case.gradient)
-
-
-CACHE_LINE = 64
-
-
-@pytest.mark.benchmark(group="kernels")
-def test_gather(benchmark: Any, case: Case) -> None:
-    """Scatter numbers that are far apart: each costs a cache line."""
-
-    def gather() -> SparseVector:
-        return SparseVector.of(case.gradient, case.indices, torch.float32)
-
-    assert torch.equal(gather().values, case.values)
-    lines = case.indices.div(CACHE_LINE // 4, rounding_mode="floor").unique().numel()
-    moved_bytes = lines * CACHE_LINE + case.indices.nbytes + case.values.nbytes
-    measure(benchmark, gather, moved_bytes, case.gradient)
-
-
-@pytest.mark.benchmark(group="kernels")
-def test_scatter_add(benchmark: Any, case: Case) -> None:
-    out = torch.zeros_like(case.gradient)
-    scatter_add(case.values, case.indices, out)
-    assert torch.equal(out, torch.zeros_like(out).index_add(0, case.indices, case.values))
-    lines = case.indices.div(CACHE_LINE // 4, rounding_mode="floor").unique().numel()
-    moved_bytes = 2 * lines * CACHE_LINE + case.indices.nbytes + case.values.nbytes
-    measure(
-        benchmark, lambda: scatter_add(case.values, case.indices, out), moved_bytes, case.gradient
-    )
-
-
-@pytest.mark.benchmark(group="kernels")
-def test_keep_what_is_not_sent(benchmark: Any, case: Case) -> None:
-    vector = SparseVector(case.indices, case.values, NUMEL)
-    error = torch.empty_like(case.gradient)
-    total = case.gradient.clone()
-
-    def keep() -> None:
-        vector.subtract_from(total)
-        error.copy_(total)
-
-    keep()
-    assert torch.equal(error + vector.dense(error.dtype), case.gradient)
-    measure(benchmark, keep, 2 * case.gradient.nbytes, case.gradient)
+    run, expected, moved_bytes = {
+        "select above": (
+            partial(select_above, gradient, None, threshold),
+            indices,
+            gradient.nbytes,
+        ),
+        "pack indices": (
+            lambda: case.code.pack(indices, out=case.packed) or case.packed,
+            case.packed.clone(),
+            packed,
+        ),
+        "unpack indices": (partial(case.code.unpack, case.packed), indices, packed),
+        "gather": (
+            lambda: SparseVector.of(gradient, indices, torch.float32).values,
+            values,
+            lines + sent,
+        ),
+        "scatter add": (
+            lambda: scatter_add(values, indices, out) or out,
+            torch.zeros_like(out).index_add(0, indices, values),
+            2 * lines + sent,
+        ),
+        "subtract": (subtract, gradient - vector.dense(torch.float32), 2 * gradient.nbytes),
+    }[name]
+    assert torch.equal(run(), expected)
+    against_copy(benchmark, run, moved_bytes, gradient, "none")

@@ -2,14 +2,13 @@
 
 First each hook of torch is tried several times on a model of several buckets and of one, in
 processes of its own, with a time limit. Then those that completed, and ours, train the GPT of
-bench/slow_link in turn, one step each, in the same processes: other load on the machine affects all
+bench.slow_link in turn, one step each, in the same processes: other load on the machine affects all
 alike. A file that has the trials gets new trainings.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -29,7 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from bench.slow_link import training
+from bench import files, slow_link
 from commhooks.lab.machine import describe_machine
 from commhooks.testing import close_ranks, run_ranks
 
@@ -114,7 +113,7 @@ def train(
     trainings, validations = {}, {}
     for hook, options in hooks.items():
         torch.manual_seed(0)
-        trainings[hook] = training.train(wrap(training.make_gpt(), hook, **options), rank, size)
+        trainings[hook] = slow_link.train(wrap(slow_link.make_gpt(), hook, **options), rank, size)
     seconds: dict[str, list[float]] = {hook: [] for hook in hooks}
     for _ in range(steps):
         for hook, steps_of_model in trainings.items():
@@ -132,8 +131,7 @@ def main() -> None:
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    document = json.loads(arguments.result.read_text()) if arguments.result.exists() else {}
-    tried = document.get("tried") or {
+    tried = files.load(arguments.result, {}).get("tried") or {
         hook: {count: outcomes(hook, options) for count, options in BUCKETS.items()}
         for hook in TORCH
     }
@@ -159,7 +157,7 @@ def main() -> None:
     ]
     about = {"ranks": RANKS, "steps": arguments.steps, "load": [load, os.getloadavg()[0]]}
     document = {"about": about | describe_machine(), "rows": rows, "tried": tried}
-    arguments.result.write_text(json.dumps(document, indent=1) + "\n")
+    files.save(arguments.result, document)
 
 
 if __name__ == "__main__":

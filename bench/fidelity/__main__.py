@@ -18,9 +18,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.fidelity.published import publish
-from bench.fidelity.record import Record
-from bench.fidelity.rows import row_of
+from bench.fidelity.runs import PACKAGED, Record, figures, row_of
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import TrainedHook, trained_hooks, trained_on
 from bench.fidelity.training import run_missing
@@ -47,7 +45,7 @@ def main() -> None:
     if tried:
         print("\n".join([_HEADER, *_table(record, tasks, tried)]))
     if arguments.publish:
-        publish(record)
+        PACKAGED.write_text(json.dumps(figures(record), indent=1) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

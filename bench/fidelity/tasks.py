@@ -56,7 +56,7 @@ class Task(ABC):
     summary: ClassVar[str]
     steps: ClassVar[int]
     usual: ClassVar[str]
-    """Return the recipe of all hooks that do not need another one."""
+    """The recipe of all hooks that do not need another one."""
     recipes: ClassVar[Mapping[str, Recipe]]
 
     @abstractmethod
@@ -75,10 +75,6 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross-entropy in nats."""
 
-    @abstractmethod
-    def accuracy(self, model: nn.Module, batch: Batch) -> float | None:
-        """Return the accuracy, or None if the task has none."""
-
 
 def _sgd(**options: float) -> Recipe:
     return Recipe(torch.optim.SGD, options)
@@ -95,10 +91,6 @@ class Classification(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
         return cross_entropy(model(images), labels)
-
-    def accuracy(self, model: nn.Module, batch: Batch) -> float:
-        images, labels = batch
-        return (model(images).argmax(-1) == labels).float().mean().item()
 
 
 class Digits(Classification):
@@ -193,9 +185,6 @@ class Bytes(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss: Tensor = model(*batch)
         return loss
-
-    def accuracy(self, model: nn.Module, batch: Batch) -> None:
-        """Return None: the model only returns a loss."""
 
 
 class LargerGPT(Bytes):

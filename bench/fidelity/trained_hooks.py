@@ -109,7 +109,7 @@ _SPECIAL = [
     TrainedHook("topk", tolerance=_ONE_BIT_OR_ONE_PERCENT),
 ]
 _NOT_TRIED = {"auto", "noop", REFERENCE}
-"""What auto does depends on the link, and noop sends nothing."""
+"""Hooks without figures: auto depends on the link, and noop sends nothing."""
 
 
 def trained_hooks() -> list[TrainedHook]:

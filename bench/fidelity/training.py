@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import commhooks
-from bench.fidelity.record import Record, Run
+from bench.fidelity.runs import Record, Run
 from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook
 from commhooks.testing import run_ranks
@@ -26,15 +26,13 @@ _TIMEOUT = 3600.0  # seconds; a run takes 15 on an idle machine
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of one rank: ``loss`` and ``accuracy`` of its model on its share of the validation
-    data.
+    """The result of one rank: the ``loss`` of its model on its share of the validation data.
 
     ``wire_bytes``: sent by the rank in all steps. Each rank validates its own model because models
     differ under hooks without consensus; for all others, the mean over ranks is the model's loss.
     """
 
     loss: float
-    accuracy: float | None
     wire_bytes: float
 
 
@@ -65,8 +63,7 @@ def train(rank: int, size: int, task: str, trained: TrainedHook, seed: int) -> T
     validation = data.validation(rank, size)
     with torch.no_grad():
         loss = data.loss(model.module, validation).item()
-        accuracy = data.accuracy(model.module, validation)
-    return TrainingResult(loss, accuracy, math.nan if sent is None else sent * data.steps)
+    return TrainingResult(loss, math.nan if sent is None else sent * data.steps)
 
 
 def _rate(step: int, steps: int) -> float:
@@ -107,7 +104,6 @@ def _run(task: str, trained: TrainedHook, seed: int, record: Record, *, again: b
         return False
     start = time.perf_counter()
     results = run_ranks(train, RANKS, task, trained, seed, timeout=_TIMEOUT)
-    accuracies = [o.accuracy for o in results if o.accuracy is not None]
     run = Run(
         task,
         trained.hook,
@@ -115,7 +111,6 @@ def _run(task: str, trained: TrainedHook, seed: int, record: Record, *, again: b
         recipe,
         seed,
         loss=statistics.mean(o.loss for o in results),
-        accuracy=statistics.mean(accuracies) if accuracies else None,
         wire_bytes=statistics.mean(o.wire_bytes for o in results),
     )
     record.add(run)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.device_time import against_copy, against_other
+from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
 from commhooks.lab.models import GPT2Small
 from reducer import _C

@@ -13,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from bench.gpu.device_time import against_copy, against_other
-from bench.host_time import SUBJECTS, measure, runner_and_bucket
+from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
+from bench.test_host_time import SUBJECTS, measure, runner_and_bucket
 from commhooks.algorithms.sparse.selection import select_largest
 from commhooks.lab.models import GPT2Small
 from reducer import DistributedDataParallel

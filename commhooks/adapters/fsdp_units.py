@@ -47,7 +47,7 @@ UnitReduction = Callable[[Tensor, Any], None]
 
 
 class EndOfBackward(Protocol):
-    """Is told whether the end of backward ``succeeded``, if it is reached. May raise."""
+    """Called at the end of backward with whether it ``succeeded``. May raise."""
 
     def __call__(self, *, succeeded: bool) -> None: ...
 
@@ -72,7 +72,7 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where gradients are reduced."""
+        """The device on which gradients are reduced."""
         device: torch.device = self._alive().device
         return device
 
@@ -90,7 +90,7 @@ class Unit:
 
     @property
     def gradient_divide_factor(self) -> float | None:
-        """What ``set_gradient_divide_factor`` was called with."""
+        """The argument of ``set_gradient_divide_factor``."""
         factor: float | None = self._alive().gradient_divide_factor
         return factor
 
@@ -177,7 +177,7 @@ class Unit:
 
     @property
     def reduce_scatter(self) -> Any:
-        """What reduce-scatters: an object as ``set_custom_reduce_scatter`` takes it."""
+        """The object that reduce-scatters, as ``set_custom_reduce_scatter`` takes it."""
         return self._alive()._reduce_scatter_comm  # noqa: SLF001
 
     @reduce_scatter.setter
@@ -210,7 +210,7 @@ class Unit:
 
     @property
     def is_filled(self) -> bool:
-        """Whether what is reduced has all trained parameters."""
+        """Whether all trained parameters are reduced."""
         return self._fills or bool(getattr(self._alive(), "reduce_scatter_unused_params", False))
 
     def _alive(self) -> Any:
@@ -294,7 +294,7 @@ _Mark: TypeAlias = tuple[int, int, int] | None
 
 
 def _mark(each: Any) -> _Mark:
-    """Return what changes if the parameter or its gradient does; None without a gradient."""
+    """Return a value that changes with the parameter or its gradient; None without a gradient."""
     parameter = each.sharded_param
     gradient = parameter.grad
     return None if gradient is None else (parameter._version, id(gradient), gradient._version)  # noqa: SLF001

@@ -40,7 +40,7 @@ class SparseGradients:
     ) -> None:
         expected = _expected(wrapped)
         self.parameters = [parameter for parameter in parameters if parameter in expected]
-        """Those for which torch expects sparse gradients. Each has a bucket of its own."""
+        """Parameters with sparse gradients. Each has a bucket of its own."""
         self._filled: list[Tensor] = []  # in this step
         for parameter in sparse_parameters(module or wrapped).intersection(parameters):
             _listen(parameter, functools.partial(_fit_layout, parameter in expected))

@@ -1,4 +1,4 @@
-"""What a hook keeps for each bucket or gradient element from step to step."""
+"""State of hooks per bucket and per gradient element."""
 
 from collections.abc import Iterable
 from typing import Generic, TypeVar
@@ -47,7 +47,7 @@ class PerBucketCache(Generic[_Value]):
 
 
 class BucketMemory:
-    """One number per gradient element, e.g. what error feedback has yet to send.
+    """One number per gradient element, for example the error of error feedback.
 
     Ranks may replace them by their mean over the ranks. The numbers of a bucket lie in one flat
     tensor, in the bucket's order, so that a kernel passes over them and the gradients together;

@@ -4,8 +4,8 @@ Note [Parameters change in backward]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A hook may write to the parameters of its bucket, and only to these, as soon as it runs. By then
 autograd has accumulated their gradients, so every node that hands one of them a gradient has run,
-and will not read again what it saved of them; nodes of other parameters still run. Nobody else
-reads them before backward() is over: it waits for all hooks, and the optimizer comes after it.
+and will not read its saved copies again; nodes of other parameters still run. Nothing else reads
+them before backward() is over: it waits for all hooks, and the optimizer comes after it.
 
 Two things could still read one: a node that saved it without a gradient, ``parameter.detach() * x``
 for example, and a second backward over a retained graph. The in-place methods used here increment
@@ -42,7 +42,7 @@ def real_view(parameter: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a tensor without numbers that is laid out as the gradient in a bucket."""
+    """Return a meta tensor with the shape and strides of the gradient in a bucket."""
     real = real_view(parameter)
     flat = torch.empty(real.numel(), dtype=real.dtype, device="meta")
     return GradBucket(flat, [real], [""]).gradients()[0]

@@ -1,1 +1,1 @@
-"""What a hook sends through: the communicator, its process groups, and who sends to whom."""
+"""Communication of hooks: the communicator, its process groups, and topologies."""

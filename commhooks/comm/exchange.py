@@ -55,7 +55,7 @@ class Exchange:
         self.run = run
         """Returns the coroutine of the exchange."""
         self.future: Future[Tensor] | None = None
-        """Of the result. None until the step that handed the exchange over has succeeded."""
+        """The future result. None until the step that handed the exchange over has succeeded."""
         self.is_saved = False
         """Whether the result comes from a saved state."""
 

@@ -59,11 +59,11 @@ class Execution(Protocol):
 
     @property
     def issued(self) -> Mapping[Any, int]:
-        """How many collectives have been issued so far, by the ranks that take part."""
+        """Number of collectives issued so far, by the ranks that take part."""
 
     @property
     def completed(self) -> Mapping[Any, int]:
-        """How many of them have completed, as far as the next bucket is concerned."""
+        """Number of collectives that count as completed for the next bucket."""
 
 
 ExecutionT = TypeVar("ExecutionT", bound=Execution)

@@ -255,7 +255,7 @@ def _clone(store: Store) -> Store:
 
 
 def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
-    """Return what ``connect`` returns, or raise RuntimeError after ``limit``.
+    """Return the result of ``connect``, or raise RuntimeError after ``limit``.
 
     Gloo may wait forever for a peer that has left while they connect; then a thread does.
     """

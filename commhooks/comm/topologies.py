@@ -1,4 +1,4 @@
-"""Who sends to whom when each rank sends one message per step, for any number of ranks N.
+"""Topologies: the target of each rank in each step, for any number of ranks N.
 
 A round gives every rank one target. A rank sends half of its value, keeps the other half, and adds
 what arrives, so no round changes the sum over ranks. As a matrix, whose row i is the value of rank

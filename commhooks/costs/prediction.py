@@ -30,7 +30,7 @@ _LARGEST = 32
 
 
 def dry_run_sizes(world_sizes: Sequence[int], ranks_per_node: int) -> list[int]:
-    """Return those of ``world_sizes`` that are small enough, and three to extrapolate from."""
+    """Return the small ones of ``world_sizes``, and three sizes to extrapolate from."""
     largest = max(8, _LARGEST // ranks_per_node) * ranks_per_node
     exact = {size for size in world_sizes if size <= largest}
     return sorted(exact | {2 * ranks_per_node, 4 * ranks_per_node, largest})
@@ -83,7 +83,7 @@ class DryRuns:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "DryRuns":
-        """Read what :meth:`to_json` returned."""
+        """Read the output of :meth:`to_json`."""
         by_size = {
             int(size): [(share, StepTrace.from_json(trace)) for share, trace in kinds]
             for size, kinds in data["by_size"].items()

@@ -1,1 +1,1 @@
-"""What a hook is: the base class, its options, the registry of names, and hooks inside hooks."""
+"""The contract of hooks: the base class, options, the registry of names, and nested hooks."""

@@ -104,7 +104,7 @@ class Progress:
     """The progress of a hook that gets some of the parameters of a step."""
 
     missing: set[str]
-    """Those whose bucket is still to come."""
+    """Parameters whose bucket is still to come."""
     buckets: int = 0
     """The number of buckets so far."""
 

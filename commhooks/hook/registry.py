@@ -52,7 +52,7 @@ class HookInfo:
     family: str = ""
     """The folder of the hook in commhooks/algorithms; empty for hooks of other packages."""
     needs: tuple[str, ...] = ()
-    """What the name alone does not give: options without a default, in backquotes, and others."""
+    """Requirements besides the name: options without a default, in backquotes, and others."""
 
     def __str__(self) -> str:
         kind = "lossless" if self.lossless else "lossy"

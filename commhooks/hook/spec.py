@@ -64,7 +64,7 @@ class HookSpec:
 HookLike: TypeAlias = (
     str | HookSpec | CommHook | type[CommHook] | Mapping[str, Any] | tuple[str, Mapping[str, Any]]
 )
-"""What names a hook: a text, a hook, a class, a config, or a name and a dict of options."""
+"""A hook as users name it: a text, a hook, a class, a config, or a name and its options."""
 
 
 def hook_spec(hook: HookLike) -> HookSpec:

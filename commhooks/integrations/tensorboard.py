@@ -37,7 +37,7 @@ def log_stats(
     prefix: str = "commhooks",
     per_bucket: bool = False,
 ) -> None:
-    """Write what ``handle.stats()`` returns now, on this rank.
+    """Write the present ``handle.stats()`` of this rank.
 
     The tags are ``prefix/wire_bytes`` and the other numbers of :class:`BucketStats` for the total,
     in bytes and seconds per step; ``prefix/metrics/<name>`` for the hook's own metrics; and with

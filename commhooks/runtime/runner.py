@@ -1,4 +1,4 @@
-"""What runs a hook for a wrapped model, and which runner a backend needs."""
+"""Runners, which run a hook for a wrapped model, and the runner of each backend."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -25,7 +25,7 @@ class Runner(Protocol):
     checks_finite: bool
     """Whether the reducer is to tell which buckets are finite: :meth:`GradBucket.all_finite`."""
     collector: StatsCollector
-    """What the executions have cost."""
+    """The costs of the executions."""
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``; return a future of the average.

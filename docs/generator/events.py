@@ -1,4 +1,4 @@
-"""What MkDocs calls: completes the navigation, adds references, converts formulas.
+"""Hooks of MkDocs: complete the navigation, add references, convert formulas.
 
 ``GradBucket`` is compiled and commands are made by click, so mkdocstrings does not see them.
 """

@@ -8,7 +8,7 @@ nothing to say. It may have more.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,14 @@ sys.path[:0] = [str(ROOT)]  # for `bench`, which is not installed
 
 import commhooks  # noqa: E402
 from bench import summary  # noqa: E402
-from bench.fidelity.published import by_hook  # noqa: E402
-from bench.fidelity.record import Record  # noqa: E402
-from bench.fidelity.rows import Row, measured_tasks, plain_runs, spread  # noqa: E402
+from bench.fidelity.runs import (  # noqa: E402
+    Record,
+    Row,
+    by_hook,
+    measured_tasks,
+    plain_runs,
+    spread,
+)
 from bench.fidelity.tasks import TASKS  # noqa: E402
 from commhooks import algorithms  # noqa: E402
 
@@ -95,7 +100,7 @@ def facts(name: str) -> str:
     }
     if info.needs:
         rows["needs"] = ", ".join(info.needs)
-    lines = [info.summary, "", *_table(list(rows), [list(rows.values())])]
+    lines = [info.summary, "", summary.table(list(rows), [list(rows.values())])]
     if losing := tasks_beyond(name):
         tasks = ", ".join(losing)
         lines += ["", "> [!WARNING]"]
@@ -119,7 +124,7 @@ def options(name: str) -> str:
         limits = ", ".join(limit.replace(" ", _SPACE) for limit in option.constraints)
         kind = option.type.replace("|", "or") + (f" ({limits})" if limits else "")
         rows.append([f"`{option.name}`", kind, default, _inline(option.text)])
-    return "\n".join(_table(["option", "type", "default", "meaning"], rows))
+    return summary.table(["option", "type", "default", "meaning"], rows)
 
 
 def _inline(text: str) -> str:
@@ -146,7 +151,7 @@ def fidelity(name: str) -> str:
         f"{trained} against plain averaging, warm-ups included "
         "([how this was measured](index.md#how-fidelity-was-measured)):"
     )
-    return "\n".join([text, "", *_table(["", *by_task], rows)])
+    return "\n".join([text, "", summary.table(["", *by_task], rows)])
 
 
 def source(name: str) -> str:
@@ -180,7 +185,7 @@ def overview(_: str) -> str:
                 for task in TASKS
             ]
             rows.append([f"[`{name}`]({name}.md)", info.wire, *losses, _byte_shares(by_task)])
-        parts += [*_table(["hook", "sends", *TASKS, "bytes sent"], rows), ""]
+        parts += [summary.table(["hook", "sends", *TASKS, "bytes sent"], rows), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -226,11 +231,6 @@ def _figures() -> dict[str, str]:
 @functools.cache
 def _record() -> Record:
     return Record.load(max((ROOT / "bench" / "results").glob("*-fidelity.json")))
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> Iterator[str]:
-    for cells in (columns, ["---"] * len(columns), *rows):
-        yield f"| {' | '.join(cells)} |"
 
 
 def _percent(change: float, *, bold: float | None = None) -> str:

@@ -104,7 +104,7 @@ SLOW = Link(8e5, payload_share=1.0)  # 1 MB takes 10 s
 
 
 def predicted(size: int, *exchanges: ExchangeTrace) -> Prediction:
-    """Of training in which every fourth step begins exchanges, and nothing else is sent."""
+    """A training in which every fourth step begins exchanges, and nothing else is sent."""
     quiet = StepTrace((BucketTrace(0, 0.1, 0.0, (0.0,), ()),), 0.1, is_native=False)
     busy = replace(quiet, buckets=(replace(quiet.buckets[0], exchanges=exchanges),))
     kinds = [(0.75, quiet), (0.25, busy)]

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from bench.fidelity import tasks, training
-from bench.fidelity.published import PACKAGED, figures
-from bench.fidelity.record import Record, Run
-from bench.fidelity.rows import row_of, rows
+from bench.fidelity.runs import PACKAGED, Record, Run, figures, row_of, rows
 from bench.fidelity.tasks import ALL_TASKS, TASKS
 from bench.fidelity.trained_hooks import REFERENCE, TrainedHook, trained_on
 from bench.fidelity.training import TrainingResult, train
@@ -38,7 +36,7 @@ def record_of(*runs: Run) -> Record:
 
 def run_of(hook: str, task: str, seed: int, loss: float, **config: object) -> Run:
     made = TrainedHook(hook).create().to_config() | config
-    return Run(task, hook, made, ALL_TASKS[task].usual, seed, loss, accuracy=None, wire_bytes=10.0)
+    return Run(task, hook, made, ALL_TASKS[task].usual, seed, loss, wire_bytes=10.0)
 
 
 def test_each_seed_is_compared_with_plain_averaging_on_it() -> None:
@@ -154,7 +152,7 @@ def test_an_interrupted_run_is_continued(monkeypatch: pytest.MonkeyPatch, tmp_pa
         trained.append(hook.title)
         if len(trained) == 2:
             raise KeyboardInterrupt
-        return [TrainingResult(loss=1.0, accuracy=None, wire_bytes=2.0)] * size
+        return [TrainingResult(loss=1.0, wire_bytes=2.0)] * size
 
     monkeypatch.setattr(training, "run_ranks", fake)
     chosen = [TrainedHook("int4"), TrainedHook("diloco", name="a variant")]

@@ -75,11 +75,3 @@ def test_only_bindings_see_python(path: Path) -> None:
     code = re.sub(r"//.*", "", path.read_text())
     sees_python = re.search(r"pybind|Python\.h|PyGILState|csrc/utils/pybind", code)
     assert not sees_python or folder_of(path).startswith("bindings")
-
-
-def test_native_hooks_live_in_the_engine() -> None:
-    source = (CSRC / "reducer/native_hooks.h").read_text()
-    assert re.findall(r"class (\w+) final : public Hook", source) == [
-        "AverageHook",
-        "NoopHook",
-    ]

@@ -96,8 +96,8 @@ class DiLoCo(LocalSteps):
     delay: Annotated[int, Ge(0)] = 0
     """τ, steps that an average may take while training goes on."""
     merge: Annotated[float, Ge(0.0), Le(1.0)] = 0.0
-    """The share of the own parameters in what becomes of them when an average arrives; the rest is
-    the anchor. With a delay, 0 discards the steps that were taken in the meantime."""
+    """The share that a parameter keeps of its own value when an average arrives; the rest is the
+    anchor. With a delay, 0 discards the steps taken in the meantime."""
     eager: bool = False
     """Use the own outer gradient at once, and those of the other ranks one period later, which is
     how long they may take. Anchors then differ between ranks, a little. The outer optimizer is less
@@ -214,7 +214,7 @@ class DiLoCo(LocalSteps):
             torch.sub(self._entry(name, parameter)["anchor"], parameter, out=view)
 
     async def _receive(self, parameters: Mapping[str, Tensor], step: int) -> bool:
-        """Take the averages that have had their time, and let the outer optimizer step."""
+        """Take the averages whose delay has passed, and let the outer optimizer step."""
         due = {
             name: parameter
             for name, parameter in parameters.items()
@@ -337,7 +337,7 @@ class DiLoCo(LocalSteps):
         return self.inner.wire_bytes(part, size)
 
     def recover(self) -> None:
-        """Forget the anchors, which may have moved on some ranks only, and what is under way.
+        """Forget pending averages, and the anchors, which may have moved on some ranks only.
 
         New anchors are made in the next step in which a fragment is due. Ranks notice a failure in
         the next step that sends at the latest; if one sent in an earlier step, others would answer
@@ -364,7 +364,7 @@ class DiLoCo(LocalSteps):
 
 
 def _digest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a number that is very likely another one if any bit of the tensors is."""
+    """Return a checksum, which very likely differs if any bit of the tensors does."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [t.view(integers[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
     return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
@@ -390,11 +390,11 @@ class Pending:
 
     @classmethod
     def finished(cls, result: Tensor) -> "Pending":
-        """Return one that is over, for a result from a saved state or to begin with."""
+        """Return a finished one with this result: a saved one, or zeros at the start."""
         return cls(Exchange.finished(result), tuple(result.shape), result.stride(), 0)
 
     def result(self) -> Tensor:
-        """Return the result of an exchange that is over, see :meth:`Exchange.result`."""
+        """Return the result of a finished exchange, see :meth:`Exchange.result`."""
         flat = self.exchange.result()
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
@@ -459,12 +459,12 @@ class Turns:
         return step > self.start and (step - self.start) % self.period in offsets
 
     def since(self, name: str, step: int) -> int:
-        """Return how many steps ago the fragment of a parameter was due, or could have been."""
+        """Return the number of steps since the latest one in which the fragment could be due."""
         offset = self._fragment_of.get(name, 0) * self.period // self.fragments
         return (step - self.start - offset) % self.period
 
     def round(self, step: int) -> int:
-        """Return how often each fragment was due before a step in which it is due."""
+        """Return the number of steps before this one in which each fragment was due."""
         return (step - self.start - 1) // self.period
 
 

@@ -79,11 +79,11 @@ class Gossip(PeerToPeer):
     """What is averaged. Parameters: mixing brings models closer in each step. Gradients: only
     ``average_every`` does; without it models diverge as steadily as without communication."""
     topology: Permutation = "dissemination"
-    """Who sends to whom, see :mod:`commhooks.comm.topologies`."""
+    """The pairs of ranks that exchange messages, see :mod:`commhooks.comm.topologies`."""
     average_every: Annotated[int, Ge(0)] = 0
     """Average the parameters of all ranks in steps that are multiples of this; 0: never."""
     seed: int = 0
-    """Of the partners of "dissemination" and "random". All ranks need the same."""
+    """Seed of the partners of "dissemination" and "random". All ranks need the same."""
 
     state_fields = no_state
     wire = "the gradients or parameters once, to one rank"

@@ -87,8 +87,8 @@ class Hierarchical(CommHook):
     the inner hook sends for all gradients.
 
     Raises:
-        CommHookOptionError: the inner hook changes parameters, of which each rank has a shard only
-            (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
+        CommHookOptionError: the inner hook changes parameters, but each rank has only a shard of
+            them (``local_sgd`` has an option ``ranks_per_node`` for that), or it skips steps, as
             ``skip_nonfinite`` does, and ranks would skip different ones.
     """
 
@@ -118,8 +118,8 @@ class Hierarchical(CommHook):
         if self.inner.changes_parameters:
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
-                f"{self.inner!r} also changes parameters, of which no rank has all. For local_sgd, "
-                "give its option ranks_per_node instead"
+                f"{self.inner!r} also changes parameters, but no rank has all of them. For "
+                "local_sgd, give its option ranks_per_node instead"
             )
         if any(hook.skips_steps for hook in tree(self.inner)):
             raise CommHookOptionError(
@@ -195,7 +195,7 @@ class Hierarchical(CommHook):
         return buffer
 
     def _divisor(self, bucket: GradBucket, size: int) -> Tensor | float:
-        """Return ``size``, or NaN if a number of the bucket is not finite and matters elsewhere."""
+        """Return ``size``, or NaN if other shards must learn that a number is not finite."""
         if not self.checks_finite:
             return size
         return torch.where(bucket.all_finite(), float(size), torch.nan)
@@ -258,7 +258,7 @@ class _Nodes:
 
 
 class _Piece(NamedTuple):
-    """Where a parameter lies in the buffer, and where in each shard."""
+    """The position of a parameter in the buffer, and in each shard."""
 
     begin: int
     end: int
@@ -307,7 +307,7 @@ class BucketShards:
         return bucket_with(whole, shard, parameters=parameters)
 
     def _rows(self, flat: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
-        """Return what lies in complete shards, (shards, length), and the rest."""
+        """Return the rows of complete shards, (shards, length), and the rest."""
         length = piece.shard_end - piece.shard_begin
         if length == 0:
             return flat.new_empty((self._size, 0)), flat.new_empty(0)
@@ -319,8 +319,9 @@ class BucketShards:
 def shard_of(parameter: Tensor, gradient: Tensor, rank: int, size: int) -> Tensor:
     """Return a view of ``parameter`` in the form of its shard on ``rank``.
 
-    ``gradient`` tells how it lies in a bucket. If the shard ends with zeros, the view begins at an
-    earlier row, because the parameter has no such rows. So only the form is of use then.
+    ``gradient`` has the layout of the parameter in a bucket. If the shard ends with zeros, the view
+    begins at an earlier row, because the parameter has no rows for them. Its values then mean
+    nothing.
     """
     if gradient.dim() == 0:
         return parameter.view(1)

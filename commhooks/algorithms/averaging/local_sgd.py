@@ -41,8 +41,8 @@ __all__ = ["LocalSGD", "LocalSteps"]
 class LocalSteps(WithoutConsensus):
     """Averages gradients before ``start_step``, and then at most among the ranks of a node.
 
-    Subclasses declare the options ``period``, ``start_step`` and ``ranks_per_node``, and say in
-    :meth:`synchronize` what ranks do about their models.
+    Subclasses declare the options ``period``, ``start_step`` and ``ranks_per_node``, and implement
+    :meth:`synchronize`.
     """
 
     period: int
@@ -74,7 +74,7 @@ class LocalSteps(WithoutConsensus):
     async def synchronize(self, bucket: GradBucket, comm: Communicator) -> bool:
         """Send and change parameters of a bucket, in a step from ``start_step`` on.
 
-        Return whether all that was received and used was finite.
+        Return whether all received numbers were finite.
         """
         raise NotImplementedError
 

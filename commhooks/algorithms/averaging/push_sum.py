@@ -59,9 +59,10 @@ class PushSum(PeerToPeer):
     """
 
     topology: Push = "exponential"
-    """Who sends to whom, see :mod:`commhooks.comm.topologies`. With "uniform" weights differ."""
+    """The target of each rank, see :mod:`commhooks.comm.topologies`. Weights differ with
+    "uniform"."""
     seed: int = 0
-    """Of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
+    """Seed of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
 
     wire = "the parameters and their weights once, in float32, to one rank"
     paper = "https://arxiv.org/abs/1811.10792"

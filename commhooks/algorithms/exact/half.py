@@ -41,7 +41,7 @@ class _Half(CommHook):
     _large: PerBucketCache[Tensor] = field(
         default_factory=PerBucketCache, init=False, repr=False, compare=False
     )
-    """What large buckets on the CPU send."""
+    """Memory for the messages of large buckets on the CPU."""
 
     tells_contribution = True
     state_fields = no_state

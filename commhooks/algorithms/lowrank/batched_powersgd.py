@@ -67,8 +67,8 @@ class BatchedPowerSGD(PowerSGD):
     def _make_compressor(self, bucket: GradBucket) -> Compressor:
         """Begin with random factors if those of a loaded state have other shapes.
 
-        Nothing in a state tells the shape of a bucket, so loading it cannot find that. Factors are
-        the same on all ranks, so all begin alike.
+        A state does not tell the shape of a bucket, so loading cannot detect this. Factors are the
+        same on all ranks, so all ranks make the same choice.
         """
         batches = self._plan(bucket).batches
         fields = [f for b in batches for f in self.factor_fields(b.rows, b.columns, b.rank)]

@@ -1,4 +1,4 @@
-"""Which parts of a bucket are compressed as matrices, and which are sent as they are.
+"""The division of a bucket into matrices and parts that are sent uncompressed.
 
 A plan depends on names, shapes, strides and options only, so all ranks make the same one.
 """

@@ -42,9 +42,9 @@ products are taken of E + G without storing it, and errors, factors and bucket a
 end. Numbers that are not finite survive products and sums, so if any rank's gradient has one, every
 rank finds one in what it receives, keeps its state bit for bit, and returns NaN, which a gradient
 scaler sees on every rank. On the CPU, where this is known at once, all ranks skip the remaining
-collectives; on a GPU nobody waits to know it: Note [All finite] in codecs/finite.py. A collective
-that fails leaves the state unchanged as well. Other buckets of the same step, if their own
-gradients are finite, go on as usual.
+collectives; on a GPU the host does not wait for it: Note [All finite] in codecs/finite.py. A
+collective that fails leaves the state unchanged as well. Other buckets of the same step, if their
+own gradients are finite, go on as usual.
 """
 
 import math
@@ -105,13 +105,15 @@ class PowerSGD(CommHook):
     """Compute both factors in each step, a full step of power iteration in two collectives; else
     one of them, left and right in turn, in a single collective."""
     num_iters_per_step: Annotated[int, Ge(1)] = 1
-    """Each further iteration sends r more vectors, of what is left, for as many bytes again."""
+    """Each further iteration compresses the remainder with r more vectors, for as many bytes
+    again."""
     error_feedback: bool = True
     """Add what a step did not send to the next gradient. Without, the result is biased."""
     warm_start: bool = True
     """Start from the factors of the last step; else from new random ones each time."""
     seed: int = 0
-    """Of the random factors, which also depend on the parameter's name. All ranks need the same."""
+    """Seed of the random factors, which also depend on the parameter's name. All ranks need the
+    same."""
 
     _compressors: PerBucketCache[Compressor] = field(
         default_factory=PerBucketCache, init=False, repr=False, compare=False
@@ -176,7 +178,7 @@ class PowerSGD(CommHook):
                 compressor.keep(half, all_finite)
 
     def _compressor(self, bucket: GradBucket) -> Compressor:
-        """Return that of the bucket, a new one when the bucket's composition has changed."""
+        """Return the bucket's compressor, a new one when its composition has changed."""
         compressor = self._compressors.get(bucket, self.state)
         if compressor is None:
             compressor = self._compressors.put(bucket, self._make_compressor(bucket))

@@ -96,7 +96,7 @@ class Route(CommHook):
     _routing: "Routing" = field(
         default_factory=lambda: Routing({}), init=False, repr=False, compare=False
     )
-    """Has the position of each parameter's hook in ``_hooks``."""
+    """The position of each parameter's hook in ``_hooks``."""
 
     lossless = True
     tells_contribution = True
@@ -166,7 +166,7 @@ def _empty_contribution(buffer: Tensor) -> Tensor:
 
 
 class Routing:
-    """Which of several hooks each parameter has, and which bucket each hook gets next.
+    """The hook of each parameter, and the next bucket of each hook.
 
     The table may change between two steps.
     """

@@ -200,7 +200,7 @@ class _Skips:
     steps: Tensor | int = 0
     buckets: Tensor | int = 0
     of_buckets: list[Tensor] = field(default_factory=list)
-    """For each bucket of the last step, () bool: false if it was dropped."""
+    """One () bool for each bucket of the last step: false if it was dropped."""
 
     def begin_step(self) -> None:
         self.steps, self.buckets = self.totals()

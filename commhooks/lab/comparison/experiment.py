@@ -134,10 +134,10 @@ class Experiment:
     exact: set[str]
     precision: float
     timeout: float
-    """In seconds, of the steps of one entry that are run together."""
+    """Seconds for the steps of one entry that are run together."""
     progress: ProgressCallback = lambda *_: None
     settings: list[Setting] = field(default_factory=list)
-    """In the order in which they were measured; the first one is verified."""
+    """The settings in the order in which they were measured; the first one is verified."""
     dry_runs: Measurements | Exception | None = None
     """The basis of predictions, or the reason why there are none."""
     notes: list[str] = field(default_factory=list)

@@ -1,0 +1,89 @@
+"""Times of kernels and other functions, measured in turn with those they are compared with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDS = 15
+WARM_UP = 3
+
+Run = Callable[[], Any]
+
+
+def median_of(values: Sequence[float], warm_up: int = WARM_UP) -> float:
+    """Return the median without warm-up rounds, or of all rounds with ``--benchmark-disable``."""
+    return statistics.median(values[warm_up:] or values)
+
+
+def seconds_of(run: Run, device: str) -> float:
+    """Return the time of ``run``; on CUDA from the start of its first kernel to the last's end."""
+    if device != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * float(start.elapsed_time(end))
+
+
+def in_turn(benchmark: Any, runs: dict[str, Run], device: str) -> dict[str, list[float]]:
+    """Time each function, round by round; pytest-benchmark shows the last one."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    *others, subject = runs
+
+    def measure(*names: str) -> None:
+        for name in names:
+            seconds[name].append(seconds_of(runs[name], device))
+
+    benchmark.pedantic(
+        lambda: measure(subject),
+        setup=lambda: measure(*others),
+        rounds=ROUNDS,
+        warmup_rounds=WARM_UP,
+        iterations=1,
+    )
+    return {name: rounds[WARM_UP:] or rounds for name, rounds in seconds.items()}
+
+
+def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: str) -> None:
+    """Time ``run`` against a copy of ``like``. ``moved_bytes``: what ``run`` reads and writes."""
+    target = torch.empty_like(like)
+    runs = {"copy": lambda: target.copy_(like), "run": run}
+    rounds = in_turn(benchmark, runs, like.device.type)
+    seconds = {name: statistics.median(of) for name, of in rounds.items()}
+    copied = 2 * like.nbytes
+    shares = (copy / own * moved_bytes / copied for copy, own in zip(*rounds.values(), strict=True))
+    benchmark.extra_info.update(
+        milliseconds=1e3 * seconds["run"],
+        moved_bytes=moved_bytes,
+        bandwidth=moved_bytes / seconds["run"],
+        copy_bandwidth=copied / seconds["copy"],
+        share_of_copy=statistics.median(shares),
+        aim=aim,
+    )
+
+
+def against_other(benchmark: Any, runs: dict[str, Run], aim: str) -> None:
+    """Time the last of ``runs`` against the others, on CUDA."""
+    rounds = in_turn(benchmark, runs, "cuda")
+    *others, subject = runs
+    benchmark.extra_info.update(
+        milliseconds={name: 1e3 * statistics.median(of) for name, of in rounds.items()},
+        ratio={
+            name: statistics.median(
+                one / other for one, other in zip(rounds[subject], rounds[name], strict=True)
+            )
+            for name in others
+        },
+        aim=aim,
+    )

@@ -1,0 +1,216 @@
+"""The measured runs, and the comparison of each with plain averaging on the same data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import commhooks
+from bench import files
+from bench.fidelity.tasks import ALL_TASKS, TASKS
+from bench.fidelity.trained_hooks import (
+    RANKS,
+    REFERENCE,
+    TrainedHook,
+    trained_hooks,
+    trained_on,
+)
+from commhooks.lab.machine import describe_machine
+
+__all__ = [
+    "PACKAGED",
+    "Record",
+    "Row",
+    "Run",
+    "by_hook",
+    "figures",
+    "mean",
+    "measured_tasks",
+    "plain_runs",
+    "row_of",
+    "rows",
+    "spread",
+]
+
+PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
+"""The figures that the package shows: one per hook and task."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. ``config``: the registered hook with all options.
+
+    ``loss`` and ``wire_bytes`` are means over ranks.
+    """
+
+    task: str
+    hook: str
+    config: dict[str, Any]
+    recipe: str
+    seed: int
+    loss: float
+    wire_bytes: float
+
+    @property
+    def key(self) -> tuple[str, str, str, str, int]:
+        """Return the key of the run. A record keeps the last run for each key."""
+        config = json.dumps(self.config, sort_keys=True)
+        return self.task, self.hook, self.recipe, config, self.seed
+
+
+class Record:
+    """The runs of a JSON file, ``{"about": {...}, "runs": [...]}``."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.about: dict[str, Any] = document["about"]
+        self._runs: dict[tuple[str, str, str, str, int], Run] = {}
+        for entry in document["runs"]:
+            entry = {**entry, "config": _completed(entry["config"])}
+            entry.pop("accuracy", None)  # in older files
+            run = Run(**entry)
+            self._runs[run.key] = run
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        """Read a file; a record without runs if there is none."""
+        return cls(files.load(path, {"about": {}, "runs": []}))
+
+    def runs(self, task: str, hook: str, config: dict[str, Any], recipe: str) -> list[Run]:
+        """Return the runs of a hook with these options, by seed."""
+        return [
+            run
+            for key, run in sorted(self._runs.items())
+            if key[:3] == (task, hook, recipe) and run.config == config
+        ]
+
+    def add(self, run: Run) -> None:
+        """Add a run, in place of an older one with the same key."""
+        self._runs[run.key] = run
+        machine = describe_machine()
+        cpus = {*self.about.get("cpu", "").split(" and "), str(machine["cpu"])} - {""}
+        self.about = {"ranks": RANKS, **machine, "cpu": " and ".join(sorted(cpus))}
+
+    def save(self, path: Path) -> None:
+        """Write the file."""
+        runs = [asdict(self._runs[key]) for key in sorted(self._runs)]
+        files.save(path, {"about": self.about, "runs": runs})
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """Add the options that the hook did not have when it was run, at their defaults."""
+    try:
+        return commhooks.create(config).to_config()
+    except commhooks.CommHookError:
+        return config  # with options or a hook that no longer exist
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of a hook on one task, and the runs that they are compared with, by seed.
+
+    ``usual``: plain averaging with the usual optimizer of the task; ``plain``: with that which the
+    hook is compared with.
+    """
+
+    trained: TrainedHook
+    runs: Sequence[Run]
+    plain: Sequence[Run]
+    usual: Sequence[Run]
+
+    @property
+    def changes(self) -> list[float]:
+        """Return the relative change of the validation loss against ``plain``, by seed."""
+        return [run.loss / plain.loss - 1 for run, plain in zip(self.runs, self.plain, strict=True)]
+
+    @property
+    def change(self) -> float:
+        """Return the mean change over seeds."""
+        return mean(self.changes)
+
+    @property
+    def changes_to_usual(self) -> list[float]:
+        """Return the change against ``usual``, by seed."""
+        return [run.loss / plain.loss - 1 for run, plain in zip(self.runs, self.usual, strict=True)]
+
+    @property
+    def change_to_usual(self) -> float:
+        """Return the mean of these changes."""
+        return mean(self.changes_to_usual)
+
+    @property
+    def byte_share(self) -> float:
+        """Return the bytes that the hook sends, as a share of plain averaging."""
+        return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
+
+
+def measured_tasks(record: Record) -> list[str]:
+    """Return the published tasks on which a hook has been run."""
+    return [task for task in TASKS if rows(record, task)]
+
+
+def rows(record: Record, task: str) -> list[Row]:
+    """Return the rows of all hooks that have been run, by name, then those of variants."""
+    found = (row_of(record, task, trained) for trained in trained_on(task))
+    return [row for row in found if row is not None]
+
+
+def row_of(record: Record, task: str, trained: TrainedHook) -> Row | None:
+    """Return the row of a hook, or None if it has not been run."""
+    usual_recipe = ALL_TASKS[task].usual
+    plain, usual = (
+        {run.seed: run for run in _plain(record, task, recipe)}
+        for recipe in (trained.reference_recipe or usual_recipe, usual_recipe)
+    )
+    config = trained.create().to_config()
+    runs = record.runs(task, trained.hook, config, trained.recipe or usual_recipe)
+    runs = [run for run in runs if run.seed in plain.keys() & usual.keys()]
+    if not runs:
+        return None
+    references = ([of_seed[run.seed] for run in runs] for of_seed in (plain, usual))
+    return Row(trained, runs, *references)
+
+
+def plain_runs(record: Record, task: str) -> dict[str, list[Run]]:
+    """Return the reference runs by recipe, the task's usual recipe first."""
+    usual = ALL_TASKS[task].usual
+    special = (trained.reference_recipe or usual for trained in trained_hooks())
+    recipes = dict.fromkeys([usual, *special])
+    found = {recipe: _plain(record, task, recipe) for recipe in recipes}
+    return {recipe: runs for recipe, runs in found.items() if runs}
+
+
+def _plain(record: Record, task: str, recipe: str) -> list[Run]:
+    return record.runs(task, REFERENCE, TrainedHook(REFERENCE).create().to_config(), recipe)
+
+
+def spread(runs: Sequence[Run]) -> float:
+    """Return the range of losses, relative to their mean."""
+    losses = [run.loss for run in runs]
+    return (max(losses) - min(losses)) / mean(losses)
+
+
+def by_hook(record: Record) -> dict[str, dict[str, Row]]:
+    """Return the runs of each hook at its present defaults, by task."""
+    found: dict[str, dict[str, Row]] = {}
+    for task in TASKS:
+        for row in rows(record, task):
+            if not row.trained.name:
+                found.setdefault(row.trained.hook, {})[task] = row
+    return found
+
+
+def figures(record: Record) -> dict[str, dict[str, float]]:
+    """Return the change of the validation loss in percent, by hook and task: :data:`PACKAGED`.
+
+    Tasks on which a hook was not run are missing. ``seeds``: the number of seeds, of the task with
+    the fewest.
+    """
+    return {
+        hook: {task: round(100 * row.change, 1) for task, row in found.items()}
+        | {"seeds": min(len(row.runs) for row in found.values())}
+        for hook, found in sorted(by_hook(record).items())
+    }

@@ -1,0 +1,226 @@
+"""Training over a slow link: ``python -m bench.slow_link RESULT.json``, as root.
+
+Train with plain averaging for STEPS steps, then with every other hook until it reaches the lowest
+validation loss of plain averaging, for at most twice as many steps. Each training is added to the
+file when it ends. Hooks that the file has are not repeated, so the command may be interrupted at
+any time.
+
+The model is the demo's GPT, enlarged. It and its training are also for
+
+    commhooks compare --model bench.slow_link:make_gpt --train bench.slow_link:train \\
+        --link 100mbit --hooks ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bench import files
+from commhooks.cluster import Ranks
+from commhooks.cluster.links import shaped_link
+from commhooks.hook.spec import hook_spec
+from commhooks.lab.comparison import TrainingPoint, remote
+from commhooks.lab.comparison.entry import BARE, Entry
+from commhooks.lab.machine import describe_machine
+from commhooks.lab.models import Workload
+from commhooks.lab.units import parse_rate
+from examples.gpt import GPT, GPTConfig
+from examples.stdlib_text import load_corpus, train_batch, validation_batches
+
+__all__ = ["PLAIN", "Course", "courses_of", "make_gpt", "train"]
+
+PLAIN = "allreduce"
+"""The hook that all others are compared with."""
+STEPS = 150
+"""Steps of plain averaging, which take about nine minutes with 2 ranks over 100 Mbit/s."""
+HOOKS = (
+    "noop",
+    "bf16",
+    "int8",
+    "int4",
+    "onebit",
+    "topk:warmup_steps=0",
+    "powersgd:rank=4,start_step=0",
+    "powersgd:rank=8,start_step=0",
+    "auto",
+)
+"""Eight hooks, chosen before they were measured, and ``noop``, which a hook has to beat."""
+
+MODEL = "bench.slow_link:make_gpt"
+TRAINING = "bench.slow_link:train"
+STRIDE = 10  # steps between validations
+BARE_STEPS = 8
+
+LENGTH = 64  # bytes of a sequence
+SEQUENCES = 2  # per rank and step: about 0.13 s of forward and backward on one core
+VALIDATION_SEQUENCES = 64  # of all ranks together
+PEAK_RATE = 2.5e-4  # of this, 5e-4, 1e-3 and 2e-3 the best for plain averaging
+WARM_UP_STEPS = 20
+LARGEST_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """The training with one hook, which :func:`commhooks.hook.spec.hook_spec` can read.
+
+    ``bare_step_seconds``: time of a training step on each rank alone, just before and just after.
+    It shows whether the machine was equally fast for all hooks. ``load``: its load average, at the
+    same times.
+    """
+
+    hook: str
+    points: list[TrainingPoint]
+    bare_step_seconds: tuple[float, float]
+    load: tuple[float, float]
+
+    @property
+    def lowest(self) -> TrainingPoint:
+        """Return the point with the lowest validation loss."""
+        return min(self.points, key=lambda point: point.validation_loss)
+
+    def first_at(self, loss: float) -> TrainingPoint | None:
+        """Return the first point with at most this validation loss, or None."""
+        return next((point for point in self.points if point.validation_loss <= loss), None)
+
+
+def courses_of(document: dict[str, Any]) -> dict[str, Course]:
+    """Read the courses of a JSON document, by hook."""
+    return {
+        entry["hook"]: Course(**entry | {"points": [TrainingPoint(**p) for p in entry["points"]]})
+        for entry in document["courses"]
+    }
+
+
+def make_gpt() -> GPT:
+    """Create the GPT, with 10.8 million parameters."""
+    return GPT(GPTConfig(layers=6, heads=6, width=384, block_size=LENGTH))
+
+
+def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
+    """Train with the demo's AdamW, at a constant learning rate after a linear warm-up.
+
+    The loss after a step therefore does not depend on the number of steps planned. All hooks get
+    the same data.
+    """
+    corpus = load_corpus()
+    held_out = validation_batches(
+        corpus.validation,
+        VALIDATION_SEQUENCES // world_size,
+        LENGTH,
+        world_size,
+        rank=rank,
+        world_size=world_size,
+    )
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        parameters, lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS)
+    )
+    module: nn.Module = getattr(model, "module", model)
+
+    def validate() -> float:
+        return sum(module(*batch).item() for batch in held_out) / len(held_out)
+
+    step = 0
+    while True:
+        batch = train_batch(corpus.train, SEQUENCES, LENGTH, seed=0, step=step, rank=rank)
+        optimizer.zero_grad()
+        model(*batch).backward()
+        nn.utils.clip_grad_norm_(parameters, LARGEST_NORM)
+        optimizer.step()
+        schedule.step()
+        step += 1
+        yield validate
+
+
+def race(hook: str, ranks: Ranks, steps: int, seconds: float, goal: float) -> Course:
+    """Train with one hook from the first step, until a limit or the validation loss ``goal``."""
+    spec = hook_spec(hook)
+    ranks(remote.prepare, Workload(MODEL))
+    before = _bare_step_seconds(ranks), os.getloadavg()[0]
+    ranks(remote.begin_training, Entry(spec.text, spec.config), TRAINING)
+    points: list[TrainingPoint] = []
+    is_over = False
+    while not is_over:
+        for _ in range(STRIDE - 1):
+            ranks(remote.train, False)
+        points.append(point := ranks(remote.train, True)[0])
+        print(
+            f"  step {point.step}: {point.seconds:.1f} s, {point.wire_bytes / 1e6:.1f} MB, "
+            f"validation loss {point.validation_loss:.4f}",
+            flush=True,
+        )
+        is_over = point.step >= steps or point.seconds >= seconds or point.validation_loss <= goal
+    after = _bare_step_seconds(ranks), os.getloadavg()[0]
+    return Course(hook, points, *zip(before, after, strict=True))
+
+
+def _bare_step_seconds(ranks: Ranks) -> float:
+    """Return the median of a few training steps without communication."""
+    ranks(remote.begin_training, BARE, TRAINING)
+    seconds = []
+    for _ in range(1 + BARE_STEPS):
+        start = time.perf_counter()
+        ranks(remote.train, False)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])
+
+
+def main() -> None:
+    """Train with each hook that the file lacks."""
+    arguments = _parser().parse_args()
+    rate = parse_rate(arguments.rate)
+    courses = courses_of(files.load(arguments.result, {"courses": []}))
+    about = {
+        "model": MODEL,
+        "parameters": sum(parameter.numel() for parameter in make_gpt().parameters()),
+        "ranks": arguments.ranks,
+        "bits_per_second": rate,
+    }
+    for hook in arguments.hook or (PLAIN, *HOOKS):
+        if hook in courses and not arguments.again:
+            continue
+        print(hook, flush=True)
+        limits = (arguments.steps, math.inf, -math.inf)
+        if hook != PLAIN:
+            goal = courses[PLAIN].lowest.validation_loss if PLAIN in courses else -math.inf
+            limits = (2 * arguments.steps, arguments.seconds, goal)
+        link = shaped_link(arguments.ranks, rate)
+        with link as hosts, Ranks(arguments.ranks, hosts) as ranks:
+            courses[hook] = race(hook, ranks, *limits)
+        document = {
+            "about": about | describe_machine(),
+            "courses": [asdict(courses[hook]) for hook in sorted(courses)],
+        }
+        files.save(arguments.result, document)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("result", type=Path, metavar="RESULT.json")
+    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser.add_argument("--rate", default="100mbit", help="of each rank's link; default: 100mbit")
+    parser.add_argument("--hook", action="append", help="may be repeated; default: eight and noop")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of allreduce; default: {STEPS}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, for each hook")
+    parser.add_argument("--again", action="store_true", help="train also what is in the file")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

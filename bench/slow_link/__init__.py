@@ -1,1 +1,0 @@
-"""Training over a slow link: the time until each hook reaches the loss of plain averaging."""
