@@ -35,7 +35,7 @@ def check_agreement(
     Collective over ``group``, see :func:`values_of_ranks`. Returns a random number, which is the
     same on all ranks.
     """
-    values, number = _exchange(value, group, device, what)
+    values, number = _gather(value, group, device, what)
     if len({repr(other) for other in values}) > 1:
         raise explain(values)
     return number
@@ -48,10 +48,10 @@ def values_of_ranks(value: T, group: dist.ProcessGroup, device: torch.device, wh
     compared by a hash of their ``repr``; they are sent, pickled, only if they differ. Raises
     CommHookPeerError if a peer is lost during ``what``.
     """
-    return _exchange(value, group, device, what)[0]
+    return _gather(value, group, device, what)[0]
 
 
-def _exchange(
+def _gather(
     value: T, group: dist.ProcessGroup, device: torch.device, what: str
 ) -> tuple[list[T], int]:
     """Return the values of all ranks and a random number, which is the same on all ranks."""

@@ -268,7 +268,7 @@ class DistributedDataParallel(TorchNames, Joinable):
                 work.wait()
         plan = None
         if self._join_config.enable:
-            plan = StepPlan.exchange(
+            plan = StepPlan.agree(
                 self,
                 is_active=True,
                 synchronizes=synchronizes,

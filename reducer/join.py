@@ -56,7 +56,7 @@ class StepPlan:
     syncs_buffers: bool
 
     @classmethod
-    def exchange(
+    def agree(
         cls,
         model: JoinableModel,
         *,
@@ -68,14 +68,14 @@ class StepPlan:
         own = torch.tensor(
             [is_active, synchronizes, syncs_buffers], dtype=torch.uint8, device=model.device
         )
-        rows = [torch.empty_like(own) for _ in range(model.process_group.size())]
+        plans = [torch.empty_like(own) for _ in range(model.process_group.size())]
         with collective(model.process_group, _PLANS):
-            dist.all_gather(rows, own, group=model.process_group)
-            of_ranks = torch.stack(rows).tolist()
+            dist.all_gather(plans, own, group=model.process_group)
+            of_ranks = torch.stack(plans).tolist()
         return cls(
-            [rank for rank, row in enumerate(of_ranks) if row[0]],
-            any(row[1] for row in of_ranks),
-            any(row[2] for row in of_ranks),
+            [rank for rank, plan in enumerate(of_ranks) if plan[0]],
+            any(plan[1] for plan in of_ranks),
+            any(plan[2] for plan in of_ranks),
         )
 
     @property
@@ -139,7 +139,7 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Take part in one forward and backward of the ranks that have inputs."""
         model = self._model
-        plan = StepPlan.exchange(model, is_active=False)
+        plan = StepPlan.agree(model, is_active=False)
         if plan.synchronizes:
             model.hook_registration.begin_step()
             model.reducer.rebuild_buckets()

@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -97,8 +97,6 @@ _NAMES_IN_CPP = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
-
-
 _SAMPLED_FIRST = 10
 
 
@@ -116,19 +114,11 @@ def records_errors(method: Function) -> Function:
     return cast("Function", recording)
 
 
-def logging_data(
-    module: nn.Module,
-    parameters: Collection[nn.Parameter],
-    reducer: Reducer,
-    registration: HookRegistration,
-    options: WrapperOptions,
-) -> dict[str, Any]:
-    """Return those of torch's keys that apply here; sizes are in bytes.
-
-    ``parameters``: those that are averaged.
-    """
+def _logging_data(model: TorchNames) -> dict[str, Any]:
+    """Return those of torch's keys that apply here; sizes are in bytes."""
+    reducer, options, parameters = model.reducer, model.options, list(model.parameter_names)
     data: dict[str, Any] = {
-        "module_name": type(module).__name__,
+        "module_name": type(model.module).__name__,
         "world_size": reducer.process_group.size(),
         "rank": reducer.process_group.rank(),
         "bucket_cap_bytes": options.bucket_bytes_cap,
@@ -136,7 +126,7 @@ def logging_data(
         "gradient_as_bucket_view": int(options.gradient_as_bucket_view),
         "static_graph": int(options.static_graph),
         "broadcast_buffers": int(options.forward_sync_buffers),
-        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in module.modules())),
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in model.module.modules())),
         "device_ids": ", ".join(map(str, options.device_ids or [])),
         "output_device": -1 if options.output_device is None else options.output_device,
         "is_multi_device_module": int(len({p.device for p in parameters}) > 1),
@@ -144,11 +134,11 @@ def logging_data(
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
         "dtypes": ", ".join(sorted({_name_in_cpp(p.dtype) for p in parameters})),
     }
-    if registration.name is not None:
-        data["comm_hook"] = registration.name
+    if model.hook_registration.name is not None:
+        data["comm_hook"] = model.hook_registration.name
     if reducer.last_error:
         data |= {"has_error": 1, "error": reducer.last_error}
-    return data | _of_backend(reducer) | _of_buckets(reducer) | _of_use(list(parameters), reducer)
+    return data | _of_backend(reducer) | _of_buckets(reducer) | _of_use(parameters, reducer)
 
 
 def _name_in_cpp(dtype: torch.dtype) -> str:
@@ -387,10 +377,7 @@ class TorchNames(nn.Module):
     # -------------------------------------------------------------------------- observation
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        data = logging_data(
-            self.module, self.parameter_names, self.reducer, self.hook_registration, self.options
-        )
-        return data | self.step_sampler.data()
+        return _logging_data(self) | self.step_sampler.data()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.step_sampler.set_rate(sample_rate)
