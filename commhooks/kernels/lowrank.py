@@ -61,7 +61,7 @@ _STREAMING_BLOCKS = 2048
 class Matrix(NamedTuple):
     """One matrix of a bucket: its shape, and where its numbers are, in elements.
 
-    A matrix of rank 0 stands for a range that is sent as it is, in one row; these come last.
+    A matrix of rank 0 stands for a range that is sent uncompressed, in one row; these come last.
     """
 
     gradient: int
