@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks, ModuleBenchmarks
 
 _module: pytest.StashKey[ModuleBenchmarks] = pytest.StashKey()
-"""What the tests of the current module benchmark."""
+"""The benchmarks of the current test module."""
 _tables = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options, which replace what tests say."""
+    """Add the options, which replace those of tests."""
     group = parser.getgroup("commhooks")
     for name, kind, text in [
         ("world-size", int, "number of ranks"),
@@ -68,7 +68,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.hookimpl(trylast=True)  # after pytest-benchmark's table
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what pytest-benchmark has no columns for."""
+    """Show the figures for which pytest-benchmark has no columns."""
     for title, table in terminalreporter.config.stash.get(_tables, {}).items():
         terminalreporter.section(f"communication hooks: {title}")
         terminalreporter.write_line(table)

@@ -119,7 +119,7 @@ def simulate(
 def _measured(
     job: Job, specs: Sequence[HookSpec], world_size: int, path: Path | None
 ) -> Measurements:
-    """Return the measurements in the file, after measuring and saving what it lacks."""
+    """Return the measurements in the file; measure missing ones first, and save them."""
     sizes = dry_run_sizes([world_size], job.ranks_per_node)
     known = Measurements.load(path) if path is not None and path.exists() else None
     if known is not None and known.job != job:

@@ -1,4 +1,4 @@
-"""What collectives cost in Gloo and in NCCL.
+"""Costs of collectives in Gloo and in NCCL.
 
 N is the number of members, n the number of their nodes, and S the bytes of the tensor on each rank.
 
@@ -55,7 +55,7 @@ _PEERS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Cost:
-    """What a collective costs a rank: first the latency, then the other parts at the same time."""
+    """The cost of a collective for a rank: the latency, then the other parts at the same time."""
 
     latency_seconds: float
     link_bytes: float

@@ -90,7 +90,7 @@ class ExchangeTrace:
 
 @dataclass(frozen=True)
 class BucketTrace:
-    """What happens to one bucket.
+    """The work on one bucket.
 
     ``local_seconds`` has the hook's own work before, between and after ``collectives``, so it has
     one more element.

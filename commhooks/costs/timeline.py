@@ -18,9 +18,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from commhooks.comm.issue_order import in_turn
-from commhooks.costs.backends import Backend, Cost
+from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 
@@ -166,6 +167,39 @@ class Clock:
         return self.now
 
 
+_Wait = Callable[[Callable[[], None]], None]
+"""Begins something, and calls its argument when that has ended."""
+_Process = Iterator[_Wait]
+"""Continues when the last thing that it has yielded has ended."""
+
+
+def _run(process: _Process) -> None:
+    wait = next(process, None)
+    if wait is not None:
+        wait(lambda: _run(process))
+
+
+class _Queue:
+    """Lets ``width`` processes in at once, in the order in which they come."""
+
+    def __init__(self, width: int) -> None:
+        self._free = width
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def enter(self, then: Callable[[], None]) -> None:
+        self._waiting.append(then)
+        self._next()
+
+    def leave(self) -> None:
+        self._free += 1
+        self._next()
+
+    def _next(self) -> None:
+        if self._free and self._waiting:
+            self._free -= 1
+            self._waiting.popleft()()
+
+
 @dataclass(eq=False)
 class _Execution:
     """The hook's execution on one bucket. ``issued`` counts its collectives by members."""
@@ -173,34 +207,25 @@ class _Execution:
     trace: BucketTrace
     index: int
     pending: Collective | None = None
-    position: int = 0
     issued: dict[Members, int] = field(default_factory=dict)
     is_finished: bool = False
+    on_completed: Callable[[], None] = lambda: None
+    on_finished: Callable[[], None] = lambda: None
 
     @property
     def completed(self) -> dict[Members, int]:
-        return self.issued  # what is issued early queues in its _Group
+        return self.issued  # what is issued early queues in its group
 
+    def collective(self, then: Callable[[], None]) -> None:
+        """Wait for the collective that is pending."""
+        self.on_completed = then
 
-class _Group:
-    """A process group that executes ``width`` collectives at once; the others queue."""
-
-    def __init__(self, width: int) -> None:
-        self._free = width
-        self._queue: deque[Callable[[], None]] = deque()
-
-    def put(self, start: Callable[[], None]) -> None:
-        self._queue.append(start)
-        self._next()
-
-    def release(self) -> None:
-        self._free += 1
-        self._next()
-
-    def _next(self) -> None:
-        if self._free and self._queue:
-            self._free -= 1
-            self._queue.popleft()()
+    def end(self, then: Callable[[], None]) -> None:
+        """Wait until the execution has finished."""
+        if self.is_finished:
+            then()
+        else:
+            self.on_finished = then
 
 
 class _Replay:
@@ -223,157 +248,93 @@ class _Replay:
         self._node_link = Resource(inner.bytes_per_second, burst=inner.burst_bytes)
         self._executions = [_Execution(bucket, i) for i, bucket in enumerate(trace.buckets)]
         self._launched: list[_Execution] = []  # unfinished, in bucket order
-        self._jobs: deque[tuple[float, _Execution]] = deque()  # on the hook's thread
-        self._hook_is_busy = False
-        self._groups: dict[tuple[Members, int | None], _Group] = {}
-        self._drained = 0
-        self._is_draining = False
+        self._thread = _Queue(1)  # of the hook
+        self._groups: dict[tuple[Members, int | None], _Queue] = {}
+        self._has_stage_groups = backend.has_stage_groups and not trace.is_native
         self._has_sent = False
 
     def run(self) -> tuple[float, int]:
         """Return the time at which backward ends, and the number of events."""
-        self._continue_backward(iter(self._executions))
+        _run(self._backward())
         return self._clock.run(), self._clock.events
 
-    def _record(self, work: str, execution: _Execution, start: float) -> None:
-        if self._spans is not None and self._clock.now > start:
-            self._spans.append(Span(work, execution.index, start, self._clock.now))
-
-    # ------------------------------------------------------------------ the thread of backward
-
-    def _continue_backward(self, executions: Iterator[_Execution]) -> None:
-        execution = next(executions, None)
-        if execution is None:
-            self._is_draining = True
-            self._drain()
-            return
-        start = self._clock.now
-
-        def launch() -> None:
-            self._record("backward", execution, start)
+    def _backward(self) -> _Process:
+        """Launch the hook bucket by bucket, then unpack averages in this order."""
+        for execution in self._executions:
+            yield from self._work("backward", execution, execution.trace.backward_seconds)
             self._launched.append(execution)
-            self._work(execution)
-            self._continue_backward(executions)
+            _run(self._hook(execution))
+        for execution in self._executions:
+            yield execution.end
+            yield from self._work("unpack", execution, execution.trace.unpack_seconds)
 
-        self._clock.use(self._cores, execution.trace.backward_seconds, launch)
-
-    def _drain(self) -> None:
-        """Unpack averages in bucket order, as they arrive."""
-        if not self._is_draining or self._drained == len(self._executions):
-            return
-        execution = self._executions[self._drained]
-        if not execution.is_finished:
-            return
-        self._drained += 1
-        self._is_draining = False
-        start = self._clock.now
-
-        def unpacked() -> None:
-            self._record("unpack", execution, start)
-            self._is_draining = True
-            self._drain()
-
-        self._clock.use(self._cores, execution.trace.unpack_seconds, unpacked)
-
-    # ------------------------------------------------------------------------------- the hook
-
-    def _work(self, execution: _Execution) -> None:
-        """Run the hook to its next collective or to its end."""
-        seconds = execution.trace.local_seconds[execution.position]
-        if self._trace.is_native:
-            self._clock.use(self._cores, seconds, lambda: self._await(execution))
-            return
-        self._jobs.append((seconds, execution))
-        self._next_job()
-
-    def _next_job(self) -> None:
-        if self._hook_is_busy or not self._jobs:
-            return
-        seconds, execution = self._jobs.popleft()
-        self._hook_is_busy = True
-        start = self._clock.now
-
-        def done() -> None:
-            self._record("hook", execution, start)
-            self._hook_is_busy = False
-            self._await(execution)
-            self._next_job()
-
-        self._clock.use(self._cores, seconds, done)
-
-    def _await(self, execution: _Execution) -> None:
-        collectives = execution.trace.collectives
-        if execution.position < len(collectives):
-            execution.pending = collectives[execution.position]
-        elif execution is self._executions[-1] and self._needs_vote():
-            execution.pending = self._vote()
-        else:
+    def _hook(self, execution: _Execution) -> _Process:
+        trace = execution.trace
+        for seconds, awaited in zip(trace.local_seconds, (*trace.collectives, None), strict=True):
+            if self._trace.is_native:
+                yield partial(self._clock.use, self._cores, seconds)
+            else:
+                yield self._thread.enter
+                yield from self._work("hook", execution, seconds)
+            execution.pending = awaited or self._vote(execution)
+            if execution.pending is None:
+                self._finish(execution)
+            self._give_turns()
+            if not self._trace.is_native:
+                self._thread.leave()
+            if not execution.is_finished:
+                yield execution.collective
+        if not execution.is_finished:  # it has voted
             self._finish(execution)
-        self._give_turns()
 
-    def _needs_vote(self) -> bool:
-        """Return whether the step ends with a vote.
-
-        See Note [All ranks or none] in runtime/scheduler.py.
-        """
-        return self._has_sent and self._backend.has_stage_groups and not self._trace.is_native
+    def _vote(self, execution: _Execution) -> Collective | None:
+        """Return the vote at the end of a step, see Note [All ranks or none] in scheduler.py."""
+        if execution is not self._executions[-1] or not (self._has_sent and self._has_stage_groups):
+            return None
+        network = self._network
+        return Collective("vote", 0.0, Members(network.ranks_per_node, network.nodes > 1))
 
     def _finish(self, execution: _Execution) -> None:
         execution.is_finished = True
         self._launched.remove(execution)
-        self._drain()
-
-    # ------------------------------------------------------------------------- the collectives
-
-    def _vote(self) -> Collective:
-        network = self._network
-        return Collective("vote", 0.0, Members(network.ranks_per_node, network.nodes > 1))
+        execution.on_finished()
 
     def _give_turns(self) -> None:
         for execution in in_turn(list(self._launched)):
             assert execution.pending is not None
-            self._issue(execution, execution.pending)
+            collective, execution.pending = execution.pending, None
+            self._has_sent = True
+            stage = execution.issued.get(collective.members, 0)
+            execution.issued[collective.members] = stage + 1
+            _run(self._execute(execution, collective, stage))
 
-    def _issue(self, execution: _Execution, collective: Collective) -> None:
-        execution.pending = None
-        self._has_sent = True
-        stage = execution.issued.get(collective.members, 0)
-        execution.issued[collective.members] = stage + 1
+    def _execute(self, execution: _Execution, collective: Collective, stage: int) -> _Process:
+        """Wait for the latency, then use the links and the cores at the same time."""
         group = self._group(collective.members, stage)
         cost = self._backend.cost(collective, self._network)
-        start = 0.0
-
-        def begin() -> None:
-            nonlocal start
-            start = self._clock.now
-            self._execute(cost, completed)
-
-        def completed() -> None:
-            self._record(collective.operation, execution, start)
-            group.release()
-            if collective.is_vote:
-                self._finish(execution)
-                return
-            execution.position += 1
-            self._work(execution)
-
-        group.put(begin)
-
-    def _group(self, members: Members, stage: int) -> _Group:
-        is_own = self._backend.has_stage_groups and not self._trace.is_native
-        key = (members, stage if is_own else None)
-        if key not in self._groups:
-            self._groups[key] = _Group(1 if is_own else self._backend.concurrent)
-        return self._groups[key]
-
-    def _execute(self, cost: Cost, then: Callable[[], None]) -> None:
-        """Wait for the latency, then use the links and the cores at the same time."""
         uses = [
             (self._link, cost.link_bytes),
             (self._node_link, cost.node_bytes),
             (self._cores, cost.cpu_seconds),
         ]
         uses = [(resource, amount) for resource, amount in uses if amount > 0]
+        yield group.enter
+        start = self._clock.now
+        yield partial(self._clock.wait, cost.latency_seconds)
+        if uses:
+            yield partial(self._use_all, uses)
+        self._record(collective.operation, execution, start)
+        group.leave()
+        execution.on_completed()
+
+    def _group(self, members: Members, stage: int) -> _Queue:
+        """Return a process group; one of a stage executes one collective at a time."""
+        key = (members, stage if self._has_stage_groups else None)
+        if key not in self._groups:
+            self._groups[key] = _Queue(1 if self._has_stage_groups else self._backend.concurrent)
+        return self._groups[key]
+
+    def _use_all(self, uses: list[tuple[Resource, float]], then: Callable[[], None]) -> None:
         left = len(uses)
 
         def done() -> None:
@@ -382,8 +343,14 @@ class _Replay:
             if left == 0:
                 then()
 
-        def begin() -> None:
-            for resource, amount in uses:
-                self._clock.use(resource, amount, done)
+        for resource, amount in uses:
+            self._clock.use(resource, amount, done)
 
-        self._clock.wait(cost.latency_seconds, begin if uses else then)
+    def _work(self, work: str, execution: _Execution, seconds: float) -> _Process:
+        start = self._clock.now
+        yield partial(self._clock.use, self._cores, seconds)
+        self._record(work, execution, start)
+
+    def _record(self, work: str, execution: _Execution, start: float) -> None:
+        if self._spans is not None and self._clock.now > start:
+            self._spans.append(Span(work, execution.index, start, self._clock.now))

@@ -73,7 +73,7 @@ def _shown(baseline: str) -> str:
 
 
 def cost_of_measuring(seconds: float, saved_seconds: float, noise: float = 0.0) -> str:
-    """Return a sentence that compares what a measurement took with what it can save.
+    """Return a sentence that compares the time of a measurement with the time it can save.
 
     ``saved_seconds``: the most that any hook can save of a step.
     """

@@ -74,10 +74,12 @@ def test_as_a_module() -> None:
     assert text.startswith("Usage: commhooks")
 
 
-def test_without_the_extra(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("raise ModuleNotFoundError('no click', name='click')")
+@pytest.mark.parametrize(("module", "command"), [("click", "list"), ("psutil", "doctor")])
+def test_without_the_extra(tmp_path: Path, module: str, command: str) -> None:
+    text = f"raise ModuleNotFoundError('no {module}', name={module!r})"
+    (tmp_path / f"{module}.py").write_text(text)
     result = subprocess.run(
-        [sys.executable, "-m", "commhooks", "list"],
+        [sys.executable, "-m", "commhooks", command],
         env={"PYTHONPATH": f"{tmp_path}:{Path(commhooks.__file__).parents[1]}"},
         cwd=tmp_path,
         capture_output=True,
@@ -85,7 +87,7 @@ def test_without_the_extra(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert "needs click" in result.stderr
+    assert f"needs {module}" in result.stderr
     assert "pip install 'commhooks[cli]'" in result.stderr
     assert len(result.stderr.splitlines()) == 1
 

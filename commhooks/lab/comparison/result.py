@@ -143,7 +143,7 @@ class Table:
     names: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
     is_section: bool = False
-    """Whether its lines belong into one table with those of others, under its title."""
+    """Whether the lines are shown in one table with those of others, under ``title``."""
 
     @property
     def indented(self) -> list[tuple[str, ...]]:
@@ -166,7 +166,7 @@ class Comparison:
     steps: int
     machine: Mapping[str, Any]
     notes: tuple[str, ...]
-    """Sentences that a reader of the figures must know."""
+    """Sentences about the conditions of the measurement."""
     rows: tuple[Row, ...]
     pairs: tuple[HostPair, ...] = ()
     """All pairs of hosts, if torchrun started the ranks."""
@@ -192,7 +192,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """What was compared."""
+        """The model, the number of ranks and the size of the gradients."""
         gradients = _bytes(self.rows[0].gradient_bytes)
         return f"{self.model}, {self.world_size} ranks, {gradients} of gradients"
 
@@ -341,7 +341,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 
 _Columns = Mapping[str, Callable[[Comparison, Row], str]]
-"""What cells contain, by the name of the column."""
+"""Functions that return the text of a cell, by the name of the column."""
 
 _TIMES: _Columns = {
     "step": lambda _, row: _milliseconds(row.step_seconds, row.step_spread_seconds),
