@@ -22,6 +22,7 @@ else:
     from commhooks.adapters.handle import HookHandle, handle_of, register
     from commhooks.adapters.pair import CommHookState, comm_hook
     from commhooks.adapters.trace import merge_traces
+    from commhooks.adapters.wrapper import DistributedDataParallel
     from commhooks.comm.communicator import Communicator
     from commhooks.errors import (
         CommHookError,
@@ -35,16 +36,7 @@ else:
     from commhooks.hook.base import CommHook
     from commhooks.hook.registry import HookInfo, available, create, describe, register_hook
     from commhooks.runtime.stats import BucketStats, HookStats
-    from reducer import (
-        DistributedDataParallel,
-        GradBucket,
-        MixedPrecision,
-        OverlappedOptimizer,
-        overlap_optimizer,
-    )
-    from reducer.distributed import set_hook_resolver
-
-    set_hook_resolver(lambda model, hook, options: register(model, hook, **options))
+    from reducer import GradBucket, MixedPrecision, OverlappedOptimizer, overlap_optimizer
 
 __all__ = [
     "BucketStats",

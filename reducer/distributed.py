@@ -46,11 +46,7 @@ from reducer.torch_internals import (
 )
 from reducer.trained_parameters import TrainedParameters, named_parameters
 
-__all__ = ["DistributedDataParallel", "GradientObserver", "set_hook_resolver"]
-
-HookResolver = Callable[["DistributedDataParallel", Any, Mapping[str, Any]], object]
-
-_resolve_hook: HookResolver | None = None
+__all__ = ["DistributedDataParallel", "GradientObserver"]
 
 # Each process makes its own when a wrapper is loaded.
 _NOT_PICKLED = (
@@ -63,12 +59,6 @@ _NOT_PICKLED = (
     "_casts",
     "_trained",
 )
-
-
-def set_hook_resolver(resolver: HookResolver) -> None:
-    """Let ``resolver(model, hook, hook_options)`` handle the ``hook`` argument of the wrapper."""
-    global _resolve_hook
-    _resolve_hook = resolver
 
 
 class DistributedDataParallel(TorchNames, Joinable):
@@ -108,9 +98,6 @@ class DistributedDataParallel(TorchNames, Joinable):
         check_reduction: accepted for compatibility.
         dim: used by ``scatter`` and ``gather`` only.
         batched_grad_copy: accepted for compatibility; gradients are always copied together.
-        hook: a communication hook by name, as an object or as a config; needs ``import commhooks``.
-            Default: the exact average by all-reduce.
-        hook_options: the options of a hook that is given by name.
         stable_buckets: keep the first assignment of parameters to buckets. Otherwise buckets are
             rebuilt after the first step, in the order in which gradients arrived.
         group_key: maps (name, parameter) to a key; only parameters with the same key share a
@@ -164,8 +151,6 @@ class DistributedDataParallel(TorchNames, Joinable):
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
         *,
-        hook: Any = None,
-        hook_options: Mapping[str, Any] | None = None,
         stable_buckets: bool = False,
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
         key_process_groups: Mapping[Hashable, dist.ProcessGroup] | None = None,
@@ -216,14 +201,6 @@ class DistributedDataParallel(TorchNames, Joinable):
             buffers = self.modules_buffers if broadcasts_buffers else []
             sync_initial_state(named, buffers, self.process_group, self.options.group_keys)
         self._set_up()
-        if hook is not None:
-            if _resolve_hook is None:
-                raise RuntimeError(
-                    "The `hook` argument is handled by commhooks: `import commhooks` first."
-                )
-            _resolve_hook(self, hook, hook_options or {})
-        elif hook_options:
-            raise ValueError(f"hook_options={dict(hook_options)} were given without a hook.")
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return named_parameters(self.module, self.parameters_to_ignore)

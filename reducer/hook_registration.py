@@ -16,6 +16,7 @@ from reducer._C import AverageHook, GradBucket, NativeHook, Reducer
 __all__: list[str] = []
 
 TorchHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+BoundHook = Callable[[GradBucket], torch.futures.Future[Tensor]]
 
 _WIRE_DTYPES = {
     BuiltinCommHookType.ALLREDUCE: None,
@@ -26,7 +27,8 @@ _WIRE_DTYPES = {
 class HookRegistration:
     """Sets the reducer's hook, and knows what the wrapper must know about it.
 
-    Without a registered hook, the reducer computes the exact average, sent in ``wire_dtype``.
+    Without a registered hook, the reducer computes the exact average, sent in ``wire_dtype``. All
+    attributes are read-only.
 
     Attributes:
         is_taken: whether a hook was registered through a method of torch's wrapper.
@@ -40,17 +42,28 @@ class HookRegistration:
         self._wire_dtype = wire_dtype
         self.reset()
 
-    def default(self) -> NativeHook:
-        """Return the hook that averages exactly over the reducer's current process group."""
-        return AverageHook(self._reducer.process_group, self._wire_dtype)
+    def install(
+        self,
+        hook: NativeHook | BoundHook,
+        *,
+        name: str | None = None,
+        averages_gradients: bool = True,
+        on_overwrite: Callable[[], None] | None = None,
+    ) -> None:
+        """Use ``hook`` from the next step on, in place of the present one.
+
+        ``name``: default: that of ``hook``. Raises RuntimeError while a backward is under way.
+        """
+        self._reducer.set_hook(hook)
+        self.is_taken = False
+        self.name: str | None = name or self._reducer.hook_name
+        self.averages_gradients = averages_gradients
+        self.on_overwrite = on_overwrite
 
     def reset(self) -> None:
         """Return to the default hook; another hook can then be registered."""
-        self._reducer.set_hook(self.default())
-        self.is_taken = False
-        self.name: str | None = None
-        self.averages_gradients = True
-        self.on_overwrite: Callable[[], None] | None = None
+        self.install(AverageHook(self._reducer.process_group, self._wire_dtype))
+        self.name = None
 
     def register(self, state: object, hook: TorchHook) -> None:
         """Register a torch-style hook.
@@ -59,10 +72,10 @@ class HookRegistration:
         """
         if not callable(hook):
             raise TypeError(f"Communication hook must be callable, found {hook!r}.")
-        self._take(getattr(hook, "__qualname__", type(hook).__qualname__))
         bound = functools.partial(hook, state)
-        bound.name = self.name  # type: ignore[attr-defined]  # in errors and profiles
-        self._reducer.set_hook(bound)
+        # In errors and profiles:
+        bound.name = getattr(hook, "__qualname__", type(hook).__qualname__)  # type: ignore[attr-defined]
+        self._take(bound)
 
     def register_builtin(self, kind: BuiltinCommHookType) -> None:
         """Register one of torch's built-in hooks.
@@ -73,19 +86,19 @@ class HookRegistration:
             raise ValueError(
                 f"Expected one of {[known.name for known in _WIRE_DTYPES]}, found {kind}."
             )
-        self._take(str(kind))
-        self._reducer.set_hook(AverageHook(self._reducer.process_group, _WIRE_DTYPES[kind]))
+        average = AverageHook(self._reducer.process_group, _WIRE_DTYPES[kind])
+        self._take(average, name=str(kind))
 
     def move(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from the next step on, with the default hook."""
         self._reducer.process_group = process_group
         self.reset()
 
-    def _take(self, name: str) -> None:
+    def _take(self, hook: NativeHook | BoundHook, name: str | None = None) -> None:
         if self.is_taken:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once. Use "
                 "`commhooks.register`, whose handle can replace and remove hooks."
             )
+        self.install(hook, name=name)
         self.is_taken = True
-        self.name = name

@@ -16,7 +16,7 @@ from torch import nn
 import commhooks
 from bench.auto.meter import Meter
 from bench.auto.models import MODELS, Model
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.algorithms.adaptive.auto import Auto
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.training import TrainingRun

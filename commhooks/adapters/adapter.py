@@ -15,7 +15,7 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording
-from commhooks.runtime.runner import Runner
+from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.stats import HookStats, StatsCollector
 from reducer.peers import collective
 
@@ -26,7 +26,7 @@ TorchHook = Callable[[Any], Future[Tensor]]
 
 
 class Adapter(ABC):
-    """Installs hooks on one wrapped model, and observes them.
+    """Installs hooks on one wrapped model, observes them, and knows which one is installed.
 
     It keeps what it needs of the model, but not the model, so that the model can be freed.
 
@@ -56,6 +56,8 @@ class Adapter(ABC):
         self.device = device
         self.parameters = parameters
         self.roles = roles_of(model)
+        self.hook: CommHook | TorchHook | None = None
+        """The installed hook. None: the plain average."""
         self.recording: Recording | None = None
         """The recording under way, if any."""
         self._names = names
@@ -105,30 +107,48 @@ class Adapter(ABC):
         """
         return problem
 
-    def check(self, hook: CommHook) -> None:  # noqa: ARG002
+    def check(self, hook: CommHook | TorchHook) -> None:
         """Raise CommHookError if ``hook`` cannot work on this kind of model."""
         backend = self.group._get_backend(self.device).name()  # noqa: SLF001
-        if self.sparse and self.group.size() > 1 and backend != "gloo":
+        is_ours = isinstance(hook, CommHook)
+        if is_ours and self.sparse and self.group.size() > 1 and backend != "gloo":
             raise CommHookError(
                 f"the gradients of {', '.join(self.sparse)} are sparse, and {backend!r} cannot "
                 "average those; create their embeddings with sparse=False, or use Gloo"
             )
 
-    @abstractmethod
-    def install(self, hook: CommHook, token: int) -> None:
-        """Use ``hook`` from the next step on. ``token`` is for :func:`make_runner`."""
+    def install(self, hook: CommHook | TorchHook | None, token: int = 0) -> None:
+        """Use ``hook`` from the next step on, in place of the one that is installed.
+
+        ``token``: see :func:`make_runner`. After an error the former hook stays in use.
+        """
+        runner = None
+        if isinstance(hook, CommHook) and self._needs_runner(hook):
+            runner = make_runner(hook, self.group, self.device, token)
+        try:
+            self._use(hook, runner)
+        except BaseException:
+            if runner is not None:
+                runner.close()
+            raise
+        if self._runner is not None:
+            self._runner.close()
+        self.hook, self._runner = hook, runner
+        self._collector = StatsCollector() if runner is None else runner.collector
+        self._collector.units = {name: tuple(unit) for unit in self.units or () for name in unit}
+        self._listen()
+
+    def _needs_runner(self, hook: CommHook) -> bool:  # noqa: ARG002
+        """Return whether ``hook`` runs in Python here."""
+        return True
 
     @abstractmethod
-    def install_function(self, hook: TorchHook) -> None:
-        """Use a torch-style function from the next step on."""
+    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+        """Let the wrapper call ``hook``, by its ``runner`` if it needs one."""
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Return to the plain average."""
-
-    @abstractmethod
     def stats(self) -> HookStats:
         """Return the statistics of the installed hook, since it was installed."""
+        return self._collector.stats(self.group.size())
 
     def recent_stats(self, last: int) -> HookStats:
         """Return those of the last steps, or of all where C++ or torch runs the hook."""
@@ -165,14 +185,6 @@ class Adapter(ABC):
         """Wait until the exchanges that the hook has begun are over."""
         if self._runner is not None:
             self._runner.flush()
-
-    def _use_runner(self, runner: Runner | None) -> None:
-        """Close the present runner and use ``runner``; None if no runner is needed."""
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = runner
-        self._collector = StatsCollector() if runner is None else runner.collector
-        self._listen()
 
     def _listen(self) -> None:
         self._collector.listener = None if self.recording is None else self.recording.runs.append

@@ -12,7 +12,7 @@ from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Recording, Run, Span, Stage
-from commhooks.runtime.runner import Runner, make_runner
+from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, bucket_stats
 from reducer import DistributedDataParallel
 
@@ -39,7 +39,6 @@ class DDPAdapter(Adapter):
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration
-        self._is_native = False
         self._first_step = self.steps
 
     @property
@@ -55,23 +54,28 @@ class DDPAdapter(Adapter):
         self._first_step += steps - self._reducer.steps
         self._reducer.steps = steps
 
-    def install(self, hook: CommHook, token: int) -> None:
-        native = hook.native(self.group)
-        runner = make_runner(hook, self.group, self.device, token) if native is None else None
-        self.regroup(hook.bucket_key)
-        self._set(native if runner is None else runner, runner, is_native=native is not None)
-        self._registration.name = hook.name
-        self._registration.averages_gradients = not hook.changes_parameters
-        self._registration.on_overwrite = functools.partial(_recover, hook, runner)
+    def _needs_runner(self, hook: CommHook) -> bool:
+        return hook.native(self.group) is None
 
-    def install_function(self, hook: TorchHook) -> None:
-        self.regroup(_no_key)
-        self._set(hook, None, is_native=False)
-        self._registration.name = self._reducer.hook_name
-
-    def clear(self) -> None:
-        self.regroup(_no_key)
-        self._set(self._registration.default(), None, is_native=True)
+    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+        if isinstance(hook, CommHook):
+            self.regroup(hook.bucket_key)
+            target = runner or hook.native(self.group)
+            assert target is not None
+            self._registration.install(
+                target,
+                name=hook.name,
+                averages_gradients=not hook.changes_parameters,
+                on_overwrite=functools.partial(_recover, hook, runner),
+            )
+        else:
+            self.regroup(_no_key)
+            if hook is None:
+                self._registration.reset()
+            else:
+                self._registration.install(hook)
+        self._reducer.reset_stats()
+        self._first_step = self.steps
 
     def regroup(self, key_of: Callable[[str], Hashable]) -> None:
         """Rebuild the buckets so that only parameters whose names have equal keys share one.
@@ -113,15 +117,10 @@ class DDPAdapter(Adapter):
         recording.runs += self._runs_in_cpp(recording)
         return recording
 
-    def _set(self, target: Any, runner: Runner | None, *, is_native: bool) -> None:
-        self._reducer.set_hook(target)  # raises while a backward is under way
-        self._reducer.reset_stats()
-        self._first_step = self.steps
-        self._use_runner(runner)
-        self._is_native = is_native
-        self._registration.name = None
-        self._registration.averages_gradients = True
-        self._registration.on_overwrite = None
+    @property
+    def _is_native(self) -> bool:
+        """Whether C++ runs the hook."""
+        return self._runner is None and (self.hook is None or isinstance(self.hook, CommHook))
 
     def _runs_in_cpp(self, recording: Recording) -> Iterator[Run]:
         """Yield the runs of native hooks, which are one collective from beginning to end."""

@@ -1,5 +1,6 @@
 """Find the adapter of a wrapped model, also inside the wrappers of other libraries."""
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,25 +11,55 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.ddp import DDPAdapter
-from commhooks.adapters.fully_sharded import fsdp_adapter, is_fully_sharded
-from commhooks.adapters.replicate import is_replicated, replicate_adapter
 from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.errors import CommHookError
 from reducer import DistributedDataParallel
 
-__all__ = ["adapter_of", "inner_module", "unwrap"]
+__all__ = ["adapter_of", "inner_module", "is_fully_sharded", "unwrap"]
 
 
 def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda model: isinstance(model, kind)
 
 
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Return whether ``fully_shard`` was applied to the module itself."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes long to import
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+def _fsdp_adapter(model: nn.Module) -> Adapter:
+    from commhooks.adapters.fsdp import FSDPAdapter  # imports torch's FSDP
+
+    return FSDPAdapter(model)
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Return whether torch's ``replicate``, of the time before FSDP2, was applied to the module."""
+    module = "torch.distributed._composable.replicate"
+    return any((c.__module__, c.__name__) == (module, "DDP") for c in type(model).mro())
+
+
+def _replicate_adapter(model: nn.Module) -> TorchDDPAdapter:
+    """Return the adapter of torch's wrapper, which ``replicate`` makes in the first forward.
+
+    The wrapper has a list of the module's parameters, named "0", "1", ...
+    """
+    from torch.distributed._composable.replicate import replicate  # imports FSDP2 as well
+
+    state: Any = replicate.state(model)
+    if not state.has_initialized:
+        state.lazy_init()
+    names = {str(index): name for index, name in enumerate(state._param_names)}  # noqa: SLF001
+    return TorchDDPAdapter(state._ddp, model, names)  # noqa: SLF001
+
+
 _WRAPPERS = (DistributedDataParallel, TorchDistributedDataParallel)
 _ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = [
     (_is(DistributedDataParallel), DDPAdapter),
     (_is(TorchDistributedDataParallel), TorchDDPAdapter),
-    (is_fully_sharded, fsdp_adapter),
-    (is_replicated, replicate_adapter),
+    (is_fully_sharded, _fsdp_adapter),
+    (_is_replicated, _replicate_adapter),
 ]
 """What averages gradients, and its adapter. The first that fits is used."""
 

@@ -28,8 +28,7 @@ from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run, Span
-from commhooks.runtime.runner import Runner, make_runner
-from commhooks.runtime.stats import HookStats
+from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
@@ -154,8 +153,14 @@ class FSDPAdapter(Adapter):
             problem = problem or next((other for other in of_row if other), None)
         return problem
 
-    def check(self, hook: CommHook) -> None:
+    def check(self, hook: CommHook | TorchHook) -> None:
         """Raise CommHookError if ``hook`` cannot work between replicas of shards."""
+        if not isinstance(hook, CommHook):
+            raise CommHookError(
+                f"{hook!r} is a torch-style function. Most of them average over the default "
+                "process group, whose ranks hold different shards here. Register a hook by name, "
+                "or a CommHook"
+            )
         for each in tree(hook):
             if each.skips_steps and self._row_size > 1:
                 raise CommHookError(
@@ -165,34 +170,18 @@ class FSDPAdapter(Adapter):
                     "is the same on all ranks"
                 )
 
-    def install(self, hook: CommHook, token: int) -> None:
-        self.parameters = self._present_parameters()
-        # The plain average is torch's own all-reduce: with 3 replicas, 3 * average is not the sum.
-        is_plain = type(hook) is AllReduce
-        runner = None if is_plain else make_runner(hook, self.group, self.device, token)
-        self._strict = next((each for each in tree(hook) if each.gets_each_once), None)
-        self._set(runner)
-
-    def install_function(self, hook: TorchHook) -> None:
-        raise CommHookError(
-            f"{hook!r} is a torch-style function. Most of them average over the default process "
-            "group, whose ranks hold different shards here. Register a hook by name, or a CommHook"
-        )
-
-    def clear(self) -> None:
-        self._strict = None
-        self._set(None)
-
-    def stats(self) -> HookStats:
-        return self._collector.stats(self.group.size())
-
     def average_parameters(self) -> None:
         self.parameters = self._present_parameters()
         super().average_parameters()
 
-    def _set(self, runner: Runner | None) -> None:
-        self._use_runner(runner)
-        self._collector.units = {name: tuple(names) for names in self.units for name in names}
+    def _needs_runner(self, hook: CommHook) -> bool:
+        # The plain average is torch's own all-reduce: with 3 replicas, 3 * average is not the sum.
+        return type(hook) is not AllReduce
+
+    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+        self.parameters = self._present_parameters()
+        hooks = tree(hook) if isinstance(hook, CommHook) else ()
+        self._strict = next((each for each in hooks if each.gets_each_once), None)
         self._last = None
         for unit in self._units:
             if not self._is_attached:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.futures import Future
 
-from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.dispatch import adapter_of, inner_module, unwrap
 from commhooks.adapters.saved_state import (
     Loaded,
@@ -32,7 +32,15 @@ from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.stats import HookStats
 
-__all__ = ["AnyHook", "HookHandle", "handle_of", "install", "keep", "register"]
+__all__ = [
+    "AnyHook",
+    "HookHandle",
+    "check_unused",
+    "handle_of",
+    "keep",
+    "register",
+    "register_with",
+]
 
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
@@ -59,24 +67,25 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
         CommHookMismatchError: The ranks registered different hooks or options; on every rank.
         UnknownHookError, CommHookOptionError: See :func:`create`. The other ranks raise as well.
     """
-    return install(adapter_of, model, hook, options)
+    return register_with(adapter_of, model, hook, options)
 
 
-def install(
+def register_with(
     make_adapter: Callable[[nn.Module], Adapter],
     model: nn.Module,
     hook: AnyHook,
     options: Mapping[str, Any],
 ) -> "HookHandle":
-    """Install a hook on a model that has none. Collective."""
+    """Register a hook with the adapter that ``make_adapter(model)`` returns. Collective."""
     model = unwrap(model)
     if model in _handles:
         raise CommHookError(
             f"the model has a hook already, {_handles[model].hook!r}; use replace() of its handle, "
             "commhooks.handle_of(model), or remove() it first"
         )
-    handle = HookHandle(model, make_adapter(model))
-    handle.replace(hook, **options)
+    adapter = make_adapter(model)
+    adapter.install(*_agreed(adapter, hook, options))
+    handle = HookHandle(model, adapter)
     keep(model, handle)
     return handle
 
@@ -124,17 +133,15 @@ class HookHandle:
         self, model: nn.Module, adapter: Adapter | None = None, awaited: CommHook | None = None
     ) -> None:
         self._model = weakref.ref(model)
-        self._adapter = adapter
-        self._hook: CommHook | Function | None = None
-        self._awaited = awaited  # the hook of a CommHookState, until there is an adapter
+        self._adapter = adapter  # None before a hook is installed, and after it has been removed
+        self._awaited = awaited  # the hook of a CommHookState, until it is installed
 
     @property
     def hook(self) -> CommHook | Function:
         """The hook in use. Raises CommHookError after it has been removed."""
-        hook = self._hook if self._awaited is None else self._awaited
-        if hook is None:
-            raise CommHookError(_REMOVED)
-        return hook
+        if self._awaited is not None:
+            return self._awaited
+        return _as_given(self._in_use().hook)
 
     @property
     def is_registered(self) -> bool:
@@ -146,15 +153,16 @@ class HookHandle:
         """What connects hook and model. For integrations; it may change with any release."""
         return self._in_use()
 
-    def start(self, adapter: Adapter, hook: CommHook, state: Mapping[str, Any] | None) -> None:
+    def start(self, adapter: Adapter, state: Mapping[str, Any] | None) -> None:
         """Install the awaited hook, with its saved state if any. Collective. For integrations."""
-        self._adapter, self._awaited = adapter, hook
+        assert self._awaited is not None
+        self._adapter = adapter
         try:
-            self.replace(hook)
+            adapter.install(*_agreed(adapter, self._awaited, {}))
             if state is not None:
                 self.load_state_dict(state)
         except BaseException:
-            self._adapter = self._hook = None
+            self._adapter = None
             raise
         self._awaited = None
 
@@ -169,28 +177,9 @@ class HookHandle:
         create new optimizers, or the models will differ slightly from the next step on.
         """
         adapter = self._in_use()
-        failure: BaseException | None = None
-        try:
-            new = _resolve(hook, options)
-            if isinstance(new, CommHook):
-                self._check(new, adapter)
-            identity = _identity(new)
-        except BaseException as error:
-            # Whatever it is: other ranks may have no such error, and would wait.
-            failure, identity = error, f"{type(error).__name__}: {error}"
-        try:
-            token = adapter.agree("hook and options", identity)
-        except CommHookError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
-        self._restore_consensus(adapter)  # first, because it fails if a peer does
-        if isinstance(new, CommHook):
-            adapter.install(new, token)
-        else:
-            adapter.install_function(_bind(new, options))
-        self._hook = new
+        new, token = _agreed(adapter, hook, options)
+        _restore_consensus(adapter)  # first, because it fails if a peer does
+        adapter.install(new, token)
 
     def remove(self) -> None:
         """Return to the plain average; a hook can be registered again. Collective.
@@ -198,9 +187,9 @@ class HookHandle:
         Models that differ are averaged as in :meth:`replace`.
         """
         adapter = self._in_use()
-        self._restore_consensus(adapter)
-        adapter.clear()
-        self._adapter = self._hook = None
+        _restore_consensus(adapter)
+        adapter.install(None)
+        self._adapter = None
         model = self._model()
         if model is not None:
             _handles.pop(model, None)
@@ -210,7 +199,7 @@ class HookHandle:
         if self._adapter is None:
             state = "removed" if self._awaited is None else f"awaits {self._awaited!r}"
             return f"HookHandle({state})"
-        return f"HookHandle({self._hook!r} on {model}, {self._adapter.steps} steps)"
+        return f"HookHandle({self.hook!r} on {model}, {self._adapter.steps} steps)"
 
     def stats(self, last: int | None = None) -> HookStats:
         """Return what the hook cost and saved on this rank since it was registered or replaced.
@@ -295,42 +284,6 @@ class HookHandle:
             ) from failure
         adapter.steps = state["step"]
 
-    def _restore_consensus(self, adapter: Adapter) -> None:
-        """Average the models if they differ: averaging only gradients would keep them apart.
-
-        What exchanges would bring later is not waited for: each model contains its own part of it.
-        """
-        adapter.flush()  # so that nothing is on its way when its connections close
-        if isinstance(self._hook, CommHook) and not has_consensus(self._hook):
-            adapter.average_parameters()
-
-    def _check(self, hook: CommHook, adapter: Adapter) -> None:
-        """Raise CommHookError for whatever can be found wrong before the first step."""
-        check_nesting(hook)
-        self._check_unused(hook)
-        for each in tree(hook):
-            _check_backend(each, adapter)
-        adapter.check(hook)
-        _prepare(hook, adapter)
-        if adapter.sparse and not is_lossless(hook):
-            warnings.warn(
-                f"the gradients of {', '.join(adapter.sparse)} are sparse: they are averaged "
-                f"exactly, as rows, and hook {hook.name!r} does not get them. If it should, create "
-                "their embeddings with sparse=False",
-                stacklevel=3,
-            )
-
-    def _check_unused(self, hook: CommHook) -> None:
-        others = [handle.hook for handle in _handles.values() if handle is not self]
-        hooks = [other for other in others if isinstance(other, CommHook)]
-        in_use = {id(each) for other in hooks for each in tree(other)}
-        for each in tree(hook):
-            if id(each) in in_use:
-                raise CommHookError(
-                    f"{each!r} is in use on another model, and its state belongs to that model's "
-                    "parameters; create another one, e.g. commhooks.create(hook.to_config())"
-                )
-
     def _in_use(self) -> Adapter:
         if self._adapter is None:
             raise CommHookError(
@@ -355,7 +308,51 @@ class HookHandle:
         return self.hook
 
 
-def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:
+class _FunctionHook:
+    """A torch-style function with its state."""
+
+    def __init__(self, function: Function, state: Any) -> None:
+        self.function = function
+        self.name = getattr(function, "__qualname__", type(function).__qualname__)
+        self._state = state
+
+    def __call__(self, bucket: Any) -> Future[Tensor]:
+        return self.function(self._state, bucket)
+
+
+def _as_given(hook: Any) -> CommHook | Function:
+    """Return a hook in the form in which :func:`register` gets it."""
+    given: CommHook | Function = hook.function if isinstance(hook, _FunctionHook) else hook
+    return given
+
+
+def _agreed(
+    adapter: Adapter, hook: AnyHook, options: Mapping[str, Any]
+) -> tuple[CommHook | _FunctionHook, int]:
+    """Return the hook to install and its token, after all ranks have agreed on it. Collective."""
+    failure: BaseException | None = None
+    try:
+        new = _resolve(hook, options)
+        if isinstance(new, CommHook):
+            _check(new, adapter)
+        adapter.check(new)
+        if isinstance(new, CommHook):
+            _prepare(new, adapter)
+        identity = _identity(_as_given(new))
+    except BaseException as error:
+        # Whatever it is: other ranks may have no such error, and would wait.
+        failure, identity = error, f"{type(error).__name__}: {error}"
+    try:
+        token = adapter.agree("hook and options", identity)
+    except CommHookError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+    return new, token
+
+
+def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | _FunctionHook:
     if isinstance(hook, str | Mapping):
         return create(hook, **options)
     if isinstance(hook, CommHook):
@@ -374,7 +371,7 @@ def _resolve(hook: AnyHook, options: Mapping[str, Any]) -> CommHook | Function:
         raise CommHookOptionError(
             f"a torch-style function has one option, state=; found {', '.join(unknown)}"
         )
-    return hook
+    return _FunctionHook(hook, options.get("state"))
 
 
 def _check_arity(function: Function) -> None:
@@ -391,11 +388,6 @@ def _check_arity(function: Function) -> None:
         ) from error
 
 
-def _bind(function: Function, options: Mapping[str, Any]) -> TorchHook:
-    bound = functools.partial(function, options.get("state"))
-    return functools.update_wrapper(bound, function)  # for its name
-
-
 def _identity(hook: CommHook | Function) -> str:
     if isinstance(hook, CommHook):
         return json.dumps(hook.to_config(), sort_keys=True)
@@ -405,14 +397,41 @@ def _identity(hook: CommHook | Function) -> str:
     return f"function {named.__module__}.{named.__qualname__}"
 
 
-def _check_backend(hook: CommHook, adapter: Adapter) -> None:
+def _restore_consensus(adapter: Adapter) -> None:
+    """Average the models if they differ: averaging only gradients would keep them apart.
+
+    What exchanges would bring later is not waited for: each model contains its own part of it.
+    """
+    adapter.flush()  # so that nothing is on its way when its connections close
+    if isinstance(adapter.hook, CommHook) and not has_consensus(adapter.hook):
+        adapter.average_parameters()
+
+
+def _check(hook: CommHook, adapter: Adapter) -> None:
+    """Raise CommHookError unless ``hook`` can be used on the model's backend."""
+    check_nesting(hook)
+    check_unused(hook, adapter)
     backend = adapter.group._get_backend(adapter.device).name()  # noqa: SLF001
-    if backend not in hook.backends:
-        raise CommHookError(
-            f"hook {hook!r} works on {', '.join(hook.backends)}; the model's process group uses "
-            f"{backend!r} for tensors on {adapter.device.type!r}. A subclass of the hook may name "
-            "other backends in `backends`"
-        )
+    for each in tree(hook):
+        if backend not in each.backends:
+            raise CommHookError(
+                f"hook {each!r} works on {', '.join(each.backends)}; the model's process group "
+                f"uses {backend!r} for tensors on {adapter.device.type!r}. A subclass of the hook "
+                "may name other backends in `backends`"
+            )
+
+
+def check_unused(hook: CommHook, adapter: Adapter) -> None:
+    """Raise CommHookError if ``hook`` is in use on another model than that of ``adapter``."""
+    others = [handle.hook for handle in _handles.values() if handle._adapter is not adapter]  # noqa: SLF001
+    hooks = [other for other in others if isinstance(other, CommHook)]
+    in_use = {id(each) for other in hooks for each in tree(other)}
+    for each in tree(hook):
+        if id(each) in in_use:
+            raise CommHookError(
+                f"{each!r} is in use on another model, and its state belongs to that model's "
+                "parameters; create another one, e.g. commhooks.create(hook.to_config())"
+            )
 
 
 def _prepare(hook: CommHook, adapter: Adapter) -> None:
@@ -424,3 +443,10 @@ def _prepare(hook: CommHook, adapter: Adapter) -> None:
         raise CommHookError(
             f"prepare() of hook {hook!r} failed: {type(error).__name__}: {error}"
         ) from error
+    if adapter.sparse and not is_lossless(hook):
+        warnings.warn(
+            f"the gradients of {', '.join(adapter.sparse)} are sparse: they are averaged exactly, "
+            f"as rows, and hook {hook.name!r} does not get them. If it should, create their "
+            "embeddings with sparse=False",
+            stacklevel=4,
+        )

@@ -107,7 +107,7 @@ class CommHookState:
 
     def _register(self) -> None:
         assert self._adapter is not None
-        self.handle.start(self._adapter, self._hook, self._saved)
+        self.handle.start(self._adapter, self._saved)
         self._is_registered = True
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,8 +25,7 @@ from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.recording import Recording, Run, Span, Stage
-from commhooks.runtime.runner import Runner, make_runner
-from commhooks.runtime.stats import HookStats
+from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.peers import peer_error
 
@@ -80,7 +79,6 @@ class TorchAdapter(Adapter):
         self._is_under_way = False  # a bucket of this step has come
         self._has_last = False  # torch's last one has
         self._told_last = False  # the hook has got one that is marked as the last
-        self._function: TorchHook = self._average
         self._error: BaseException | None = None
         self._runs: list[tuple[Run, GradBucket]] = []  # of the function, in this step
         self._gradient_hooks: list[RemovableHandle] = []
@@ -93,17 +91,8 @@ class TorchAdapter(Adapter):
     def group(self) -> dist.ProcessGroup:
         return self._group
 
-    def install(self, hook: CommHook, token: int) -> None:
-        self._set(make_runner(hook, self.group, self.device, token), self._average)
-
-    def install_function(self, hook: TorchHook) -> None:
-        self._set(None, hook)
-
-    def clear(self) -> None:
-        self._set(None, self._average)
-
-    def stats(self) -> HookStats:
-        return self._collector.stats(self.group.size())
+    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+        """Do nothing: :meth:`run` calls what is installed."""
 
     def start_recording(self) -> None:
         """Record gradients and hooks. Torch's reducer does not tell about the rest."""
@@ -144,7 +133,8 @@ class TorchAdapter(Adapter):
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
         if self._runner is not None:
             return self._runner(own)
-        future = self._function(bucket)
+        hook = self._average if self.hook is None else cast("TorchHook", self.hook)
+        future = hook(bucket)
         if not isinstance(future, AnyFuture):
             raise CommHookResultError(
                 f"[rank {self.group.rank()}] the hook returned {type(future).__name__} for bucket "
@@ -211,9 +201,8 @@ class TorchAdapter(Adapter):
             self.recording.spans.append(Span("gradient", index, now, now))
 
     def _span(self, run: Run, bucket: GradBucket) -> Span:
-        name = self._runner.name if self._runner else getattr(self._function, "__qualname__", "")
-        if run.wire_bytes is not None:  # of rows
-            name = AllReduce.name
+        is_rows = run.wire_bytes is not None
+        name = AllReduce.name if is_rows else getattr(self.hook, "name", "")
         names = tuple(bucket.names)
         return Span("hook", run.index, run.start_ns, run.end_ns, run.key, names, name)
 
@@ -222,10 +211,6 @@ class TorchAdapter(Adapter):
         last_end = max((s.end_ns for s in recording.spans if s.activity == "backward"), default=0)
         start = min(s.start_ns for s in recording.spans if s.start_ns > last_end)
         return Span("backward", self.steps, start, time.monotonic_ns())
-
-    def _set(self, runner: Runner | None, function: TorchHook) -> None:
-        self._use_runner(runner)
-        self._function = function
 
     def _with_names(self, bucket: TorchBucket) -> GradBucket:
         """Return our bucket for torch's.

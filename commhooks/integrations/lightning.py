@@ -21,9 +21,7 @@ except ImportError as error:
         "commhooks.integrations.lightning needs the package lightning: pip install lightning"
     ) from error
 
-from commhooks.integrations.lightning_parts.callback import HookCallback
-from commhooks.integrations.lightning_parts.fabric import FabricStrategy
-from commhooks.integrations.lightning_parts.trainer import TrainerStrategy
+from commhooks.integrations.lightning_parts import FabricStrategy, HookCallback, TrainerStrategy
 
 __all__ = ["CommHookCallback", "CommHooksStrategy", "FabricCommHooksStrategy"]
 

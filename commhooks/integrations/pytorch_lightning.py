@@ -10,9 +10,7 @@ except ImportError as error:
         "commhooks.integrations.pytorch_lightning needs its package: pip install pytorch-lightning"
     ) from error
 
-from commhooks.integrations.lightning_parts.callback import HookCallback
-from commhooks.integrations.lightning_parts.fabric import FabricStrategy
-from commhooks.integrations.lightning_parts.trainer import TrainerStrategy
+from commhooks.integrations.lightning_parts import FabricStrategy, HookCallback, TrainerStrategy
 
 __all__ = ["CommHookCallback", "CommHooksStrategy", "FabricCommHooksStrategy"]
 

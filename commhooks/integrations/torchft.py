@@ -39,7 +39,7 @@ except ImportError as error:
         "commhooks.integrations.torchft needs the package torchft: pip install torchft-nightly"
     ) from error
 
-from commhooks.adapters.handle import HookHandle, keep
+from commhooks.adapters.handle import HookHandle, check_unused, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter, completed
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, tree
@@ -48,7 +48,6 @@ from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats
-from commhooks.runtime.stream_runner import StreamRunner
 from reducer import GradBucket
 from reducer.construction import sparse_parameters
 
@@ -103,16 +102,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 f"the gradients of {', '.join(names)} are sparse, which is not supported here; "
                 "create their embeddings with sparse=False"
             )
-        keep(self, _Handle(self, _Averager(manager, replicas, made, self), made))
+        averager = _Averager(manager, replicas, made, self)
+        check_unused(made, averager)
+        keep(self, _Handle(self, averager))
 
 
 class _Handle(HookHandle):
     """Only observes: replicas cannot agree on a change, because some may be away."""
-
-    def __init__(self, model: nn.Module, adapter: "_Averager", hook: CommHook) -> None:
-        super().__init__(model, adapter)
-        self._check_unused(hook)
-        self._hook = hook
 
     def replace(self, *_: Any, **__: Any) -> NoReturn:
         raise CommHookError(
@@ -180,7 +176,7 @@ class _Averager(TorchDDPAdapter):
         self._manager = manager
         self._replicas = _Replicas(replicas)
         self._group = cast("dist.ProcessGroup", self._replicas)
-        self._hook = hook
+        self.hook: CommHook = hook
         self._members: dist.ProcessGroup | None = None  # of the last step
 
     def run(self, bucket: TorchBucket) -> Future[Tensor]:
@@ -217,10 +213,10 @@ class _Averager(TorchDDPAdapter):
     def _follow_members(self) -> Runner:
         """Recover if the members have changed: Note [Members that come and go]."""
         if self._runner is None:
-            prepare(self._hook, self.parameters, self.group, self.roles)
-            self._use_runner(StreamRunner(self._hook, self.group, self.device, token=0))
+            prepare(self.hook, self.parameters, self.group, self.roles)
+            self.install(self.hook)
         elif self._members is not self._replicas.parent:
-            self._hook.recover()
+            self.hook.recover()
         self._members = self._replicas.parent
         assert self._runner is not None
         return self._runner

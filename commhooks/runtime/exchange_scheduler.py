@@ -1,6 +1,5 @@
 """Runs the exchanges of a hook: Note [Exchanges between steps] in comm/exchange.py."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -27,7 +26,7 @@ class ExchangeScheduler(Executor):
         watch: Watch,
         on_end: Callable[[ExchangeExecution], None],
     ) -> None:
-        super().__init__(rank, groups, watch, itertools.count())
+        super().__init__(rank, groups, watch)
         self._on_end = on_end
         self._failure: CommHookError | None = None  # since the last step that failed
         self._when_idle: list[Callable[[], None]] = []

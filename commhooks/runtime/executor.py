@@ -1,7 +1,8 @@
 """Runs executions side by side on one thread, and issues their collectives in turn."""
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import Work
 
@@ -13,9 +14,9 @@ from commhooks.runtime.execution import HookExecution
 
 __all__ = ["Executor", "Watch"]
 
-Watch = Callable[[Work, int, int], None]
-"""Called with a work, a token and a stage. Must arrange that :meth:`Executor.complete` is called
-with the token when the work has completed, with or without an error."""
+Watch = Callable[[Work, Callable[[], None], int], None]
+"""Called with a work, a function and a stage. Must arrange that the function is called on the
+executor's thread when the work has completed, with or without an error."""
 
 
 class Executor(ABC):
@@ -28,23 +29,21 @@ class Executor(ABC):
         rank: This rank in the model's process group.
         groups: The stage groups to send through.
         watch: Tells when a collective has completed.
-        tokens: Numbers that nobody else gives to ``watch``.
     """
 
-    def __init__(self, rank: int, groups: StageGroups, watch: Watch, tokens: Iterator[int]) -> None:
+    def __init__(self, rank: int, groups: StageGroups, watch: Watch) -> None:
         self._rank = rank
         self._groups = groups
         self._watch = watch
-        self._tokens = tokens
-        self._given_up: set[int] = set()  # tokens, when connections were closed
-        self._under_way: dict[int, HookExecution] = {}  # by the token of their collective
+        self._under_way: list[HookExecution] = []  # with a collective under way
+        self._given_up: list[HookExecution] = []  # under way when connections were closed
         self._unfinished: list[HookExecution] = []  # in bucket order
 
-    def complete(self, token: int) -> None:
-        """Continue the execution whose collective has completed."""
-        execution = self._under_way.pop(token, None)
-        if execution is None:
+    def _complete(self, execution: HookExecution) -> None:
+        """Continue ``execution``, whose collective has completed."""
+        if execution not in self._under_way:
             return  # it had been given up
+        self._under_way.remove(execution)
         error = execution.end_collective()
         failure = self._failure_of(execution)
         if failure is not None:
@@ -64,10 +63,9 @@ class Executor(ABC):
         """
         if epoch != self._groups.epoch or not self._needs_all_peers() or not self._under_way:
             return
-        self._given_up = set(self._under_way)
-        execution = next(iter(self._under_way.values()))
+        self._given_up = list(self._under_way)
         error = RuntimeError("Connection closed by peer in the middle of a message")
-        failure = self._peer_error(execution, error)
+        failure = self._peer_error(self._under_way[0], error)
         self._groups.close_connections()
         self.fail(failure)
 
@@ -76,14 +74,14 @@ class Executor(ABC):
 
         Return whether there is one.
         """
-        tokens = self._given_up & self._under_way.keys()
-        for token in tokens:
-            execution = self._under_way.pop(token)
+        given_up = [each for each in self._given_up if each in self._under_way]
+        for execution in given_up:
+            self._under_way.remove(execution)
             failure = self._failure_of(execution)
             assert failure is not None
             self._set_error(execution, failure)
         self._given_up.clear()
-        return bool(tokens)
+        return bool(given_up)
 
     @abstractmethod
     def _needs_all_peers(self) -> bool:
@@ -135,13 +133,12 @@ class Executor(ABC):
         except Exception as error:
             self.fail(execution.refuse(error.with_traceback(None)))
             return
-        token = next(self._tokens)
-        self._under_way[token] = execution
-        self._watch(execution.work, token, stage)
+        self._under_way.append(execution)
+        self._watch(execution.work, functools.partial(self._complete, execution), stage)
         execution.count_bytes(collective)
 
     def _end_all(self, error: CommHookError) -> None:
-        """Set ``error`` where nothing is pending; :meth:`complete` does so for the others."""
+        """Set ``error`` where nothing is under way; :meth:`_complete` does so for the others."""
         for execution in list(self._unfinished):
             execution.close()
             if execution.work is None:

@@ -21,9 +21,9 @@ A rank that fails, at whatever point,
 If a hook has sent nothing in a step, there is no vote.
 """
 
-import itertools
 import weakref
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Protocol
 
 import torch.distributed as dist
@@ -37,9 +37,77 @@ from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.executor import Executor, Watch
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
-from commhooks.runtime.step_state import Phase, StepState
 
-__all__ = ["Exchanges", "HookScheduler"]
+__all__ = ["Exchanges", "HookScheduler", "Phase", "StepState"]
+
+
+class Phase(Enum):
+    """Where a step stands on this rank; see :class:`StepState`."""
+
+    IDLE = auto()
+    """No bucket of a step has arrived."""
+    OPEN = auto()
+    """Buckets have arrived, but nothing has been sent: other ranks do not wait for this one."""
+    SENDING = auto()
+    """A collective has been issued, so the step ends with a vote or a failure on all ranks."""
+    FAILED = auto()
+    """Buckets that still arrive fail as well."""
+
+
+class StepState:
+    """One phase, and the only code that changes it.
+
+    The method in each row leads from the phase in the column to the phase in the cell; an empty
+    cell is a bug in the runner, and raises RuntimeError:
+
+    ========= ======== ========= ========= ========
+    ..        IDLE     OPEN      SENDING   FAILED
+    ========= ======== ========= ========= ========
+    begin()   OPEN     OPEN      OPEN      OPEN
+    send()             SENDING   SENDING
+    finish()           IDLE      IDLE
+    fail()    FAILED   FAILED    FAILED
+    ========= ======== ========= ========= ========
+
+    A step begins with the bucket of index 0. That may happen in OPEN and SENDING because torch does
+    not tell when a backward pass has raised.
+
+    An exchange that outlives a step is in none of these phases: the state is that of a step only.
+    """
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self.failure: CommHookError | None = None
+        """Why the step failed. Set in FAILED only."""
+
+    def begin(self) -> bool:
+        """Begin a step. Return whether the one before it failed."""
+        has_failed = self.phase is Phase.FAILED
+        self.phase = Phase.OPEN
+        self.failure = None
+        return has_failed
+
+    def send(self) -> None:
+        """Note that a collective is about to be issued."""
+        self._move(Phase.SENDING, _RUNNING)
+
+    def finish(self) -> None:
+        """Note that the step has ended on all ranks."""
+        self._move(Phase.IDLE, _RUNNING)
+
+    def fail(self, failure: CommHookError) -> None:
+        """Note that the step has failed, because of ``failure``."""
+        self._move(Phase.FAILED, _NOT_FAILED)
+        self.failure = failure
+
+    def _move(self, target: Phase, sources: frozenset[Phase]) -> None:
+        if self.phase not in sources:
+            raise RuntimeError(f"a step cannot go from {self.phase.name} to {target.name}")
+        self.phase = target
+
+
+_RUNNING = frozenset({Phase.OPEN, Phase.SENDING})
+_NOT_FAILED = frozenset(Phase) - {Phase.FAILED}
 
 
 class Exchanges(Protocol):
@@ -77,7 +145,7 @@ class HookScheduler(Executor):
         watch: Watch,
         exchanges: Exchanges,
     ) -> None:
-        super().__init__(group.rank(), groups, watch, itertools.count())
+        super().__init__(group.rank(), groups, watch)
         self._hook = hook
         self._group = group
         self._stream = stream
@@ -134,7 +202,7 @@ class HookScheduler(Executor):
 
     def _needs_all_peers(self) -> bool:
         """No rank gets past the vote before this one has issued it."""
-        has_voted = any(each.operation == "vote" for each in self._under_way.values())
+        has_voted = any(each.operation == "vote" for each in self._under_way)
         return self._state.phase is Phase.SENDING and not has_voted
 
     def _begin_step(self) -> None:

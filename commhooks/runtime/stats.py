@@ -233,12 +233,17 @@ class StatsCollector:
         return last, found
 
     def _key(self, bucket: GradBucket) -> str:
-        return self.units[bucket.names[0]][0] if self.units else bucket.key
+        unit = self._unit(bucket)
+        return bucket.key if unit is None else unit[0]
+
+    def _unit(self, bucket: GradBucket) -> tuple[str, ...] | None:
+        # Names are converted from C++, so do not ask for them in vain.
+        return self.units.get(bucket.names[0]) if self.units else None
 
     def _open(self, bucket: GradBucket) -> _Entry:
         """Make a new entry, in place of those whose buckets have been rebuilt."""
-        if self.units:
-            unit = self.units[bucket.names[0]]
+        unit = self._unit(bucket)
+        if unit is not None:
             return self._entries.setdefault(unit[0], _Entry(len(self._entries), unit))
         names = tuple(bucket.names)
         kept = {

@@ -1,6 +1,8 @@
 """Runs the coroutines of a hook on a thread of their own, while backward computes."""
 
+import atexit
 import functools
+import itertools
 import os
 import threading
 import weakref
@@ -9,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from commhooks._C import CompletionQueue
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
 from commhooks.runtime.executor import Executor
-from commhooks.runtime.runner_thread import RunnerThread
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -57,7 +60,7 @@ class ThreadedRunner:
         self._device = device
         self._stream = SideStream(device)
         groups = StageGroups(group, token)
-        self._thread = thread = RunnerThread("commhooks", groups, self._stream)
+        self._thread = thread = _Thread("commhooks", groups, self._stream)
 
         # No function may refer to self, because the threads must not keep the runner alive.
         def continue_after(exchange: ExchangeExecution) -> None:
@@ -65,7 +68,7 @@ class ThreadedRunner:
 
         self._exchanges = _Exchanges(group, token, self._stream, continue_after)
         self._scheduler = scheduler = HookScheduler(
-            hook, group, groups, self._stream, self.collector, thread.queue.watch, self._exchanges
+            hook, group, groups, self._stream, self.collector, thread.watch, self._exchanges
         )
         groups.on_loss = functools.partial(_end_without_peer, thread, scheduler, _GRACE_SECONDS)
         thread.executor = scheduler
@@ -121,10 +124,8 @@ class _Exchanges:
         on_end: Callable[[ExchangeExecution], None],
     ) -> None:
         self._groups = groups = StageGroups(group, token, purpose="exchanges")
-        self.thread = thread = RunnerThread("commhooks-exchange", groups, stream)
-        self._scheduler = scheduler = ExchangeScheduler(
-            group.rank(), groups, thread.queue.watch, on_end
-        )
+        self.thread = thread = _Thread("commhooks-exchange", groups, stream)
+        self._scheduler = scheduler = ExchangeScheduler(group.rank(), groups, thread.watch, on_end)
         groups.on_loss = functools.partial(
             _end_without_peer, thread, scheduler, _EXCHANGE_GRACE_SECONDS
         )
@@ -161,7 +162,73 @@ class _Exchanges:
             function()
 
 
-def _end_without_peer(thread: RunnerThread, executor: Executor, grace: float, epoch: int) -> None:
+class _Thread:
+    """Calls functions at once, or when a collective has completed, in that order.
+
+    The thread starts with the first :meth:`call`, and ends after :meth:`stop`.
+    """
+
+    def __init__(self, name: str, groups: StageGroups, stream: SideStream) -> None:
+        self.queue = CompletionQueue()
+        self.executor: Executor | None = None
+        """What fails if a call raises. Set it before the first call."""
+        self._name = name
+        self.groups = groups
+        self._stream = stream
+        self._functions: dict[int, Callable[[], None]] = {}  # by their tokens in the queue
+        self._tokens = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        _threads.add(self)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Let the thread call ``function``, after what it was given before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            self._thread.start()
+        self.queue.put(self._token_of(function))
+
+    def watch(self, work: Work, function: Callable[[], None], stage: int) -> None:
+        """Let the thread call ``function`` when ``work`` has completed: see :class:`Executor`."""
+        self.queue.watch(work, self._token_of(function), stage)
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs. In a forked child it does not."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Let the thread end, whatever it waits for."""
+        self._is_stopped = True
+        self.groups.close()
+        self.queue.put(self._token_of(_nothing))
+        if self._thread is None:
+            self.groups.abandon()
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    @torch.no_grad()
+    def _main(self) -> None:
+        assert self.executor is not None
+        with self._stream:
+            while not self._is_stopped:
+                token = self.queue.get()
+                assert token is not None  # without a time-out
+                try:
+                    self._functions.pop(token)()  # no variable may hold it while the thread waits
+                except BaseException as error:
+                    # A bug of ours. If this thread ended, all ranks would wait forever.
+                    self.executor.fail(self.executor.error("the runner failed", error))
+        self.groups.abandon()
+
+    def _token_of(self, function: Callable[[], None]) -> int:
+        token = next(self._tokens)
+        self._functions[token] = function
+        return token
+
+
+def _end_without_peer(thread: _Thread, executor: Executor, grace: float, epoch: int) -> None:
     """See Note [Messages that never end] in comm/peer_watch.py. Runs on a thread of its own."""
 
     def end() -> None:
@@ -175,7 +242,23 @@ def _end_without_peer(thread: RunnerThread, executor: Executor, grace: float, ep
         thread.call(end)
 
 
-def _stop(threads: Sequence[RunnerThread], pid: int) -> None:
+def _stop(threads: Sequence[_Thread], pid: int) -> None:
     if os.getpid() == pid:  # a forked child has the objects, but not their threads
         for thread in threads:
             thread.stop()
+
+
+def _nothing() -> None:
+    """Do nothing, to wake up the thread."""
+
+
+_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # A thread that wakes up while the interpreter shuts down would crash it.
+    for thread in list(_threads):
+        thread.stop()
+    for thread in list(_threads):
+        thread.join(2.0)

@@ -262,6 +262,11 @@ def construct_with_hook(rank: int, size: int) -> None:
     assert handle is not None
     assert handle.hook == Scaled(2.0)
 
+    with pytest.raises(ValueError, match="without a hook"):
+        make_model(False, hook_options={"rank": 4})
+    with pytest.raises(commhooks.UnknownHookError, match="unheard_of"):
+        make_model(False, hook="unheard_of")
+
 
 def test_hook_given_to_the_wrapper(run_ranks: Any) -> None:
     run_ranks(construct_with_hook, 2)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks import CommHookState, comm_hook
-from commhooks.integrations.lightning_parts.callback import HookCallback
+from commhooks.integrations.lightning_parts import HookCallback
 
 HOOKS: list[dict[str, Any]] = [
     {"name": "int8"},
@@ -207,7 +207,7 @@ def fail(rank: int, size: int) -> None:
     model = make_model(net, state)
     with raises_once(model, rank, commhooks.CommHookMismatchError, "on all ranks.*int4.*int8"):
         assert not state.handle.is_registered
-        state._hook = commhooks.create("int8")
+        state.handle._awaited = commhooks.create("int8")
 
     net = make_net()
     state = CommHookState(FailsOnce(), module=net)

@@ -251,7 +251,7 @@ def drop_while_a_thread_goes_on(rank: int, size: int) -> None:
     model = TorchDistributedDataParallel(nn.Linear(2, 1, bias=False))
     adapter = TorchDDPAdapter(model)
     pending: torch.futures.Future[Tensor] = torch.futures.Future()
-    adapter.install_function(lambda bucket: pending)
+    adapter.install(lambda bucket: pending)
     parameters = list(model.module.parameters())
     bucket = commhooks.GradBucket(torch.zeros(2), parameters, ["weight"])
     answer = run_in_backward(adapter, bucket)

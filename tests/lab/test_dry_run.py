@@ -112,7 +112,7 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
 
     trainer = Trainer(commhooks.create("noop"), stable_buckets=True)
     adapter = DDPAdapter(trainer.model)
-    adapter.install_function(keep)
+    adapter.install(keep)
     hook = commhooks.create(config)
     hook.prepare(trainer.parameters, FakeGroup(size))
     adapter.regroup(hook.bucket_key)

@@ -109,8 +109,8 @@ def bad_arguments(rank: int, world_size: int) -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r'"0\.weight" is on cpu, "1\.weight" on meta'):
         DistributedDataParallel(mixed)
-    with pytest.raises(ValueError, match="without a hook"):
-        DistributedDataParallel(nn.Linear(2, 2), hook_options={"rank": 4})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'hook'"):
+        DistributedDataParallel(nn.Linear(2, 2), hook="bf16")  # type: ignore[call-arg]
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -1,5 +1,6 @@
 """Newer arguments of the wrapper, group keys, and process groups of parameters."""
 
+import functools
 import os
 from typing import Any
 
@@ -358,8 +359,11 @@ def torch_hook_before_and_after(rank: int, world_size: int) -> None:
 
     model = DistributedDataParallel(make_net())
     model.register_comm_hook("before", hook)
-    model.hook_registration.averages_gradients = False
-    model.hook_registration.on_overwrite = lambda: calls.append("overwrite")
+    model.hook_registration.install(
+        functools.partial(hook, "between"),
+        averages_gradients=False,
+        on_overwrite=lambda: calls.append("overwrite"),
+    )
     model._update_process_group(dist.new_group([0]))
     assert model.hook_registration.averages_gradients
     model.broadcast_state(0)

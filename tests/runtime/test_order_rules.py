@@ -17,8 +17,7 @@ from support.simulated_steps import ALL, Fault, Plan, Program, run_steps
 from commhooks import CommHookError, CommHookPeerError
 from commhooks.comm.issue_order import in_turn
 from commhooks.comm.stage_groups import StageGroups
-from commhooks.runtime.scheduler import HookScheduler
-from commhooks.runtime.step_state import Phase, StepState
+from commhooks.runtime.scheduler import HookScheduler, Phase, StepState
 
 STEPS = 3
 seeds = st.integers(0, 2**32)

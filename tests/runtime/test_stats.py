@@ -79,6 +79,8 @@ def test_the_last_steps_of_units() -> None:
             record(collector, make_bucket([name]), wire, 1.0)
     found = [bucket.wire_bytes for bucket in collector.stats(2, last=2).buckets]
     assert found == [20.0, 3.0]
+    record(collector, make_bucket(["trained later"]), 7, 1.0)
+    assert collector.stats(2).buckets[0].names == ("trained later",)
 
 
 def train_with_warm_up(rank: int, size: int) -> None:

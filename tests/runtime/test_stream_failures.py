@@ -15,7 +15,7 @@ from test_threaded_runner import backward, make_model, plain_average
 from torch import Tensor
 
 import commhooks
-from commhooks.adapters import ddp, torch_ddp
+from commhooks.adapters import adapter
 from commhooks.comm import stream_groups
 from commhooks.comm.stream_groups import StreamGroups
 from commhooks.runtime.runner import make_runner
@@ -38,8 +38,7 @@ class Fragile(commhooks.CommHook):
 
 
 def fail_and_replace(rank: int, size: int, on_torch_ddp: bool) -> tuple[list[str], list[bool]]:
-    module: Any = torch_ddp if on_torch_ddp else ddp
-    module.make_runner = StreamRunner
+    adapter.make_runner = StreamRunner  # type: ignore[assignment]
     try:
         model = make_model(on_torch_ddp)
         hook = Fragile()
@@ -56,7 +55,7 @@ def fail_and_replace(rank: int, size: int, on_torch_ddp: bool) -> tuple[list[str
         handle.replace(Fragile())
         right.append(all(map(torch.equal, backward(model, rank, 3), plain_average(size, 3))))
     finally:
-        module.make_runner = make_runner
+        adapter.make_runner = make_runner
     return messages, right
 
 

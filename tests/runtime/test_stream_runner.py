@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.adapters import ddp
+from commhooks.adapters import adapter
 from commhooks.comm.stream_groups import options_like
 from commhooks.runtime import side_stream
 from commhooks.runtime.runner import make_runner
@@ -36,7 +36,7 @@ class Product(nn.Module):
 
 
 def averages(rank: int, size: int, config: dict[str, Any], autocast: bool) -> list[Tensor]:
-    ddp.make_runner = StreamRunner  # type: ignore[assignment]
+    adapter.make_runner = StreamRunner  # type: ignore[assignment]
     try:
         torch.manual_seed(0)
         model = commhooks.DistributedDataParallel(Product())
@@ -50,7 +50,7 @@ def averages(rank: int, size: int, config: dict[str, Any], autocast: bool) -> li
             found += [parameter.grad.clone() for parameter in model.parameters()]
         return found
     finally:
-        ddp.make_runner = make_runner
+        adapter.make_runner = make_runner
 
 
 @pytest.mark.parametrize("config", MULTIPLYING, ids=lambda config: config["name"])

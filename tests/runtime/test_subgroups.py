@@ -12,7 +12,8 @@ from test_threaded_runner import backward, expect_error, make_model, plain_avera
 from torch import Tensor
 
 import commhooks
-from commhooks.adapters import ddp
+from commhooks.adapters import adapter
+from commhooks.runtime.runner import make_runner
 from commhooks.runtime.stream_runner import StreamRunner
 
 
@@ -65,14 +66,17 @@ class TwoLevels(commhooks.CommHook):
 
 def train(rank: int, size: int, torch_ddp: bool, inline: bool) -> list[bool]:
     if inline:  # as on backends that keep order themselves
-        ddp.make_runner = StreamRunner
-    model = make_model(torch_ddp)
-    handle = commhooks.register(model, TwoLevels())
-    right = [
-        all(map(torch.equal, backward(model, rank, step), plain_average(size, step)))
-        for step in range(4)
-    ]
-    handle.remove()
+        adapter.make_runner = StreamRunner
+    try:
+        model = make_model(torch_ddp)
+        handle = commhooks.register(model, TwoLevels())
+        right = [
+            all(map(torch.equal, backward(model, rank, step), plain_average(size, step)))
+            for step in range(4)
+        ]
+        handle.remove()
+    finally:
+        adapter.make_runner = make_runner
     return right
 
 

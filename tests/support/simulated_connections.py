@@ -8,6 +8,7 @@ no member may post a collective while another one of its own is pending.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -76,13 +77,13 @@ class Work:
     def __init__(self, actor: Actor, tensor: Tensor | None) -> None:
         self.actor, self.tensor = actor, tensor
         self.tag: list[float] = [] if tensor is None else tensor[:-1].tolist()
-        self.token: int | None = None
+        self.then: Callable[[], None] | None = None
         self.is_over = self.has_failed = False
 
     def end(self, *, has_failed: bool) -> None:
         self.is_over, self.has_failed = True, has_failed
-        if self.token is not None:
-            self.actor.completed.append(self.token)
+        if self.then is not None:
+            self.actor.completed.append(self.then)
 
     def wait(self) -> None:
         assert self.is_over

@@ -27,7 +27,6 @@ from commhooks.comm import stage_groups
 from commhooks.comm.exchange import Exchange
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
-from commhooks.runtime.executor import Executor
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -257,7 +256,7 @@ class _Actor(ABC):
 
     def __init__(self, world: _World) -> None:
         self.world = world
-        self.completed: list[int] = []  # tokens
+        self.completed: list[Callable[[], None]] = []  # what to call after a collective
         self.works: list[Work] = []
         self.calls: deque[Callable[[], None]] = deque()  # from the other thread of the rank
         self.is_paused = False  # within an event
@@ -273,11 +272,6 @@ class _Actor(ABC):
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
 
-    @property
-    @abstractmethod
-    def executor(self) -> Executor:
-        """What runs on this thread."""
-
     # ---------------------------------------------------------------------- from the world's thread
 
     def events(self) -> Iterator[tuple["_Actor", Callable[[], None] | None]]:
@@ -286,8 +280,8 @@ class _Actor(ABC):
             if self.waits_for is None or self.waits_for < self.world.version:
                 yield self, None
             return
-        for token in self.completed:
-            yield self, lambda token=token: self._complete(token)  # type: ignore[misc]
+        for function in self.completed:
+            yield self, functools.partial(self._complete, function)
         if self.calls:
             yield self, lambda: self.calls.popleft()()
 
@@ -331,15 +325,15 @@ class _Actor(ABC):
                 self.world.report(f"the scheduler raised {error!r}")
             self.world.baton.release()
 
-    def _complete(self, token: int) -> None:
-        self.completed.remove(token)
-        self.executor.complete(token)
+    def _complete(self, function: Callable[[], None]) -> None:
+        self.completed.remove(function)
+        function()
 
-    def _watch(self, work: Any, token: int, stage: int) -> None:
-        work.token = token
+    def _watch(self, work: Any, function: Callable[[], None], stage: int) -> None:
+        work.then = function
         self.works.append(work)
         if work.is_over:
-            self.completed.append(token)
+            self.completed.append(function)
 
 
 class _Exchanges(_Actor):
@@ -349,10 +343,6 @@ class _Exchanges(_Actor):
         super().__init__(rank.world)
         self.groups = stage_groups.StageGroups(rank.group, token=7, purpose="exchanges")
         self.scheduler = ExchangeScheduler(rank.rank, self.groups, self._watch, rank.continue_after)
-
-    @property
-    def executor(self) -> Executor:
-        return self.scheduler
 
     @property
     def is_finished(self) -> bool:
@@ -401,10 +391,6 @@ class _Rank(_Actor):
             self._watch,
             self.exchanges,
         )
-
-    @property
-    def executor(self) -> Executor:
-        return self.scheduler
 
     @property
     def is_finished(self) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from commhooks.adapters.handle import HookHandle, register
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.registry import create
 from commhooks.lab.simulation import BASELINE

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.result import TrainingPoint
 from commhooks.lab.comparison.training import TrainingRun

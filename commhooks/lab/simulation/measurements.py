@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.adapters.handle import register
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.backends import Gloo

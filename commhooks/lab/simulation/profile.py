@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket as TorchBucket
 from torch.futures import Future
 
 from commhooks.adapters.dispatch import adapter_of
-from commhooks.adapters.wrapping import wrap
+from commhooks.adapters.wrapper import wrap
 from commhooks.costs.step_trace import StepTrace
 from commhooks.hook.base import CommHook
 from reducer import GradBucket
@@ -64,7 +64,7 @@ def profile(
     wrapped = wrap(model, process_group=alone, bucket_cap_mb=bucket_cap_mb)
     adapter = adapter_of(wrapped)
     recorder = _Recorder(model)
-    adapter.install_function(recorder)
+    adapter.install(recorder)
     adapter.regroup(hook.bucket_key)
     for _ in range(_WARM_UP):
         _step(wrapped, forward, recorder)

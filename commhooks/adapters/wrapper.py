@@ -1,0 +1,54 @@
+"""Wrappers of modules whose gradients hooks average."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import reducer
+from commhooks.adapters.handle import AnyHook, register
+from commhooks.extensions import ENGINE
+
+__all__ = ["DistributedDataParallel", "wrap"]
+
+
+class DistributedDataParallel(reducer.DistributedDataParallel):
+    """Wrap ``module`` so that ``loss.backward()`` averages its gradients over the ranks.
+
+    A drop-in replacement for ``torch.nn.parallel.DistributedDataParallel`` that takes a hook. It
+    has all arguments, attributes and methods of :class:`reducer.DistributedDataParallel`.
+
+    Args:
+        module: The module to train.
+        *args, **options: The other arguments of :class:`reducer.DistributedDataParallel`.
+        hook: A hook as :func:`commhooks.register` takes it. Default: the exact average.
+        hook_options: The options of a hook that is given by name.
+
+    Raises:
+        ValueError: There are ``hook_options`` without a hook.
+        CommHookError: See :func:`commhooks.register`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        hook: AnyHook | None = None,
+        hook_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, *args, **options)
+        if hook is not None:
+            register(self, hook, **(hook_options or {}))
+        elif hook_options:
+            raise ValueError(f"hook_options={dict(hook_options)} were given without a hook.")
+
+
+def wrap(module: nn.Module, **options: Any) -> nn.Module:
+    """Wrap the module in our wrapper, or in torch's if ours is not compiled."""
+    if ENGINE.is_compiled:
+        return DistributedDataParallel(module, **options)
+    if options.pop("stable_buckets", False):
+        options["find_unused_parameters"] = True  # with it, torch keeps the first buckets
+    return TorchDistributedDataParallel(module, **options)
