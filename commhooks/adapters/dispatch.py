@@ -61,7 +61,7 @@ _ADAPTERS: list[tuple[Callable[[nn.Module], bool], Callable[[Any], Adapter]]] = 
     (is_fully_sharded, _fsdp_adapter),
     (_is_replicated, _replicate_adapter),
 ]
-"""What averages gradients, and its adapter. The first that fits is used."""
+"""Kinds of models and their adapters. The first that fits is used."""
 
 _REFUSED: dict[str, str] = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (

@@ -167,7 +167,7 @@ class StepTrace:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "StepTrace":
-        """Read what :meth:`to_json` returned."""
+        """Read the output of :meth:`to_json`."""
         buckets = tuple(_bucket(bucket) for bucket in data["buckets"])
         return cls(buckets, data["forward_seconds"], data["is_native"])
 

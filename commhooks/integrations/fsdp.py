@@ -135,7 +135,7 @@ class QuantizedReduceScatter:
 
 
 class _Format(ABC):
-    """How numbers are sent."""
+    """The format in which numbers are sent."""
 
     @abstractmethod
     def encode(self, values: Tensor, size: int, seed: str) -> Tensor:
@@ -220,7 +220,7 @@ class _Encoded(ReduceScatter):
         self.plain_bytes += reduce_scatter_bytes(input_tensor.nbytes, size)
 
     def _scale(self, op: Any, size: int) -> float:
-        """Return what an average is multiplied with to get the result of ``op``."""
+        """Return the factor that turns an average into the result of ``op``."""
         if op == dist.ReduceOp.SUM:
             return size
         factor = self._unit.gradient_divide_factor  # of PREMUL_SUM, which does not tell it

@@ -81,7 +81,7 @@ class TrainerStrategy(WrapperStrategy):
         self._register(self.model)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """In manual optimization, backward runs before forward has returned and prepared it."""
+        """Prepare backward, which manual optimization runs before forward has returned."""
         model = self.model
         if (
             isinstance(model, DistributedDataParallel)
@@ -145,7 +145,7 @@ class FabricStrategy(WrapperStrategy):
 
 
 class _BackwardSyncControl:
-    """What ``fabric.no_backward_sync()`` calls."""
+    """The context that ``fabric.no_backward_sync()`` enters."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:

@@ -1,6 +1,6 @@
 // Low-rank compression of all matrices of a bucket, of whatever shapes, each step in one launch:
 // orthonormal bases, products with them, messages and their average, and the end of a step. Ranges
-// that are sent as they are ("exact") take part in messages and in the end of a step.
+// that are sent uncompressed ("exact") take part in messages and in the end of a step.
 //
 // Note [Tall and thin]
 // ~~~~~~~~~~~~~~~~~~~~

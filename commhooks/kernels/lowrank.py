@@ -54,7 +54,7 @@ _MOST_SPANS = 128  # of a matrix, however long
 class Matrix(NamedTuple):
     """One matrix of a bucket: its shape, and where its numbers are, in elements.
 
-    A matrix of rank 0 stands for a range that is sent as it is, in one row; these come last.
+    A matrix of rank 0 stands for a range that is sent uncompressed, in one row; these come last.
     """
 
     gradient: int

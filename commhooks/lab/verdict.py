@@ -20,7 +20,7 @@ Noise = Callable[[str, str], float]
 
 
 def kept(seconds: Mapping[str, float], baseline: str, noise: Noise = lambda *_: 0.0) -> str:
-    """Return what to use if no hook helps: plain averaging, or bf16 where that is faster."""
+    """Return the choice if no hook helps: plain averaging, or bf16 where that is faster."""
     is_faster = CAUTIOUS in seconds and _gain(seconds, CAUTIOUS, baseline, noise) >= _WORTH_IT
     return CAUTIOUS if is_faster else baseline
 

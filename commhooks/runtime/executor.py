@@ -85,7 +85,7 @@ class Executor(ABC):
 
     @abstractmethod
     def _needs_all_peers(self) -> bool:
-        """Return whether what is under way fails on all ranks if a peer has gone."""
+        """Return whether pending collectives fail on all ranks if a peer has gone."""
 
     @abstractmethod
     def fail(self, error: CommHookError) -> None:

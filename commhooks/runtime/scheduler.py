@@ -111,7 +111,7 @@ _NOT_FAILED = frozenset(Phase) - {Phase.FAILED}
 
 
 class Exchanges(Protocol):
-    """Where a scheduler hands over exchanges."""
+    """The place where a scheduler hands over exchanges."""
 
     def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
         """Begin the exchanges of a step that has succeeded."""

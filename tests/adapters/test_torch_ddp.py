@@ -98,7 +98,7 @@ def test_modes_of_torch(run_ranks: Any, mode: dict[str, bool]) -> None:
 
 
 def make_skipping(hook: commhooks.CommHook, parameters: dict[str, torch.Tensor]) -> Trainer:
-    """Torch's wrapper with a bucket per parameter, of which it leaves out unused ones."""
+    """Torch's wrapper with a bucket per parameter; it leaves out the buckets of unused ones."""
     return Trainer(
         hook,
         parameters,

@@ -89,7 +89,7 @@ def plan_of_bucket(
 ) -> MatrixPlan:
     """Compress the whole bucket as one matrix, nearly square.
 
-    Fewer than m of the N elements are left over. Sending these as they are costs no more than the
+    Fewer than m of the N elements are left over. Sending these uncompressed costs no more than the
     row of zeros that would make room for them, and no copy.
     """
     numel = sum(gradient.numel() for gradient in gradients)

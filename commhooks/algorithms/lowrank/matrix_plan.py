@@ -15,7 +15,7 @@ from torch import Tensor
 __all__ = ["MatrixBatch", "MatrixPlan", "RankRule", "Side", "matrix_shape"]
 
 RankRule = Callable[[int, int], int]
-"""The rank r at which a matrix of n rows and m columns is compressed; 0 to send it as it is."""
+"""The rank r at which a matrix of n rows and m columns is compressed; 0 to send it uncompressed."""
 
 _Shape = tuple[int, int, int]
 _Place = tuple[_Shape, _Shape, int]
@@ -78,13 +78,13 @@ class MatrixBatch:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """The division of a bucket into matrices and ranges that are sent as they are.
+    """The division of a bucket into matrices and ranges that are sent uncompressed.
 
     The factors of one side of all batches make one flat tensor, as do the errors of all batches.
     """
 
     batches: tuple[MatrixBatch, ...]
-    exact: tuple[tuple[int, int], ...]  # (start, stop) of the ranges that are sent as they are
+    exact: tuple[tuple[int, int], ...]  # (start, stop) of the ranges that are sent uncompressed
     error_shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """Key and shape of each part of the flat errors, in their order."""
 
@@ -135,7 +135,7 @@ class MatrixPlan:
         return list(zip(keys, chain.from_iterable(self.factors(side, flat)), strict=True))
 
     def exact_parts(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Return the ranges of the flat ``buffer`` that are sent as they are."""
+        """Return the ranges of the flat ``buffer`` that are sent uncompressed."""
         *sizes, end = self._alternating_sizes
         return buffer.split_with_sizes([*sizes, buffer.numel() - end])[1::2]
 

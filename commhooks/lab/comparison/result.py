@@ -113,9 +113,9 @@ class HostPair:
     first: str
     second: str
     bits_per_second: float
-    """Of the slower direction."""
+    """Rate of the slower direction."""
     latency_seconds: float
-    """Of one direction."""
+    """Latency of one direction."""
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def prepare_dry_runs(rank: int, job: Job, busy: int) -> None:
 
 
 def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> DryRuns | None:  # noqa: ARG001
-    """Return what a hook does with the model in worlds of ``sizes``; None on idle ranks."""
+    """Return the work of a hook on the model in worlds of ``sizes``; None on idle ranks."""
     side = _sides[0]
     if not side.is_busy:
         return None

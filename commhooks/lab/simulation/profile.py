@@ -28,7 +28,7 @@ class StepProfile:
     buckets: tuple[GradBucket, ...]
     """All buckets in order, with copies of their gradients."""
     launches: tuple[float, ...]
-    """For each bucket, the time from the start of backward until it was passed to the hook."""
+    """The time from the start of backward until each bucket was passed to the hook."""
     backward_seconds: float
     forward_seconds: float
 
