@@ -11,6 +11,7 @@ from commhooks.adapters.adapter import Adapter, TorchHook
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import any_declares, bucket_key_of, native_of
 from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, bucket_stats
@@ -57,18 +58,18 @@ class DDPAdapter(Adapter):
         self._reducer.steps = steps
 
     def _needs_runner(self, hook: CommHook) -> bool:
-        return hook.native(self.group) is None
+        return native_of(hook, self.group) is None
 
     def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
         if isinstance(hook, CommHook):
-            self.regroup(hook.bucket_key)
-            target = runner or hook.native(self.group)
+            self.regroup(functools.partial(bucket_key_of, hook))
+            target = runner or native_of(hook, self.group)
             assert target is not None
             native_at = getattr(hook, "native_at", None)
             self._registration.install(
                 target,
                 name=hook.name,
-                averages_gradients=not hook.changes_parameters,
+                averages_gradients=not any_declares(hook, "changes_parameters"),
                 on_overwrite=functools.partial(_recover, hook, runner),
                 before_step=native_at and functools.partial(self._choose_path, native_at),
             )

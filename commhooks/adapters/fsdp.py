@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from commhooks.comm.agreement import check_agreement, values_of_ranks
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
+from commhooks.hook.capabilities import declares
 from commhooks.hook.derived_bucket import BucketPart
 from commhooks.runtime.recording import Run, Span
 from commhooks.runtime.runner import Runner
@@ -33,14 +34,7 @@ from reducer import GradBucket
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
-__all__ = ["FSDPAdapter", "GetsEachOnce"]
-
-
-@runtime_checkable
-class GetsEachOnce(Protocol):
-    """A hook that may have to get each parameter once per step, as with a period or a momentum."""
-
-    gets_each_once: bool
+__all__ = ["FSDPAdapter"]
 
 
 class FSDPAdapter(Adapter):
@@ -164,7 +158,7 @@ class FSDPAdapter(Adapter):
                 "or a CommHook"
             )
         for each in tree(hook):
-            if each.skips_steps and self._row_size > 1:
+            if declares(each, "skips_steps") and self._row_size > 1:
                 raise CommHookError(
                     f"hook {each!r} tells the training loop which steps to skip, but each of the "
                     f"{self._row_size} ranks of a sharded replica sees other gradients, and would "
@@ -183,8 +177,7 @@ class FSDPAdapter(Adapter):
     def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
         self.parameters = self._present_parameters()
         hooks = tree(hook) if isinstance(hook, CommHook) else ()
-        strict = (each for each in hooks if isinstance(each, GetsEachOnce))
-        self._strict = next((each for each in strict if each.gets_each_once), None)
+        self._strict = next((each for each in hooks if declares(each, "gets_each_once")), None)
         self._last = None
         for unit in self._units:
             if not self._is_attached:

@@ -34,34 +34,32 @@ An option annotated as ``CommHook``, or as a list, tuple or dict of hooks, accep
 or its config, also as its default. In ``reduce`` the outer hook awaits ``inner.reduce(bucket,
 comm.within(inner))``. The framework does the rest for nested hooks: ``prepare``, ``recover``,
 ``metrics``, saved states and the check of the backend. A property of a class, such as ``lossless``,
-holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them.
+holds for an instance only if it also holds for all nested hooks; :func:`tree` yields them. What
+else a hook may declare or define is in :mod:`commhooks.hook.capabilities`.
 
 In a saved state, the entries of a nested hook are stored under its path with a leading dot, which
 no parameter name has: ``{".inner": {"weight": {"error": ...}}}``.
 """
 
 import inspect
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.hook.capabilities import check_capabilities, nested_parameters_of
 from commhooks.hook.options.validation import option_names, validate
 from commhooks.hook.options.values import instances_in, to_json
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
-from reducer.native import NativeHook
 
-__all__ = ["CommHook", "Role", "TensorState", "has_consensus", "is_lossless", "tree"]
+__all__ = ["CommHook", "TensorState", "has_consensus", "is_lossless", "tree"]
 
 TensorState = dict[str, dict[str, Tensor]]
-
-Role: TypeAlias = Literal["embedding", "output"]
-"""What a parameter is for in its model, see :func:`commhooks.hook.roles.roles_of`."""
 
 
 @dataclass
@@ -87,7 +85,8 @@ class CommHook:
 
     Raises:
         CommHookOptionError: an option has the wrong type or is out of range.
-        CommHookError: at class definition, if ``reduce`` is not ``async def``.
+        CommHookError: at class definition, if ``reduce`` is not ``async def``, or if a name of
+            :mod:`commhooks.hook.capabilities` has the wrong type.
     """
 
     name: ClassVar[str] = ""
@@ -96,16 +95,6 @@ class CommHook:
     """Whether the result is the exact average, up to rounding."""
     consensus: ClassVar[bool] = True
     """Whether the result is the same on all ranks."""
-    tells_contribution: ClassVar[bool] = False
-    """Whether ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``."""
-    checks_finite: ClassVar[bool] = False
-    """Whether ``reduce`` begins with ``bucket.all_finite()``, which packing then computes.
-
-    Only the registered hook is asked. A wrapper that passes buckets on unchanged returns the answer
-    of its nested hooks.
-    """
-    skips_steps: ClassVar[bool] = False
-    """Whether the training loop asks the hook, on every rank, which optimizer steps to skip."""
     backends: ClassVar[tuple[str, ...]] = ("gloo", "nccl")
     """The backends of process groups on which the hook may be registered.
 
@@ -116,21 +105,8 @@ class CommHook:
     """What is sent, as text: "1 byte per element, in an all-gather"."""
     paper: ClassVar[str] = ""
     """The address of the paper."""
-    spreads_parameters: ClassVar[bool] = False
-    """Whether nested hooks get other parameters, or parts of them, on other ranks.
-
-    Then only the same ranks can load their states.
-    """
-
     state: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
     """Tensors by parameter name, then by a key that the hook chooses. Each rank has its own."""
-    roles: Mapping[str, Role] | None = field(default=None, init=False, repr=False, compare=False)
-    """The roles of the parameters that have one. Set before :meth:`prepare`, if they are known."""
-    units: Sequence[Sequence[str]] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
-    """The parameters of each bucket, if they never change: the units of a model that is sharded
-    with FSDP2, in its order. Set before :meth:`prepare`; None on other models."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -139,6 +115,7 @@ class CommHook:
                 f"{cls.__qualname__}.reduce must be a coroutine: write `async def reduce(self, "
                 "bucket, comm)`, and `await` each collective"
             )
+        check_capabilities(cls)
         if "name" not in cls.__dict__:
             cls.name = f"{cls.__module__}:{cls.__qualname__}"
 
@@ -156,18 +133,10 @@ class CommHook:
             parameters: the trained parameters by name, in the model's order.
             group: the ranks that train together.
         """
-        of_nested = self.nested_parameters(parameters)
+        of_nested = nested_parameters_of(self, parameters)
         for path, hook in self.nested().items():
             if path in of_nested:
                 hook.prepare(of_nested[path], group)
-
-    def bucket_key(self, parameter: str) -> Hashable:
-        """Return a key; parameters with different keys should not share a bucket.
-
-        Called after :meth:`prepare`. This is a preference: torch's wrapper ignores it, and so does
-        ours if it is given another ``group_key``.
-        """
-        return tuple(hook.bucket_key(parameter) for hook in self.nested().values())
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of ``bucket.buffer()`` over the ranks of ``comm``."""
@@ -193,28 +162,6 @@ class CommHook:
             for ranks, count in hook.collectives(rank, size).items():
                 found[ranks] = max(count, found.get(ranks, 0))
         return found or {(): 1}
-
-    @property
-    def changes_parameters(self) -> bool:
-        """Whether ``reduce`` of this hook or of a nested one also changes the parameters."""
-        return any(hook.changes_parameters for hook in self.nested().values())
-
-    @property
-    def has_exchanges(self) -> bool:
-        """Whether this hook or a nested one begins exchanges, which go on between steps.
-
-        The state that they use must not be replaced in the meantime.
-        """
-        return any(hook.has_exchanges for hook in self.nested().values())
-
-    @property
-    def times_launches(self) -> bool:
-        """Whether this hook or a nested one uses the time of ``Communicator.launched``."""
-        return any(hook.times_launches for hook in self.nested().values())
-
-    def native(self, group: dist.ProcessGroup) -> NativeHook | None:  # noqa: ARG002
-        """Return the same hook in C++ for our reducer, or None if there is none."""
-        return None
 
     def recover(self) -> None:
         """Recover from a failed step; called on every rank before the next one.
@@ -244,15 +191,6 @@ class CommHook:
         options = {name: getattr(self, name) for name in option_names(type(self))}
         return dict(instances_in(options, CommHook))
 
-    def nested_parameters(
-        self, parameters: Mapping[str, Tensor]
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return those of this hook's parameters that each nested hook gets, by its path.
-
-        By default each gets all. A hook that gets none may be missing.
-        """
-        return dict.fromkeys(self.nested(), parameters)
-
     def state_fields(self, gradient: Tensor) -> Sequence[StateField] | None:  # noqa: ARG002
         """Return the fields of ``state[parameter]`` for a parameter with such a gradient.
 
@@ -261,17 +199,6 @@ class CommHook:
         ``state[parameter]`` has when it is loaded, if it exists then.
         """
         return None
-
-    def bucket_fields(self) -> Sequence[StateField]:
-        """Return the fields of ``state[bucket.key]``, if the hook keeps any for whole buckets."""
-        return ()
-
-    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
-        """Add to ``mean`` what one rank's "own" fields contribute to the mean over the ranks.
-
-        Called for each of the ranks that saved a state, when another number of ranks loads it.
-        ``mean`` has the averageable fields of a parameter. By default own fields are dropped.
-        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: copies of :attr:`state` and of nested hooks' states."""

@@ -6,7 +6,8 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.hook.base import CommHook, Role, tree
+from commhooks.hook.base import CommHook, tree
+from commhooks.hook.capabilities import KnowsModel, Role
 
 __all__ = ["prepare", "roles_of"]
 
@@ -40,8 +41,9 @@ def prepare(
 ) -> None:
     """Prepare a hook, and those nested in it, for a model. ``roles``: None if unknown."""
     for each in tree(hook):
-        object.__setattr__(each, "roles", roles)  # its class may be frozen
-        object.__setattr__(each, "units", units)
+        if isinstance(each, KnowsModel):
+            object.__setattr__(each, "roles", roles)  # its class may be frozen
+            object.__setattr__(each, "units", units)
     hook.prepare(parameters, group)
 
 

@@ -1,8 +1,8 @@
 """The declaration of a hook's state: its fields, from which a saved state is checked.
 
 A hook keeps tensors in ``state[parameter][field]``. :meth:`CommHook.state_fields` returns the
-fields of a parameter as :class:`StateField`, and :meth:`CommHook.bucket_fields` those that are kept
-for a whole bucket. An entry has all of its fields or does not exist, because a hook makes it in the
+fields of a parameter as :class:`StateField`, and ``bucket_fields`` those that are kept for a
+whole bucket. An entry has all of its fields or does not exist, because a hook makes it in the
 first step that needs it.
 """
 

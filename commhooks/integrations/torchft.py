@@ -43,6 +43,7 @@ from commhooks.adapters.handle import HookHandle, check_unused, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter, completed
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.base import CommHook, tree
+from commhooks.hook.capabilities import declares
 from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
@@ -226,7 +227,7 @@ def _check(hook: CommHook) -> None:
     """Raise CommHookError if the hook cannot work while replicas come and go."""
     check_nesting(hook)
     for each in tree(hook):
-        if not each.consensus or each.changes_parameters:
+        if not each.consensus or declares(each, "changes_parameters"):
             raise CommHookError(
                 f"hook {each!r} lets models differ between replicas, but a new replica gets the "
                 "model of one of them; use a hook that averages gradients"

@@ -61,9 +61,9 @@ class HookExecution:
         self._hook = hook
         self._coroutine: Coroutine[PendingCollective | Exchange, None, Tensor] = self._run()
 
-    def launch(self, stream: SideStream) -> None:
+    def launch(self, stream: SideStream, *, timed: bool) -> None:
         """Mark the place of the bucket on the current stream, which is that of backward."""
-        self.mark = stream.mark(timed=self._hook.times_launches)
+        self.mark = stream.mark(timed=timed)
         if self.mark is not None:
             self.comm.launched = self.mark
 

@@ -13,6 +13,7 @@ from commhooks.comm.exchange import NOT_BEGUN, Exchange
 from commhooks.comm.stream_groups import StreamGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import any_declares, declares
 from commhooks.runtime.execution import ExchangeExecution, HookExecution, new_future
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
@@ -40,7 +41,8 @@ class StreamRunner:
     ) -> None:
         self.collector = StatsCollector()
         self.name = hook.name
-        self.checks_finite = hook.checks_finite
+        self.checks_finite = declares(hook, "checks_finite")
+        self._times_launches = any_declares(hook, "times_launches")
         self._hook = hook
         self._group = group
         self._groups = _groups(group, device, token)
@@ -56,7 +58,7 @@ class StreamRunner:
         """Run the hook on ``bucket``. Errors are set in the future."""
         execution = HookExecution(self._hook, bucket, self._group)
         future = execution.future
-        execution.launch(self._stream)
+        execution.launch(self._stream, timed=self._times_launches)
         self._stream.follow(execution.mark, bucket.buffer())
         try:
             with self._stream, self._mode():

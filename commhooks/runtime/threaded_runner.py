@@ -17,6 +17,7 @@ from torch.futures import Future
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import any_declares, declares
 from commhooks.native import CompletionQueue
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
 from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
@@ -54,7 +55,8 @@ class ThreadedRunner:
     ) -> None:
         self.collector = StatsCollector()
         self.name = hook.name
-        self.checks_finite = hook.checks_finite
+        self.checks_finite = declares(hook, "checks_finite")
+        self._times_launches = any_declares(hook, "times_launches")
         self._hook = hook
         self._group = group
         self._device = device
@@ -107,7 +109,7 @@ class ThreadedRunner:
         self._finalizer()
 
     def _launch(self, execution: HookExecution) -> Future[Tensor]:
-        execution.launch(self._stream)
+        execution.launch(self._stream, timed=self._times_launches)
         scheduler, future = self._scheduler, execution.future
         self._thread.call(lambda: scheduler.launch(execution))
         return future

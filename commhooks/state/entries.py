@@ -10,6 +10,7 @@ from torch import Tensor
 from commhooks.algorithms.bucket_parameters import gradient_of
 from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import KeepsBucketState, declares, nested_parameters_of
 from commhooks.hook.state import StateField, entry_problem
 
 __all__ = ["HookPart", "count", "merge", "parts_of", "put"]
@@ -78,7 +79,9 @@ class HookPart:
         if key in self.gradients:
             return self.hook.state_fields(self.gradients[key])
         is_bucket = isinstance(key, str) and re.fullmatch("[0-9a-f]{16}", key)
-        return self.hook.bucket_fields() or None if is_bucket else None
+        if is_bucket and isinstance(self.hook, KeepsBucketState):
+            return self.hook.bucket_fields() or None
+        return None
 
 
 def parts_of(
@@ -101,8 +104,8 @@ def _walk(
     inner = {key: state[key] for key in nested if isinstance(state.get(key), Mapping)}
     own = {key: entry for key, entry in state.items() if key not in inner}
     yield HookPart(path, hook, gradients, own, is_spread)
-    of_nested = hook.nested_parameters(gradients)
-    is_spread = is_spread or hook.spreads_parameters
+    of_nested = nested_parameters_of(hook, gradients)
+    is_spread = is_spread or declares(hook, "spreads_parameters")
     for key, each in nested.items():
         parameters = of_nested.get(key[1:], {})
         yield from _walk(inner.get(key, {}), each, parameters, (*path, key), is_spread=is_spread)

@@ -16,6 +16,7 @@ from torch import Tensor
 import commhooks
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, has_consensus, is_lossless, tree
+from commhooks.hook.capabilities import Native, declares
 from commhooks.testing.compare import (
     differences,
     disagreement,
@@ -388,10 +389,10 @@ def contribution(context: RuleContext) -> Problems:
         context.step(trainer, step)
     of_ranks: list[Any] = [None] * context.size
     dist.all_gather_object(of_ranks, recorder.contributions)
-    if not hook.tells_contribution:
+    if not declares(hook, "tells_contribution"):
         if any(told is not None for told in recorder.contributions.values()):
             yield "expected tells_contribution = True for a hook that sets comm.contribution"
-    elif all(each.tells_contribution for each in tree(hook)) and has_consensus(hook):
+    elif all(declares(each, "tells_contribution") for each in tree(hook)) and has_consensus(hook):
         for at, average in recorder.returned.items():
             yield from _not_the_mean([told[at] for told in of_ranks], average)
 
@@ -454,9 +455,10 @@ def _steps_by_dtype(context: RuleContext) -> Iterator[tuple[Trainer, int, dict[s
 
 def _as_coroutine(hook: CommHook) -> Any:
     """Make the engine call ``reduce`` of the hook, even if there is a version in C++."""
-    native = hook.native
     changed: Any = hook
-    changed.native = lambda group: native(group) and None
+    if isinstance(hook, Native):
+        native = hook.native
+        changed.native = lambda group: native(group) and None
     return changed
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms import ErrorFeedback
 from commhooks.hook import registry
+from commhooks.hook.capabilities import declares
 from commhooks.hook.options.validation import option_names
 from commhooks.testing.compare import mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -193,11 +194,12 @@ def test_errors_do_not_grow(run_ranks: Any, inner: dict[str, Any]) -> None:
 
 
 def can_be_fed_back(kind: type[commhooks.CommHook]) -> bool:
-    if isinstance(kind.tells_contribution, bool):
-        return kind.tells_contribution
+    flag = getattr(kind, "tells_contribution", False)
+    if isinstance(flag, bool):
+        return flag
     has_memory = "error_feedback" in option_names(kind)
     hook = commhooks.create(kind.name, **({"error_feedback": False} if has_memory else {}))
-    return hook.tells_contribution
+    return declares(hook, "tells_contribution")
 
 
 def test_all_hooks_that_tell_their_contribution_are_tested() -> None:

@@ -1,5 +1,6 @@
 """A dry run sends the same bytes as real ranks, and as the hook's formula."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from commhooks import CommHookError, algorithms
 from commhooks.adapters.ddp import DDPAdapter
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members, StepTrace
+from commhooks.hook.capabilities import bucket_key_of
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.lab.simulation.dry_run import FakeGroup, dry_run
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
@@ -115,7 +117,7 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     adapter.install(keep)
     hook = commhooks.create(config)
     hook.prepare(trainer.parameters, FakeGroup(size))
-    adapter.regroup(hook.bucket_key)
+    adapter.regroup(partial(bucket_key_of, hook))
     trainer.step(draw_gradients(trainer.parameters, 1))
     kinds = dry_run(
         config, captured, trainer.parameters, size=size, first_step=STEP, is_timed=False

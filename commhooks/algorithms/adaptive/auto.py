@@ -49,6 +49,7 @@ from commhooks.algorithms.wrappers.route import Rule
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.capabilities import KnowsModel, declares, native_of
 from commhooks.hook.options import Ge, Made
 from commhooks.hook.registry import register_hook
 from commhooks.hook.spec import spec_of
@@ -68,7 +69,7 @@ PlanOption = Annotated[Plan | None, Made(plan_of)]
 
 @register_hook("auto")
 @dataclass
-class Auto(CommHook):
+class Auto(KnowsModel, CommHook):
     """Choose a hook for each group of parameters, such that steps are short and averages close.
 
     A group is the parameters of a bucket with the same role and a similar size. In some of the
@@ -150,9 +151,9 @@ class Auto(CommHook):
         exact_names(self.exact, {}, self.roles)
 
     @property
-    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+    def checks_finite(self) -> bool:
         """Whether one of the hooks checks."""
-        return any(hook.checks_finite for hook in self._hooks)
+        return any(declares(hook, "checks_finite") for hook in self._hooks)
 
     @property
     def times_launches(self) -> bool:
@@ -235,7 +236,7 @@ class Auto(CommHook):
         is_idle = not self._table.is_moving if measuring is None else measuring.is_idle(step)
         if len(hooks) != 1 or not is_idle:
             return None
-        return self._hooks[hooks.pop()].native(group)
+        return native_of(self._hooks[hooks.pop()], group)
 
     def notes(self) -> list[tuple[int, str]]:
         return [(each.step, str(each)) for each in self.history]

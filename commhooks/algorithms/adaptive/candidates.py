@@ -6,6 +6,7 @@ from typing import Any
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.capabilities import any_declares
 from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
@@ -67,13 +68,13 @@ def check_candidate(hook: CommHook, where: str) -> None:
     problem = ""
     if not has_consensus(hook):
         problem = "does not return the same on all ranks"
-    elif hook.changes_parameters:
+    elif any_declares(hook, "changes_parameters"):
         problem = "changes parameters"
-    elif any(each.skips_steps for each in tree(hook)):
+    elif any_declares(hook, "skips_steps"):
         problem = "skips steps of the training loop"
-    elif any(each.spreads_parameters for each in tree(hook)):
+    elif any_declares(hook, "spreads_parameters"):
         problem = "keeps state of other parameters on other ranks"
-    elif hook.has_exchanges:
+    elif any_declares(hook, "has_exchanges"):
         problem = "goes on with exchanges between steps"
     elif choosers := sorted(_CHOOSERS & {each.name for each in tree(hook)}):
         problem = f"chooses hooks itself, in {choosers[0]!r}"

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.wrappers.route import Matcher, Rule
-from commhooks.hook.base import CommHook, Role
+from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import Role
 from commhooks.planning.plan import label_of
 from reducer import GradBucket
 

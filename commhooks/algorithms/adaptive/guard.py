@@ -22,6 +22,7 @@ from commhooks.algorithms.adaptive.table import HookTable
 from commhooks.algorithms.adaptive.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import KnowsModel, declares
 from commhooks.hook.options import Ge, Gt
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
@@ -38,7 +39,7 @@ _INNER, _FALLBACK = 0, 1
 
 @register_hook("guard")
 @dataclass
-class Guard(CommHook):
+class Guard(KnowsModel, CommHook):
     """Measure the error of the inner hook now and then, and use another one when it is too large.
 
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
@@ -96,9 +97,9 @@ class Guard(CommHook):
         self._trial = Trial(self.inner)
 
     @property
-    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+    def checks_finite(self) -> bool:
         """Whether one of the hooks checks."""
-        return self.inner.checks_finite or self.fallback.checks_finite
+        return declares(self.inner, "checks_finite") or declares(self.fallback, "checks_finite")
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         super().prepare(parameters, group)

@@ -4,8 +4,8 @@ Note [Residuals]
 ~~~~~~~~~~~~~~~~
 A hook with error feedback keeps what it has not sent in a field named "error", which is averageable
 and has one number per element. It may keep the rest in fields that only this rank has: its
-:meth:`CommHook.keep_own` adds their part of the mean over the ranks to the mean of the errors. So
-the residual of this rank is its error plus ``size`` times that part.
+``keep_own`` adds their part of the mean over the ranks to the mean of the errors. So the residual
+of this rank is its error plus ``size`` times that part.
 
 The next gradient plus the residual is what the hook would send next. So a residual that is added to
 the gradient makes up for a hook that is no longer used, whatever hook is used then. Momenta, which
@@ -22,6 +22,7 @@ from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, tree
+from commhooks.hook.capabilities import KeepsOwn
 from reducer import GradBucket
 
 __all__ = ["Adopts", "HookTable", "residual_of"]
@@ -135,7 +136,8 @@ def residual_of(
         shared = {field.name for field in fields or () if field.across_ranks == "averageable"}
         if _FIELD in shared:
             residual = _flat(entry[_FIELD])[where].clone()
-            if own := {name: value for name, value in entry.items() if name not in shared}:
+            own = {name: value for name, value in entry.items() if name not in shared}
+            if own and isinstance(each, KeepsOwn):
                 of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
                 each.keep_own(of_mean, own)
                 residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)

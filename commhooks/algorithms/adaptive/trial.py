@@ -22,7 +22,8 @@ from torch import Tensor
 from commhooks.algorithms.adaptive.groups import ParameterGroup
 from commhooks.algorithms.adaptive.timing import HOST, Clock, Run, observe
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook, Role, tree
+from commhooks.hook.base import CommHook, tree
+from commhooks.hook.capabilities import Role
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare

@@ -39,7 +39,8 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.base import CommHook, has_consensus
+from commhooks.hook.capabilities import KnowsModel, any_declares
 from commhooks.hook.derived_bucket import Progress, bucket_with
 from commhooks.hook.options import Ge, Gt, Le, Lt
 from commhooks.hook.registry import register_hook
@@ -54,7 +55,7 @@ _DIGEST_BYTES = 16  # of the numbers by which ranks compare their parameters
 
 @register_hook("diloco")
 @dataclass
-class DiLoCo(LocalSteps):
+class DiLoCo(KnowsModel, LocalSteps):
     """Train locally, and move the common model by an outer optimizer every ``period`` steps.
 
     Every ``period`` steps the difference between the common model (the anchor) and the rank's own
@@ -143,9 +144,9 @@ class DiLoCo(LocalSteps):
         return self.eager or self.delay > 0
 
     def _check_inner(self) -> None:
-        if self.inner.changes_parameters or not has_consensus(self.inner):
+        if any_declares(self.inner, "changes_parameters") or not has_consensus(self.inner):
             problem = "changes parameters, or does not return the same on all ranks"
-        elif any(hook.skips_steps for hook in tree(self.inner)):
+        elif any_declares(self.inner, "skips_steps"):
             problem = "skips steps of the training loop"
         else:
             return

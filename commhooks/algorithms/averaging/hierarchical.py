@@ -57,7 +57,8 @@ from commhooks.comm.wire import (
     broadcast_bytes,
 )
 from commhooks.errors import CommHookOptionError
-from commhooks.hook.base import CommHook, is_lossless, tree
+from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.capabilities import any_declares
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
@@ -115,13 +116,13 @@ class Hierarchical(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inner.changes_parameters:
+        if any_declares(self.inner, "changes_parameters"):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
                 f"{self.inner!r} also changes parameters, but no rank has all of them. For "
                 "local_sgd, give its option ranks_per_node instead"
             )
-        if any(hook.skips_steps for hook in tree(self.inner)):
+        if any_declares(self.inner, "skips_steps"):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: {self.inner!r} skips steps, and would skip "
                 "different ones on different ranks, because each sees other gradients. Put "
@@ -129,7 +130,7 @@ class Hierarchical(CommHook):
             )
 
     @cached_property
-    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+    def checks_finite(self) -> bool:
         """Whether shards have to tell each other that numbers are not finite."""
         return self.sharded and not is_lossless(self.inner)
 
@@ -152,7 +153,7 @@ class Hierarchical(CommHook):
                     for name, p in parameters.items()
                 }
             }
-        return super().nested_parameters(parameters) if self._local_rank == 0 else {}
+        return {"inner": parameters} if self._local_rank == 0 else {}
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
         per_node = self.ranks_per_node

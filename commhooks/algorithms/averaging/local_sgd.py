@@ -49,6 +49,8 @@ class LocalSteps(WithoutConsensus):
     start_step: int
     ranks_per_node: int
 
+    changes_parameters = True
+
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
         super().prepare(parameters, group)
@@ -94,10 +96,6 @@ class LocalSteps(WithoutConsensus):
             return False
         self.measure(step, own.sub_(mean))
         store(mean, parameters)
-        return True
-
-    @property
-    def changes_parameters(self) -> bool:
         return True
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:

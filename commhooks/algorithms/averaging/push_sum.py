@@ -64,6 +64,7 @@ class PushSum(PeerToPeer):
     seed: int = 0
     """Seed of the targets of "uniform", "random" and "dissemination". All ranks need the same."""
 
+    changes_parameters = True
     wire = "the parameters and their weights once, in float32, to one rank"
     paper = "https://arxiv.org/abs/1811.10792"
 
@@ -117,10 +118,6 @@ class PushSum(PeerToPeer):
     def recover(self) -> None:
         """Forget x and w: a message may be lost, or another model may have been loaded."""
         self.state = {}
-
-    @property
-    def changes_parameters(self) -> bool:
-        return True
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         parameters = parameters_of(bucket)

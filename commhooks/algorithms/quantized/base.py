@@ -84,7 +84,7 @@ class Quantized(CommHook):
         return BlockCodec(self.number_format(), self.block_size, rotated=self.rotate)
 
     @property
-    def tells_contribution(self) -> bool:  # type: ignore[override]
+    def tells_contribution(self) -> bool:
         """Whether ``comm.contribution`` is set on request: not by hooks with error feedback.
 
         A second error feedback around them would count the errors twice. Hooks whose errors would

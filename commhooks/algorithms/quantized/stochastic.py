@@ -54,7 +54,7 @@ class QSGD(Quantized):
     paper = "https://arxiv.org/abs/1610.02132"
 
     @property
-    def tells_contribution(self) -> bool:  # type: ignore[override]
+    def tells_contribution(self) -> bool:
         """Whether there are enough levels for Note [Errors that do not grow], see base.py.
 
         Rounding changes a number by at most scale = max |x| / levels. The expected square of the

@@ -70,7 +70,7 @@ class SparseHook(CommHook):
     )
 
     @property
-    def tells_contribution(self) -> bool:  # type: ignore[override]  # depends on options
+    def tells_contribution(self) -> bool:
         """Whether the hook keeps no error: another error feedback would count it twice."""
         return not self.error_feedback
 

@@ -34,6 +34,7 @@ from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, TensorState, tree
+from commhooks.hook.capabilities import declares
 from commhooks.hook.options import Ge, Le
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
@@ -86,7 +87,7 @@ class ErrorFeedback(CommHook):
     def __post_init__(self) -> None:
         super().__post_init__()
         for hook in tree(self.inner):
-            if not hook.tells_contribution:
+            if not declares(hook, "tells_contribution"):
                 raise CommHookOptionError(
                     f"option 'inner' of hook {self.name!r}: expected a hook that tells its "
                     f"contribution to the average; {hook!r} does not, because it keeps an error of "

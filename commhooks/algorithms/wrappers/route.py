@@ -24,7 +24,8 @@ from torch import Tensor
 
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, Role
+from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import KnowsModel, Role, bucket_key_of
 from commhooks.hook.derived_bucket import BucketPart, Progress
 from commhooks.hook.options import Made, MinLen
 from commhooks.hook.registry import register_hook
@@ -59,7 +60,7 @@ Rule: TypeAlias = Annotated[str | Predicate, Made(_to_name)]
 
 @register_hook("route")
 @dataclass
-class Route(CommHook):
+class Route(KnowsModel, CommHook):
     """Use different hooks for different parameters.
 
     ``route([("*.bias", "allreduce"), ("embedding.*", {"name": "topk", "density": 0.01})],
@@ -127,7 +128,7 @@ class Route(CommHook):
     def bucket_key(self, parameter: str) -> Hashable:
         """Return the route and its hook's key, or None for a parameter that hooks do not see."""
         i = self._routing.table.get(parameter)
-        return None if i is None else (i, self._hooks[i].bucket_key(parameter))
+        return None if i is None else (i, bucket_key_of(self._hooks[i], parameter))
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

@@ -13,6 +13,7 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus
+from commhooks.hook.capabilities import any_declares, declares
 from commhooks.hook.options import Ge, MinLen
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -84,7 +85,7 @@ class Schedule(CommHook):
                 )
         cleared = [] if self.cycle is not None and self.keep_state else hooks
         for hook in cleared[:-1] if self.cycle is None else cleared:
-            if hook.has_exchanges:
+            if any_declares(hook, "has_exchanges"):
                 raise CommHookOptionError(
                     f"option 'stages' of hook {self.name!r}: {hook!r} begins exchanges that take "
                     "several steps, and one may be under way when its stage ends and its state is "
@@ -93,9 +94,9 @@ class Schedule(CommHook):
                 )
 
     @property
-    def checks_finite(self) -> bool:  # type: ignore[override]  # depends on options
+    def checks_finite(self) -> bool:
         """Whether one of the hooks checks."""
-        return any(hook.checks_finite for _, hook in self.stages)
+        return any(declares(hook, "checks_finite") for _, hook in self.stages)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         hook = self.hook_at(bucket.step)

@@ -38,6 +38,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import any_declares
 from commhooks.hook.derived_bucket import bucket_without
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
@@ -103,7 +104,7 @@ class SkipNonfinite(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.whole_steps and self.inner.has_exchanges:
+        if self.whole_steps and any_declares(self.inner, "has_exchanges"):
             raise CommHookOptionError(
                 f"option 'whole_steps' of hook {self.name!r}: {self.inner!r} begins exchanges that "
                 "take several steps, so its state cannot be saved before each step; use "

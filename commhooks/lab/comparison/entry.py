@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from commhooks.adapters.handle import HookHandle, register
 from commhooks.adapters.wrapper import wrap
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.hook.capabilities import any_declares
 from commhooks.hook.registry import create
 from commhooks.lab.simulation import BASELINE
 
@@ -26,7 +27,7 @@ class Entry:
     @property
     def changes_parameters(self) -> bool:
         """Whether a step changes parameters as well as gradients."""
-        return self.config is not None and create(self.config).changes_parameters
+        return self.config is not None and any_declares(create(self.config), "changes_parameters")
 
     @property
     def simulated_config(self) -> Mapping[str, Any] | None:

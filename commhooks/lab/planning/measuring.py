@@ -17,7 +17,8 @@ from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns, dry_run_sizes
 from commhooks.costs.step_trace import BucketTrace
 from commhooks.errors import CommHookError, reason_of
-from commhooks.hook.base import CommHook, Role, is_lossless
+from commhooks.hook.base import CommHook, is_lossless
+from commhooks.hook.capabilities import Role
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import roles_of

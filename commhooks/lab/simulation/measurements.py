@@ -25,6 +25,7 @@ from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import bucket_key_of, native_of
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of
@@ -186,7 +187,7 @@ class _RankSide:
 
     def profile(self, hook: CommHook) -> StepProfile:
         """Return the profile that consecutive hooks with the same buckets share."""
-        keys = tuple(hook.bucket_key(name) for name in self.parameters)
+        keys = tuple(bucket_key_of(hook, name) for name in self.parameters)
         if self._profile is None or self._profile[0] != keys:
             self._profile = None  # it may be as large as the model
             self.begin_together()
@@ -224,7 +225,7 @@ def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> 
         group = cast("dist.ProcessGroup", FakeGroup(max(sizes)))
         prepare(hook, side.parameters, group, side.roles)
     step = side.profile(hook)
-    is_native = create(config).native(side.alone) is not None
+    is_native = native_of(create(config), side.alone) is not None
     side.begin_together()
     by_size = {
         size: [

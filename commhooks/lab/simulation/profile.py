@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
 from commhooks.costs.step_trace import StepTrace
 from commhooks.hook.base import CommHook
+from commhooks.hook.capabilities import bucket_key_of
 from reducer import GradBucket
 
 __all__ = ["StepProfile", "profile"]
@@ -65,7 +67,7 @@ def profile(
     adapter = adapter_of(wrapped)
     recorder = _Recorder(model)
     adapter.install(recorder)
-    adapter.regroup(hook.bucket_key)
+    adapter.regroup(partial(bucket_key_of, hook))
     for _ in range(_WARM_UP):
         _step(wrapped, forward, recorder)
     steps: list[StepProfile] = []

@@ -1,0 +1,193 @@
+"""What a hook may declare or define beyond the contract of :class:`~commhooks.CommHook`.
+
+A *flag* is a class attribute, or a property if it depends on options. A hook without the flag says
+no. Each hook speaks for itself; :func:`any_declares` also asks those nested in it:
+
+- ``changes_parameters``: ``reduce`` also changes the parameters.
+- ``checks_finite``: ``reduce`` begins with ``bucket.all_finite()``, which packing then computes.
+  Only the registered hook is asked. A wrapper that passes buckets on unchanged gives the answer of
+  its nested hooks.
+- ``gets_each_once``: it has to get each parameter once per step, as with a period or a momentum.
+- ``has_exchanges``: it begins exchanges, which go on between steps. The state that they use must
+  not be replaced in the meantime.
+- ``is_candidate``: ``auto`` considers it, with its default options. A property does not count,
+  because the class is asked.
+- ``skips_steps``: the training loop asks it, on every rank, which optimizer steps to skip.
+- ``spreads_parameters``: nested hooks get other parameters, or parts of them, on other ranks. Then
+  only the same ranks can load their states.
+- ``tells_contribution``: ``reduce`` sets ``comm.contribution`` when ``comm.wants_contribution``.
+- ``times_launches``: it uses the time of ``Communicator.launched``.
+
+The classes below are the methods that a hook may define. It need not inherit from them, except from
+:class:`KnowsModel`. What a single client looks for is defined there, such as
+:class:`commhooks.integrations.tensorboard.TakesNotes`.
+"""
+
+import inspect
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.errors import CommHookError
+from commhooks.hook.state import StateField
+from reducer.native import NativeHook
+
+if TYPE_CHECKING:  # base.py imports this module
+    from commhooks.hook.base import CommHook
+
+__all__ = [
+    "DividesParameters",
+    "Flag",
+    "KeepsBucketState",
+    "KeepsOwn",
+    "KeysBuckets",
+    "KnowsModel",
+    "Native",
+    "Role",
+    "any_declares",
+    "bucket_key_of",
+    "check_capabilities",
+    "declares",
+    "native_of",
+    "nested_parameters_of",
+]
+
+Flag: TypeAlias = Literal[
+    "changes_parameters",
+    "checks_finite",
+    "gets_each_once",
+    "has_exchanges",
+    "is_candidate",
+    "skips_steps",
+    "spreads_parameters",
+    "tells_contribution",
+    "times_launches",
+]
+
+Role: TypeAlias = Literal["embedding", "output"]
+"""What a parameter is for in its model, see :func:`commhooks.hook.roles.roles_of`."""
+
+
+@runtime_checkable
+class Native(Protocol):
+    """A hook that also exists in C++."""
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook | None:
+        """Return the same hook in C++ for our reducer, or None if there is none."""
+
+
+@runtime_checkable
+class KeysBuckets(Protocol):
+    """A hook that prefers some parameters not to share a bucket."""
+
+    def bucket_key(self, parameter: str) -> Hashable:
+        """Return a key; parameters with different keys should not share a bucket.
+
+        Called after :meth:`CommHook.prepare`. This is a preference: torch's wrapper ignores it, and
+        so does ours if it is given another ``group_key``. Without this method, parameters are kept
+        apart as the nested hooks prefer.
+        """
+
+
+@runtime_checkable
+class DividesParameters(Protocol):
+    """A hook that gives nested hooks only some of its parameters."""
+
+    def nested_parameters(
+        self, parameters: Mapping[str, Tensor]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return those of this hook's parameters that each nested hook gets, by its path.
+
+        A hook that gets none may be missing. Without this method, each gets all.
+        """
+
+
+@runtime_checkable
+class KeepsBucketState(Protocol):
+    """A hook that keeps state for whole buckets."""
+
+    def bucket_fields(self) -> Sequence[StateField]:
+        """Return the fields of ``state[bucket.key]``."""
+
+
+@runtime_checkable
+class KeepsOwn(Protocol):
+    """A hook whose "own" fields have a part in the mean over the ranks."""
+
+    def keep_own(self, mean: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+        """Add to ``mean`` what one rank's "own" fields contribute to the mean over the ranks.
+
+        Called for each of the ranks that saved a state, when another number of ranks loads it.
+        ``mean`` has the averageable fields of a parameter. Without this method, own fields are
+        dropped.
+        """
+
+
+class KnowsModel:
+    """Base of hooks that need to know more of the model than its parameters.
+
+    Both attributes are set before :meth:`CommHook.prepare`.
+    """
+
+    roles: Mapping[str, Role] | None = None
+    """The roles of the parameters that have one; None if they are unknown."""
+    units: Sequence[Sequence[str]] | None = None
+    """The parameters of each bucket, if they never change: the units of a model that is sharded
+    with FSDP2, in its order. None on other models."""
+
+
+_METHODS = ("native", "bucket_key", "nested_parameters", "bucket_fields", "keep_own")
+
+
+def check_capabilities(cls: type) -> None:
+    """Raise CommHookError if the class uses the name of a capability for something else."""
+    types = inspect.get_annotations(cls)
+    for name in get_args(Flag):
+        value = cls.__dict__.get(name, False)
+        is_bool = isinstance(value, bool | property | cached_property)
+        if not is_bool or "bool" not in str(types.get(name, bool)):
+            raise _misuse(cls, name, "True, False or a property")
+    for name in _METHODS:
+        if name in types or not callable(cls.__dict__.get(name, len)):
+            raise _misuse(cls, name, "a method")
+
+
+def _misuse(cls: type, name: str, expected: str) -> CommHookError:
+    return CommHookError(
+        f"{cls.__qualname__}.{name}: expected {expected}, because the name has a meaning for all "
+        "hooks, see docs/writing-a-hook.md; found something else"
+    )
+
+
+def declares(hook: "CommHook | type[CommHook]", flag: Flag) -> bool:
+    """Return whether a hook has the flag. Hooks nested in it do not count."""
+    return bool(getattr(hook, flag, False))
+
+
+def any_declares(hook: "CommHook", flag: Flag) -> bool:
+    """Return whether a hook, or one nested in it, has the flag."""
+    return declares(hook, flag) or any(any_declares(each, flag) for each in hook.nested().values())
+
+
+def native_of(hook: "CommHook", group: dist.ProcessGroup) -> NativeHook | None:
+    """Return the same hook in C++ for our reducer, or None if there is none."""
+    return hook.native(group) if isinstance(hook, Native) else None
+
+
+def bucket_key_of(hook: "CommHook", parameter: str) -> Hashable:
+    """Return a key; parameters with different keys should not share a bucket."""
+    if isinstance(hook, KeysBuckets):
+        return hook.bucket_key(parameter)
+    return tuple(bucket_key_of(each, parameter) for each in hook.nested().values())
+
+
+def nested_parameters_of(
+    hook: "CommHook", parameters: Mapping[str, Tensor]
+) -> Mapping[str, Mapping[str, Tensor]]:
+    """Return those of a hook's parameters that each nested hook gets, by its path."""
+    if isinstance(hook, DividesParameters):
+        return hook.nested_parameters(parameters)
+    return dict.fromkeys(hook.nested(), parameters)
