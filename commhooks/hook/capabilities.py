@@ -10,8 +10,9 @@ no. Each hook speaks for itself; :func:`any_declares` also asks those nested in 
 - ``gets_each_once``: it has to get each parameter once per step, as with a period or a momentum.
 - ``has_exchanges``: it begins exchanges, which go on between steps. The state that they use must
   not be replaced in the meantime.
-- ``is_candidate``: ``auto`` considers it, with its default options. A property does not count,
-  because the class is asked.
+- ``is_candidate``: ``auto`` considers it, with its default options, unless the user names others.
+  For hooks of other packages; those of this package are in algorithms/adaptive/candidates.py. The
+  class is asked, so a property does not count.
 - ``skips_steps``: the training loop asks it, on every rank, which optimizer steps to skip.
 - ``spreads_parameters``: nested hooks get other parameters, or parts of them, on other ranks. Then
   only the same ranks can load their states.
@@ -26,7 +27,7 @@ The classes below are the methods that a hook may define. It need not inherit fr
 import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -34,9 +35,6 @@ from torch import Tensor
 from commhooks.errors import CommHookError
 from commhooks.hook.state import StateField
 from reducer.native import NativeHook
-
-if TYPE_CHECKING:  # base.py imports this module
-    from commhooks.hook.base import CommHook
 
 __all__ = [
     "DividesParameters",
@@ -126,6 +124,13 @@ class KeepsOwn(Protocol):
         """
 
 
+class Hook(Protocol):
+    """What this module needs of a :class:`~commhooks.CommHook`, which imports it."""
+
+    def nested(self) -> Mapping[str, "Hook"]:
+        """Return the hooks among the options by path."""
+
+
 class KnowsModel:
     """Base of hooks that need to know more of the model than its parameters.
 
@@ -162,22 +167,22 @@ def _misuse(cls: type, name: str, expected: str) -> CommHookError:
     )
 
 
-def declares(hook: "CommHook | type[CommHook]", flag: Flag) -> bool:
+def declares(hook: Hook, flag: Flag) -> bool:
     """Return whether a hook has the flag. Hooks nested in it do not count."""
     return bool(getattr(hook, flag, False))
 
 
-def any_declares(hook: "CommHook", flag: Flag) -> bool:
+def any_declares(hook: Hook, flag: Flag) -> bool:
     """Return whether a hook, or one nested in it, has the flag."""
     return declares(hook, flag) or any(any_declares(each, flag) for each in hook.nested().values())
 
 
-def native_of(hook: "CommHook", group: dist.ProcessGroup) -> NativeHook | None:
+def native_of(hook: Hook, group: dist.ProcessGroup) -> NativeHook | None:
     """Return the same hook in C++ for our reducer, or None if there is none."""
     return hook.native(group) if isinstance(hook, Native) else None
 
 
-def bucket_key_of(hook: "CommHook", parameter: str) -> Hashable:
+def bucket_key_of(hook: Hook, parameter: str) -> Hashable:
     """Return a key; parameters with different keys should not share a bucket."""
     if isinstance(hook, KeysBuckets):
         return hook.bucket_key(parameter)
@@ -185,7 +190,7 @@ def bucket_key_of(hook: "CommHook", parameter: str) -> Hashable:
 
 
 def nested_parameters_of(
-    hook: "CommHook", parameters: Mapping[str, Tensor]
+    hook: Hook, parameters: Mapping[str, Tensor]
 ) -> Mapping[str, Mapping[str, Tensor]]:
     """Return those of a hook's parameters that each nested hook gets, by its path."""
     if isinstance(hook, DividesParameters):

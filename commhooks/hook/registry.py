@@ -1,12 +1,7 @@
 """Find hooks by name. Other packages add hooks by the entry-point group ``commhooks.hooks``.
 
-Two attributes of a class are read here only, if it has them:
-
-- ``is_candidate = True``: ``auto`` considers the hook, with its default options, unless the user
-  names others. For hooks of other packages; those of this package are in
-  algorithms/adaptive/candidates.py.
-- ``needs``, a tuple of texts: what registering the hook by its name alone needs, besides options
-  without a default.
+A class may have ``needs``, a tuple of texts: what registering the hook by its name alone needs,
+besides options without a default.
 """
 
 import difflib
@@ -137,7 +132,7 @@ def declared_candidates() -> list[str]:
     names = []
     for name in available():
         with suppress(CommHookError):  # another package is broken
-            if getattr(_find(name), "is_candidate", False):
+            if getattr(_find(name), "is_candidate", False) is True:
                 names.append(name)
     return names
 
