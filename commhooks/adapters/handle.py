@@ -19,8 +19,7 @@ from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.dispatch import adapter_of, inner_module, unwrap
 from commhooks.adapters.trace import trace
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
-from commhooks.hook.base import CommHook, has_consensus, is_lossless, tree
-from commhooks.hook.nesting import check_nesting
+from commhooks.hook.base import CommHook, check_nesting, has_consensus, is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.stats import HookStats

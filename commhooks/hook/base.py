@@ -52,12 +52,11 @@ from torch import Tensor
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookStateError
 from commhooks.hook.capabilities import check_capabilities, nested_parameters_of
-from commhooks.hook.options.validation import option_names, validate
-from commhooks.hook.options.values import instances_in, to_json
+from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
 
-__all__ = ["CommHook", "TensorState", "has_consensus", "is_lossless", "tree"]
+__all__ = ["CommHook", "TensorState", "check_nesting", "has_consensus", "is_lossless", "tree"]
 
 TensorState = dict[str, dict[str, Tensor]]
 
@@ -79,7 +78,7 @@ class CommHook:
                 wire = await comm.all_reduce(wire)
                 return bucket.buffer().copy_(wire)
 
-    Options are checked against their annotations, see :mod:`commhooks.hook.options.types`. If a
+    Options are checked against their annotations, see :mod:`commhooks.hook.options`. If a
     subclass defines ``__post_init__``, it must call ``super().__post_init__()`` first. A hook may
     have other hooks among its options, see Note [Hooks around hooks].
 
@@ -249,3 +248,24 @@ def has_consensus(hook: CommHook) -> bool:
 def is_lossless(hook: CommHook) -> bool:
     """Return whether results are the exact average, up to rounding."""
     return all(each.lossless for each in tree(hook))
+
+
+def check_nesting(hook: CommHook) -> None:
+    """Raise CommHookError unless each hook in the tree of ``hook`` occurs once."""
+    paths: dict[int, str] = {}
+    for path, nested in _walk(hook, "", ()):
+        if id(nested) in paths:
+            raise CommHookError(
+                f"{nested!r} is both {paths[id(nested)]} and {path!r} of {hook!r}, and would mix "
+                "their states; make a hook for each of them, e.g. with "
+                "commhooks.create(hook.to_config())"
+            )
+        paths[id(nested)] = repr(path) if path else "the outermost hook"
+
+
+def _walk(hook: CommHook, path: str, outer: tuple[CommHook, ...]) -> Iterator[tuple[str, CommHook]]:
+    if any(hook is other for other in outer):
+        raise CommHookError(f"{outer[0]!r} is a hook around itself: it is found again at {path!r}")
+    yield path, hook
+    for name, nested in hook.nested().items():
+        yield from _walk(nested, f"{path}.{name}" if path else name, (*outer, hook))

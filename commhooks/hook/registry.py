@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 from commhooks.errors import CommHookError, CommHookOptionError, UnknownHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.fidelity import Fidelity, fidelity_of
-from commhooks.hook.nesting import check_config
-from commhooks.hook.options.types import parsers
-from commhooks.hook.options.validation import OptionInfo, check_names, describe_options
+from commhooks.hook.options import OptionInfo, check_names, describe_options, parsers
 from commhooks.hook.references import load_reference, reference_to
 
 __all__ = [
@@ -106,7 +104,7 @@ def create(hook: str | Mapping[str, Any], /, **options: Any) -> CommHook:
             with the path of the option: "inner.density: ...".
     """
     if isinstance(hook, Mapping):
-        check_config(hook)
+        _refuse_circles(hook, "", ())
         config = dict(hook)
         name = config.pop("name", None)
         if not isinstance(name, str):
@@ -267,3 +265,16 @@ def _load(point: EntryPoint) -> None:
 
 
 parsers[CommHook] = create
+
+
+def _refuse_circles(value: Any, path: str, outer: tuple[int, ...]) -> None:
+    """Raise CommHookOptionError if a config contains itself, as YAML's anchors allow."""
+    if not isinstance(value, Mapping | list | tuple):
+        return
+    if id(value) in outer:
+        error = CommHookOptionError(f"{path}: expected a config, found one that contains itself")
+        error.path = path
+        raise error
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, item in items:
+        _refuse_circles(item, f"{path}.{key}" if path else str(key), (*outer, id(value)))

@@ -42,9 +42,8 @@ except ImportError as error:
 from commhooks.adapters.handle import HookHandle, check_unused, keep
 from commhooks.adapters.torch_ddp import TorchDDPAdapter, completed
 from commhooks.errors import CommHookError, CommHookStateError
-from commhooks.hook.base import CommHook, tree
+from commhooks.hook.base import CommHook, check_nesting, tree
 from commhooks.hook.capabilities import declares
-from commhooks.hook.nesting import check_nesting
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from commhooks.runtime.runner import Runner

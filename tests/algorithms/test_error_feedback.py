@@ -13,7 +13,7 @@ import commhooks
 from commhooks.algorithms import ErrorFeedback
 from commhooks.hook import registry
 from commhooks.hook.capabilities import declares
-from commhooks.hook.options.validation import option_names
+from commhooks.hook.options import option_names
 from commhooks.testing.compare import mean_over_ranks
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import commhooks
 from commhooks.hook import registry
-from commhooks.hook.options.validation import option_names
+from commhooks.hook.options import option_names
 from commhooks.integrations.lightning_parts import _parameters
 from commhooks.testing.compare import same_bits
 

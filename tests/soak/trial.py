@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import commhooks
-from commhooks.hook.base import has_consensus
-from commhooks.hook.nesting import check_nesting
+from commhooks.hook.base import check_nesting, has_consensus
 
 __all__ = ["ABRUPT", "DELAYS", "IN_HOOK", "Fault", "Trial", "draw"]
 

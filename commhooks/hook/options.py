@@ -1,0 +1,438 @@
+"""The options of a hook: fields of its dataclass, checked against their annotations.
+
+Types are strict: a string never becomes a number, and a bool is not a number. An int is accepted
+for a float. Where JSON has no type, another form is accepted, also inside lists, tuples and dicts:
+a ``torch.dtype`` by its name, a hook by its name or config, a tuple as a list.
+
+Limits beyond the type are written into annotations: ``Annotated[int, Ge(1)]``, ``Annotated[str,
+Made(parse)]``. The classes of the package annotated_types, which have the same names and fields,
+work as well.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import itertools
+import operator
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+import torch
+
+from commhooks.errors import CommHookError, CommHookOptionError
+
+__all__ = [
+    "Ge",
+    "Gt",
+    "Le",
+    "Lt",
+    "Made",
+    "MinLen",
+    "MultipleOf",
+    "OptionInfo",
+    "check_names",
+    "constraints_of",
+    "convert",
+    "describe_options",
+    "instances_in",
+    "option_names",
+    "parsers",
+    "to_json",
+    "type_name",
+    "validate",
+]
+
+Instance = TypeVar("Instance")
+
+
+# ------------------------------------------------------------------------------------------ limits
+
+
+@dataclass(frozen=True)
+class Ge:
+    """Require a value of at least ``ge``."""
+
+    ge: float
+
+
+@dataclass(frozen=True)
+class Gt:
+    """Require a value greater than ``gt``."""
+
+    gt: float
+
+
+@dataclass(frozen=True)
+class Le:
+    """Require a value of at most ``le``."""
+
+    le: float
+
+
+@dataclass(frozen=True)
+class Lt:
+    """Require a value less than ``lt``."""
+
+    lt: float
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """Require a multiple of ``multiple_of``."""
+
+    multiple_of: int
+
+
+@dataclass(frozen=True)
+class MinLen:
+    """Require at least ``min_length`` items."""
+
+    min_length: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """Convert the value with ``make``, which raises ValueError if it cannot."""
+
+    make: Callable[[Any], Any]
+
+
+# ------------------------------------------------------------------------------------------- types
+
+
+_CONSTRAINTS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "ge": (">=", operator.ge),
+    "gt": (">", operator.gt),
+    "le": ("<=", operator.le),
+    "lt": ("<", operator.lt),
+    "multiple_of": ("a multiple of", lambda value, of: value % of == 0),
+    "min_length": ("of length >=", lambda value, length: len(value) >= length),
+}
+"""The text and the check of each limit, by the field of its class."""
+
+
+def _parse_dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+parsers: dict[type, Callable[[Any], Any]] = {torch.dtype: _parse_dtype}
+"""Functions that make an instance of a type from a string or a mapping."""
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """Return ``value``, converted where ``hint`` allows it.
+
+    Raises:
+        ValueError: the value does not have the type; the text gives the reason.
+        CommHookError: the value stands for a hook that cannot be made. The text begins with the
+            path of the option, which starts at ``path``.
+    """
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _convert_annotated(members[0], members[1:], value, path)
+    if origin in (Union, types.UnionType):
+        return _convert_to_any(members, value, path)
+    if origin is Literal:
+        if not any(value == member and type(value) is type(member) for member in members):
+            raise ValueError(f"it is not one of {', '.join(map(repr, members))}")
+        return value
+    if origin in (list, tuple, dict):
+        return _convert_items(hint, value, path)
+    kind = type(None) if hint is None else origin or hint
+    if kind is Any or not isinstance(kind, type):  # or a type variable: accept everything
+        return value
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return _to_float(value)
+    if isinstance(value, str | Mapping):
+        for base in kind.__mro__:
+            if base in parsers:
+                return _parse(parsers[base], value, path)
+    _check_instance(kind, hint, value)
+    return value
+
+
+def type_name(hint: Any) -> str:
+    """Return a type as users read it: without modules and constraints."""
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return type_name(members[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(type_name, members))
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__}[{', '.join(map(type_name, members))}]"
+    if hint in (None, type(None)):
+        return "None"
+    if hint is ...:
+        return "..."
+    if isinstance(hint, type):
+        return hint.__name__
+    text = str(hint).replace("typing.", "")
+    return text if origin is Literal else re.sub(r"(\w+\.)+", "", text)
+
+
+def constraints_of(hint: Any) -> tuple[str, ...]:
+    """Return the constraints of a type as users read them: ``(">= 1",)``."""
+    if typing.get_origin(hint) is not Annotated:
+        return ()
+    return tuple(
+        f"{_CONSTRAINTS[field][0]} {limit}"
+        for extra in typing.get_args(hint)[1:]
+        for field, limit in _limits(extra)
+    )
+
+
+def _limits(extra: Any) -> Iterator[tuple[str, Any]]:
+    for field in _CONSTRAINTS:
+        if (limit := getattr(extra, field, None)) is not None:
+            yield field, limit
+
+
+def _convert_annotated(hint: Any, extras: tuple[Any, ...], value: Any, path: str) -> Any:
+    for extra in extras:
+        value = extra.make(value) if isinstance(extra, Made) else value
+    value = convert(hint, value, path)
+    for extra in extras:
+        for field, limit in _limits(extra):
+            text, holds = _CONSTRAINTS[field]
+            if not holds(value, limit):
+                raise ValueError(f"it is not {text} {limit}")
+    return value
+
+
+def _convert_to_any(hints: tuple[Any, ...], value: Any, path: str) -> Any:
+    """Convert to the first type that keeps the value unchanged, else the first that accepts it."""
+    found, reasons = [], []
+    for hint in hints:
+        try:
+            found.append(convert(hint, value, path))
+        except CommHookError:
+            raise
+        except ValueError as error:
+            reasons.append(str(error))
+    if not found:
+        raise ValueError(", and ".join(reasons))
+    return next((one for one in found if one is value), found[0])
+
+
+def _convert_items(hint: Any, value: Any, path: str) -> Any:
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    accepted: Any = {list: list, tuple: list | tuple, dict: Mapping}[origin]
+    if not isinstance(value, accepted):
+        raise ValueError(f"it is not of type {type_name(origin)}")
+    if origin is dict:
+        return {
+            _convert_item(members[0], key, "key", key, path): _convert_item(
+                members[1], item, "item", key, path
+            )
+            for key, item in value.items()
+        }
+    if origin is list or members[-1:] == (Ellipsis,):
+        members = members[:1] * len(value)
+    if len(members) != len(value):
+        raise ValueError(f"it has {len(value)} items instead of {len(members)}")
+    pairs = enumerate(zip(members, value, strict=True))
+    return origin(_convert_item(member, item, "item", i, path) for i, (member, item) in pairs)
+
+
+def _convert_item(hint: Any, item: Any, what: str, name: object, path: str) -> Any:
+    try:
+        return convert(hint, item, f"{path}.{name}")
+    except CommHookError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{what} {name!r}: {error}") from None
+
+
+def _to_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("it is too large for a float") from None
+
+
+def _parse(parser: Callable[[Any], Any], value: str | Mapping[str, Any], path: str) -> Any:
+    """Apply a parser; put the path of the option in front of an error of an option inside it."""
+    try:
+        return parser(value)
+    except CommHookError as error:
+        whole = f"{path}.{error.path}" if error.path else path
+        moved = type(error)(f"{whole}: {str(error).removeprefix(f'{error.path}: ')}")
+        moved.path = whole
+        raise moved from error
+
+
+def _check_instance(kind: type, hint: Any, value: Any) -> None:
+    is_bool = isinstance(value, bool) and kind in (int, float)
+    if is_bool or not isinstance(value, kind):
+        raise ValueError(f"it is not of type {type_name(hint)}")
+
+
+# ----------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """One option. ``type`` and ``constraints`` are text; ``default`` is None if ``required``.
+
+    ``text`` is what the class says about it: the string below the field.
+    """
+
+    name: str
+    type: str
+    default: Any
+    required: bool
+    constraints: tuple[str, ...] = ()
+    text: str = ""
+
+    def __str__(self) -> str:
+        value = "" if self.required else f" = {self.default!r}"
+        ranges = f"  ({', '.join(self.constraints)})" if self.constraints else ""
+        return f"{self.name}: {self.type}{value}{ranges}"
+
+
+def option_names(kind: type) -> list[str]:
+    """Return the names of the options of a hook class, in the order of its constructor."""
+    return [field.name for field in _fields(kind)]
+
+
+def describe_options(kind: type) -> tuple[OptionInfo, ...]:
+    """Return a description of each option of a hook class."""
+    hints, texts = _hints(kind), _texts(kind)
+    return tuple(
+        _describe(field, hints[field.name], texts.get(field.name, "")) for field in _fields(kind)
+    )
+
+
+def check_names(hook: str, kind: type, given: Iterable[str]) -> None:
+    """Raise CommHookOptionError if a name in ``given`` is unknown, or a required one is missing."""
+    names = option_names(kind)
+    given = set(given)
+    if unknown := sorted(given.difference(names)):
+        raise _option_error(
+            unknown[0],
+            f"hook {hook!r} has no option {unknown[0]!r}"
+            + _instead(unknown[0], names)
+            + (f" Its options are {', '.join(names)}." if names else " It has none."),
+        )
+    required = [field.name for field in _fields(kind) if _is_required(field)]
+    if missing := [name for name in required if name not in given]:
+        raise _option_error(
+            missing[0],
+            f"hook {hook!r} needs the option {missing[0]!r}, found {sorted(given) or 'none'}",
+        )
+
+
+def validate(hook: object) -> None:
+    """Check the options of a hook instance, and store the values, converted where needed."""
+    for name, hint in _hints(type(hook)).items():  # type: ignore[arg-type]
+        found = getattr(hook, name)
+        try:
+            value = convert(hint, found, name)
+        except CommHookError:
+            raise  # by a hook inside the option; the text says so
+        except ValueError as error:
+            raise _type_error(hook, name, found, str(error)) from None
+        object.__setattr__(hook, name, value)  # the subclass may be frozen
+
+
+def _instead(unknown: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(unknown, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def _fields(kind: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if field.init]
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
+
+
+@functools.cache
+def _texts(kind: type) -> dict[str, str]:
+    """Return the strings below the fields of a class and its bases, whose source must be there."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            source = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        except (OSError, SyntaxError):
+            continue
+        assert isinstance(source, ast.ClassDef)
+        for line, below in itertools.pairwise(source.body):
+            match line, below:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    texts[name] = " ".join(text.split())
+    return texts
+
+
+def _describe(field: dataclasses.Field[Any], hint: Any, text: str) -> OptionInfo:
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    required = _is_required(field)
+    shown = None if required else default
+    return OptionInfo(field.name, type_name(hint), shown, required, constraints_of(hint), text)
+
+
+def _type_error(hook: object, name: str, found: object, reason: str) -> CommHookOptionError:
+    hook_name = getattr(hook, "name", type(hook).__qualname__)
+    expected = next(info for info in describe_options(type(hook)) if info.name == name)
+    ranges = "".join(f", {constraint}" for constraint in expected.constraints)
+    return _option_error(
+        name,
+        f"option {name!r} of hook {hook_name!r}: expected {expected.type}{ranges}; found {found!r} "
+        f"({reason})",
+    )
+
+
+def _option_error(name: str, text: str) -> CommHookOptionError:
+    error = CommHookOptionError(text)
+    error.path = name
+    return error
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in _fields(kind)}
+
+
+# ------------------------------------------------------------------------------------------ values
+
+
+def to_json(value: Any) -> Any:
+    """Return an option's value in JSON's types, which the option accepts in place of the value."""
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if hasattr(value, "to_config"):
+        return value.to_config()
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    return value
+
+
+def instances_in(
+    value: Any, kind: type[Instance], path: str = ""
+) -> Iterator[tuple[str, Instance]]:
+    """Yield the instances of ``kind`` in a value with their paths: "inner", "stages.1.1"."""
+    if isinstance(value, kind):
+        yield path, value
+    elif isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from instances_in(item, kind, f"{path}.{key}" if path else str(key))
