@@ -50,14 +50,16 @@ _LOG = logging.getLogger("commhooks")
 _TIMED = 3
 """Steps whose times are taken before a check."""
 _FIRST_CHECK = 10
-"""Steps after a new plan: trials, on which it rests, have no residual."""
+"""Steps after a new plan. Trials have no residual, so errors grow for some steps: until checks are
+far enough apart, each comes after twice as many steps as the one before it."""
 _NATIVE_CHECK = 100
 """Steps between checks of a plan that may run in C++, which checks interrupt."""
 _SHARE = 0.01
 """Checks and reports take at most this part of the time."""
 _MOST_TRIED = 4
 """Groups that the candidates are tried on, the largest ones."""
-_BEYOND_LIMIT = 1.5
+_BEYOND_LIMIT = 1.1
+"""More than a check, which sees some elements of each group, is off by."""
 _OTHER_RATE = 0.2
 _LONG_BYTES, _MOST_BYTES, _LONG_SECONDS = 1 << 20, 1 << 24, 10e-3
 """A message of a probe has at least these bytes and takes this long: links have buffers, so that
@@ -187,8 +189,9 @@ class Controller:
         if stage == "check":
             reason = self._why_new(step)
             if reason is None:
-                left = int(self._basis[0]) + self._replan - step
-                return self._without_plan(self._check(step, min(self._period(self.plan), left)))
+                since = step - int(self._basis[0])
+                period = min(self._period(self.plan), max(since, _FIRST_CHECK))
+                return self._without_plan(self._check(step, min(period, self._replan - since)))
             self._reason = reason
             if "since the last plan" in reason or not self._trials:
                 return self._without_plan(self._try(step + 1))
