@@ -13,6 +13,7 @@ from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
 from commhooks.costs.step_trace import StepTrace
 from commhooks.hook.base import CommHook
+from commhooks.planning import BucketTimes
 from reducer import GradBucket
 
 __all__ = ["StepProfile", "profile"]
@@ -32,19 +33,27 @@ class StepProfile:
     backward_seconds: float
     forward_seconds: float
 
+    def bucket_times(self) -> tuple[BucketTimes, ...]:
+        """Return the engine's time before and after each bucket."""
+        sizes = [bucket.buffer().nbytes for bucket in self.buckets]
+        total = max(1, sum(sizes))
+        unpacking = max(0.0, self.backward_seconds - self.launches[-1])
+        return tuple(
+            BucketTimes(launch - start, unpacking * nbytes / total, nbytes)
+            for nbytes, start, launch in zip(
+                sizes, (0.0, *self.launches[:-1]), self.launches, strict=True
+            )
+        )
+
     def with_engine(self, hook: StepTrace, *, is_native: bool) -> StepTrace:
         """Return the trace of a hook alone with this engine's time before and after each bucket."""
-        total = max(1, sum(bucket.buffer().nbytes for bucket in self.buckets))
-        unpacking = max(0.0, self.backward_seconds - self.launches[-1])
         buckets = tuple(
             replace(
                 trace,
-                backward_seconds=launch - start,
-                unpack_seconds=unpacking * bucket.buffer().nbytes / total,
+                backward_seconds=times.backward_seconds,
+                unpack_seconds=times.unpack_seconds,
             )
-            for trace, bucket, start, launch in zip(
-                hook.buckets, self.buckets, (0.0, *self.launches[:-1]), self.launches, strict=True
-            )
+            for trace, times in zip(hook.buckets, self.bucket_times(), strict=True)
         )
         return StepTrace(buckets, self.forward_seconds, is_native)
 
