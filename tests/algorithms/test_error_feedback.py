@@ -148,6 +148,7 @@ FEEDABLE: list[dict[str, Any]] = [
     {"name": "fp8", "error_feedback": False, "format": "e5m2"},
     {"name": "fp4", "error_feedback": False, "format": "mxfp4"},
     {"name": "topk", "error_feedback": False, "density": 0.1, "warmup_steps": 0},
+    {"name": "shared_topk", "error_feedback": False, "density": 0.1, "warmup_steps": 0},
     {"name": "threshold", "error_feedback": False, "value": 1.0},
     {"name": "cast", "inner": "qsgd", "dtype": "float64"},
     {"name": "schedule", "stages": [[0, "natural"], [50, "qsgd"]]},
