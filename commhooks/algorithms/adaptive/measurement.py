@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.adaptive.check import Check
 from commhooks.algorithms.adaptive.control import Controller, backend_of, network_of
 from commhooks.algorithms.adaptive.groups import Buckets, Layout
 from commhooks.algorithms.adaptive.messages import (
@@ -21,10 +22,9 @@ from commhooks.algorithms.adaptive.messages import (
     Report,
     TrialRecord,
 )
-from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.timing import Clock, Moment, Run, observe
-from commhooks.algorithms.adaptive.trial import (
-    Check,
+from commhooks.algorithms.wrappers.table import HookTable
+from commhooks.algorithms.wrappers.timing import Clock, Moment, Run, observe
+from commhooks.algorithms.wrappers.trial import (
     ExactAverage,
     Outcome,
     Trial,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
-from commhooks.algorithms.adaptive.trial import Outcome, Trial
+from commhooks.algorithms.wrappers.trial import Outcome, Trial
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange

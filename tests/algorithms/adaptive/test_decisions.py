@@ -13,7 +13,6 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Auto
-from commhooks.algorithms.adaptive.candidates import check_candidate
 from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.groups import (
     Layout,
@@ -23,8 +22,8 @@ from commhooks.algorithms.adaptive.groups import (
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.messages import Probe, Report, TrialRecord
-from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.timing import HOST
+from commhooks.algorithms.wrappers.table import HookTable, check_candidate
+from commhooks.algorithms.wrappers.timing import HOST
 from commhooks.errors import CommHookOptionError
 
 ELEMENTS = 1_000_000
