@@ -20,11 +20,9 @@ from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, Role, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
-from commhooks.hook.roles import roles_of
 from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.simulation.dry_run import dry_run
-from commhooks.lab.simulation.measurements import Job, measure_gloo
-from commhooks.lab.simulation.profile import profile
+from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
 from commhooks.planning import BucketTimes
 from reducer import GradBucket
 
@@ -127,24 +125,13 @@ class _Side:
     """What a rank needs to measure hooks."""
 
     def __init__(self, rank: int, planned: PlanningJob) -> None:
-        alone = [dist.new_group([other]) for other in range(_RANKS)][rank]
-        assert isinstance(alone, dist.ProcessGroup)
-        job = planned.job
-        model = job.make_module()
-        batch = job.make_input(model, rank)
-        self.roles = roles_of(model)
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        exact = exact_names(planned.exact, parameters, self.roles)
-        self.step = profile(
-            model,
-            lambda wrapped: job.loss(wrapped, batch, rank),
-            _Apart(exact),
-            alone,
-            bucket_cap_mb=job.bucket_cap_mb,
-        )
+        side = RankSide(rank, planned.job, _RANKS)
+        self.roles = side.roles
+        exact = exact_names(planned.exact, side.parameters, side.roles)
+        self.step = side.profile(_Apart(exact))
         buckets = [(bucket.names, bucket.buffer().nbytes) for bucket in self.step.buckets]
-        self.groups = group_parameters(buckets, parameters, exact, self.roles).groups
-        self.first_step = job.first_step
+        self.groups = group_parameters(buckets, side.parameters, exact, side.roles).groups
+        self.first_step = planned.job.first_step
         self.tracer = _Tracer(planned)
 
 
