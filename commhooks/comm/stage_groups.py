@@ -105,11 +105,17 @@ class StageGroups:
         return self._own_store
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
-        """Open the first stages of these ranks, as many as given. Errors as for :meth:`open`."""
+        """Open the first stages of these ranks, as many as given. Errors as for :meth:`open`.
+
+        With stages of all ranks, it returns only when all ranks have opened theirs. A rank that
+        went on could close its connections, or end, while others still connect.
+        """
         try:
             for ranks, count in stages.items():
                 for stage in range(count):
                     self.open(stage, ranks)
+            if () in stages:
+                self._meet(0, "connected", tuple(range(self._size)))
         except BaseException as error:
             if self._own_store is not None:  # otherwise the store cannot be reached
                 self.publish(str(error))  # or peers would wait for the whole timeout

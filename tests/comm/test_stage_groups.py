@@ -141,3 +141,32 @@ def test_neighbors_watch_each_other_from_the_first_stage_on(run_ranks: Any) -> N
     """Later, a bucket with a large message and one with a small one could wait for each other."""
     assert run_ranks(open_two_stages, 2) == [[[1], [1], []]] * 2
     assert run_ranks(open_two_stages, 3) == [[[2], [2], []]] * 3
+
+
+class _Late(StageGroups):
+    """On one rank, opens the last stage a while after the others, or fails to."""
+
+    def open(self, stage: int, ranks: tuple[int, ...] = ()) -> Any:
+        group = super().open(stage, ranks)
+        if self._rank == 1 and stage == 1:
+            time.sleep(0.3)  # until others could have returned
+            if self._prefix.endswith("fail"):
+                raise RuntimeError("no file descriptors are left")
+            self._store.set("rank 1 has opened all", "")
+        return group
+
+
+def connect_late(rank: int, size: int) -> tuple[bool, str]:
+    groups = _Late(dist.distributed_c10d._get_default_group(), 82)
+    groups.connect({(): 2})
+    all_are_open = groups._store.check(["rank 1 has opened all"])
+    broken = _Late(dist.distributed_c10d._get_default_group(), 82, purpose="fail")
+    with pytest.raises(RuntimeError) as error:
+        broken.connect({(): 2})
+    dist.barrier()
+    return all_are_open, str(error.value)
+
+
+def test_no_rank_goes_on_before_all_are_connected(run_ranks: Any) -> None:
+    """It could close what others still connect; and if one cannot connect, all must know."""
+    assert run_ranks(connect_late, 3) == [(True, "no file descriptors are left")] * 3
