@@ -39,8 +39,8 @@ from commhooks.algorithms.adaptive.messages import (
 )
 from commhooks.costs.backends import NCCL, Backend, Gloo
 from commhooks.costs.network import Link, Network
-from commhooks.costs.step_trace import Collective, Members
-from commhooks.planning import BucketTimes, Choice, Group, Plan, Problem, solve
+from commhooks.costs.step_trace import BucketTrace, Collective, Members
+from commhooks.planning import Choice, Group, Plan, Problem, solve
 from commhooks.planning.problem import exact, sending_seconds, squared_error
 from commhooks.planning.solver import LEAST_SAVING, plan_of, without_contention
 
@@ -323,7 +323,7 @@ class Controller:
                 for i, group in enumerate(layout.groups)
             ),
             buckets=tuple(
-                BucketTimes(seconds, 0.0, nbytes)
+                BucketTrace(nbytes, seconds, 0.0)
                 for seconds, nbytes in zip(times.launches, layout.bucket_bytes, strict=True)
             ),
             forward_seconds=times.forward_seconds,

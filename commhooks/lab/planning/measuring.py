@@ -23,7 +23,6 @@ from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
-from commhooks.planning import BucketTimes
 from reducer import GradBucket
 
 __all__ = ["Measured", "MeasuredGroup", "PlanningJob", "measure_groups"]
@@ -78,7 +77,7 @@ class Measured:
     """The measurements of a job."""
 
     groups: tuple[MeasuredGroup, ...]
-    buckets: tuple[BucketTimes, ...]
+    buckets: tuple[BucketTrace, ...]
     forward_seconds: float
     gloo: Gloo
     reasons: Mapping[int, str]
@@ -140,10 +139,10 @@ _sides: list[_Side] = []  # at most one
 
 def _prepare(
     rank: int, planned: PlanningJob
-) -> tuple[Sequence[ParameterGroup], tuple[BucketTimes, ...], float]:
+) -> tuple[Sequence[ParameterGroup], tuple[BucketTrace, ...], float]:
     side = _Side(rank, planned)
     _sides[:] = [side]
-    return side.groups, side.step.bucket_times(), side.step.forward_seconds
+    return side.groups, side.step.bucket_traces(), side.step.forward_seconds
 
 
 @dataclass

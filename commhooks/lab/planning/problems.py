@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
+from commhooks.costs.step_trace import BucketTrace
 from commhooks.lab.planning.measuring import Measured, MeasuredGroup
-from commhooks.planning import BucketTimes, Choice, Group, Problem
+from commhooks.planning import Choice, Group, Problem
 
 __all__ = ["error_of_hook", "problem_of"]
 
@@ -41,7 +42,7 @@ def problem_of(
         overheads=tuple(seconds / speed for seconds in overheads),
         groups=tuple(_group(group, overheads, speed) for group in measured.groups),
         buckets=tuple(
-            BucketTimes(b.backward_seconds / speed, b.unpack_seconds / speed, b.gradient_bytes)
+            BucketTrace(b.gradient_bytes, b.backward_seconds / speed, b.unpack_seconds / speed)
             for b in measured.buckets
         ),
         forward_seconds=measured.forward_seconds / speed,

@@ -11,9 +11,8 @@ from torch.futures import Future
 
 from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
-from commhooks.costs.step_trace import StepTrace
+from commhooks.costs.step_trace import BucketTrace, StepTrace
 from commhooks.hook.base import CommHook
-from commhooks.planning import BucketTimes
 from reducer import GradBucket
 
 __all__ = ["StepProfile", "profile"]
@@ -33,13 +32,13 @@ class StepProfile:
     backward_seconds: float
     forward_seconds: float
 
-    def bucket_times(self) -> tuple[BucketTimes, ...]:
-        """Return the engine's time before and after each bucket."""
+    def bucket_traces(self) -> tuple[BucketTrace, ...]:
+        """Return the engine's time before and after each bucket, without a hook."""
         sizes = [bucket.buffer().nbytes for bucket in self.buckets]
         total = max(1, sum(sizes))
         unpacking = max(0.0, self.backward_seconds - self.launches[-1])
         return tuple(
-            BucketTimes(launch - start, unpacking * nbytes / total, nbytes)
+            BucketTrace(nbytes, launch - start, unpacking * nbytes / total)
             for nbytes, start, launch in zip(
                 sizes, (0.0, *self.launches[:-1]), self.launches, strict=True
             )
@@ -53,7 +52,7 @@ class StepProfile:
                 backward_seconds=times.backward_seconds,
                 unpack_seconds=times.unpack_seconds,
             )
-            for trace, times in zip(hook.buckets, self.bucket_times(), strict=True)
+            for trace, times in zip(hook.buckets, self.bucket_traces(), strict=True)
         )
         return StepTrace(buckets, self.forward_seconds, is_native)
 
