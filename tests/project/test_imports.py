@@ -115,5 +115,11 @@ def test_no_module_imports_in_a_circle() -> None:
     graphlib.TopologicalSorter(graph).prepare()
 
 
+@pytest.mark.parametrize("extension", ["commhooks._C", "reducer._C"])
+def test_one_module_chooses_between_an_extension_and_its_fallback(extension: str) -> None:
+    importers = {module for module, names in all_imported().items() if extension in names}
+    assert importers == {extension.replace("_C", "native")}
+
+
 def test_few_modules_lie_beside_the_packages() -> None:
     assert len(list((ROOT / "commhooks").glob("*.py"))) <= 6

@@ -54,7 +54,7 @@ from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
 from commhooks.planning import Plan
 from reducer import GradBucket
-from reducer._C import NativeHook
+from reducer.native import NativeHook
 
 __all__ = ["Auto"]
 
