@@ -17,8 +17,8 @@ import commhooks
 from bench.auto.models import MODELS, Model
 from commhooks.adapters.wrapper import wrap
 from commhooks.algorithms.adaptive.auto import Auto
-from commhooks.algorithms.adaptive.table import residual_of
-from commhooks.algorithms.adaptive.trial import relative_error
+from commhooks.algorithms.wrappers.table import residual_of
+from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.lab.comparison.entry import Entry

@@ -1,7 +1,6 @@
 """The hooks of this package, one algorithm per file; importing it registers their names."""
 
 from commhooks.algorithms.adaptive.auto import Auto
-from commhooks.algorithms.adaptive.guard import Guard
 from commhooks.algorithms.averaging.diloco import DiLoCo
 from commhooks.algorithms.averaging.gossip import Gossip
 from commhooks.algorithms.averaging.hierarchical import Hierarchical
@@ -24,6 +23,7 @@ from commhooks.algorithms.sparse.threshold import Threshold
 from commhooks.algorithms.sparse.topk import TopK
 from commhooks.algorithms.wrappers.cast import Cast
 from commhooks.algorithms.wrappers.error_feedback import ErrorFeedback
+from commhooks.algorithms.wrappers.guard import Guard
 from commhooks.algorithms.wrappers.route import Route
 from commhooks.algorithms.wrappers.schedule import Schedule
 from commhooks.algorithms.wrappers.skip_nonfinite import SkipNonfinite

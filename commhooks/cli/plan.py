@@ -10,9 +10,9 @@ from rich.table import Table
 
 from commhooks.algorithms.adaptive.candidates import (
     DEFAULT_CANDIDATES,
-    check_candidate,
     default_specs,
 )
+from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.cli.common import (
     FILE,
     IMAGE,

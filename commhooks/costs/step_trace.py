@@ -90,7 +90,7 @@ class ExchangeTrace:
 
 @dataclass(frozen=True)
 class BucketTrace:
-    """The work on one bucket.
+    """The work on one bucket. Without a hook by default.
 
     ``local_seconds`` has the hook's own work before, between and after ``collectives``, so it has
     one more element.
@@ -100,8 +100,8 @@ class BucketTrace:
     backward_seconds: float
     """From the launch of the previous bucket to the launch of this one, packing included."""
     unpack_seconds: float
-    local_seconds: tuple[float, ...]
-    collectives: tuple[Collective, ...]
+    local_seconds: tuple[float, ...] = (0.0,)
+    collectives: tuple[Collective, ...] = ()
     exchanges: tuple[ExchangeTrace, ...] = ()
 
     @property

@@ -13,7 +13,6 @@ from commhooks.errors import CommHookOptionError
 
 __all__ = [
     "Assignment",
-    "BucketTimes",
     "Choice",
     "Group",
     "Problem",
@@ -69,15 +68,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class BucketTimes:
-    """What the engine does with one bucket, as in :class:`BucketTrace`."""
-
-    backward_seconds: float
-    unpack_seconds: float
-    gradient_bytes: int
-
-
-@dataclass(frozen=True)
 class Problem:
     """Choose a hook for each group so that a step is short and its average is close enough.
 
@@ -92,8 +82,8 @@ class Problem:
     overheads: tuple[float, ...]
     """For each hook, the seconds that one run costs, whatever the size of its bucket."""
     groups: tuple[Group, ...]
-    buckets: tuple[BucketTimes, ...]
-    """In the order in which backward completes them."""
+    buckets: tuple[BucketTrace, ...]
+    """Without a hook, in the order in which backward completes them."""
     forward_seconds: float
     network: Network
     backend: Backend
@@ -194,17 +184,9 @@ def step_trace(problem: Problem, assignment: Assignment) -> StepTrace:
     for group, choice in chosen(problem, assignment):
         by_bucket.setdefault(group.bucket, []).append(choice)
     buckets = []
-    for index, times in enumerate(problem.buckets):
+    for index, bucket in enumerate(problem.buckets):
         local, collectives = _bucket(problem, by_bucket.get(index, []))
-        buckets.append(
-            BucketTrace(
-                gradient_bytes=times.gradient_bytes,
-                backward_seconds=times.backward_seconds,
-                unpack_seconds=times.unpack_seconds,
-                local_seconds=local,
-                collectives=collectives,
-            )
-        )
+        buckets.append(replace(bucket, local_seconds=local, collectives=collectives))
     return StepTrace(tuple(buckets), problem.forward_seconds, is_native=False)
 
 

@@ -53,12 +53,12 @@ def _measured_before(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_errors_are_those_of_averages_of_different_gradients(measured: Measured) -> None:
-    weights = [group for group in measured.groups if not group.is_exact]
-    biases = [group for group in measured.groups if group.is_exact]
+    weights = [each.group for each in measured.groups if not each.group.is_exact]
+    biases = [each.group for each in measured.groups if each.group.is_exact]
     assert sorted(name for g in weights for name in g.names) == ["0.weight", "2.weight", "3.weight"]
     assert sorted(name for g in biases for name in g.names) == ["0.bias", "2.bias", "3.bias"]
-    for group in weights:
-        plain, int8, powersgd, int4 = group.errors
+    for cells in (each.cells for each in measured.groups if each.group in weights):
+        plain, int8, powersgd, int4 = (cell.error for cell in cells)
         assert plain == 0
         assert int8 is not None
         assert int4 is not None
@@ -125,7 +125,7 @@ def test_candidates_that_end_their_process_or_refuse_all_groups() -> None:
     assert found.reasons[2] == "not this model"
     assert list(found.reasons) == [1, 2]
     for group in found.groups:
-        plain, died, _, int8 = group.errors
+        plain, died, _, int8 = (cell.error for cell in group.cells)
         assert (plain, died) == (0, None)
         assert int8 is not None
 

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from commhooks.algorithms.adaptive.timing import DeviceClock, clock_of
+from commhooks.algorithms.wrappers.timing import DeviceClock, clock_of
 
 DEVICE = torch.device("cuda")
 CYCLES = 200_000_000

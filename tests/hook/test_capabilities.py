@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks.algorithms.adaptive.candidates import check_candidate
-from commhooks.algorithms.adaptive.table import residual_of
+from commhooks.algorithms.wrappers.table import check_candidate, residual_of
 from commhooks.hook.capabilities import (
     Flag,
     KnowsModel,

@@ -4,8 +4,8 @@ import random
 
 from commhooks.costs.backends import Gloo
 from commhooks.costs.network import Link, Network
-from commhooks.costs.step_trace import Collective, Members
-from commhooks.planning import BucketTimes, Choice, Group, Problem
+from commhooks.costs.step_trace import BucketTrace, Collective, Members
+from commhooks.planning import Choice, Group, Problem
 
 __all__ = ["everyone", "group", "problem_of", "random_problem"]
 
@@ -35,7 +35,7 @@ def problem_of(
         hooks=hooks,
         overheads=(0.0,) * len(hooks),
         groups=groups,
-        buckets=tuple(BucketTimes(seconds, 0.0, 1000) for seconds in times),
+        buckets=tuple(BucketTrace(1000, seconds, 0.0) for seconds in times),
         forward_seconds=forward,
         network=Network(2, Link(1e9, 20e-6), Link(1e9)),
         backend=GLOO,
@@ -91,7 +91,7 @@ def random_problem(
         hooks=("allreduce", *(f"hook{i}" for i in range(1, hooks))),
         overheads=tuple(draw.uniform(0, 1e-4) for _ in range(hooks)),
         groups=tuple(made),
-        buckets=tuple(BucketTimes(draw.uniform(1e-3, 5e-2), 1e-4, 1000) for _ in range(buckets)),
+        buckets=tuple(BucketTrace(1000, draw.uniform(1e-3, 5e-2), 1e-4) for _ in range(buckets)),
         forward_seconds=0.05,
         network=Network(
             size, Link(10 ** draw.uniform(8, 10.5), 20e-6), Link(1e10), ranks_per_node=1

@@ -1,1 +1,1 @@
-"""Hooks that measure while they train, and change what they do by it."""
+"""Choosing hooks while training goes on."""

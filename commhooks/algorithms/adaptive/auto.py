@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.candidates import (
-    check_candidate,
     default_candidates,
     exact_plan,
     hook_of_spec,
@@ -41,11 +40,11 @@ from commhooks.algorithms.adaptive.groups import (
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.messages import Decision
-from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.timing import clock_of
-from commhooks.algorithms.adaptive.trial import Trial
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
+from commhooks.algorithms.wrappers.table import HookTable, check_candidate
+from commhooks.algorithms.wrappers.timing import clock_of
+from commhooks.algorithms.wrappers.trial import Trial
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
 from commhooks.hook.base import CommHook, is_lossless

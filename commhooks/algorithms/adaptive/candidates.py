@@ -5,15 +5,13 @@ from typing import Any
 
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookOptionError
-from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.capabilities import any_declares
+from commhooks.hook.base import CommHook
 from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
 
 __all__ = [
     "DEFAULT_CANDIDATES",
-    "check_candidate",
     "default_candidates",
     "default_specs",
     "exact_plan",
@@ -36,7 +34,6 @@ DEFAULT_CANDIDATES = (
     "topk:density=0.05,warmup_steps=0",
 )
 """The exact one first. Without warm-ups, during which a hook has another error and other bytes."""
-_CHOOSERS = {"auto", "guard"}
 _NO_TIME = Timing(0.0, 0.0, 0.0, 0)
 
 
@@ -58,31 +55,6 @@ def hook_of_spec(value: Any) -> Any:
     if isinstance(value, str) and ":" in value:
         return hook_spec(value).create()
     return value
-
-
-def check_candidate(hook: CommHook, where: str) -> None:
-    """Raise CommHookOptionError unless parameters may move from and to the hook at any step.
-
-    ``where``: what the user has set to this hook.
-    """
-    problem = ""
-    if not has_consensus(hook):
-        problem = "does not return the same on all ranks"
-    elif any_declares(hook, "changes_parameters"):
-        problem = "changes parameters"
-    elif any_declares(hook, "skips_steps"):
-        problem = "skips steps of the training loop"
-    elif any_declares(hook, "spreads_parameters"):
-        problem = "keeps state of other parameters on other ranks"
-    elif any_declares(hook, "has_exchanges"):
-        problem = "goes on with exchanges between steps"
-    elif choosers := sorted(_CHOOSERS & {each.name for each in tree(hook)}):
-        problem = f"chooses hooks itself, in {choosers[0]!r}"
-    if problem:
-        raise CommHookOptionError(
-            f"{where}: expected hooks that average gradients in the same step, such as int8 or "
-            f"powersgd; {hook!r} {problem}"
-        )
 
 
 def plan_of(value: Any) -> Any:

@@ -2,9 +2,9 @@
 
 ::
 
-    look    some steps are timed, and the link is probed    could a hook save enough? ─ no ─► exact
+    check   some steps are timed, and the link is probed    could a hook save enough? ─ no ─► exact
     try     each candidate on samples of some groups        solve() ─► a plan
-    check   later: time, probe, errors of hooks in use      a reason for another plan? ─► try, solve
+    check   later, also the errors of the hooks in use      a reason for another plan? ─► try, solve
 
 Each of these is an :class:`Agenda`, which ends with a report.
 
@@ -39,8 +39,8 @@ from commhooks.algorithms.adaptive.messages import (
 )
 from commhooks.costs.backends import NCCL, Backend, Gloo
 from commhooks.costs.network import Link, Network
-from commhooks.costs.step_trace import Collective, Members
-from commhooks.planning import BucketTimes, Choice, Group, Plan, Problem, solve
+from commhooks.costs.step_trace import BucketTrace, Collective, Members
+from commhooks.planning import Choice, Group, Plan, Problem, solve
 from commhooks.planning.problem import exact, sending_seconds, squared_error
 from commhooks.planning.solver import LEAST_SAVING, plan_of, without_contention
 
@@ -50,14 +50,16 @@ _LOG = logging.getLogger("commhooks")
 _TIMED = 3
 """Steps whose times are taken before a check."""
 _FIRST_CHECK = 10
-"""Steps after a new plan: trials, on which it rests, have no residual."""
+"""Steps after a new plan. Trials have no residual, so errors grow for some steps: until checks are
+far enough apart, each comes after twice as many steps as the one before it."""
 _NATIVE_CHECK = 100
 """Steps between checks of a plan that may run in C++, which checks interrupt."""
 _SHARE = 0.01
 """Checks and reports take at most this part of the time."""
 _MOST_TRIED = 4
 """Groups that the candidates are tried on, the largest ones."""
-_BEYOND_LIMIT = 1.5
+_BEYOND_LIMIT = 1.1
+"""More than a check, which sees some elements of each group, is off by."""
 _OTHER_RATE = 0.2
 _LONG_BYTES, _MOST_BYTES, _LONG_SECONDS = 1 << 20, 1 << 24, 10e-3
 """A message of a probe has at least these bytes and takes this long: links have buffers, so that
@@ -89,12 +91,10 @@ class Controller:
         self.history: list[Decision] = []
         self.layout: Layout | None = None
         self.agenda: Agenda | None = None
-        self.metrics: dict[str, float] = {}
         self._replan = replan
         self._backend = backend
         self._size = size
-        self._basis: Sequence[float] = ()
-        self._reason = "the first plan"
+        self._reason = ""
         self.link: Probe | None = None
         self._forget()
 
@@ -113,7 +113,8 @@ class Controller:
         """Measure from ``step`` on: the same buckets came twice."""
         self.layout = layout
         self._forget()
-        self.agenda = self._look(step)
+        self._reason = "new buckets, or a resumed run" if self.history else "the first plan"
+        self.agenda = self._check(step)
 
     def has_buckets(self, buckets: Sequence[tuple[tuple[str, ...], int]]) -> bool:
         """Return whether these buckets are those of the present layout."""
@@ -175,29 +176,26 @@ class Controller:
     def decide(self, step: int) -> Instructions:
         """Return what to do from the next step on, by what was reported."""
         assert self.agenda is not None
-        problem, stage = self.problem(), self.agenda.stage
+        problem, has_tried = self.problem(), bool(self.agenda.trials)
         if problem is None:  # gradients were not finite, or a rank has not seen the steps
-            return self._without_plan(
-                self._try(step + 1) if stage == "try" else self._look(step + 1)
-            )
-        if stage == "look" and (trials := self._try(step + 1)).trials:
+            return Instructions(self._try(step + 1) if has_tried else self._check(step + 1))
+        if not has_tried and self._trials:
+            reason, since = self._why_new(step), step - self.history[-1].step
+            if reason is None:
+                period = min(self._period(self.plan), max(since, _FIRST_CHECK))
+                return Instructions(self._later(step, min(period, self._replan - since)))
+            self._reason = reason
+            if since >= self._replan:
+                return Instructions(self._try(step + 1))
+        elif not has_tried and (trials := self._try(step + 1)).trials:
             if why := self._why_exact(problem):
                 return self._with_plan(plan_of(problem, exact(problem), why), step)
-            return self._without_plan(trials)
-        if stage == "check":
-            reason = self._why_new(step)
-            if reason is None:
-                left = int(self._basis[0]) + self._replan - step
-                return self._without_plan(self._check(step, min(self._period(self.plan), left)))
-            self._reason = reason
-            if "since the last plan" in reason or not self._trials:
-                return self._without_plan(self._try(step + 1))
+            return Instructions(trials)
         return self._with_plan(solve(problem, self._hooks_in_use()), step)
 
     def follow(self, instructions: Instructions) -> bool:
         """Follow what rank 0 has decided, and return whether there is a new plan."""
         self.agenda = instructions.agenda
-        self.metrics, self._basis = dict(instructions.metrics), instructions.basis
         if instructions.decision is not None:
             self.history.append(instructions.decision)
             _LOG.info("auto, step %d: %s", instructions.decision.step, instructions.decision)
@@ -206,33 +204,35 @@ class Controller:
         self.plan = instructions.plan
         return True
 
-    def _without_plan(self, agenda: Agenda) -> Instructions:
-        return Instructions(agenda, None, None, self._basis, self._metrics())
-
     def _with_plan(self, plan: Plan, step: int) -> Instructions:
         assert self.link is not None
         before, unchanged = self._hooks_in_use() or {}, self.candidates.specs[0]
         changes = sum(before.get(n, unchanged) != hook for n, hook in plan.hook_of().items())
         reason, self._reason = self._reason, f"{self._replan} steps since the last plan"
-        decision = Decision(step, reason, changes, plan.error, plan.limit, plan.after.step_seconds)
-        basis = (step, self.link.byte_seconds)
+        decision = Decision(
+            step,
+            reason,
+            changes,
+            plan.error,
+            plan.limit,
+            plan.after.step_seconds,
+            self.link.byte_seconds,
+        )
         if not self._trials:  # it cannot pay, so nothing is measured for a long time
             period = self._replan
         else:
             period = _FIRST_CHECK if changes and plan.error > 0 else self._period(plan)
-        return Instructions(self._check(step, period), plan, decision, basis, self._metrics(plan))
+        return Instructions(self._later(step, period), plan, decision)
 
     # --------------------------------------------------------------------------------- agendas
 
-    def _look(self, step: int) -> Agenda:
-        """Time steps and probe the link: the plan in use is checked, if there is one."""
-        stage = "look" if self.plan is None else "check"
-        return Agenda(stage, step, step + _TIMED + 1, probe=self._probe_elements())
+    def _check(self, start: int) -> Agenda:
+        """Time steps, probe the link, and compare what the hooks in use return."""
+        return Agenda(start, start + _TIMED + 1, probe=self._probe_elements())
 
-    def _check(self, step: int, period: int) -> Agenda:
-        stage = "check" if self._trials else "look"
-        start = step + max(period - _TIMED, 2)
-        return Agenda(stage, start, start + _TIMED + 1, probe=self._probe_elements())
+    def _later(self, step: int, period: int) -> Agenda:
+        """Check such that the report is about ``period`` steps later."""
+        return self._check(step + max(period - _TIMED, 2))
 
     def _try(self, step: int) -> Agenda:
         """Try the candidates on the largest groups, and the reference on those of most norm."""
@@ -249,7 +249,7 @@ class Controller:
         if chosen:
             exact_ones = [i for i in by_norm if groups[i].is_exact and self.hooks_to_try(i)]
             chosen += exact_ones[: _MOST_TRIED // 2]
-        return Agenda("try", step, step + len(chosen), trials=chosen)
+        return Agenda(step, step + len(chosen), trials=chosen)
 
     def _period(self, plan: Plan | None) -> int:
         """Return the steps until the next check, such that checks take 1 % of the time."""
@@ -284,18 +284,17 @@ class Controller:
 
     def _why_new(self, step: int) -> str | None:
         """Return why to make a new plan, or None."""
-        if not self._basis or self.plan is None:
-            return "the first plan"
+        assert self.plan is not None
+        assert self.link is not None
         limit = self._limit()
         error = self._error_of(self.plan)
         if error > _BEYOND_LIMIT * limit:
             return f"the error of the plan is {error:.3g}, its limit {limit:.3g}"
-        made, byte_seconds = self._basis
-        assert self.link is not None
+        last, byte_seconds = self.history[-1], self.history[-1].byte_seconds
         if abs(self.link.byte_seconds - byte_seconds) > _OTHER_RATE * byte_seconds:
             rates = (8e-6 / max(each, 1e-15) for each in (byte_seconds, self.link.byte_seconds))
             return "the link changed from {:.4g} to {:.4g} Mbit/s".format(*rates)
-        if step - made >= self._replan:
+        if step - last.step >= self._replan:
             return f"{self._replan} steps since the last plan"
         return None
 
@@ -306,7 +305,7 @@ class Controller:
             return None
         if any(not math.isfinite(self._norms.get(i, math.nan)) for i in range(len(layout.groups))):
             return None
-        if self.agenda is not None and self.agenda.stage == "try" and not self._trials:
+        if self.agenda is not None and self.agenda.trials and not self._trials:
             return None
         costs = [self._local_cost(i) for i in range(len(self.candidates.specs))]
         problem = Problem(
@@ -324,7 +323,7 @@ class Controller:
                 for i, group in enumerate(layout.groups)
             ),
             buckets=tuple(
-                BucketTimes(seconds, 0.0, nbytes)
+                BucketTrace(nbytes, seconds, 0.0)
                 for seconds, nbytes in zip(times.launches, layout.bucket_bytes, strict=True)
             ),
             forward_seconds=times.forward_seconds,
@@ -446,18 +445,18 @@ class Controller:
 
     # -------------------------------------------------------------------------- state and metrics
 
-    def _metrics(self, plan: Plan | None = None) -> dict[str, float]:
-        """Return numbers about the plan that is in use next, and the link."""
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the plan in use, as last checked, and the link. The same on all ranks."""
         found: dict[str, float] = {}
-        if self.link is not None:
-            found["link_megabits_per_second"] = 8e-6 / max(self.link.byte_seconds, 1e-15)
-            found["link_round_microseconds"] = self.link.round_seconds * 1e6
-        if plan is not None:
-            found |= {"error": plan.error, "limit": plan.limit}
-        elif self.plan is not None:
-            found |= {"error": self._error_of(self.plan), "limit": self._limit()}
-        if (used := plan or self.plan) is not None:
-            found["predicted_seconds"] = used.after.step_seconds
+        if (link := self.link) is not None:
+            found["link_megabits_per_second"] = 8e-6 / max(link.byte_seconds, 1e-15)
+            found["link_round_microseconds"] = link.round_seconds * 1e6
+        if (plan := self.plan) is not None:
+            known = bool(self._norms)
+            found["error"] = self._error_of(plan) if known else plan.error
+            found["limit"] = self._limit() if known else plan.limit
+            found["predicted_seconds"] = plan.after.step_seconds
         if self._times.step_seconds > 0:
             found["step_seconds"] = self._times.step_seconds
         return found
@@ -467,18 +466,14 @@ class Controller:
         return {
             "plan": self.plan and self.plan.to_json(),
             "history": [vars(decision) for decision in self.history],
-            "basis": [*self._basis],
             "link": self.link and vars(self.link),
-            "metrics": self.metrics,
         }
 
     def load(self, data: Mapping[str, Any]) -> None:
         """Take over what :meth:`to_json` returned. Measuring begins again with the next buckets."""
         self.plan = data["plan"] and Plan.from_json(data["plan"])
         self.history = [Decision(**decision) for decision in data["history"]]
-        self._basis = data["basis"]
         self.link = data["link"] and Probe(**data["link"])
-        self.metrics = dict(data["metrics"])
         self.layout = self.agenda = None
 
 

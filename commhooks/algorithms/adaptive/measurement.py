@@ -1,6 +1,7 @@
 """What a rank does for ``auto`` in a step: it measures what is on the agenda, and reports it."""
 
 import math
+import pickle
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.adaptive.check import Check
 from commhooks.algorithms.adaptive.control import Controller, backend_of, network_of
 from commhooks.algorithms.adaptive.groups import Buckets, Layout
 from commhooks.algorithms.adaptive.messages import (
@@ -20,10 +22,9 @@ from commhooks.algorithms.adaptive.messages import (
     Report,
     TrialRecord,
 )
-from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.timing import Clock, Moment, Run, observe
-from commhooks.algorithms.adaptive.trial import (
-    Check,
+from commhooks.algorithms.wrappers.table import HookTable
+from commhooks.algorithms.wrappers.timing import Clock, Moment, Run, observe
+from commhooks.algorithms.wrappers.trial import (
     ExactAverage,
     Outcome,
     Trial,
@@ -77,11 +78,11 @@ class Measurement:
         """Of the present step."""
         self._former: Buckets = ()
         """Of the step before it."""
-        self._reports: tuple[int, list[str]] | None = None
+        self._reports: tuple[int, list[Report]] | None = None
         """What ranks have reported, and in which step."""
-        self._to_send: str | None = None
+        self._to_send: bytes | None = None
         """The instructions that ranks are to have in this step, if any; empty but on rank 0."""
-        self._received: tuple[int, str] | None = None
+        self._received: tuple[int, Instructions] | None = None
         """The instructions of rank 0, and in which step they came."""
         self._followed = -1
         """The step from which on ranks follow the last instructions."""
@@ -133,14 +134,14 @@ class Measurement:
         self._elapsed_ns = start - self._first_ns
         control, has_new_plan = self.control, False
         if self._received is not None and self._received[0] != step:
-            has_new_plan = control.follow(Instructions.decode(self._received[1]))
+            has_new_plan = control.follow(self._received[1])
             self._followed = step
             self._to_send = None
             self._clear()
         self._received = None
         if self._reports is not None and self._reports[0] != step:
-            control.take([Report.decode(text) for text in self._reports[1]])
-            self._to_send = ""
+            control.take(self._reports[1])
+            self._to_send = b""
         self._reports = None
         if step != self._step:  # a step that has failed begins again
             self._look_at_buckets(step)
@@ -216,10 +217,10 @@ class Measurement:
         start, device = time.monotonic_ns(), bucket.buffer().device
         if self._to_send is not None:
             if comm.rank == 0:
-                self._to_send = self._to_send or self.control.decide(bucket.step).encode()
+                self._to_send = self._to_send or pickle.dumps(self.control.decide(bucket.step))
             self._received = bucket.step, await _broadcast(self._to_send, comm, device)
         elif bucket.step >= agenda.report:
-            report = self._report(agenda).encode()
+            report = pickle.dumps(self._report(agenda))
             self._reports = bucket.step, await _gather(report, comm, device)
         self._spend(start)
 
@@ -323,27 +324,23 @@ def _probe_of(
     return Probe(round_seconds, sending / sent, cpu / _MESSAGES / sent)
 
 
-async def _gather(text: str, comm: Communicator, device: torch.device) -> list[str]:
-    """Return the texts of all ranks."""
-    own = _bytes_of(text).to(device)
-    lengths = (await comm.all_gather(torch.tensor([len(own)], device=device))).view(-1).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: len(own)] = own
-    found = await comm.all_gather(padded)
-    return [_text_of(row[:length]) for row, length in zip(found, lengths, strict=True)]
+async def _gather(own: bytes, comm: Communicator, device: torch.device) -> list[Any]:
+    """Return the objects of all ranks, given the pickled one of this rank."""
+    length = torch.tensor([len(own)], device=device)
+    lengths = (await comm.all_gather(length)).view(-1).tolist()
+    padded = _tensor_of(own.ljust(max(lengths)), device)
+    return [_object_of(row) for row in await comm.all_gather(padded)]
 
 
-async def _broadcast(text: str, comm: Communicator, device: torch.device) -> str:
-    """Return the text of rank 0."""
-    own = _bytes_of(text).to(device)
+async def _broadcast(own: bytes, comm: Communicator, device: torch.device) -> Any:
+    """Return the object of rank 0, given its pickled form there."""
     (length,) = (await comm.broadcast(torch.tensor([len(own)], device=device))).tolist()
-    message = own if comm.rank == 0 else torch.empty(length, dtype=torch.uint8, device=device)
-    return _text_of(await comm.broadcast(message))
+    return _object_of(await comm.broadcast(_tensor_of(own.ljust(length), device)))
 
 
-def _bytes_of(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+def _tensor_of(message: bytes, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
 
 
-def _text_of(message: Tensor) -> str:
-    return bytes(message.tolist()).decode()
+def _object_of(message: Tensor) -> Any:
+    return pickle.loads(bytes(message.tolist()))  # ignores what comes after the object

@@ -1,9 +1,8 @@
 """What ranks tell each other: reports of what was measured, and the instructions of rank 0."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from commhooks.planning import Plan
 
@@ -23,6 +22,8 @@ class Decision:
     limit: float
     predicted_seconds: float
     """Of a step."""
+    byte_seconds: float
+    """The time of a byte on the link that the plan was made for."""
 
     def __str__(self) -> str:
         return (
@@ -35,8 +36,6 @@ class Decision:
 class Agenda:
     """What ranks measure from step ``start`` on, until they report."""
 
-    stage: str
-    """``look``, ``try`` or ``check``."""
     start: int
     report: int
     """The step in which ranks report."""
@@ -67,26 +66,7 @@ class Instructions:
     plan: Plan | None = None
     """A new plan, None if the present one stays."""
     decision: Decision | None = None
-    basis: Sequence[float] = ()
-    """The step of the last plan, and the seconds per byte that it was made for."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def encode(self) -> str:
-        """Return JSON."""
-        return json.dumps(asdict(self) | {"plan": self.plan and self.plan.to_json()})
-
-    @classmethod
-    def decode(cls, text: str) -> "Instructions":
-        """Read what :meth:`encode` returned."""
-        data = json.loads(text)
-        plan, decision = data["plan"], data["decision"]
-        return cls(
-            Agenda(**data["agenda"]),
-            plan and Plan.from_json(plan),
-            decision and Decision(**decision),
-            data["basis"],
-            data["metrics"],
-        )
+    """Why there is a new plan."""
 
 
 @dataclass
@@ -136,15 +116,3 @@ class Report:
     """Of the averages, by group."""
     runs: list[tuple[int, int, float]] = field(default_factory=list)
     """Of hooks in use: position, elements of the bucket, local seconds."""
-
-    def encode(self) -> str:
-        """Return JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: str) -> "Report":
-        """Read what :meth:`encode` returned."""
-        data = json.loads(text)
-        probe = data["probe"] and Probe(**data["probe"])
-        trials = [TrialRecord(**trial) for trial in data["trials"]]
-        return cls(**data | {"probe": probe, "trials": trials})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.groups import ParameterGroup, exact_names, group_parameters
-from commhooks.algorithms.adaptive.trial import Outcome, Trial
+from commhooks.algorithms.wrappers.trial import Outcome, Trial
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
@@ -21,12 +21,9 @@ from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import Role
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
-from commhooks.hook.roles import roles_of
 from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.simulation.dry_run import dry_run
-from commhooks.lab.simulation.measurements import Job, measure_gloo
-from commhooks.lab.simulation.profile import StepProfile, profile
-from commhooks.planning import BucketTimes
+from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
 from reducer import GradBucket
 
 __all__ = ["Measured", "MeasuredGroup", "PlanningJob", "measure_groups"]
@@ -50,18 +47,30 @@ class PlanningJob:
 
 
 @dataclass(frozen=True)
-class MeasuredGroup:
-    """A group of parameters. Sequences are by hook; None for a hook that cannot average it."""
+class Cell:
+    """What a hook does with a group."""
 
-    names: tuple[str, ...]
-    label: str
-    bucket: int
-    elements: int
-    is_exact: bool
-    norm: float
-    errors: tuple[float | None, ...]
-    traces: tuple[BucketTrace | None, ...]
+    norm: float = 0.0
+    """Of the exact average."""
+    error: float | None = None
+    """Relative to ``norm``. None if the hook cannot average the group."""
+    trace: BucketTrace | None = None
     """Among ``world_size`` ranks."""
+    refusal: str = ""
+    """Why the hook cannot average the group."""
+
+
+@dataclass(frozen=True)
+class MeasuredGroup:
+    """A group of parameters, and what each hook does with it."""
+
+    group: ParameterGroup
+    cells: tuple[Cell, ...]
+
+    @property
+    def norm(self) -> float:
+        """Of the average gradient."""
+        return next((cell.norm for cell in self.cells if cell.norm), 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Measured:
     """The measurements of a job."""
 
     groups: tuple[MeasuredGroup, ...]
-    buckets: tuple[BucketTimes, ...]
+    buckets: tuple[BucketTrace, ...]
     forward_seconds: float
     gloo: Gloo
     reasons: Mapping[int, str]
@@ -89,7 +98,7 @@ def measure_groups(job: PlanningJob) -> Measured:
     and the error of the first candidate, plain averaging.
     """
     reasons: dict[int, str] = {}
-    columns: list[list[_Cell]] = []
+    columns: list[list[Cell]] = []
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
         groups, buckets, forward_seconds = ranks(_prepare, job)[0]
@@ -103,58 +112,26 @@ def measure_groups(job: PlanningJob) -> Measured:
                 if index == 0:
                     raise
                 reasons[index] = reason_of(error)
-                columns.append([_Cell()] * len(groups))
+                columns.append([Cell()] * len(groups))
                 ranks.restart()
                 ranks(_prepare, job)
     measured = tuple(
-        MeasuredGroup(
-            names=group.names,
-            label=group.label,
-            bucket=group.bucket,
-            elements=group.elements,
-            is_exact=group.is_exact,
-            norm=next((cell.norm for cell in cells if cell.norm), 0.0),
-            errors=tuple(cell.error for cell in cells),
-            traces=tuple(cell.trace for cell in cells),
-        )
-        for group, *cells in zip(groups, *columns, strict=True)
+        MeasuredGroup(group, tuple(cells)) for group, *cells in zip(groups, *columns, strict=True)
     )
     return Measured(measured, buckets, forward_seconds, gloo, reasons)
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """What a hook does with a group."""
-
-    norm: float = 0.0
-    error: float | None = None
-    trace: BucketTrace | None = None
-    refusal: str = ""
-    """Why it cannot average the group."""
 
 
 class _Side:
     """What a rank needs to measure hooks."""
 
     def __init__(self, rank: int, planned: PlanningJob) -> None:
-        alone = [dist.new_group([other]) for other in range(_RANKS)][rank]
-        assert isinstance(alone, dist.ProcessGroup)
-        job = planned.job
-        model = job.make_module()
-        batch = job.make_input(model, rank)
-        self.roles = roles_of(model)
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        exact = exact_names(planned.exact, parameters, self.roles)
-        self.step = profile(
-            model,
-            lambda wrapped: job.loss(wrapped, batch, rank),
-            _Apart(exact),
-            alone,
-            bucket_cap_mb=job.bucket_cap_mb,
-        )
+        side = RankSide(rank, planned.job, _RANKS)
+        self.roles = side.roles
+        exact = exact_names(planned.exact, side.parameters, side.roles)
+        self.step = side.profile(_Apart(exact))
         buckets = [(bucket.names, bucket.buffer().nbytes) for bucket in self.step.buckets]
-        self.groups = group_parameters(buckets, parameters, exact, self.roles).groups
-        self.first_step = job.first_step
+        self.groups = group_parameters(buckets, side.parameters, exact, side.roles).groups
+        self.first_step = planned.job.first_step
         self.tracer = _Tracer(planned)
 
 
@@ -163,10 +140,10 @@ _sides: list[_Side] = []  # at most one
 
 def _prepare(
     rank: int, planned: PlanningJob
-) -> tuple[Sequence[ParameterGroup], tuple[BucketTimes, ...], float]:
+) -> tuple[Sequence[ParameterGroup], tuple[BucketTrace, ...], float]:
     side = _Side(rank, planned)
     _sides[:] = [side]
-    return side.groups, _times(side.step), side.step.forward_seconds
+    return side.groups, side.step.bucket_traces(), side.step.forward_seconds
 
 
 @dataclass
@@ -179,13 +156,13 @@ class _Apart(CommHook):
         return parameter in self.exact
 
 
-def _measure(rank: int, config: Mapping[str, Any]) -> list[_Cell]:  # noqa: ARG001
+def _measure(rank: int, config: Mapping[str, Any]) -> list[Cell]:  # noqa: ARG001
     side = _sides[0]
     with torch.no_grad():
         return [_measure_group(group, config, side) for group in side.groups]
 
 
-def _measure_group(group: ParameterGroup, config: Mapping[str, Any], side: _Side) -> _Cell:
+def _measure_group(group: ParameterGroup, config: Mapping[str, Any], side: _Side) -> Cell:
     together = cast("dist.ProcessGroup", dist.group.WORLD)
     bucket = side.step.buckets[group.bucket]
     part = BucketPart(bucket, [bucket.names.index(name) for name in group.names])
@@ -195,8 +172,8 @@ def _measure_group(group: ParameterGroup, config: Mapping[str, Any], side: _Side
         outcome = _try_hook(hook, gradients, together, side.roles, side.first_step)
         trace = side.tracer.trace(config, gradients, side.roles)
     except CommHookError as error:  # on all ranks alike
-        return _Cell(refusal=reason_of(error))
-    return _Cell(outcome.norm, 0.0 if is_lossless(hook) else outcome.error, trace)
+        return Cell(refusal=reason_of(error))
+    return Cell(outcome.norm, 0.0 if is_lossless(hook) else outcome.error, trace)
 
 
 def _try_hook(
@@ -274,17 +251,3 @@ class _Tracer:
         kinds = DryRuns(by_size, self._job.ranks_per_node).at(self._size)
         _, typical = max(kinds, key=lambda kind: kind[0])
         return typical.buckets[0]
-
-
-def _times(step: StepProfile) -> tuple[BucketTimes, ...]:
-    total = sum(bucket.buffer().nbytes for bucket in step.buckets)
-    unpacking = max(0.0, step.backward_seconds - step.launches[-1])
-    starts = (0.0, *step.launches[:-1])
-    return tuple(
-        BucketTimes(
-            backward_seconds=launch - start,
-            unpack_seconds=unpacking * bucket.buffer().nbytes / max(total, 1),
-            gradient_bytes=bucket.buffer().nbytes,
-        )
-        for bucket, start, launch in zip(step.buckets, starts, step.launches, strict=True)
-    )

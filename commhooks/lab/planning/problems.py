@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
+from commhooks.costs.step_trace import BucketTrace
 from commhooks.lab.planning.measuring import Measured, MeasuredGroup
-from commhooks.planning import BucketTimes, Choice, Group, Problem
+from commhooks.planning import Choice, Group, Problem
 
 __all__ = ["error_of_hook", "problem_of"]
 
@@ -17,7 +18,7 @@ def error_of_hook(measured: Measured, hook: int) -> float:
     Groups that it cannot average are averaged exactly.
     """
     total = math.fsum(group.norm**2 for group in measured.groups)
-    lost = math.fsum(((g.errors[hook] or 0.0) * g.norm) ** 2 for g in measured.groups)
+    lost = math.fsum(((g.cells[hook].error or 0.0) * g.norm) ** 2 for g in measured.groups)
     return math.sqrt(lost / total) if total else 0.0
 
 
@@ -41,7 +42,7 @@ def problem_of(
         overheads=tuple(seconds / speed for seconds in overheads),
         groups=tuple(_group(group, overheads, speed) for group in measured.groups),
         buckets=tuple(
-            BucketTimes(b.backward_seconds / speed, b.unpack_seconds / speed, b.gradient_bytes)
+            BucketTrace(b.gradient_bytes, b.backward_seconds / speed, b.unpack_seconds / speed)
             for b in measured.buckets
         ),
         forward_seconds=measured.forward_seconds / speed,
@@ -52,25 +53,26 @@ def problem_of(
     )
 
 
-def _group(group: MeasuredGroup, overheads: Sequence[float], speed: float) -> Group:
-    choices = []
-    for hook, overhead in enumerate(overheads):
-        error, trace = group.errors[hook], group.traces[hook]
-        if error is None or trace is None or (group.is_exact and hook > 0):
+def _group(measured: MeasuredGroup, overheads: Sequence[float], speed: float) -> Group:
+    choices, group = [], measured.group
+    for hook, (cell, overhead) in enumerate(zip(measured.cells, overheads, strict=False)):
+        if cell.error is None or cell.trace is None or (group.is_exact and hook > 0):
             continue
-        total = math.fsum(trace.local_seconds)
+        total = math.fsum(cell.trace.local_seconds)
         growing = max(0.0, total - overhead) / total / speed if total else 0.0
-        local = tuple(seconds * growing for seconds in trace.local_seconds)
-        choices.append(Choice(hook, local, trace.collectives, error))
-    return Group(group.names, group.bucket, group.label, group.elements, group.norm, tuple(choices))
+        local = tuple(seconds * growing for seconds in cell.trace.local_seconds)
+        choices.append(Choice(hook, local, cell.trace.collectives, cell.error))
+    return Group(
+        group.names, group.bucket, group.label, group.elements, measured.norm, tuple(choices)
+    )
 
 
 def _overhead(measured: Measured, hook: int) -> float:
     """Return the seconds of a run on nothing: on a line through the smallest and largest group."""
     known = sorted(
-        (group.elements, math.fsum(trace.local_seconds))
-        for group in measured.groups
-        if (trace := group.traces[hook]) is not None
+        (each.group.elements, math.fsum(trace.local_seconds))
+        for each in measured.groups
+        if (trace := each.cells[hook].trace) is not None
     )
     if not known or known[0][0] == known[-1][0]:
         return 0.0

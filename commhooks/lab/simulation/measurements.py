@@ -39,6 +39,7 @@ from reducer import GradBucket
 __all__ = [
     "Job",
     "Measurements",
+    "RankSide",
     "dry_run_hook",
     "measure",
     "measure_gloo",
@@ -165,8 +166,11 @@ def measure(
     return Measurements(machine, job, gloo, dry_runs, reasons)
 
 
-class _RankSide:
-    """The model on this rank, and its last profile."""
+class RankSide:
+    """The model on this rank, and its last profile.
+
+    The first ``busy`` ranks profile at the same time.
+    """
 
     def __init__(self, rank: int, job: Job, busy: int) -> None:
         self.job = job
@@ -202,7 +206,7 @@ class _RankSide:
         return self._profile[1]
 
 
-_sides: list[_RankSide] = []  # at most one
+_sides: list[RankSide] = []  # at most one
 
 
 def prepare_dry_runs(rank: int, job: Job, busy: int) -> None:
@@ -211,7 +215,7 @@ def prepare_dry_runs(rank: int, job: Job, busy: int) -> None:
     The first ``busy`` ranks of the default group measure at the same time, each for itself, so that
     they share the memory's bandwidth as the ranks of a machine do. The other ranks are idle.
     """
-    _sides[:] = [_RankSide(rank, job, busy)]
+    _sides[:] = [RankSide(rank, job, busy)]
 
 
 def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> DryRuns | None:  # noqa: ARG001

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from commhooks.adapters.dispatch import adapter_of
 from commhooks.adapters.wrapper import wrap
-from commhooks.costs.step_trace import StepTrace
+from commhooks.costs.step_trace import BucketTrace, StepTrace
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import bucket_key_of
 from reducer import GradBucket
@@ -34,19 +34,27 @@ class StepProfile:
     backward_seconds: float
     forward_seconds: float
 
+    def bucket_traces(self) -> tuple[BucketTrace, ...]:
+        """Return the engine's time before and after each bucket, without a hook."""
+        sizes = [bucket.buffer().nbytes for bucket in self.buckets]
+        total = max(1, sum(sizes))
+        unpacking = max(0.0, self.backward_seconds - self.launches[-1])
+        return tuple(
+            BucketTrace(nbytes, launch - start, unpacking * nbytes / total)
+            for nbytes, start, launch in zip(
+                sizes, (0.0, *self.launches[:-1]), self.launches, strict=True
+            )
+        )
+
     def with_engine(self, hook: StepTrace, *, is_native: bool) -> StepTrace:
         """Return the trace of a hook alone with this engine's time before and after each bucket."""
-        total = max(1, sum(bucket.buffer().nbytes for bucket in self.buckets))
-        unpacking = max(0.0, self.backward_seconds - self.launches[-1])
         buckets = tuple(
             replace(
                 trace,
-                backward_seconds=launch - start,
-                unpack_seconds=unpacking * bucket.buffer().nbytes / total,
+                backward_seconds=times.backward_seconds,
+                unpack_seconds=times.unpack_seconds,
             )
-            for trace, bucket, start, launch in zip(
-                hook.buckets, self.buckets, (0.0, *self.launches[:-1]), self.launches, strict=True
-            )
+            for trace, times in zip(hook.buckets, self.bucket_traces(), strict=True)
         )
         return StepTrace(buckets, self.forward_seconds, is_native)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive import trial
+from commhooks.algorithms.adaptive import check
 from commhooks.algorithms.adaptive.control import link_of
 from commhooks.algorithms.adaptive.groups import (
     ParameterGroup,
@@ -16,9 +16,9 @@ from commhooks.algorithms.adaptive.groups import (
 )
 from commhooks.algorithms.adaptive.measurement import _probe_of
 from commhooks.algorithms.adaptive.messages import Probe
-from commhooks.algorithms.adaptive.timing import HOST, Run, observe
-from commhooks.algorithms.adaptive.trial import draw_sample
 from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.wrappers.timing import HOST, Run, observe
+from commhooks.algorithms.wrappers.trial import draw_sample
 from commhooks.hook.derived_bucket import bucket_with
 from reducer import GradBucket
 
@@ -147,7 +147,7 @@ class OneRank:
 def test_a_check_compares_the_same_elements_of_each_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(trial, "_CHECKED", 100)
+    monkeypatch.setattr(check, "_CHECKED", 100)
     bucket = bucket_of({"a": (8, 6), "b": (5,), "c": (100, 10)})
     bucket = bucket_with(bucket, bucket.buffer(), step=3)
     groups = [
@@ -161,7 +161,7 @@ def test_a_check_compares_the_same_elements_of_each_parameter(
         return None if found is None else torch.full((gradient.numel(),), found)[where]
 
     flat = bucket.buffer().clone()
-    drawn = trial.Check.of(bucket, groups, residual)
+    drawn = check.Check.of(bucket, groups, residual)
     assert drawn is not None
     p = [flat[3:48:11] + 2, flat[48:53] + 3, flat[56::11]]
     assert torch.equal(drawn.p, torch.cat(p))
@@ -170,4 +170,4 @@ def test_a_check_compares_the_same_elements_of_each_parameter(
     squares = {i: found.tolist() for i, found in end.value.value.items()}
     of_two = float(torch.cat([p[0], p[2]]).double().square().sum())
     assert squares == {2: [4.0 * 5, of_two], 4: [9.0 * 5, float(p[1].square().sum())]}
-    assert trial.Check.of(bucket, [], residual) is None
+    assert check.Check.of(bucket, [], residual) is None

@@ -12,7 +12,7 @@ import commhooks
 from commhooks.algorithms.adaptive import measurement
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.messages import Probe
-from commhooks.algorithms.adaptive.trial import ExactAverage, Outcome, Trial
+from commhooks.algorithms.wrappers.trial import ExactAverage, Outcome, Trial
 from commhooks.testing.probe import Trainer
 
 

@@ -10,8 +10,9 @@ import torch
 from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, train
 
 import commhooks
-from commhooks.algorithms.adaptive import auto, timing
-from commhooks.algorithms.adaptive.timing import HOST, DeviceClock, clock_of
+from commhooks.algorithms.adaptive import auto
+from commhooks.algorithms.wrappers import timing
+from commhooks.algorithms.wrappers.timing import HOST, DeviceClock, clock_of
 from commhooks.runtime.side_stream import SideStream
 from commhooks.testing.probe import Trainer
 

@@ -21,14 +21,16 @@ from torch import Tensor
 from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
-from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import KeepsOwn
+from commhooks.errors import CommHookOptionError
+from commhooks.hook.base import CommHook, has_consensus, tree
+from commhooks.hook.capabilities import KeepsOwn, any_declares
 from reducer import GradBucket
 
-__all__ = ["Adopts", "HookTable", "residual_of"]
+__all__ = ["Adopts", "HookTable", "check_candidate", "residual_of"]
 
 _ALL = slice(None)
 _FIELD = "error"
+_CHOOSERS = {"auto", "guard"}
 
 
 @runtime_checkable
@@ -119,6 +121,31 @@ class HookTable(Routing):
                 new = self._hooks[i]
                 if name not in new.state and isinstance(new, Adopts):
                     new.adopt(self._hooks[j], {name: gradients[name]})
+
+
+def check_candidate(hook: CommHook, where: str) -> None:
+    """Raise CommHookOptionError unless parameters may move from and to the hook at any step.
+
+    ``where``: what the user has set to this hook.
+    """
+    problem = ""
+    if not has_consensus(hook):
+        problem = "does not return the same on all ranks"
+    elif any_declares(hook, "changes_parameters"):
+        problem = "changes parameters"
+    elif any_declares(hook, "skips_steps"):
+        problem = "skips steps of the training loop"
+    elif any_declares(hook, "spreads_parameters"):
+        problem = "keeps state of other parameters on other ranks"
+    elif any_declares(hook, "has_exchanges"):
+        problem = "goes on with exchanges between steps"
+    elif choosers := sorted(_CHOOSERS & {each.name for each in tree(hook)}):
+        problem = f"chooses hooks itself, in {choosers[0]!r}"
+    if problem:
+        raise CommHookOptionError(
+            f"{where}: expected hooks that average gradients in the same step, such as int8 or "
+            f"powersgd; {hook!r} {problem}"
+        )
 
 
 def residual_of(

@@ -6,21 +6,18 @@
     exact = all_reduce(p) / N
     error = |average - exact| / |exact|      # of the average, which is what training sees
 
-A *trial* lets a hook average a sample of some parameters, whether it is in use or not. A *check*
-compares what a hook in use has returned, at evenly spaced elements of all its parameters. Unlike a
-trial, it sees what many steps have done to the residual, and all layers of a group.
+A *trial* lets a hook average a sample of some parameters, whether it is in use or not.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.groups import ParameterGroup
-from commhooks.algorithms.adaptive.timing import HOST, Clock, Run, observe
+from commhooks.algorithms.wrappers.timing import HOST, Clock, Run, observe
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import Role
@@ -31,10 +28,15 @@ from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Check", "ExactAverage", "Outcome", "Trial", "draw_sample", "relative_error"]
-
-_CHECKED = 2048
-"""Elements of each group that are checked."""
+__all__ = [
+    "ExactAverage",
+    "Outcome",
+    "Residual",
+    "Trial",
+    "average_exactly",
+    "draw_sample",
+    "relative_error",
+]
 
 Residual = Callable[[str, Tensor, slice], Tensor | None]
 """Returns what is to be added to elements of the gradient of a parameter, as it lies in memory."""
@@ -61,7 +63,7 @@ class ExactAverage:
         """Average the sample, which does not change."""
         run, buffer = Run(clock), sample.buffer()
         copy = buffer.to(at_least_float32(buffer.dtype), copy=True)
-        return cls(await observe(_average(copy, comm), run), run)
+        return cls(await observe(average_exactly(copy, comm), run), run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +132,9 @@ class Trial:
             run = Run(clock)
             copy = bucket_with(sample, sample.buffer().clone())
             nested = comm.within(self._hook, key=sample.key)
-            average: Tensor = await observe(self._hook.reduce(copy, nested), run)
+            found: Tensor = await observe(self._hook.reduce(copy, nested), run)
             self._forget_errors(sample)
-        flat = average.view(-1).to(exact.value.dtype)
+        flat = found.view(-1).to(exact.value.dtype)
         wrong = (flat - exact.value).square().sum(dtype=torch.float64)
         right = exact.value.square().sum(dtype=torch.float64)
         return Outcome(torch.stack([wrong, right]), exact.value.numel(), run, exact.run)
@@ -200,63 +202,6 @@ def draw_sample(
     return sample
 
 
-@dataclass(frozen=True)
-class Check:
-    """Some elements of a bucket."""
-
-    places: tuple[tuple[int, slice], ...]
-    """The position of a group, and elements of the flat bucket."""
-    p: Tensor
-    """This rank's gradient plus residual there, in at least float32."""
-
-    @classmethod
-    def of(
-        cls,
-        bucket: GradBucket,
-        groups: Iterable[tuple[int, ParameterGroup]],
-        residual: Residual,
-    ) -> "Check | None":
-        """Copy elements of ``groups``, others in each step. None if there is no group."""
-        strides = {
-            name: (i, max(1, group.elements // _CHECKED) | 1)  # odd: not one column of a matrix
-            for i, group in groups
-            for name in group.names
-        }
-        if not strides:
-            return None
-        flat, places, parts = bucket.buffer(), list[tuple[int, slice]](), list[Tensor]()
-        every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
-        for (name, start, length), gradient in zip(every, bucket.gradients(), strict=True):
-            if name not in strides:
-                continue
-            i, stride = strides[name]
-            where = slice(bucket.step % stride, length, stride)
-            p = flat[start : start + length][where].to(at_least_float32(flat.dtype), copy=True)
-            rest = residual(name, gradient, where)
-            parts.append(p if rest is None else p.add_(rest.to(p)))
-            places.append((i, slice(start + where.start, start + length, stride)))
-        return cls(tuple(places), torch.cat(parts))
-
-    async def squares(self, average: Tensor, comm: Communicator) -> dict[int, Tensor]:
-        """Return for each group the squared norms of the error and of the exact average.
-
-        A float64 tensor of shape (2,) on the device of ``average``, which is flat.
-        """
-        exact = await _average(self.p, comm)
-        found: dict[int, Tensor] = {}
-        for i, (wrong, right) in self._pairs(average, exact):
-            squares = torch.stack([(wrong - right).square().sum(), right.square().sum()])
-            found[i] = found[i] + squares if i in found else squares
-        return found
-
-    def _pairs(self, average: Tensor, exact: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        begin = 0
-        for i, where in self.places:
-            found = average[where].double()
-            yield i, (found, exact[begin : begin + len(found)].double())
-            begin += len(found)
-
-
 def _same(hook: CommHook, gradient: Tensor | None) -> dict[str, tuple[int | None, ...]]:
     """Return the shapes of the fields that are the same on all ranks."""
     if gradient is None:
@@ -265,5 +210,6 @@ def _same(hook: CommHook, gradient: Tensor | None) -> dict[str, tuple[int | None
     return {field.name: field.shape for field in fields if field.across_ranks == "same"}
 
 
-async def _average(values: Tensor, comm: Communicator) -> Tensor:
+async def average_exactly(values: Tensor, comm: Communicator) -> Tensor:
+    """Return the exact average of ``values``, which are overwritten."""
     return await comm.all_reduce(values.div_(comm.size))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Generator
 from dataclasses import dataclass, field
 from types import coroutine
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -26,23 +26,7 @@ Moment: TypeAlias = int | torch.Event
 _Result = TypeVar("_Result")
 
 
-class Clock(Protocol):
-    """Tells moments."""
-
-    def now(self) -> Moment:
-        """Return the present moment; on a device, that of the current stream."""
-
-    def work(self) -> Moment:
-        """Return a moment in the time that the hook's own work takes."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Return the seconds between two moments. Waits for a device."""
-
-    def cores(self) -> float:
-        """Return how many things a rank does at a time."""
-
-
-class HostClock:
+class Clock:
     """The clock of the host.
 
     The hook's own work is measured in CPU time of its thread. The elapsed time would say how busy
@@ -50,22 +34,25 @@ class HostClock:
     """
 
     def now(self) -> Moment:
+        """Return the present moment; on a device, that of the current stream."""
         return time.monotonic_ns()
 
     def work(self) -> Moment:
+        """Return a moment in the time that the hook's own work takes."""
         return time.thread_time_ns()
 
-    def seconds(self, start: int, end: int) -> float:
-        return (end - start) * 1e-9
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two moments. Waits for a device."""
+        return float(end - start) * 1e-9
 
     def cores(self) -> float:
-        """Return the cores for each rank of this machine."""
+        """Return how many things a rank does at a time: the cores for each rank of this machine."""
         own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
         available = len(own) or os.cpu_count() or 1
         return max(1.0, available / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """The clock of the streams of a device: Note [Times of a device].
 
     The time of the hook's own work is what passes on its stream, so it contains what backward takes
@@ -91,7 +78,7 @@ class DeviceClock:
         return 2.0
 
 
-HOST = HostClock()
+HOST = Clock()
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.candidates import check_candidate
-from commhooks.algorithms.adaptive.table import HookTable
-from commhooks.algorithms.adaptive.trial import Trial, draw_sample, relative_error
+from commhooks.algorithms.wrappers.table import HookTable, check_candidate
+from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import KnowsModel, declares
