@@ -68,7 +68,7 @@ class Fp4(Biased):
     Biased in each step but exact over steps, because errors are sent later.
     """
 
-    block_size: int = field(default=1024, init=False)
+    block_size: int = field(default=1024, init=False, repr=False)
     format: Literal["nvfp4", "mxfp4", "e3m0"] = "nvfp4"
     """nvfp4 has a scale with 3 bits of mantissa for each 16 numbers, mxfp4 a power of two for each
     32, and e3m0 one scale for each 1024: fewer bytes, larger errors. e3m0 has powers of two only.
