@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import _C, fallback
+from commhooks import fallback, native
 from commhooks.codecs import formats
 from commhooks.codecs.index_code import IndexCode
 from commhooks.extensions import KERNELS
@@ -121,7 +121,7 @@ def test_messages_and_results(name: str, block_size: int) -> None:
         dtype = (torch.float32, torch.float64)[(seed + block_size // 32) % 2]
         given = draw(numel, dtype, kind, seed)
         error = draw(numel, dtype, "normal", 100) if seed % 3 else None
-        compiled, found = (run(m, name, block_size, given, error) for m in (_C, fallback))
+        compiled, found = (run(m, name, block_size, given, error) for m in (native, fallback))
         for what, (expected, written) in enumerate(zip(compiled, found, strict=True)):
             assert same_bits(expected, written), (kind, what)
 
@@ -131,7 +131,7 @@ def test_floats_of_every_exponent(name: str) -> None:
     bits = torch.arange(0, 0x3F800000, 0x3FFF1, dtype=torch.int32)  # numbers from 0 to 1
     given = torch.cat([torch.ones(32), bits.view(torch.float32), -bits.view(torch.float32)])
     messages = []
-    for module in (_C, fallback):
+    for module in (native, fallback):
         codec = make(module, name, 4096)
         messages.append(torch.zeros(1, codec.encoded_bytes(given.numel()), dtype=torch.uint8))
         codec.encode(given.clone(), messages[-1], given.numel(), None, 0, False)
@@ -155,7 +155,7 @@ def test_rotations(numel: int, part_length: int, dtype: torch.dtype) -> None:
         given, error = draw(numel, dtype, kind, numel), draw(numel, dtype, "normal", 1)
         for added, inverse in itertools.product((None, error), (False, True)):
             one, other = given.clone(), given.clone()
-            _C.rotate(one, added, part_length, inverse)
+            native.rotate(one, added, part_length, inverse)
             fallback.rotate(other, added, part_length, inverse)
             assert same_bits(one, other), kind
 
@@ -171,18 +171,18 @@ def test_selections(kind: str, dtype: torch.dtype) -> None:
         for count in {0, 1, numel // 100, numel // 2, numel}:
             for added in (None, error):
                 one, other = given.clone(), given.clone()
-                expected = _C.select_largest(one, added, count)
+                expected = native.select_largest(one, added, count)
                 assert torch.equal(expected, fallback.select_largest(other, added, count)), count
                 assert same_bits(one, other)
         for chunk, count in ((1, 1), (64, 3), (1000, 1000)):
             one, other = given.clone(), given.clone()
-            expected = _C.select_largest_of_chunks(one, error, chunk, count)
+            expected = native.select_largest_of_chunks(one, error, chunk, count)
             found = fallback.select_largest_of_chunks(other, error, chunk, count)
             assert torch.equal(expected, found), chunk
             assert same_bits(one, other)
         for threshold in (1e-320, 1e-40, 0.5, 2.0, 1e39, math.inf):
             one, other = given.clone(), given.clone()
-            expected = _C.select_above(one, error, threshold)
+            expected = native.select_above(one, error, threshold)
             assert torch.equal(expected, fallback.select_above(other, error, threshold)), threshold
             assert same_bits(one, other)
 
@@ -192,20 +192,20 @@ def test_packed_drawn_and_added_indices(numel: int) -> None:
     for count in sorted({0, 1, numel // 300, numel // 3, numel}):
         drawn = [torch.zeros(count, dtype=torch.int32) for _ in range(2)]
         for rotation in {0, numel // 2, numel - 1}:
-            _C.draw_indices(SEED - 2**63, rotation, numel, drawn[0])
+            native.draw_indices(SEED - 2**63, rotation, numel, drawn[0])
             fallback.draw_indices(SEED - 2**63, rotation, numel, drawn[1])
             assert torch.equal(*drawn)
         code = IndexCode.shortest(numel, count)
         form = (code.high_bits, code.low_bits, code.adds_rank)
         packed = [torch.zeros(code.nbytes, dtype=torch.uint8) for _ in range(2)]
-        _C.pack_indices(drawn[0], *form, packed[0])
+        native.pack_indices(drawn[0], *form, packed[0])
         fallback.pack_indices(drawn[0], *form, packed[1])
         assert torch.equal(*packed)
         fallback.unpack_indices(packed[0], *form, numel, drawn[1])
         assert torch.equal(*drawn)
         sums = [torch.ones(numel) for _ in range(2)]
         values = torch.randn(count, generator=_generator())
-        _C.scatter_add(values, drawn[0], sums[0])
+        native.scatter_add(values, drawn[0], sums[0])
         fallback.scatter_add(values, drawn[0], sums[1])
         assert torch.equal(*sums)
 
@@ -216,16 +216,16 @@ def test_damaged_indices_are_refused_alike() -> None:
     code = IndexCode.shortest(numel, count)
     form = (code.high_bits, code.low_bits, code.adds_rank)
     indices = torch.zeros(count, dtype=torch.int32)
-    _C.draw_indices(3, 0, numel, indices)
+    native.draw_indices(3, 0, numel, indices)
     packed = torch.zeros(code.nbytes, dtype=torch.uint8)
-    _C.pack_indices(indices, *form, packed)
+    native.pack_indices(indices, *form, packed)
     refused = 0
     for _ in range(300):
         damaged = packed.clone()
         at = torch.randint(damaged.numel(), (2,), generator=generator)
         damaged[at] = torch.randint(256, (2,), dtype=torch.uint8, generator=generator)
         found = []
-        for module in (_C, fallback):
+        for module in (native, fallback):
             out = torch.zeros_like(indices)
             try:
                 module.unpack_indices(damaged, *form, numel, out)  # type: ignore[attr-defined]
