@@ -82,13 +82,15 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 
 
 class Links:
-    """Replaces the estimate of the link, and the pace: nothing depends on this machine's times."""
+    """Replaces what this machine's times set: the link, local costs and the pace."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.probe: Probe | None = SLOW
         stack.enter_context(patch.object(control, "link_of", lambda *_: self.probe))
         stack.enter_context(patch.object(control, "_SHARE", 1e9))
         stack.enter_context(patch.object(control, "_NATIVE_CHECK", 10))
+        costs = {"_local_cost": lambda _, hook: (1e-4 if hook else 0.0, 0.0)}
+        stack.enter_context(patch.multiple(control.Controller, **costs))
 
 
 def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> dict[str, Tensor]:
