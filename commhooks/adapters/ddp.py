@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,8 +16,20 @@ from commhooks.runtime.recording import Recording, Run, Span, Stage
 from commhooks.runtime.runner import Runner
 from commhooks.runtime.stats import HookStats, bucket_stats
 from reducer import DistributedDataParallel
+from reducer.native import NativeHook
 
-__all__ = ["DDPAdapter"]
+__all__ = ["ChangesToNative", "DDPAdapter"]
+
+
+@runtime_checkable
+class ChangesToNative(Protocol):
+    """A hook that C++ may run for some steps. Only the registered hook is asked."""
+
+    def native_at(self, step: int, group: dist.ProcessGroup) -> NativeHook | None:
+        """Return what runs the next step, number ``step``, in C++; None if the hook itself does.
+
+        Called before each synchronized forward. All ranks must return the same kind.
+        """
 
 
 class DDPAdapter(Adapter):
@@ -65,13 +77,15 @@ class DDPAdapter(Adapter):
             self.regroup(functools.partial(bucket_key_of, hook))
             target = runner or native_of(hook, self.group)
             assert target is not None
-            native_at = getattr(hook, "native_at", None)
+            before_step = None
+            if isinstance(hook, ChangesToNative):
+                before_step = functools.partial(self._choose_path, hook)
             self._registration.install(
                 target,
                 name=hook.name,
                 averages_gradients=not any_declares(hook, "changes_parameters"),
                 on_overwrite=functools.partial(_recover, hook, runner),
-                before_step=native_at and functools.partial(self._choose_path, native_at),
+                before_step=before_step,
             )
         else:
             self.regroup(_no_key)
@@ -83,9 +97,9 @@ class DDPAdapter(Adapter):
         self._first_step = self.steps
         self._stands_in = False
 
-    def _choose_path(self, native_at: Callable[[int, dist.ProcessGroup], Any]) -> None:
+    def _choose_path(self, hook: ChangesToNative) -> None:
         """Let a hook in C++ average the next step in place of the runner, or the runner again."""
-        native = native_at(self.steps, self.group)
+        native = hook.native_at(self.steps, self.group)
         if (native is not None) != self._stands_in:
             assert self._runner is not None
             self._reducer.set_hook(self._runner if native is None else native)
