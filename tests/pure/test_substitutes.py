@@ -103,11 +103,12 @@ class Work(torch._C._distributed_c10d.Work):
     def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
         self.error = error
-        self.may_end = threading.Event()
+        self.is_awaited, self.may_end = threading.Event(), threading.Event()
         self.timeouts: list[timedelta | None] = []
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.timeouts.append(timeout)
+        self.is_awaited.set()
         if not timeout:  # C++ says 0 for none
             self.may_end.wait()
         if self.error is not None:
@@ -141,6 +142,7 @@ def test_works_behind_one_that_never_completes_get_another_thread(module: Any) -
         queue.watch(work, token, 0)
     later.may_end.set()
     last.may_end.set()
+    assert never.is_awaited.wait(60)  # otherwise another thread would wait for it
     assert queue.get(0.01) is None
     queue.forget()
     queue.watch(last, 2, 0)
