@@ -27,7 +27,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = None if device.type == "cpu" else torch.Stream(device=device)
+        # With priority: a collective that starts late keeps all ranks waiting.
+        self._stream: Any = None if device.type == "cpu" else torch.Stream(device, priority=-1)
         self._entered = threading.local()
 
     def mark(self, *, timed: bool = False) -> torch.Event | None:
@@ -53,6 +54,11 @@ class SideStream:
         """Let later work of the current stream wait for the work here."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._stream.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait for the work here."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def __enter__(self) -> None:
         if self._stream is not None:
