@@ -22,6 +22,7 @@ from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateEr
 from commhooks.hook.base import CommHook, check_nesting, has_consensus, is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
+from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats
 from commhooks.state.saved import load_state, saved_state
 
@@ -243,8 +244,10 @@ class HookHandle:
         """
         adapter = self._in_use()
         hook = self.stateful_hook()
-        adapter.flush()
-        return saved_state(hook, adapter)
+        with adapter.between_steps():
+            saved = saved_state(hook, adapter)
+        record_on_current_stream(saved["state"])
+        return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned on the same rank. Collective.
@@ -259,8 +262,8 @@ class HookHandle:
         """
         adapter = self._in_use()
         hook = self.stateful_hook()
-        adapter.flush()
-        load_state(state, hook, adapter)
+        with adapter.between_steps():
+            load_state(state, hook, adapter)
 
     def _in_use(self) -> Adapter:
         if self._adapter is None:

@@ -12,7 +12,7 @@ from torch.futures import Future
 from commhooks.comm.exchange import NOT_BEGUN, Exchange
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import all_declare, any_declares, declares
 from commhooks.runtime.execution import (
     ExchangeExecution,
@@ -20,7 +20,7 @@ from commhooks.runtime.execution import (
     check_capture,
     new_future,
 )
-from commhooks.runtime.side_stream import SideStream
+from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import is_peer_loss
@@ -136,6 +136,17 @@ class StreamRunner:
         self._check()
         for stream in (self._stream, self._exchange_stream):
             stream.join()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let the caller work on the stream of the hook. Exchanges come before and after."""
+        self.flush()
+        with self._stream.forked():
+            yield
+        self._exchange_stream.follow(self._stream.end())
+        with self._exchange_stream:
+            for each in tree(self._hook):
+                record_on_current_stream(each.state)
 
     def close(self) -> None:
         """End the hook's own communicators. The host waits for what is under way."""

@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -109,6 +110,13 @@ class ThreadedRunner:
             # A round trip, so that this thread has recorded them before it returns.
             thread.call(lambda: exchanges.when_idle(lambda: thread.call(over.set)))
             over.wait()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let the caller work on the stream of the threads, which have nothing to do."""
+        self.flush()
+        with self._stream.forked():
+            yield
 
     def close(self) -> None:
         """End the threads."""
