@@ -110,6 +110,7 @@ def facts(run: Run) -> dict[str, str]:
         "gpu run": f"{run['date']}, torch {versions['torch']}, NCCL {machine['nccl']}, CuPy "
         f"{versions['cupy']}, Python {machine['python']}",
         "gpu aims": _aims(run),
+        "gpu communicators": _communicators(run),
     }
     for row in run["benchmarks"]:
         if row["name"].startswith("test_host_time"):
@@ -121,6 +122,21 @@ def facts(run: Run) -> dict[str, str]:
 def _aims(run: Run) -> str:
     rows = [row for aim in AIMS if (row := aim.row(run["benchmarks"]))]
     return table(rows, aligned=False) if rows else ""
+
+
+def _communicators(run: Run) -> str:
+    found = {
+        case_of(row["name"]): row["extra_info"]
+        for row in run["benchmarks"]
+        if row["name"].startswith("test_connecting")
+    }
+    if not found:
+        return "not yet measured"
+    return ", ".join(
+        f"{info['memory_bytes'] / 2**20:.0f} MiB and {info['milliseconds']:.0f} ms with "
+        + ("NCCL's own limit" if case == "None" else f"`max_ctas={case}`")
+        for case, info in found.items()
+    )
 
 
 def _machine(run: Run) -> str:
