@@ -487,6 +487,7 @@ __global__ void __launch_bounds__(kThreads) decode(
   }
   const float of_each = 1.0f / (float)count;
   float mean_scale = 0.0f;
+#pragma unroll 2
   for (i64 k = 0; k < count; ++k) {
     const u8* const message = messages + (share.part * count + k) * message_bytes;
     const u8* const codes =
