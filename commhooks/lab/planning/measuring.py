@@ -210,7 +210,7 @@ def _finish(
                 f"hook {hook!r} cannot be planned: expected a hook that averages among all ranks "
                 "in the same step"
             )
-        pending.start(group).wait()
+        pending.run(group)
 
 
 class _Tracer:
