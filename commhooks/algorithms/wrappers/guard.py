@@ -118,8 +118,7 @@ class Guard(KnowsModel, CommHook):
         own = self._table.next_bucket(i, part)
         average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
         if sample is not None:
-            outcome = await self._trial.run(sample, comm)
-            self._found = await comm.all_gather(outcome.squares)
+            self._found = await comm.all_gather(await self._trial.run(sample, comm))
         return average
 
     @property
@@ -150,7 +149,7 @@ class Guard(KnowsModel, CommHook):
 
     def recover(self) -> None:
         super().recover()
-        self._trial.recover()
+        self._trial.begin()
         self._table.refresh()
 
     def _begin_step(self, step: int) -> None:
@@ -204,7 +203,7 @@ class Guard(KnowsModel, CommHook):
         return draw_sample(
             bucket,
             bucket.names,
-            functools.partial(self._table.residual, size),
             _MOST_SAMPLE,
-            bucket.step // self.every,
+            residual=functools.partial(self._table.residual, size),
+            turn=bucket.step // self.every,
         )
