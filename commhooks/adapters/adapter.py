@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -185,6 +186,10 @@ class Adapter(ABC):
         """Wait until the exchanges that the hook has begun are over."""
         if self._runner is not None:
             self._runner.flush()
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Read or change what the hook keeps inside this context: Runner.between_steps."""
+        return nullcontext() if self._runner is None else self._runner.between_steps()
 
     def _listen(self) -> None:
         self._collector.listener = None if self.recording is None else self.recording.runs.append

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -178,9 +179,8 @@ class DDPAdapter(Adapter):
 
 
 def _recover(hook: CommHook, runner: Runner | None) -> None:
-    if runner is not None:
-        runner.flush()  # exchanges use the hook's state
-    hook.recover()
+    with nullcontext() if runner is None else runner.between_steps():
+        hook.recover()
 
 
 def _no_key(name: str) -> None:

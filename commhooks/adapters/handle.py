@@ -22,6 +22,7 @@ from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateEr
 from commhooks.hook.base import CommHook, check_nesting, has_consensus, is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
+from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats
 from commhooks.state.saved import load_state, saved_state
 
@@ -170,6 +171,7 @@ class HookHandle:
         create new optimizers, or the models will differ slightly from the next step on.
         """
         adapter = self._in_use()
+        adapter.flush()  # so that nothing is on its way when its connections close
         new, token = _agreed(adapter, hook, options)
         _restore_consensus(adapter)  # first, because it fails if a peer does
         adapter.install(new, token)
@@ -180,6 +182,7 @@ class HookHandle:
         Models that differ are averaged as in :meth:`replace`.
         """
         adapter = self._in_use()
+        adapter.flush()
         _restore_consensus(adapter)
         adapter.install(None)
         self._adapter = None
@@ -241,8 +244,10 @@ class HookHandle:
         """
         adapter = self._in_use()
         hook = self.stateful_hook()
-        adapter.flush()
-        return saved_state(hook, adapter)
+        with adapter.between_steps():
+            saved = saved_state(hook, adapter)
+        record_on_current_stream(saved["state"])
+        return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned on the same rank. Collective.
@@ -257,8 +262,8 @@ class HookHandle:
         """
         adapter = self._in_use()
         hook = self.stateful_hook()
-        adapter.flush()
-        load_state(state, hook, adapter)
+        with adapter.between_steps():
+            load_state(state, hook, adapter)
 
     def _in_use(self) -> Adapter:
         if self._adapter is None:
@@ -378,7 +383,6 @@ def _restore_consensus(adapter: Adapter) -> None:
 
     What exchanges would bring later is not waited for: each model contains its own part of it.
     """
-    adapter.flush()  # so that nothing is on its way when its connections close
     if isinstance(adapter.hook, CommHook) and not has_consensus(adapter.hook):
         adapter.average_parameters()
 

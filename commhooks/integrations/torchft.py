@@ -216,7 +216,8 @@ class _Averager(TorchDDPAdapter):
             prepare(self.hook, self.parameters, self.group, self.roles)
             self.install(self.hook)
         elif self._members is not self._replicas.parent:
-            self.hook.recover()
+            with self.between_steps():
+                self.hook.recover()
         self._members = self._replicas.parent
         assert self._runner is not None
         return self._runner

@@ -1,6 +1,7 @@
 """Runners, which run a hook for a wrapped model, and the runner of each backend."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -56,7 +57,13 @@ class Runner(Protocol):
         """Wait until the exchanges that have begun are over. Their errors show where they are used.
 
         Called between two steps. All ranks have begun the same exchanges, so they end without
-        further calls.
+        further calls. Raises CommHookError if a failure has ended the hook for good.
+        """
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Read or change what the hook keeps inside this context: Note [Streams and lifetimes].
+
+        Flushes first. Tensors that leave it need :func:`record_on_current_stream` after it.
         """
 
     def close(self) -> None:

@@ -1,13 +1,30 @@
-"""The stream on which a hook works, beside those of backward."""
+"""The stream on which a hook works, beside those of backward.
+
+Note [Streams and lifetimes]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Freed memory goes back at once to the stream on which it was allocated, its owner, even if another
+stream has yet to read it. Therefore:
+
+1. What a hook keeps belongs to its side stream. Steps run there: after the mark at which backward
+   has packed the bucket, and before the future for which backward's stream waits.
+2. Between two steps, what reads, replaces or drops it runs there too: ``between_steps()`` of the
+   runner. The side stream waits for the current stream first, the current one for it at the end.
+3. A tensor that one stream owns and another one uses is recorded on the other, unless the owner
+   waits for that stream before the tensor is freed. Futures do this for results.
+4. Exchanges run on a second stream, after the steps before them. The hook refers to an exchange,
+   and so to what its coroutine uses, until a step has waited for its result.
+"""
 
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream"]
+__all__ = ["SideStream", "record_on_current_stream"]
 
 
 class SideStream:
@@ -27,7 +44,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = None if device.type == "cpu" else torch.Stream(device=device)
+        # With priority: a collective that starts late keeps all ranks waiting.
+        self._stream: Any = None if device.type == "cpu" else torch.Stream(device, priority=-1)
         self._entered = threading.local()
 
     def mark(self, *, timed: bool = False) -> torch.Event | None:
@@ -54,6 +72,21 @@ class SideStream:
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._stream.record_event())
 
+    def synchronize(self) -> None:
+        """Let the host wait for the work here."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @contextmanager
+    def forked(self) -> Iterator[None]:
+        """Work here after all work of the current stream, which then waits for what was done."""
+        self.follow(self.mark())
+        try:
+            with self:
+                yield
+        finally:
+            self.join()
+
     def __enter__(self) -> None:
         if self._stream is not None:
             # The object keeps what to return to, so threads must not share one.
@@ -72,3 +105,16 @@ class SideStream:
     ) -> None:
         if self._stream is not None:
             self._entered.stream.__exit__(kind, error, traceback)
+
+
+def record_on_current_stream(value: Any) -> None:
+    """Let the current stream use the tensors in nested dicts, which another stream may own.
+
+    Their memory is not reused before the current stream has passed the point at which they are
+    freed.
+    """
+    if isinstance(value, Mapping):
+        for each in value.values():
+            record_on_current_stream(each)
+    elif isinstance(value, Tensor) and value.device.type != "cpu":
+        value.record_stream(torch.accelerator.current_stream(value.device))

@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,12 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares, declares
 from commhooks.native import CompletionQueue
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
-from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
+from commhooks.runtime.execution import (
+    EndOfStep,
+    ExchangeExecution,
+    HookExecution,
+    check_capture,
+)
 from commhooks.runtime.executor import Executor
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
@@ -81,6 +87,7 @@ class ThreadedRunner:
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
+        check_capture(self._hook, self._device, may=False)
         return self._launch(HookExecution(self._hook, bucket, self._group))
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
@@ -103,6 +110,13 @@ class ThreadedRunner:
             # A round trip, so that this thread has recorded them before it returns.
             thread.call(lambda: exchanges.when_idle(lambda: thread.call(over.set)))
             over.wait()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Let the caller work on the stream of the threads, which have nothing to do."""
+        self.flush()
+        with self._stream.forked():
+            yield
 
     def close(self) -> None:
         """End the threads."""

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import commhooks
 from commhooks.adapters.wrapper import wrap
 from commhooks.hook.base import CommHook
+from commhooks.runtime.side_stream import record_on_current_stream
 
 __all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
 
@@ -90,9 +91,13 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the hook on this rank, after its exchanges."""
-        self.handle.state_dict()
         hook = self.handle.hook
-        return hook.state_dict() if isinstance(hook, CommHook) else {}
+        if not isinstance(hook, CommHook):
+            return {}
+        with self.handle.adapter.between_steps():
+            state = hook.state_dict()
+        record_on_current_stream(state)
+        return state
 
     def step(
         self, gradients: Mapping[str, Tensor], *, before: Iterable[Mapping[str, Tensor]] = ()

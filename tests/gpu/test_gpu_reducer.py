@@ -105,6 +105,8 @@ class Slow(commhooks.CommHook):
 class Plain(commhooks.CommHook):
     """The average, computed by a coroutine."""
 
+    capturable = True
+
     async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
         return (await comm.all_reduce(bucket.buffer())).div_(comm.size)
 
@@ -222,15 +224,17 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
     "batched_powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
     "cast": {"inner": "allreduce"},
+    "diloco": {"period": 2, "fragments": 2, "delay": 1},
     "error_feedback": {"inner": "bf16"},
     "guard": {"inner": "int8", "max_error": 0.1, "every": 1},
+    "gossip": {"average_every": 2},
     "hierarchical": {"inner": "allreduce", "ranks_per_node": 1},
+    "local_sgd": {"period": 2},
     "route": {"rules": [["*", "allreduce"]]},
     "schedule": {"stages": [[0, "allreduce"], [1, "bf16"]]},
     "skip_nonfinite": {"inner": "allreduce"},
 }
-# The number of elements that these hooks send depends on the gradients, so the host waits.
-LOOKS_AT_GRADIENTS = {"threshold", "dgc"}
+LOOKS_AT_GRADIENTS = {"threshold"}  # which decide what it sends, so the host waits
 
 
 def steps_without_synchronizing(rank: int, size: int, name: str, options: dict[str, Any]) -> None:
@@ -270,7 +274,7 @@ CAPTURED: dict[str, Any] = {
     "average": None,
     "coroutine": Plain(),
     "fp16": {"name": "cast", "inner": "allreduce", "dtype": "float16"},
-    "powersgd": {"name": "powersgd", **WITH_OPTIONS["powersgd"]},
+    "routed": {"name": "route", "rules": [["0.*", "bf16"]]},
 }
 
 
@@ -311,6 +315,23 @@ def captured_step(rank: int, size: int, hook: Any) -> None:
 @pytest.mark.parametrize("hook", CAPTURED)
 def test_whole_step_in_a_graph(hook: str) -> None:
     run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=60)
+
+
+def refused_capture(rank: int, size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(32, 32).cuda())
+    commhooks.register(model, "int8")
+    x = torch.randn(16, 32, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(commhooks.CommHookError, match="cannot capture hook Int8"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        model(x).sum().backward()
+
+
+def test_a_graph_refuses_hooks_whose_steps_differ() -> None:
+    run_ranks(refused_capture, 1, backend="nccl", timeout=60)
 
 
 # ------------------------------------------------------------------------- other features
