@@ -120,8 +120,8 @@ class Guard(KnowsModel, CommHook):
         own = self._table.next_bucket(i, part)
         average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
         if sample is not None:
-            outcome = await self._trial.run(sample, comm)
-            self._found[bucket.step] = HostCopy(await comm.all_gather(outcome.squares))
+            squares = await self._trial.run(sample, comm)
+            self._found[bucket.step] = HostCopy(await comm.all_gather(squares))
         return average
 
     @property
@@ -152,7 +152,7 @@ class Guard(KnowsModel, CommHook):
 
     def recover(self) -> None:
         super().recover()
-        self._trial.recover()
+        self._trial.begin()
         self._table.refresh()
 
     def _begin_step(self, step: int) -> None:
@@ -207,7 +207,7 @@ class Guard(KnowsModel, CommHook):
         return draw_sample(
             bucket,
             bucket.names,
-            functools.partial(self._table.residual, size),
             _MOST_SAMPLE,
-            bucket.step // self.every,
+            residual=functools.partial(self._table.residual, size),
+            turn=bucket.step // self.every,
         )
