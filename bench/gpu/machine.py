@@ -77,7 +77,9 @@ def describe(directory: Path) -> dict[str, object]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "versions": {name: _version(name) for name in REPORTED},
-        "commit": _first_line("git", "-C", str(directory), "rev-parse", "--short=12", "HEAD"),
+        "commit": _first_line(
+            "git", "-C", str(directory), *"describe --always --dirty --abbrev=12".split()
+        ),
     }
 
 

@@ -91,7 +91,7 @@ def sections(run: Run) -> Iterator[str]:
             "stage": stage["name"],
             "ended": stage["status"],
             "seconds": f"{stage['seconds']:.0f} s",
-            "last line": (stage["tail"].strip().splitlines() or [""])[-1].strip("= "),
+            "last line": stage["last_line"],
         }
         for stage in run["stages"]
     )

@@ -206,5 +206,10 @@ def test_a_cupy_for_another_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.missing(["cupy>=13"]) == ["no cupy-cuda13x"]
 
 
+def test_the_last_line_is_what_pytest_says() -> None:
+    assert StageResult("tests", "passed", 1.0, "x\n=== 3 passed ===\n").last_line == "3 passed"
+    assert StageResult("tests", "passed", 1.0, "").last_line == ""
+
+
 def test_an_outcome_that_was_left_out_is_not_bad() -> None:
     assert not StageResult("memcheck", "left out", 0.0, "").is_bad
