@@ -180,7 +180,6 @@ MACHINE = {
     "cuda": None,
     "nccl": None,
     "python": "3.12",
-    "system": "",
     "versions": {"torch": "2.11.0", "cupy": None},
     "commit": None,
 }
