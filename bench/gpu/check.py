@@ -56,9 +56,9 @@ def stages(part: int | None = None) -> list[Stage]:
     # resolve.
     own = (("CUPY_CACHE_DIR", str(WORK / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
            ("NCCL_SOCKET_IFNAME", "lo"))  # fmt: skip
-    kernels = ("cupy",)
+    kernels = ("cupy>=13",)
     # Without pytest-xdist there is not the time for all tests.
-    workers = ("-n", str(count_workers())) if not missing(["pytest-xdist"]) else ()
+    workers = ("-n", str(count_workers())) if not missing(["pytest-xdist>=3"]) else ()
     tests = (*PYTEST, *workers, "-p", "no:benchmark", "-m", "gpu")
     first = [
         Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, own, kernels),
@@ -69,7 +69,7 @@ def stages(part: int | None = None) -> list[Stage]:
                  f"--benchmark-json={WORK / path.stem}.json"),
                 45,
                 own,
-                (*kernels, "pytest-benchmark"),
+                (*kernels, "pytest-benchmark>=4"),
             )
             for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
         ),

@@ -107,13 +107,13 @@ def facts(run: Run) -> dict[str, str]:
     versions = machine["versions"]
     found = {
         "gpu": machine["devices"][0].partition(",")[0],
-        "gpu run": f"{run['date']}, torch {versions['torch']}, NCCL {machine['nccl']}, CuPy "
-        f"{versions['cupy']}, Python {machine['python']}",
+        "gpu run": f"{run['date']}, torch {versions['torch']}, CUDA {machine['cuda']}, NCCL "
+        f"{machine['nccl']}, CuPy {versions['cupy']}",
         "gpu aims": _aims(run),
         "gpu communicators": _communicators(run),
     }
     for row in run["benchmarks"]:
-        if row["name"].startswith("test_host_time"):
+        if row["name"].startswith("test_host"):
             microseconds = row["extra_info"]["microseconds"]
             found[f"gpu host {case_of(row['name'])}"] = f"{microseconds:.0f}"
     return found
