@@ -256,7 +256,7 @@ def _finish(
                 f"hook {hook!r} cannot be planned: expected a hook that averages among all ranks "
                 "in the same step"
             )
-        pending.start(group).wait()
+        pending.run(group)
 
 
 def _trace(config: Mapping[str, Any], gradients: GradBucket, side: _Side) -> BucketTrace:
