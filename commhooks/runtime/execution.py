@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from commhooks.comm.communicator import Communicator, PendingCollective
-from commhooks.comm.exchange import Exchange
+from commhooks.comm.exchange import Exchange, new_future
 from commhooks.comm.point_to_point import BrokenConnectionError
 from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
@@ -23,7 +23,7 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
 
-__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution", "new_future"]
+__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution"]
 
 _NO_RESULT = torch.empty(0)
 
@@ -331,11 +331,6 @@ def _set_exception(future: Future[Tensor], error: BaseException) -> None:
 
     future._set_unwrap_func(unwrap)  # noqa: SLF001
     future.set_result(error)  # type: ignore[arg-type]  # as torch does
-
-
-def new_future(device: torch.device) -> Future[Tensor]:
-    """Return a future of a tensor on ``device``. Waiting for it makes the current stream wait."""
-    return Future(devices=[] if device.type == "cpu" else [device])
 
 
 def _vote() -> PendingCollective:

@@ -44,7 +44,7 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = None if device.type == "cpu" else torch.Stream(device=device)
+        self._stream: Any = torch.Stream(device=device) if _has_streams(device) else None
         self._entered = threading.local()
 
     def mark(self, *, timed: bool = False) -> torch.Event | None:
@@ -110,5 +110,9 @@ def record_on_current_stream(value: Any) -> None:
     if isinstance(value, Mapping):
         for each in value.values():
             record_on_current_stream(each)
-    elif isinstance(value, Tensor) and value.device.type != "cpu":
+    elif isinstance(value, Tensor) and _has_streams(value.device):
         value.record_stream(torch.accelerator.current_stream(value.device))
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type != "cpu"

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks.comm.exchange import NOT_BEGUN, Exchange
+from commhooks.comm.exchange import NOT_BEGUN, Exchange, new_future
 from commhooks.comm.stream_groups import StreamGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import any_declares, declares
-from commhooks.runtime.execution import ExchangeExecution, HookExecution, new_future
+from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket

@@ -44,7 +44,7 @@ from commhooks.hook.capabilities import Role
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
-from commhooks.runtime.execution import new_future
+from commhooks.comm.exchange import new_future
 from reducer import GradBucket
 
 __all__ = ["FakeGroup", "as_launched", "dry_run", "usual_ratio"]
