@@ -37,11 +37,27 @@ CXX_FLAGS = [
     "-Wno-psabi",
     "-DUSE_DISTRIBUTED",
 ]
-LINK_FLAGS = ["-Wl,--strip-all"]
+
+
+def shared_cxx_library() -> list[str]:
+    """Return the path of the C++ library that torch has loaded, empty if it has another one.
+
+    Linked by its path, it is used even by a compiler that prefers libstdc++.a. A second copy of
+    the library in one process has locales of its own: the first number written to a stream crashes.
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if "/libstdc++.so" in line}
+    return sorted(paths)[:1]
+
+
+LINK_FLAGS = shared_cxx_library()
 if sanitizers := os.environ.get("COMMHOOKS_SANITIZE"):  # see .ci/sanitize
     CXX_FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer"]
     CXX_FLAGS += [f"-fsanitize={sanitizers}", "-fno-sanitize=vptr"]
-    LINK_FLAGS = [f"-fsanitize={sanitizers}"]
+    LINK_FLAGS += [f"-fsanitize={sanitizers}"]
+else:
+    LINK_FLAGS += ["-Wl,--strip-all"]
 NVCC_FLAGS = [STANDARD, "-O3", "-Werror", "all-warnings"]
 
 

@@ -48,8 +48,10 @@ _SIGNS = re.compile(
     "/gloo/|[Tt]imed out|(Application|[Cc]onnect|[Ww]ait|Read|Write|Socket) [Tt]imeout|"
     "Connection (closed|reset|refused)|peer closed|monitoredBarrier"
 )
-# NCCL reports some mistakes of the caller as DistBackendError, too.
-_MISTAKES = re.compile(r"invalid usage|invalid argument|Duplicate GPU")
+# NCCL reports mistakes of the caller and failures of this rank's device as DistBackendError, too.
+_OWN = re.compile(
+    r"invalid usage|invalid argument|Duplicate GPU|unhandled cuda error|out of memory|CUDA failure"
+)
 _GRACE_SECONDS = 2.0  # for the notes of others
 _STORE_SECONDS = 4.0  # for the answers of the store
 _AT_ONCE = timedelta(milliseconds=1)
@@ -74,7 +76,7 @@ def collective(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether a collective raised ``error`` because a peer is lost."""
     if isinstance(error, dist.DistError):
-        return not _MISTAKES.search(str(error))
+        return not _OWN.search(str(error))
     return type(error) is RuntimeError and bool(_SIGNS.search(str(error)))
 
 

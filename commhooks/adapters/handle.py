@@ -171,6 +171,7 @@ class HookHandle:
         create new optimizers, or the models will differ slightly from the next step on.
         """
         adapter = self._in_use()
+        adapter.flush()  # so that nothing is on its way when its connections close
         new, token = _agreed(adapter, hook, options)
         _restore_consensus(adapter)  # first, because it fails if a peer does
         adapter.install(new, token)
@@ -181,6 +182,7 @@ class HookHandle:
         Models that differ are averaged as in :meth:`replace`.
         """
         adapter = self._in_use()
+        adapter.flush()
         _restore_consensus(adapter)
         adapter.install(None)
         self._adapter = None
@@ -381,7 +383,6 @@ def _restore_consensus(adapter: Adapter) -> None:
 
     What exchanges would bring later is not waited for: each model contains its own part of it.
     """
-    adapter.flush()  # so that nothing is on its way when its connections close
     if isinstance(adapter.hook, CommHook) and not has_consensus(adapter.hook):
         adapter.average_parameters()
 

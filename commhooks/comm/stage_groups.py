@@ -38,7 +38,7 @@ from commhooks.comm.peer_watch import PeerWatch, ring_pairs
 from commhooks.errors import CommHookPeerError
 from reducer.peers import close_connections, is_peer_loss
 
-__all__ = ["StageGroups"]
+__all__ = ["StageGroups", "connect_within"]
 
 _CPU = torch.device("cpu")
 
@@ -87,6 +87,7 @@ class StageGroups:
         self._options = self._make_options()
         self._group_store: Store = group.get_group_store()
         self._own_store: PrefixStore | None = None
+        self._purpose = purpose
         self._prefix = f"commhooks/{token:x}/{purpose}"
         self._rank = group.rank()
         self._size = group.size()
@@ -161,7 +162,9 @@ class StageGroups:
 
     def _make_group(self, store: Store, rank: int, size: int) -> Any:
         """Return a new group, which has a process group's methods for collectives."""
-        return _within(self._timeout, lambda: ProcessGroupGloo(store, rank, size, self._options))
+        return connect_within(
+            self._timeout, lambda: ProcessGroupGloo(store, rank, size, self._options)
+        )
 
     def publish(self, failure: str) -> None:
         """Tell peers why this epoch ends. Only the reason of the first rank is kept."""
@@ -260,7 +263,7 @@ def _clone(store: Store) -> Store:
         return store
 
 
-def _within(limit: timedelta, connect: Callable[[], Any]) -> Any:
+def connect_within(limit: timedelta, connect: Callable[[], Any]) -> Any:
     """Return the result of ``connect``, or raise RuntimeError after ``limit``.
 
     Gloo may wait forever for a peer that has left while they connect; then a thread does.

@@ -3,6 +3,8 @@
 A *flag* is a class attribute, or a property if it depends on options. A hook without the flag says
 no. Each hook speaks for itself; :func:`any_declares` also asks those nested in it:
 
+- ``capturable``: a CUDA graph may capture ``reduce``, which depends on nothing but the bucket: on
+  no step, random number or state. :func:`all_declare` asks the nested hooks as well.
 - ``changes_parameters``: ``reduce`` also changes the parameters.
 - ``checks_finite``: ``reduce`` begins with ``bucket.all_finite()``, which packing then computes.
   Only the registered hook is asked. A wrapper that passes buckets on unchanged gives the answer of
@@ -45,6 +47,7 @@ __all__ = [
     "KnowsModel",
     "Native",
     "Role",
+    "all_declare",
     "any_declares",
     "bucket_key_of",
     "check_capabilities",
@@ -54,6 +57,7 @@ __all__ = [
 ]
 
 Flag: TypeAlias = Literal[
+    "capturable",
     "changes_parameters",
     "checks_finite",
     "gets_each_once",
@@ -175,6 +179,11 @@ def declares(hook: Hook, flag: Flag) -> bool:
 def any_declares(hook: Hook, flag: Flag) -> bool:
     """Return whether a hook, or one nested in it, has the flag."""
     return declares(hook, flag) or any(any_declares(each, flag) for each in hook.nested().values())
+
+
+def all_declare(hook: Hook, flag: Flag) -> bool:
+    """Return whether a hook and all those nested in it have the flag."""
+    return declares(hook, flag) and all(all_declare(each, flag) for each in hook.nested().values())
 
 
 def native_of(hook: Hook, group: dist.ProcessGroup) -> NativeHook | None:

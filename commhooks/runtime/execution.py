@@ -23,7 +23,7 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
 
-__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution"]
+__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution", "check_capture"]
 
 _NO_RESULT = torch.empty(0)
 
@@ -301,6 +301,19 @@ class EndOfStep(HookExecution):
     async def _run(self) -> Tensor:
         await _vote()
         return self.bucket.buffer()
+
+
+def check_capture(hook: CommHook, device: torch.device, *, may: bool) -> None:
+    """Raise CommHookError if a CUDA graph captures the current stream, unless it ``may``.
+
+    A replay runs no Python: it repeats what depended on a step, a seed, or the place of a state.
+    """
+    if device.type == "cuda" and not may and torch.cuda.is_current_stream_capturing():
+        raise CommHookError(
+            f"a CUDA graph cannot capture hook {hook!r}: it would repeat one step of the hook for "
+            "ever. Expected a hook that declares `capturable`, such as allreduce, bf16 or cast, "
+            "and a process group on NCCL"
+        )
 
 
 def _copy_to_raise(failure: CommHookError) -> BaseException:

@@ -57,7 +57,7 @@ class Runner(Protocol):
         """Wait until the exchanges that have begun are over. Their errors show where they are used.
 
         Called between two steps. All ranks have begun the same exchanges, so they end without
-        further calls.
+        further calls. Raises CommHookError if a failure has ended the hook for good.
         """
 
     def between_steps(self) -> AbstractContextManager[None]:

@@ -44,7 +44,8 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.Stream(device=device) if _has_streams(device) else None
+        # With priority: a collective that starts late keeps all ranks waiting.
+        self._stream: Any = torch.Stream(device, priority=-1) if _has_streams(device) else None
         self._entered = threading.local()
 
     def mark(self, *, timed: bool = False) -> torch.Event | None:
@@ -70,6 +71,11 @@ class SideStream:
         """Let later work of the current stream wait for the work here."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._stream.record_event())
+
+    def synchronize(self) -> None:
+        """Let the host wait for the work here."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     @contextmanager
     def forked(self) -> Iterator[None]:
@@ -107,11 +113,17 @@ def record_on_current_stream(value: Any) -> None:
     Their memory is not reused before the current stream has passed the point at which they are
     freed.
     """
-    if isinstance(value, Mapping):
+    for tensor in _tensors(value):
+        if _has_streams(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
         for each in value.values():
-            record_on_current_stream(each)
-    elif isinstance(value, Tensor) and _has_streams(value.device):
-        value.record_stream(torch.accelerator.current_stream(value.device))
+            yield from _tensors(each)
 
 
 def _has_streams(device: torch.device) -> bool:

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from commhooks.comm.exchange import NOT_BEGUN, Exchange, new_future
-from commhooks.comm.stream_groups import StreamGroups
+from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
-from commhooks.hook.capabilities import any_declares, declares
-from commhooks.runtime.execution import ExchangeExecution, HookExecution
+from commhooks.hook.capabilities import all_declare, any_declares, declares
+from commhooks.runtime.execution import ExchangeExecution, HookExecution, check_capture
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
@@ -22,18 +22,37 @@ from reducer.peers import is_peer_loss
 
 __all__ = ["StreamRunner"]
 
+SENDS_ALONE = False
+"""Whether collectives of one rank are issued. For tests on one device, which has one rank."""
+
 
 class StreamRunner:
     """A :class:`~commhooks.runtime.runner.Runner` for backends that complete collectives in order.
 
     On NCCL, waiting for a collective orders streams and returns at once. The hook has a stream of
-    its own, so communication still overlaps with backward. Its collectives, on whatever
-    communicators, run one after the other on the device, in the same order on all ranks, so they
-    cannot wait for each other in a circle. With one rank nothing is issued. A CUDA graph can
-    capture it. Arguments are those of :class:`~commhooks.runtime.threaded_runner.ThreadedRunner`.
+    its own, so communication still overlaps with backward. With one rank nothing is issued.
+    Arguments are those of :class:`~commhooks.runtime.threaded_runner.ThreadedRunner`.
 
-    A failure ends the hook on all ranks: Note [Failures on NCCL] in comm/stream_groups.py. Other
-    backends than NCCL and Gloo have no such promise: their peers wait for the model's group.
+    Note [Order on the model's group]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Collectives of all ranks within a step go through the model's process group, whose communicator
+    exists already. NCCL needs them in the same order on all ranks. They are issued on the thread of
+    backward, one bucket to its end after the other, between those of the wrapper: the broadcast of
+    buffers comes before them, the map of used parameters after them. Several models share a group
+    as they do without hooks: their buckets come in the order in which backward completes them.
+
+    What cannot go there has communicators of its own, in comm/private_groups.py. Those that the
+    hook is known to need are connected when it is registered. Kernels of two communicators may wait
+    for their peers at the same time, so the device must have room for both. Within a step of one
+    model this never happens, because they are enqueued on one stream.
+
+    Note [Failures on NCCL]
+    ~~~~~~~~~~~~~~~~~~~~~~~
+    The host does not wait for collectives of NCCL, so the vote of Note [All ranks or none] in
+    scheduler.py is not possible. A rank whose hook fails has enqueued less than its peers, whose
+    devices then wait for it, as when a rank fails in forward. A collective that it enqueued later
+    would meet another one of its peers. Therefore the hook keeps failing on this rank until the job
+    ends: backward has raised the error, and the time-out of the process group ends the others.
     """
 
     def __init__(
@@ -42,13 +61,14 @@ class StreamRunner:
         self.collector = StatsCollector()
         self.name = hook.name
         self.checks_finite = declares(hook, "checks_finite")
+        self._is_capturable = all_declare(hook, "capturable")
         self._times_launches = any_declares(hook, "times_launches")
         self._hook = hook
         self._group = group
-        self._groups = _groups(group, device, token)
-        self._exchange_groups = _groups(group, device, token, purpose="exchanges")
-        self._has_failed = False
         self._device = device
+        self._token = token
+        self._private: dict[str, PrivateGroups] = {}  # by purpose
+        self._failure: str | None = None
         self._stream = SideStream(device)
         self._exchange_stream = SideStream(device)
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
@@ -56,6 +76,7 @@ class StreamRunner:
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
+        check_capture(self._hook, self._device, may=self._is_capturable)
         execution = HookExecution(self._hook, bucket, self._group)
         future = execution.future
         execution.launch(self._stream, timed=self._times_launches)
@@ -63,7 +84,7 @@ class StreamRunner:
         try:
             with self._stream, self._mode():
                 self._recover()
-                result = self._run(execution, self._groups)
+                result = self._run(execution)
         except CommHookError as error:
             execution.close()
             self._fail(error)
@@ -83,9 +104,13 @@ class StreamRunner:
         return future
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
-        """Connect the process groups of these ranks; one stage suffices."""
-        if self._groups is not None:
-            self._groups.connect(dict.fromkeys(stages, 1))
+        """Connect communicators of these ranks, where the model's process group will not do."""
+        if self._group.size() == 1:
+            return
+        if parts := {ranks: 1 for ranks in stages if ranks}:
+            self._private_groups("steps").connect(parts)
+        if any_declares(self._hook, "has_exchanges"):
+            self._private_groups("exchanges").connect(dict.fromkeys(stages, 1))
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:  # noqa: ARG002
         """Begin the exchanges of the step. A backend that keeps the order has no vote."""
@@ -98,7 +123,12 @@ class StreamRunner:
         """Do nothing, because no bucket is ever on its way."""
 
     def flush(self) -> None:
-        """Let the current stream wait for the hook, whose state is read or replaced next."""
+        """Let the current stream wait for the hook, whose state is read or replaced next.
+
+        Raises:
+            CommHookError: The hook has failed before, and peers wait for this rank.
+        """
+        self._check()
         for stream in (self._stream, self._exchange_stream):
             stream.join()
 
@@ -106,18 +136,21 @@ class StreamRunner:
     def between_steps(self) -> Iterator[None]:
         """Let the caller work on the stream of the hook. Exchanges come before and after."""
         self.flush()
-        with self._stream.forked():
-            yield
-        self._exchange_stream.follow(self._stream.end())
-        with self._exchange_stream:
-            for each in tree(self._hook):
-                record_on_current_stream(each.state)
+        try:
+            with self._stream.forked():
+                yield
+        finally:
+            self._exchange_stream.follow(self._stream.end())
+            with self._exchange_stream:
+                for each in tree(self._hook):
+                    record_on_current_stream(each.state)
 
     def close(self) -> None:
-        """Drop the hook's process groups."""
-        for groups in (self._groups, self._exchange_groups):
-            if groups is not None:
-                groups.close()
+        """End the hook's own communicators. The host waits for what is under way."""
+        for stream in (self._stream, self._exchange_stream):
+            stream.synchronize()
+        for groups in self._private.values():
+            groups.close()
 
     @contextmanager
     def _mode(self) -> Iterator[None]:
@@ -127,24 +160,29 @@ class StreamRunner:
 
     def _recover(self) -> None:
         """Begin anew after a step that failed, or raise its error."""
-        for groups in (self._groups, self._exchange_groups):
-            if groups is not None:
-                groups.check()
-        if self._has_failed:
+        self._check()
+        if self._failure is not None:
             self._hook.recover()
-            self._has_failed = False
+            self._failure = None
+
+    def _check(self) -> None:
+        if self._failure is not None and self._group.size() > 1:
+            raise CommHookError(
+                f"[rank {self._group.rank()}] the hook failed in an earlier step: {self._failure}. "
+                "The other ranks wait for collectives that this rank did not issue; restart all "
+                "ranks from a checkpoint"
+            )
 
     def _fail(self, error: CommHookError) -> None:
-        self._has_failed = True
+        self._failure = self._failure or str(error)
         self._handed_over.clear()
         self._begun.clear()
-        for groups in (self._groups, self._exchange_groups):
-            if groups is not None:
-                groups.fail(error)
 
     def _run_exchanges(self) -> None:
         """Enqueue the exchanges of this step, whose results streams of later steps wait for."""
         handed_over, self._handed_over = self._handed_over, []
+        if not handed_over:
+            return
         self._exchange_stream.follow(self._stream.end())
         for execution in handed_over:
             for exchange in execution.comm.begun:
@@ -156,7 +194,7 @@ class StreamRunner:
     def _run_exchange(self, execution: ExchangeExecution) -> None:
         try:
             with self._exchange_stream, self._mode():
-                result = self._run(execution, self._exchange_groups)
+                result = self._run(execution)
                 execution.future.set_result(result)
         except CommHookError as error:
             execution.close()
@@ -164,22 +202,22 @@ class StreamRunner:
             return
         execution.record(self.collector)
 
-    def _run(self, execution: HookExecution, groups: StreamGroups | None) -> Tensor:
+    def _run(self, execution: HookExecution) -> Tensor:
         while (result := execution.step()) is None:
             if execution.exchange is not None:
                 self._check_begun(execution, execution.exchange)
                 continue
             collective, execution.pending = execution.pending, None
             assert collective is not None
-            if execution.comm.size == 1 or len(collective.members) == 1 or collective.is_vote:
+            is_alone = execution.comm.size == 1 or len(collective.members) == 1
+            if collective.is_vote or (is_alone and not SENDS_ALONE):
                 continue
             execution.count(collective)
             try:
-                collective.start(self._group_of(collective.members, groups)).wait()
+                collective.start(self._group_of(collective.members, execution)).wait()
             except Exception as error:
                 if isinstance(error, CommHookPeerError) or is_peer_loss(error):
-                    reason = groups.published() if groups is not None else None
-                    raise execution.peer_error(reason, error) from error
+                    raise execution.peer_error(None, error) from error
                 failure = execution.refuse(error)
                 raise failure from failure.__cause__
             execution.end_stage()
@@ -192,19 +230,15 @@ class StreamRunner:
             raise execution.error(NOT_BEGUN)
         exchange.result()
 
-    def _group_of(self, ranks: tuple[int, ...], groups: StreamGroups | None) -> dist.ProcessGroup:
+    def _group_of(self, ranks: tuple[int, ...], execution: HookExecution) -> dist.ProcessGroup:
         """Return the process group of these ranks, by default all."""
-        if groups is not None:
-            return groups.open(0, ranks)
-        if ranks:
-            raise CommHookError("collectives among some of the ranks need gloo or nccl")
-        return self._group
+        is_exchange = isinstance(execution, ExchangeExecution)
+        if self._group.size() == 1 or not (ranks or is_exchange):
+            return self._group
+        return self._private_groups("exchanges" if is_exchange else "steps").open(0, ranks)
 
-
-def _groups(
-    group: dist.ProcessGroup, device: torch.device, token: int, *, purpose: str = "steps"
-) -> StreamGroups | None:
-    backend = group._get_backend(device).name()  # noqa: SLF001
-    if group.size() == 1 or backend not in ("gloo", "nccl"):
-        return None
-    return StreamGroups(group, token, device, purpose=purpose)
+    def _private_groups(self, purpose: str) -> PrivateGroups:
+        if purpose not in self._private:
+            groups = PrivateGroups(self._group, self._token, self._device, purpose=purpose)
+            self._private[purpose] = groups
+        return self._private[purpose]

@@ -21,7 +21,12 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares, declares
 from commhooks.native import CompletionQueue
 from commhooks.runtime.exchange_scheduler import ExchangeScheduler
-from commhooks.runtime.execution import EndOfStep, ExchangeExecution, HookExecution
+from commhooks.runtime.execution import (
+    EndOfStep,
+    ExchangeExecution,
+    HookExecution,
+    check_capture,
+)
 from commhooks.runtime.executor import Executor
 from commhooks.runtime.scheduler import HookScheduler
 from commhooks.runtime.side_stream import SideStream
@@ -82,6 +87,7 @@ class ThreadedRunner:
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Run the hook on ``bucket``. Errors are set in the future."""
+        check_capture(self._hook, self._device, may=False)
         return self._launch(HookExecution(self._hook, bucket, self._group))
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:

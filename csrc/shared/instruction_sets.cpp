@@ -11,16 +11,15 @@ namespace {
 
 // In the order of InstructionSet.
 std::vector<std::string> find_instruction_sets() {
-  std::vector<std::string> names = {"plain"};
 #ifdef COMMHOOKS_X86
-  if (__builtin_cpu_supports("x86-64-v3")) {
-    names.emplace_back("avx2");
-  }
   if (__builtin_cpu_supports("x86-64-v4")) {
-    names.emplace_back("avx512");
+    return {"plain", "avx2", "avx512"};
+  }
+  if (__builtin_cpu_supports("x86-64-v3")) {
+    return {"plain", "avx2"};
   }
 #endif
-  return names;
+  return {"plain"};
 }
 
 std::atomic<InstructionSet>& chosen() {

@@ -60,7 +60,9 @@ COMMHOOKS_INLINE int64_t mark(
       flags[i] = magnitude_bits(sums[i]) >= bound;
     }
     const int64_t words = (count + kWord - 1) / kWord;
-    std::fill(flags + count, flags + words * kWord, uint8_t{0});
+    for (int64_t i = count; i < words * kWord; ++i) {
+      flags[i] = 0;
+    }
     for (int64_t word = 0; word < words; ++word) {
       uint64_t bits = 0;
       for (int64_t i = 0; i < kWord; i += 8) {

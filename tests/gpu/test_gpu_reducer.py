@@ -105,6 +105,8 @@ class Slow(commhooks.CommHook):
 class Plain(commhooks.CommHook):
     """The average, computed by a coroutine."""
 
+    capturable = True
+
     async def reduce(self, bucket: GradBucket, comm: commhooks.Communicator) -> Tensor:
         return (await comm.all_reduce(bucket.buffer())).div_(comm.size)
 
@@ -270,7 +272,7 @@ CAPTURED: dict[str, Any] = {
     "average": None,
     "coroutine": Plain(),
     "fp16": {"name": "cast", "inner": "allreduce", "dtype": "float16"},
-    "powersgd": {"name": "powersgd", **WITH_OPTIONS["powersgd"]},
+    "routed": {"name": "route", "rules": [["0.*", "bf16"]]},
 }
 
 
@@ -311,6 +313,23 @@ def captured_step(rank: int, size: int, hook: Any) -> None:
 @pytest.mark.parametrize("hook", CAPTURED)
 def test_whole_step_in_a_graph(hook: str) -> None:
     run_ranks(captured_step, 1, CAPTURED[hook], backend="nccl", timeout=60)
+
+
+def refused_capture(rank: int, size: int) -> None:
+    model = DistributedDataParallel(nn.Linear(32, 32).cuda())
+    commhooks.register(model, "int8")
+    x = torch.randn(16, 32, device="cuda")
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(commhooks.CommHookError, match="cannot capture hook Int8"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+    ):
+        model(x).sum().backward()
+
+
+def test_a_graph_refuses_hooks_whose_steps_differ() -> None:
+    run_ranks(refused_capture, 1, backend="nccl", timeout=60)
 
 
 # ------------------------------------------------------------------------- other features

@@ -1,21 +1,28 @@
 """The runner of backends that keep the order of collectives, tested on Gloo."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import commhooks
-from commhooks.adapters import adapter
-from commhooks.comm.stream_groups import options_like
-from commhooks.runtime import side_stream
-from commhooks.runtime.runner import make_runner
+from commhooks.comm.private_groups import PrivateGroups, _options_like
+from commhooks.hook.capabilities import all_declare
+from commhooks.runtime import runner, side_stream, stream_runner
+from commhooks.runtime.execution import check_capture
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stream_runner import StreamRunner
+
+CPU = torch.device("cpu")
+on_an_ordered_backend = patch.object(runner, "ThreadedRunner", StreamRunner)
 
 # They multiply matrices, which autocast does in half precision.
 MULTIPLYING: list[dict[str, Any]] = [
@@ -35,22 +42,19 @@ class Product(nn.Module):
         return self.weight * x
 
 
+@on_an_ordered_backend
 def averages(rank: int, size: int, config: dict[str, Any], autocast: bool) -> list[Tensor]:
-    adapter.make_runner = StreamRunner  # type: ignore[assignment]
-    try:
-        torch.manual_seed(0)
-        model = commhooks.DistributedDataParallel(Product())
-        commhooks.register(model, config)
-        found = []
-        for step in range(3):
-            model.zero_grad()
-            loss = model(torch.randn(32, 64, generator=torch.Generator().manual_seed(step))).sum()
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                (loss * (rank + 1)).backward()
-            found += [parameter.grad.clone() for parameter in model.parameters()]
-        return found
-    finally:
-        adapter.make_runner = make_runner
+    torch.manual_seed(0)
+    model = commhooks.DistributedDataParallel(Product())
+    commhooks.register(model, config)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        loss = model(torch.randn(32, 64, generator=torch.Generator().manual_seed(step))).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            (loss * (rank + 1)).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+    return found
 
 
 @pytest.mark.parametrize("config", MULTIPLYING, ids=lambda config: config["name"])
@@ -61,27 +65,10 @@ def test_hooks_do_not_see_the_autocast_of_backward(run_ranks: Any, config: dict[
         assert all(map(torch.equal, expected, found))
 
 
-@dataclass
-class Options:
-    """Has the attributes of ProcessGroupNCCL.Options."""
-
-    _timeout: float = 600.0
-    is_high_priority_stream: bool = False
-    split_from: Any = None
-    split_color: int = 0
-    group_name: str = ""
-
-
-def test_options_of_new_groups_split_no_communicator() -> None:
-    """After init_process_group(device_id=...), options of subgroups name a parent."""
-    found = options_like(Options(30.0, True, object(), 3, "subgroup"))
-    assert found == Options(30.0, True)
-
-
 class FakeStream:
     """A stream that may be entered by one thread at a time, as torch's in 2.11."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *_: object, **kwargs: Any) -> None:
         self.stream_id, self.device_index, self.device_type = 7, 0, 1
         self.is_entered = False
 
@@ -123,9 +110,239 @@ def test_a_flush_waits_for_steps_and_exchanges(monkeypatch: pytest.MonkeyPatch) 
         Stream=FakeStream, accelerator=SimpleNamespace(current_stream=lambda _: current)
     )
     monkeypatch.setattr(side_stream, "torch", fake)
-    runner = object.__new__(StreamRunner)
-    runner._stream, runner._exchange_stream = (
+    flushed = object.__new__(StreamRunner)
+    flushed._stream, flushed._exchange_stream = (
         SideStream(torch.device("cuda", 0)) for _ in range(2)
     )
-    runner.flush()
-    assert awaited == [runner._stream._stream, runner._exchange_stream._stream]
+    flushed._failure = None
+    flushed.flush()
+    assert awaited == [flushed._stream._stream, flushed._exchange_stream._stream]
+
+
+# ------------------------------------------------------------------- order on the model's group
+
+
+class Branches(nn.Module):
+    """Has buffers, and a parameter that only some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.layers[: 2 + dist.get_rank() % 2]
+        return nn.Sequential(self.norm, *used)(x)
+
+
+@on_an_ordered_backend
+def collectives_of_steps(rank: int, size: int) -> tuple[list[str], list[Tensor]]:
+    """Return the collectives of three steps of two models, in the order in which they begin."""
+    torch.manual_seed(0)
+    models = [
+        commhooks.DistributedDataParallel(
+            Branches(), find_unused_parameters=True, bucket_cap_mb=1e-4
+        )
+        for _ in range(2)
+    ]
+    commhooks.register(models[0], "int8")
+    commhooks.register(models[1], "powersgd", rank=1, start_step=0, min_compression_rate=1.0)
+    with (
+        patch.object(stream_runner, "PrivateGroups", side_effect=AssertionError),
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded,
+    ):
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(size * step + rank))
+            sum(model(x).sum() for model in models).backward()
+    events = sorted(recorded.events(), key=lambda event: event.time_range.start)
+    found = [f"{e.name} {e.input_shapes}" for e in events if e.name.startswith("c10d::")]
+    return found, [parameter.grad for model in models for parameter in model.parameters()]
+
+
+def test_collectives_have_one_order_on_the_models_group(run_ranks: Any) -> None:
+    """Of hooks, and of the wrapper: buffers before them, and which parameters were used after."""
+    (first, gradients), *others = run_ranks(collectives_of_steps, 3)
+    for found, other_gradients in others:
+        assert found == first
+        assert all(map(torch.equal, gradients, other_gradients))
+    kinds = [text.partition(" ")[0].removeprefix("c10d::").rstrip("_") for text in first]
+    assert kinds[0] == "broadcast"
+    assert kinds[-1] == "allreduce"
+    assert {"broadcast", "allreduce", "alltoall_base", "_allgather_base"} <= set(kinds)
+
+
+# --------------------------------------------------------------- communicators of a hook's own
+
+
+@on_an_ordered_backend
+def registered_hooks_connect(rank: int, size: int, config: dict[str, Any]) -> list[str]:
+    """Return what a hook connects when it is registered; afterwards it connects nothing."""
+    connect, connected = PrivateGroups._make_group, []
+
+    def record(groups: PrivateGroups, store: Any, rank: int, size: int) -> Any:
+        connected.append(f"{groups._purpose} of {size}")
+        return connect(groups, store, rank, size)
+
+    model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
+    with patch.object(PrivateGroups, "_make_group", record):
+        handle = commhooks.register(model, config)
+    with patch.object(PrivateGroups, "_make_group", side_effect=AssertionError):
+        for _ in range(5):
+            model(torch.full((2, 8), rank + 1.0)).sum().backward()
+    handle.remove()
+    return connected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"name": "int8"}, []),
+        ({"name": "topk", "density": 0.5}, []),
+        ({"name": "hierarchical", "inner": "int8", "ranks_per_node": 2}, ["steps of 2"] * 2),
+        ({"name": "diloco", "period": 2}, []),
+        ({"name": "diloco", "period": 2, "delay": 1}, ["exchanges of 4"]),
+    ],
+    ids=str,
+)
+def test_hooks_connect_what_they_need_when_registered(
+    run_ranks: Any, config: dict[str, Any], expected: list[str]
+) -> None:
+    assert run_ranks(registered_hooks_connect, 4, config) == [expected] * 4
+
+
+@dataclass
+class Config:
+    max_ctas: int = -(2**31)
+
+
+@dataclass
+class Options:
+    """Has the attributes of ProcessGroupNCCL.Options."""
+
+    _timeout: float = 600.0
+    is_high_priority_stream: bool = False
+    split_from: Any = None
+    split_color: int = 0
+    group_name: str = ""
+    config: Config = field(default_factory=Config)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(-(2**31), 8), (4, 4), (16, 8)])
+def test_options_of_new_groups(limit: int, expected: int) -> None:
+    """After init_process_group(device_id=...), options of subgroups name a parent to split."""
+    found = _options_like(Options(30.0, True, object(), 3, "subgroup", Config(limit)))
+    assert found == Options(30.0, True, config=Config(expected))
+
+
+class FakeBackend:
+    """A backend whose destructor would abort what is under way, as NCCL's."""
+
+    options = SimpleNamespace(_timeout=timedelta(seconds=30))
+
+    def __init__(self, *_: Any) -> None:
+        self.calls: list[Any] = []
+
+    def name(self) -> str:
+        return "nccl"
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.calls.append(device)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+class FakeGroup:
+    """A process group of one rank."""
+
+    def _get_backend(self, _: torch.device) -> FakeBackend:
+        return FakeBackend()
+
+    def get_group_store(self) -> dist.Store:
+        return dist.HashStore()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def test_communicators_connect_at_once_and_are_shut_down() -> None:
+    group: Any = FakeGroup()
+    groups = PrivateGroups(group, 7, CPU)
+    fake: Any = groups.open(0)
+    assert fake.calls == [CPU]
+    groups.close()
+    assert fake.calls == [CPU, "shutdown"]
+
+
+# ------------------------------------------------------------------------------------ failures
+
+
+@dataclass
+class Fragile(commhooks.CommHook):
+    """Raises on one rank before its second collective, if it is told so."""
+
+    breaks: bool = False
+
+    async def reduce(self, bucket: commhooks.GradBucket, comm: commhooks.Communicator) -> Tensor:
+        wire = await comm.all_reduce(bucket.buffer())
+        if self.breaks and comm.rank == 1:
+            raise ValueError("broken between two collectives")
+        return (await comm.all_reduce(wire)).div_(comm.size**2)
+
+
+@on_an_ordered_backend
+def fail_on_one_rank(rank: int, size: int) -> list[str]:
+    model = commhooks.DistributedDataParallel(nn.Linear(8, 8), stable_buckets=True)
+    hook = Fragile()
+    handle = commhooks.register(model, hook)
+    x = torch.full((2, 8), rank + 1.0)
+    model(x).sum().backward()
+    assert torch.all(model.module.bias.grad == 2.0)
+    hook.breaks = True
+    messages: list[str] = []
+
+    def backward() -> None:
+        model(x).sum().backward()
+
+    if rank == 0:
+        backward()  # waits for the other rank
+        return messages
+    for call in (backward, backward, lambda: handle.replace("allreduce"), handle.state_dict):
+        with pytest.raises(commhooks.CommHookError) as caught:
+            call()
+        messages.append(f"{caught.type.__name__}: {caught.value}")
+    dist.all_reduce(torch.zeros(72))  # what it owes, so that the other rank can end here
+    return messages
+
+
+def test_a_failure_lasts_until_the_restart(run_ranks: Any) -> None:
+    """A rank that went on would send numbers of its next step where peers expect the failed one."""
+    _, failing = run_ranks(fail_on_one_rank, 2)
+    assert failing[0].startswith("CommHookError: [rank 1] hook Fragile")
+    assert len(failing) == 4
+    for message in failing[1:]:
+        assert message.startswith("CommHookError: [rank 1] the hook failed in an earlier step")
+        assert "ValueError: broken between two collectives" in message
+        assert "restart all ranks" in message
+
+
+# ------------------------------------------------------------------------------------- capture
+
+CAPTURABLE = ["allreduce", "bf16", "fp16", "cast:inner=int8", "cast:inner=bf16", "int8", "powersgd"]
+
+
+@pytest.mark.parametrize("hook", CAPTURABLE)
+def test_a_graph_captures_hooks_that_declare_it(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
+    name, _, inner = hook.partition(":inner=")
+    created = commhooks.create(name, **({"inner": inner} if inner else {}))
+    may = all_declare(created, "capturable")
+    assert may == (hook not in ("cast:inner=int8", "int8", "powersgd"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    check_capture(created, CPU, may=False)
+    check_capture(created, torch.device("cuda", 0), may=True)
+    kind = type(created).__name__
+    with pytest.raises(commhooks.CommHookError, match=f"cannot capture hook {kind}"):
+        check_capture(created, torch.device("cuda", 0), may=False)

@@ -26,6 +26,7 @@ __all__ = ["AllReduce"]
 class AllReduce(CommHook):
     """Average exactly, in the gradients' own dtype."""
 
+    capturable = True
     lossless = True
     tells_contribution = True
     state_fields = no_state

@@ -43,6 +43,7 @@ class _Half(CommHook):
     )
     """Memory for the messages of large buckets on the CPU."""
 
+    capturable = True
     tells_contribution = True
     state_fields = no_state
     wire = "one all-reduce of 2 bytes per element"

@@ -20,6 +20,7 @@ __all__ = ["Noop"]
 class Noop(CommHook):
     """Send nothing: each rank keeps its own gradients. Measures all costs but communication."""
 
+    capturable = True
     consensus = False
     state_fields = no_state
     wire = "nothing"

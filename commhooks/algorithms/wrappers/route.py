@@ -99,6 +99,7 @@ class Route(KnowsModel, CommHook):
     )
     """The position of each parameter's hook in ``_hooks``."""
 
+    capturable = True
     lossless = True
     tells_contribution = True
     state_fields = no_state

@@ -1,0 +1,74 @@
+"""Communicators of a hook's own, on a backend that completes collectives in order, such as NCCL.
+
+Collectives of all ranks within a step go through the model's process group. Two kinds cannot:
+those among some of its ranks, and exchanges, which go on beside the next steps and would keep them
+waiting.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from commhooks.comm.stage_groups import StageGroups, connect_within
+from commhooks.errors import CommHookError
+
+__all__ = ["PrivateGroups"]
+
+_MAX_CTAS = 8
+"""Thread blocks of a communicator: each has channels, with buffers in the memory of the device."""
+
+
+class PrivateGroups(StageGroups):
+    """Process groups of the model's backend, one per subgroup, connected on first use.
+
+    One stage suffices, because the backend keeps the order.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, token: int, device: torch.device, *, purpose: str = "steps"
+    ) -> None:
+        if (backend := group._get_backend(device).name()) not in ("gloo", "nccl"):  # noqa: SLF001
+            raise CommHookError(
+                "exchanges, and collectives among some of the ranks, need communicators of their "
+                f"own, on gloo or nccl; the model's process group uses {backend!r}"
+            )
+        self._device = device
+        super().__init__(group, token, device, purpose=purpose)
+
+    def close(self) -> None:
+        """End the communicators. Nothing may be under way on them."""
+        super().close()
+        for groups in self._groups.values():
+            for group in groups:
+                group.shutdown()  # its destructor would abort them
+        self.disconnect()
+
+    def _make_options(self) -> Any:
+        return _options_like(self._backend.options)
+
+    def _make_group(self, store: Store, rank: int, size: int) -> Any:
+        def connect() -> Any:
+            group = type(self._backend)(store, rank, size, self._options)
+            # Otherwise the first collective would, and nothing could end its wait for a peer that
+            # fails to connect.
+            group.eager_connect_single_device(self._device)
+            return group
+
+        return connect_within(self._timeout, connect)
+
+
+def _options_like(options: Any) -> Any:
+    """Return options of a new process group, with the time-out and the limits of another.
+
+    ``split_from`` and ``split_color`` are left out: NCCL would make the new communicator by a
+    collective of all ranks of the parent, with members that the parent's color chooses.
+    """
+    found = type(options)()
+    for name in ("_timeout", "_devices", "_threads", "is_high_priority_stream", "config"):
+        if hasattr(options, name):
+            setattr(found, name, getattr(options, name))
+    if hasattr(found, "config") and not 0 < found.config.max_ctas < _MAX_CTAS:
+        found.config.max_ctas = _MAX_CTAS
+    return found
