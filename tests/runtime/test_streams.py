@@ -12,6 +12,7 @@ from commhooks.adapters import adapter
 from commhooks.runtime.runner import make_runner
 from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
+from commhooks.testing.rules import _as_coroutine
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from testing.test_conformance import OPTIONS, OWN_HOOKS
 
@@ -23,7 +24,10 @@ def life(
     adapter.make_runner = ThreadedRunner if threaded else StreamRunner  # type: ignore[assignment]
     try:
         with emulated(), simulated(ignored) as simulation:
-            trainer = Trainer(commhooks.create(name, **options), stable_buckets=True)
+            def make() -> Any:
+                return _as_coroutine(commhooks.create(name, **options))
+
+            trainer = Trainer(make(), stable_buckets=True)
             parameters = probe_parameters()
 
             def train(first: int, last: int) -> None:
@@ -44,7 +48,7 @@ def life(
             handle.adapter._registration.on_overwrite()
             train(7, 9)
             handle.stats()
-            handle.replace(commhooks.create(name, **options))
+            handle.replace(make())
             train(0, 3)
             handle.remove()
             del trainer, handle

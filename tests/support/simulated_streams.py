@@ -250,7 +250,7 @@ def simulated(ignored: str = "") -> Iterator[Simulation]:
 
         device_index, device_type = 0, 1
 
-        def __init__(self, stream_id: int | None = None, **_: Any) -> None:
+        def __init__(self, device: Any = None, *, stream_id: int | None = None, **_: Any) -> None:
             self.stream_id = simulation.new_stream() if stream_id is None else stream_id
             self._before = 0
 
@@ -327,7 +327,7 @@ def simulated(ignored: str = "") -> Iterator[Simulation]:
 
         return run
 
-    accelerator = mock.Mock(current_stream=lambda _: Stream(simulation.current))
+    accelerator = mock.Mock(current_stream=lambda _: Stream(stream_id=simulation.current))
     fake = mock.Mock(wraps=torch, Stream=Stream, Event=Event, accelerator=accelerator)
     with ExitStack() as stack:
         patch = mock.patch.object
