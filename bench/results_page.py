@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from bench import summary
 from bench.auto import tables as auto_tables
 from bench.fidelity.runs import Record, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
+from bench.gpu import page as gpu_page
 from bench.plots import Draw
 from bench.slow_link import PLAIN, courses_of
+from bench.tables import groups, quantity, table
 from commhooks.lab.units import format_rate
 
-__all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "quantity", "section_of"]
+__all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "section_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -39,13 +39,6 @@ class UnknownResultError(ValueError):
     """A file of results is of none of the known kinds."""
 
 
-def table(frame: pd.DataFrame) -> str:
-    """Return a table in Markdown. Numbers get the unit that the name of their column implies."""
-    cells = frame.apply(lambda column: column.map(lambda value: quantity(column.name, value)))
-    cells.columns = [str(name).replace("_", " ") for name in cells.columns]
-    return str(cells.to_markdown(index=False, disable_numparse=True, tablefmt="github"))
-
-
 # --------------------------------------------------------------------------- kinds of results
 
 
@@ -56,27 +49,7 @@ def _benchmarks(run: Document) -> Iterator[str]:
         f"{cpu.get('brand_raw', 'unknown CPU')}, {cpu['count']} cores, Python "
         f"{machine['python_version']}, commit {run['commit_info'].get('id', 'unknown')[:12]}."
     )
-    yield from _groups(run["benchmarks"])
-
-
-def _groups(benchmarks: list[Document]) -> Iterator[str]:
-    rows = [
-        {"group": row["group"] or row["fullname"], "case": _case(row["name"]), **row["extra_info"]}
-        for row in benchmarks
-    ]
-    if not rows:
-        return
-    for group, frame in pd.DataFrame(rows).groupby("group", sort=False):
-        frame = frame.dropna(axis="columns", how="all").drop(columns="group")
-        yield f"### {group}"
-        if "aim" in frame:
-            aims = sorted(map(str, frame.pop("aim").dropna().unique()))
-            yield f"Aim: {'; '.join(aims)}."
-        yield table(frame)
-
-
-def _case(name: str) -> str:
-    return name.partition("[")[2].removesuffix("]") or name
+    yield from groups(run["benchmarks"])
 
 
 def _comparison(document: Document) -> Iterator[str]:
@@ -86,30 +59,39 @@ def _comparison(document: Document) -> Iterator[str]:
     yield notes
     columns = ["hook", "step_seconds", "to_torch", "exposed_seconds", "floor_seconds", "wire_bytes"]
     columns += ["ratio", "error", "peak_bytes", "validation_loss"]
-    for link, frame in pd.DataFrame(document["rows"]).groupby("link", sort=False):
-        how = "measured" if frame["measured"].all() else "predicted"
+    by_link: dict[str, list[Document]] = {}
+    for row in document["rows"]:
+        by_link.setdefault(row["link"], []).append(row)
+    for link, rows_of_link in by_link.items():
+        how = "measured" if all(row["measured"] for row in rows_of_link) else "predicted"
         yield f"### {link}, {how}"
-        known = frame.reindex(columns=columns).dropna(axis="columns", how="all")
-        yield table(known)
+        yield table({name: row.get(name) for name in columns} for row in rows_of_link)
 
 
 def _predictions(document: Document) -> Iterator[str]:
     """Render what ``python -m bench.predictions`` writes: predictions beside measurements."""
-    frame = pd.DataFrame(document["cells"])
-    frame["link"] = frame["bits_per_second"].map(format_rate)
-    frame["error"] = frame["predicted_seconds"] / frame["measured_seconds"] - 1
-    sizes = frame["error"].abs()
+    cells = document["cells"]
+    errors = [cell["predicted_seconds"] / cell["measured_seconds"] - 1 for cell in cells]
+    sizes = [abs(error) for error in errors]
     yield (
         f"{document['machine']}. `{document['model']}`, buckets of {document['bucket_mb']:g} "
-        f"MiB; time of `loss.backward()`. Error: median {sizes.median():.0%}, worst "
-        f"{sizes.max():.0%}; of {len(sizes)} cells {(sizes <= 0.15).sum()} are within 15 % and "
-        f"{(sizes <= 0.30).sum()} within 30 %. Cells that are not *undisturbed* were measured "
-        "while other processes ran, or may have been."
+        f"MiB; time of `loss.backward()`. Error: median {statistics.median(sizes):.0%}, worst "
+        f"{max(sizes):.0%}; of {len(sizes)} cells {sum(size <= 0.15 for size in sizes)} are within "
+        f"15 % and {sum(size <= 0.30 for size in sizes)} within 30 %. Cells that are not "
+        "*undisturbed* were measured while other processes ran, or may have been."
     )
-    frame["error"] = frame["error"].map("{:+.0%}".format)
-    frame = frame.rename(columns={"is_undisturbed": "undisturbed"})
-    times = ["measured_seconds", "predicted_seconds"]
-    yield table(frame[["ranks", "link", "hook", *times, "error", "undisturbed"]])
+    yield table(
+        {
+            "ranks": cell["ranks"],
+            "link": format_rate(cell["bits_per_second"]),
+            "hook": cell["hook"],
+            "measured_seconds": cell["measured_seconds"],
+            "predicted_seconds": cell["predicted_seconds"],
+            "error": f"{error:+.0%}",
+            "undisturbed": cell["is_undisturbed"],
+        }
+        for cell, error in zip(cells, errors, strict=True)
+    )
 
 
 def _slow_link(document: Document) -> Iterator[str]:
@@ -149,18 +131,16 @@ def _trainings(document: Document) -> Iterator[str]:
                 else f"Plain averaging, {recipe}: {mean(losses):.4f}, one seed."
             )
         yield table(
-            pd.DataFrame(
-                {
-                    "hook": f"{row.trained.label} ({row.runs[0].recipe})",
-                    "loss": f"{mean(run.loss for run in row.runs):.4f}",
-                    "change": f"{row.change:+.1%}",
-                    "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
-                    "allowed": f"{row.trained.tolerance:.0%}",
-                    "wire_bytes": mean(run.wire_bytes for run in row.runs),
-                    "share of plain": row.byte_share,
-                }
-                for row in rows(record, task)
-            )
+            {
+                "hook": f"{row.trained.label} ({row.runs[0].recipe})",
+                "loss": f"{mean(run.loss for run in row.runs):.4f}",
+                "change": f"{row.change:+.1%}",
+                "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
+                "allowed": f"{row.trained.tolerance:.0%}",
+                "wire_bytes": mean(run.wire_bytes for run in row.runs),
+                "share of plain": row.byte_share,
+            }
+            for row in rows(record, task)
         )
 
 
@@ -177,10 +157,10 @@ def _auto(document: Document) -> Iterator[str]:
     for entry in document["points"].values():
         yield f"### {auto_tables.title(entry)}"
         yield auto_tables.circumstances(entry)
-        yield table(pd.DataFrame(auto_tables.point_rows(entry)))
+        yield table(auto_tables.point_rows(entry))
     for model, entry in document["rate_changes"].items():
         yield f"### {model}, while the rate of the link changes"
-        yield table(pd.DataFrame(auto_tables.change_rows(entry)))
+        yield table(auto_tables.change_rows(entry))
 
 
 def _torch_hooks(document: Document) -> Iterator[str]:
@@ -190,24 +170,7 @@ def _torch_hooks(document: Document) -> Iterator[str]:
         f"{about['ranks']} ranks, {about['cpu']}, {about['cores']} cores, torch {about['torch']}; "
         f"load before and after {about['load']}. The loss is that after {about['steps']} steps."
     )
-    yield table(pd.DataFrame(document["rows"]))
-
-
-def _gpu_check(run: Document) -> Iterator[str]:
-    """Render a run of ``make gpu-check``: how its stages ended, and what they measured."""
-    machine = run["machine"]
-    versions = ", ".join(f"{name} {found}" for name, found in machine["versions"].items() if found)
-    yield (
-        f"{'; '.join(machine['devices'])}. Driver {machine['driver']}, CUDA {machine['cuda']}, "
-        f"NCCL {machine['nccl']}, {machine['nvcc']}, Python {machine['python']}, {versions}, "
-        f"commit {machine['commit']}."
-    )
-    stages = pd.DataFrame(run["stages"]).rename(columns={"name": "stage", "status": "ended"})
-    stages["last line"] = stages.pop("tail").map(
-        lambda tail: (tail.strip().splitlines() or [""])[-1].strip("= ")
-    )
-    yield table(stages)
-    yield from _groups(run["benchmarks"])
+    yield table(document["rows"])
 
 
 KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
@@ -218,7 +181,7 @@ KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
     "bench.auto": ({"points", "rate_changes"}, _auto),
     "bench.slow_link": ({"courses"}, _slow_link),
     "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),
-    "make gpu-check": ({"stages", "machine"}, _gpu_check),
+    "make gpu-check": ({"stages", "machine"}, gpu_page.sections),
 }
 """The kinds of results: keys of the JSON object by which one is recognized, and its section."""
 
@@ -282,29 +245,6 @@ def section_of(path: Path) -> Iterator[str]:
         f"{path}: expected results of {', '.join(KINDS)}; found {keys}. Add "
         "a kind for them to bench/results_page.py, or move the file"
     )
-
-
-_UNITS = {
-    "milliseconds": (1.0, "ms"),
-    "seconds": (1e3, "ms"),
-    "bytes": (1e-6, "MB"),
-    "bandwidth": (1e-9, "GB/s"),
-}
-
-
-def quantity(column: str, value: Any) -> str:
-    """Format a value of a column, in the unit that the name of the column implies."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {quantity(column, item)}" for key, item in value.items())
-    if value is None or pd.isna(value):
-        return ""
-    if isinstance(value, bool | str):
-        return str(value).replace("|", "\\|")
-    for name, (scale, unit) in _UNITS.items():
-        if name in column:
-            scaled = value * scale
-            return f"{scaled:.3g} {unit}" if scaled < 1000 else f"{scaled:,.0f} {unit}"
-    return f"{value:.4g}"
 
 
 def _write(pages: Pages) -> None:

@@ -79,17 +79,25 @@ def measure(
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     runner, bucket = runner_and_bucket(make(), shapes, torch.randn(numel, device=device), group)
     runner(bucket).wait()
+    measure_host_time(benchmark, lambda: runner(bucket), settle)
+    benchmark.extra_info.update(aim=AIM)
+
+
+def measure_host_time(
+    benchmark: Any, function: Callable[[], Any], settle: Callable[[], Any]
+) -> None:
+    """Time calls of ``function``; call ``settle`` before each round."""
     seconds: list[float] = []
 
     def run() -> None:
         start = time.perf_counter()
-        runner(bucket)
+        function()
         seconds.append(time.perf_counter() - start)
 
     gc.collect()
     benchmark.pedantic(run, setup=settle, rounds=ROUNDS, warmup_rounds=WARM_UP)
     microseconds = statistics.median(seconds[WARM_UP:] or seconds) * 1e6
-    benchmark.extra_info.update(microseconds=microseconds, aim=AIM)
+    benchmark.extra_info.update(microseconds=microseconds)
 
 
 class Nothing:

@@ -1,9 +1,11 @@
 """Build, test and measure on a CUDA device: ``python -m bench.gpu.check [--output FOLDER]``.
 
-Takes under nine minutes, without a network, with the Python that runs it and the packages it has.
-Apart from the build, the stages do not depend on each other; a stage that hangs is killed at its
-limit. After every stage FOLDER/<date>-<device>.json is written again, so that an early end leaves
-the results so far. Exits with 1 if anything failed.
+Takes under nine minutes, or under five for each ``--part``, without a network, with the Python that
+runs it and the packages it has. Part 2 continues the results of part 1 if they are still in
+build/gpu-check. Apart from the build, stages do not depend on each other; a stage that hangs is
+killed at its limit. After every stage FOLDER/<date>-<device>.json and a page beside it are written
+again, so that an early end leaves the results so far, and a stage that fails leaves its log there.
+Exits with 1 if anything failed. What the machine does not have is left out.
 """
 
 from __future__ import annotations
@@ -12,21 +14,31 @@ import argparse
 import datetime
 import json
 import re
+import shutil
+import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.machine import NEEDED, WANTED, describe, find_sanitizer, missing
+from bench.gpu.machine import NEEDED, count_workers, describe, find_sanitizer, missing
+from bench.gpu.page import page
 from bench.gpu.stages import Stage, StageResult, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "gpu-check"
+SECONDS = {None: 520.0, 1: 285.0, 2: 285.0}
+"""The time of the whole check, and of a part."""
+LEAST_SECONDS = 20.0
+"""With less time left, no stage is begun."""
+LOG_BYTES = 200_000
+
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".",
           "--confcutdir", ".", "-p", "no:cacheprovider")  # fmt: skip
 CONFORMANCE = "tests/gpu/test_gpu_conformance.py"  # which takes long
+ONE_RANK = "tests/gpu/test_gpu_one_rank.py"
 TESTS = ("tests/gpu", "tests/kernels/test_block_kernels.py", "tests/kernels/test_gpu_hooks.py",
          f"--ignore={CONFORMANCE}")  # fmt: skip
 # Tests of kernels for compute-sanitizer: one small test of each kind, because it is slow, and none
@@ -39,58 +51,69 @@ SANITIZED = ("tests/gpu/test_gpu_copies.py", "tests/gpu/test_gpu_sparse_kernels.
              "-k", " or ".join(FEW))  # fmt: skip
 
 
-def stages(folder: Path) -> Iterator[Stage]:
-    """Yield the stages in order. Their limits add up to 520 seconds."""
-    # The first stage that uses a kernel compiles it for all. All ranks are on this machine, whose
-    # host name need not resolve.
-    own = (("CUPY_CACHE_DIR", str(folder / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
+def stages(part: int | None = None) -> list[Stage]:
+    """Return the stages of a part, by default of both, in order."""
+    # The build folder has the kernels. All ranks are on this machine, whose host name need not
+    # resolve.
+    own = (("CUPY_CACHE_DIR", str(WORK / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
            ("NCCL_SOCKET_IFNAME", "lo"))  # fmt: skip
-    yield Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 130)
-    yield Stage("tests", (*PYTEST, "-m", "gpu", *TESTS), 120, own)
-    if sanitizer := find_sanitizer():
-        # Each tensor has its own allocation, so that memcheck knows where it ends.
-        apart = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
-        for tool in ("memcheck", "racecheck"):
-            command = (sanitizer, "--tool", tool, "--error-exitcode", "9", *PYTEST, "-x")
-            yield Stage(tool, (*command, *SANITIZED), 45, (*own, apart))
-    for path in _benches():
-        name = path.stem.removeprefix("test_gpu_")
-        report = f"--benchmark-json={folder / path.stem}.json"
-        bench = (*PYTEST, f"bench/gpu/{path.name}", "-W", "default", report)
-        yield Stage(f"bench {name}", bench, 40, own)
-    yield Stage("conformance", (*PYTEST, "-m", "gpu", CONFORMANCE), 60, own)
+    kernels = ("cupy",)
+    # Without pytest-xdist there is not the time for all tests.
+    workers = ("-n", str(count_workers())) if not missing(["pytest-xdist"]) else ()
+    tests = (*PYTEST, *workers, "-p", "no:benchmark", "-m", "gpu")
+    first = [
+        Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, own, kernels),
+        *(
+            Stage(
+                f"bench {path.stem.removeprefix('test_gpu_')}",
+                (*PYTEST, f"bench/gpu/{path.name}", "-W", "default",
+                 f"--benchmark-json={WORK / path.stem}.json"),
+                45,
+                own,
+                (*kernels, "pytest-benchmark"),
+            )
+            for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
+        ),
+        Stage("tests", (*tests, *TESTS), 120, own, kernels, may_time_out=not workers),
+    ]  # fmt: skip
+    # The sanitizer of torch sees torch's operations, and no kernel that gets raw pointers.
+    watched = (*own, ("TORCH_CUDA_SANITIZER", "1"))
+    # Each tensor has its own allocation, so that memcheck knows where it ends.
+    apart = (*own, ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"))
+    sanitizer = (find_sanitizer() or "compute-sanitizer", "--error-exitcode", "9", "--tool")
+    second = [
+        Stage("conformance", (*tests, CONFORMANCE), 120, own, kernels, may_time_out=not workers),
+        Stage("streams", (*tests, ONE_RANK), 90, watched, kernels, may_time_out=not workers),
+        *(
+            Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), 90, apart,
+                  (*kernels, "compute-sanitizer"), may_time_out=True)
+            for tool in ("memcheck", "racecheck")
+        ),
+    ]  # fmt: skip
+    build = Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200)
+    return [build, *(first if part != 2 else []), *(second if part != 1 else [])]
 
 
-def _benches() -> list[Path]:
-    found = sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
-    return [] if missing({"pytest_benchmark": ""}) else found
-
-
-def run_all(planned: Sequence[Stage], folder: Path) -> Iterator[list[StageResult]]:
-    """Run all stages, unless the build fails; yield the results so far after each.
-
-    A stage may also use the time that earlier stages did not need.
-    """
-    results: list[StageResult] = []
-    end = time.monotonic() + sum(stage.limit_seconds for stage in planned)
-    for number, stage in enumerate(planned, 1):
-        if results and results[0].is_bad:
-            results.append(StageResult(stage.name, "left out", 0.0, "nothing was built"))
+def run_all(planned: Sequence[Stage], seconds: float, logs: Path) -> Iterator[StageResult]:
+    """Run the stages while there is time, unless the build fails, and yield their results."""
+    end = time.monotonic() + seconds
+    is_built = True
+    for stage in planned:
+        left = end - time.monotonic()
+        reason = ", ".join(missing(stage.needs)) if is_built else "nothing was built"
+        if not reason and left < LEAST_SECONDS:
+            reason = "no time is left"
+        if reason:
+            yield StageResult(stage.name, "left out", 0.0, reason)
             continue
-        kept = sum(later.limit_seconds for later in planned[number:])
-        limit = max(stage.limit_seconds, end - time.monotonic() - kept)
+        limit = min(stage.limit_seconds, left)
         print(f"{stage.name}: at most {limit:.0f} s", flush=True)
-        result = run_stage(stage, limit, folder / f"{stage.name}.log", ROOT)
+        result = run_stage(stage, limit, logs / f"{stage.name}.log", ROOT)
         print(f"{stage.name}: {result.status} after {result.seconds:.0f} s", flush=True)
         if result.is_bad:
             print(result.tail, flush=True)
-        results.append(result)
-        yield results
-    if find_sanitizer() is None:
-        results.append(StageResult("memcheck, racecheck", "left out", 0.0, "no compute-sanitizer"))
-    if not _benches():
-        results.append(StageResult("benches", "left out", 0.0, "no pytest-benchmark"))
-    yield results
+            is_built = stage.name != "build"
+        yield result
 
 
 def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
@@ -102,37 +125,82 @@ def benchmarks_of(folder: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in ("group", "name", "extra_info")} for row in rows]
 
 
-def main() -> int:
+def begin(part: int | None) -> dict[str, Any]:
+    """Return the run so far: that of part 1 for part 2, otherwise an empty one."""
+    new = {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "machine": describe(ROOT),
+        "stages": [],
+        "benchmarks": [],
+    }
+    path = WORK / "run.json"
+    if part == 2 and path.exists():
+        run: dict[str, Any] = json.loads(path.read_text())
+        if run["machine"] == new["machine"]:
+            return run
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    return new
+
+
+def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
+    """Add a result to the run and write all files, here and in the build folder."""
+    run["stages"].append(asdict(result))
+    run["benchmarks"] = benchmarks_of(WORK)
+    text = json.dumps(run, indent=1) + "\n"
+    (WORK / "run.json").write_text(text)
+    target.with_suffix(".json").write_text(text)
+    target.with_suffix(".md").write_text(page(run))
+    if result.is_bad:
+        log = (WORK / f"{result.name}.log").read_bytes()[-LOG_BYTES:]
+        target.with_name(f"{target.name}-{result.name.replace(' ', '-')}.log").write_bytes(log)
+
+
+def rehearse(planned: Sequence[Stage]) -> bool:
+    """Print the stages, and collect the tests of each; return whether there are any everywhere."""
+    is_good = True
+    WORK.mkdir(parents=True, exist_ok=True)
+    for stage in planned:
+        absent = ", ".join(missing(stage.needs))
+        print(f"{stage.name}: at most {stage.limit_seconds:.0f} s", f"({absent})" * bool(absent))
+        print("  ", *stage.command, flush=True)
+        if "pytest" in stage.command:
+            arguments = stage.command[stage.command.index("pytest") + 1 :]
+            command = [sys.executable, "-m", "pytest", *arguments, "--collect-only", "-q"]
+            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            print("  ", (run.stdout.strip().splitlines() or [run.stderr])[-1], flush=True)
+            is_good &= run.returncode == 0
+    return is_good
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything, write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
-    output: Path = parser.parse_args().output
+    parser.add_argument("--part", type=int, choices=(1, 2))
+    parser.add_argument("--dry-run", action="store_true", help="only collect tests; on any machine")
+    options = parser.parse_args(arguments)
     if absent := missing(NEEDED):
-        print(f"{sys.executable} lacks {', '.join(absent)}: install them first", file=sys.stderr)
+        print(f"{sys.executable}: {', '.join(absent)}: install them first", file=sys.stderr)
         return 2
+    planned = stages(options.part)
+    if options.dry_run:
+        return int(not rehearse(planned))
     import torch
 
     if not torch.cuda.is_available():
         print("no CUDA device: there is nothing to check; `make cuda` compiles", file=sys.stderr)
         return 2
-    for name in missing(WANTED):
-        print(f"note: there is no {name}", flush=True)
-    run: dict[str, Any] = {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "machine": describe(ROOT),
-    }
+    run = begin(options.part)
     device = re.sub(r"\W+", "-", torch.cuda.get_device_name()).strip("-").lower()
-    output.mkdir(parents=True, exist_ok=True)
-    target = output / f"{run['date']}-{device}"
-    results: list[StageResult] = []
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
-        folder = Path(name)
-        for results in run_all(list(stages(folder)), folder):
-            run["stages"] = [asdict(result) for result in results]
-            run["benchmarks"] = benchmarks_of(folder)
-            target.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    target = options.output / f"{run['date']}-{device}"
+    is_bad = False
+    for result in run_all(planned, SECONDS[options.part], WORK):
+        save(run, result, target)
+        is_bad |= result.is_bad
     print(f"written: {target}.json; `make results` shows it")
-    return int(any(result.is_bad for result in results))
+    return int(is_bad)
 
 
 if __name__ == "__main__":

@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
-# Import names, and the purpose of each.
-NEEDED = {
-    "torch": "everything",
-    "numpy": "the kernels' tests",
-    "pytest": "the tests",
-    "setuptools>=77": "the build",
-}
-WANTED = {
-    "pytest_benchmark": "the benchmarks",
-    "ninja": "a parallel build",
-    "cupy": "the kernels of hooks",
-}
-DISTRIBUTIONS = ("torch", "numpy", "pytest", "pytest-benchmark", "ninja")
+NEEDED = ("torch>=2.11", "numpy>=1.26", "pytest>=8", "setuptools>=77")
+REPORTED = ("torch", "numpy", "cupy", "pytest", "pytest-benchmark", "pytest-xdist", "setuptools",
+            "ninja")  # fmt: skip
+DEVICE_GIB_OF_WORKER = 8
 
 
-def missing(names: dict[str, str]) -> list[str]:
-    """Return the packages that this Python lacks, or has too old, with their purpose."""
-    return [f"{name} ({purpose})" for name, purpose in names.items() if not _is_there(name)]
+def missing(requirements: Iterable[str]) -> list[str]:
+    """Return what this machine lacks or has too old, as in "no ninja"."""
+    return [reason for requirement in requirements if (reason := _problem(requirement))]
 
 
-def _is_there(requirement: str) -> bool:
+def _problem(requirement: str) -> str | None:
     name, _, least = requirement.partition(">=")
-    if importlib.util.find_spec(name) is None:
-        return False
-    return not least or int((_version(name) or "0").partition(".")[0]) >= int(least)
+    if name == "compute-sanitizer":
+        return None if find_sanitizer() else f"no {name}"
+    version = _version(name)
+    if version is None:
+        return f"no {_distributions(name)[0]}"
+    if least and _numbers(version) < _numbers(least):
+        return f"{name} {version} is older than {least}"
+    return None
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+
+def count_workers() -> int:
+    """Return how many tests run at a time, each with up to three processes on the device."""
+    import torch
+
+    cores = (os.cpu_count() or 1) // 2
+    if not torch.cuda.is_available():
+        return max(1, min(8, cores))
+    memory = torch.cuda.get_device_properties(0).total_memory >> 30
+    return max(1, min(8, cores, memory // DEVICE_GIB_OF_WORKER))
 
 
 def find_sanitizer() -> str | None:
@@ -50,10 +63,6 @@ def describe(directory: Path) -> dict[str, object]:
     """Return the machine, the driver, versions and the commit, as JSON types."""
     import torch
 
-    versions = {name: _version(name) for name in DISTRIBUTIONS}
-    versions["cupy"] = next(
-        (f"{name} {found}" for name in _cupy_names() if (found := _version(name))), None
-    )
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "devices": [
@@ -67,20 +76,25 @@ def describe(directory: Path) -> dict[str, object]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if devices else None,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "versions": versions,
+        "versions": {name: _version(name) for name in REPORTED},
         "commit": _first_line("git", "-C", str(directory), "rev-parse", "--short=12", "HEAD"),
     }
 
 
-def _cupy_names() -> tuple[str, ...]:
-    return ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-
-
 def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    for distribution in _distributions(name):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
+
+
+def _distributions(name: str) -> tuple[str, ...]:
+    """Return the names under which a package may be installed; for CuPy, that of torch's CUDA."""
+    if name != "cupy":
+        return (name,)
+    import torch
+
+    return f"cupy-cuda{(torch.version.cuda or '').partition('.')[0]}x", name
 
 
 def _first_line(*command: str, last: bool = False) -> str | None:

@@ -11,19 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TAIL_CHARACTERS = 12000
+TAIL_CHARACTERS = 3000
 # The message of compute-sanitizer on machines that do not permit profiling.
 REFUSAL = "Device not supported"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, and the seconds reserved for it."""
+    """A command, the most seconds that it gets, and what it needs, in the form of machine.py.
+
+    ``may_time_out``: a time-out is no failure.
+    """
 
     name: str
     command: Sequence[str]
     limit_seconds: float
     environment: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+    may_time_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,12 @@ def run_stage(stage: Stage, limit_seconds: float, log: Path, directory: Path) ->
             _end_group(process)
     seconds = time.monotonic() - start
     text = log.read_text(errors="replace")
+    tail = text[-TAIL_CHARACTERS:]
     if status == "failed" and REFUSAL in text:
         status = "left out"
-    return StageResult(stage.name, status, seconds, text[-TAIL_CHARACTERS:])
+    elif status == "timed out" and stage.may_time_out:
+        status, tail = "left out", f"{tail}\nnot finished after {seconds:.0f} s"
+    return StageResult(stage.name, status, seconds, tail)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import native
 from commhooks.kernels import backend_of, masked
 
-__all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "zero_unless"]
+__all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "select", "zero_unless"]
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -45,15 +45,16 @@ def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
 
 def nan_unless(condition: Tensor, tensor: Tensor) -> Tensor:
     """Return ``tensor`` or a copy if ``condition`` is true, else NaN. Does not wait."""
-    return _where(condition, tensor, torch.nan)
+    return select(condition, tensor, torch.nan)
 
 
 def zero_unless(condition: Tensor, tensor: Tensor) -> Tensor:
     """Return ``tensor`` or a copy if ``condition`` is true, else zeros. Does not wait."""
-    return _where(condition, tensor, 0.0)
+    return select(condition, tensor, 0.0)
 
 
-def _where(condition: Tensor, tensor: Tensor, number: float) -> Tensor:
+def select(condition: Tensor, tensor: Tensor, other: Tensor | float) -> Tensor:
+    """Return ``tensor`` or a copy if ``condition`` is true, else ``other``. Does not wait."""
     if backend_of(tensor) is None and condition:
         return tensor
-    return torch.where(condition, tensor, number)
+    return torch.where(condition, tensor, other)

@@ -224,15 +224,17 @@ WITH_OPTIONS: dict[str, dict[str, Any]] = {
     "powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
     "batched_powersgd": {"rank": 2, "start_step": 0, "min_compression_rate": 1.0},
     "cast": {"inner": "allreduce"},
+    "diloco": {"period": 2, "fragments": 2, "delay": 1},
     "error_feedback": {"inner": "bf16"},
     "guard": {"inner": "int8", "max_error": 0.1, "every": 1},
+    "gossip": {"average_every": 2},
     "hierarchical": {"inner": "allreduce", "ranks_per_node": 1},
+    "local_sgd": {"period": 2},
     "route": {"rules": [["*", "allreduce"]]},
     "schedule": {"stages": [[0, "allreduce"], [1, "bf16"]]},
     "skip_nonfinite": {"inner": "allreduce"},
 }
-# The number of elements that these hooks send depends on the gradients, so the host waits.
-LOOKS_AT_GRADIENTS = {"threshold", "dgc"}
+LOOKS_AT_GRADIENTS = {"threshold"}  # which decide what it sends, so the host waits
 
 
 def steps_without_synchronizing(rank: int, size: int, name: str, options: dict[str, Any]) -> None:

@@ -5,14 +5,13 @@ Results are the same as on the CPU, and the host reads nothing from the device.
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from emulation import emulated
 from support.hook_runs import DTYPES, HOOKS, ROUNDED, SYNC_FREE, assert_like_the_cpu, run
+from support.no_waiting import HostReads
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.algorithms import SkipNonfinite, TopK
 from commhooks.algorithms.sparse.selection import select_above
@@ -21,24 +20,6 @@ from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 # Random-k draws two numbers from the generator, which is on the host.
 OWN_READS = {"randomk": 2 * 2, "randomk with errors": 2 * 2}
-
-
-class HostReads(TorchDispatchMode):
-    """Refuses operations that read a number on the host, after ``allowed`` of them."""
-
-    OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-
-    def __init__(self, allowed: int) -> None:
-        super().__init__()
-        self.left = allowed
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function.overloadpacket.__name__ in self.OPERATIONS:
-            self.left -= 1
-            assert self.left >= 0, f"{function} makes the host wait for the device"
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.covering(1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.planning_problems import random_problem
 
-pytest.importorskip("pandas")  # extra `results`
+pytest.importorskip("matplotlib")  # extra `results`
 
 from bench import results_page
 from bench.auto import __main__ as bench

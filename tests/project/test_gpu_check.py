@@ -1,12 +1,16 @@
 """`make gpu-check` keeps what it found, whatever becomes of a stage."""
 
+import json
 import os
-import subprocess
+import re
 import sys
 import time
+from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu import check, machine
 from bench.gpu.stages import Stage, StageResult, run_stage
@@ -57,70 +61,149 @@ def test_what_a_machine_does_not_allow_is_left_out(tmp_path: Path) -> None:
     assert run_stage(stage, 60, tmp_path / "log", tmp_path).status == "left out"
 
 
-@pytest.mark.exhaustive  # collects all of them in another process
-def test_all_gpu_tests_are_found() -> None:
-    """With the options of the check, which configures pytest in a folder below theirs."""
-    command = [*check.PYTEST, "-m", "gpu", "--collect-only", "-q", *check.TESTS, check.CONFORMANCE]
-    run = subprocess.run(command, cwd=check.ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout
-    for name in ("test_gpu_reducer", "test_gpu_sparse_kernels", "test_block_kernels"):
-        assert f"/{name}.py::" in run.stdout
+def test_a_check_that_takes_long_may_end_early(tmp_path: Path) -> None:
+    stage = Stage("slow", (sys.executable, "-c", HANGS), limit_seconds=1, may_time_out=True)
+    result = run_stage(stage, 1, tmp_path / "log", tmp_path)
+    assert result.status == "left out"
+    assert "not finished after 1 s" in result.tail
 
 
-def test_limits_leave_nine_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "find_sanitizer", lambda: "/usr/bin/compute-sanitizer")
-    planned = list(check.stages(tmp_path))
-    assert [stage.name for stage in planned].count("memcheck") == 1
-    assert sum(stage.limit_seconds for stage in planned) <= 520
+@pytest.mark.exhaustive  # collects the tests of each stage in another process
+def test_a_rehearsal_finds_tests_for_every_stage(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the options of the check, which configures pytest in a folder below the tests."""
+    assert check.main(["--dry-run"]) == 0
+    out = capfd.readouterr().out
+    for stage in ("build", "kernels", "bench steps", "conformance", "streams", "racecheck"):
+        assert f"{stage}: at most" in out
+    assert len(re.findall(r"\d+ tests collected|/\d+ tests collected", out)) == 9
 
 
-def test_results_of_every_stage_and_the_time_that_others_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_rehearsal_notices_a_stage_without_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_nothing.py").touch()
+    assert not check.rehearse([Stage("empty", (*check.PYTEST, str(tmp_path)), 10)])
+
+
+@dataclass
+class Clock:
+    """Stages that take three seconds each, without running anything."""
+
+    bad: tuple[str, ...] = ()
+    now: float = 0.0
+    limits: list[float] = field(default_factory=list)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def run(self, stage: Stage, limit_seconds: float, log: Path, directory: Path) -> StageResult:
+        log.write_text(f"log of {stage.name}")
+        self.now += 3
+        self.limits.append(limit_seconds)
+        return StageResult(stage.name, "failed" if stage.name in self.bad else "passed", 3.0, "end")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(check, "run_stage", clock.run)
+    monkeypatch.setattr(check.time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(check, "LEAST_SECONDS", 2.0)
+    monkeypatch.setattr(check, "WORK", tmp_path / "work")
+    return clock
+
+
+def test_a_stage_gets_its_limit_or_the_time_that_is_left(clock: Clock, tmp_path: Path) -> None:
+    planned = [Stage(name, (), 5.0) for name in ("one", "two", "three", "four")]
+    results = list(check.run_all(planned, 10.0, tmp_path))
+    assert clock.limits == [5, 5, 4]
+    assert [result.status for result in results] == ["passed", "passed", "passed", "left out"]
+    assert results[-1].tail == "no time is left"
+
+
+def test_a_failure_does_not_end_the_others_but_for_the_build(clock: Clock, tmp_path: Path) -> None:
+    planned = [Stage(name, (), 5.0) for name in ("build", "tests", "conformance")]
+    clock.bad = ("tests",)
+    statuses = [result.status for result in check.run_all(planned, 60.0, tmp_path)]
+    assert statuses == ["passed", "failed", "passed"]
+    clock.bad = ("build",)
+    results = list(check.run_all(planned, 60.0, tmp_path))
+    assert [result.status for result in results] == ["failed", "left out", "left out"]
+    assert results[1].tail == "nothing was built"
+
+
+def test_what_a_stage_needs_and_the_machine_lacks_is_left_out(clock: Clock, tmp_path: Path) -> None:
+    planned = [Stage("odd", (), 5.0, needs=("no-such-package",)), Stage("tests", (), 5.0)]
+    odd, tests = check.run_all(planned, 60.0, tmp_path)
+    assert odd == StageResult("odd", "left out", 0.0, "no no-such-package")
+    assert tests.status == "passed"
+
+
+@pytest.mark.parametrize("part", [None, 1, 2])
+def test_a_call_ends_in_time(part: int | None) -> None:
+    """Nine minutes for all, five for a part; the time-outs of children add little."""
+    assert check.SECONDS[part] <= (525 if part is None else 290)
+    assert check.stages(part)[0].name == "build"
+
+
+def test_the_parts_are_the_whole() -> None:
+    whole, first, second = ([s.name for s in check.stages(part)] for part in (None, 1, 2))
+    assert whole == first + second[1:]
+
+
+def test_files_of_a_run_and_its_continuation(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = []
-
-    def run(stage: Stage, limit_seconds: float, log: Path, directory: Path) -> StageResult:
-        limits.append(round(limit_seconds))
-        return StageResult(stage.name, "timed out" if stage.name == "two" else "passed", 1.0, "")
-
-    monkeypatch.setattr(check, "run_stage", run)
-    planned = [Stage(name, (), 10.0) for name in ("one", "two", "three")]
-    found = [[result.name for result in so_far] for so_far in check.run_all(planned, tmp_path)]
-    assert found[:3] == [["one"], ["one", "two"], ["one", "two", "three"]]
-    assert limits == [10, 20, 30]
-
-
-def test_nothing_runs_after_a_build_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failure = StageResult("build", "failed", 1.0, "")
-    monkeypatch.setattr(check, "run_stage", lambda *_: failure)
-    planned = [Stage(name, (), 10.0) for name in ("build", "tests")]
-    *_, last = check.run_all(planned, tmp_path)
-    assert [result.status for result in last[:2]] == ["failed", "left out"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A Device (80 GB)")
+    monkeypatch.setattr(check, "count_workers", lambda: 8)
+    monkeypatch.setattr(check, "describe", lambda root: MACHINE)
+    monkeypatch.setattr(check, "missing", lambda requirements: [])
+    clock.bad = ("bench steps",)
+    assert check.main(["--output", str(tmp_path), "--part", "1"]) == 1
+    (path,) = tmp_path.glob("*-a-device-80-gb.json")
+    assert path.with_name(f"{path.stem}-bench-steps.log").read_text() == "log of bench steps"
+    assert len(list(tmp_path.glob("*.log"))) == 1
+    clock.bad = ()
+    assert check.main(["--output", str(tmp_path), "--part", "2"]) == 0
+    names = [stage["name"] for stage in json.loads(path.read_text())["stages"]]
+    assert names == [s.name for s in (*check.stages(1), *check.stages(2))]
+    page = path.with_suffix(".md").read_text()
+    assert "A device, Python 3.12, torch 2.11.0." in page
+    assert "| bench steps" in page
+    assert check.main(["--output", str(tmp_path), "--part", "1"]) == 0  # begins anew
+    assert len(json.loads(path.read_text())["stages"]) == len(check.stages(1))
 
 
-def test_what_is_missing_is_named_with_its_purpose() -> None:
-    assert machine.missing({"no_such_package": "nothing"}) == ["no_such_package (nothing)"]
-    assert machine.missing({"torch": "everything", "setuptools>=77": "the build"}) == []
+MACHINE = {
+    "devices": ["A device"],
+    "driver": None,
+    "nvcc": None,
+    "cuda": None,
+    "nccl": None,
+    "python": "3.12",
+    "system": "",
+    "versions": {"torch": "2.11.0", "cupy": None},
+    "commit": None,
+}
 
 
-def test_a_package_that_is_too_old_is_named() -> None:
-    assert machine.missing({"torch>=99": "everything"}) == ["torch>=99 (everything)"]
+def test_what_is_missing_or_too_old_is_named() -> None:
+    assert machine.missing(["no-such-package", "torch"]) == ["no no-such-package"]
+    assert machine.missing(["torch>=2.11", "setuptools>=65.5"]) == []
+    found = metadata.version("torch")
+    assert machine.missing(["torch>=2.99"]) == [f"torch {found} is older than 2.99"]
 
 
-def test_benches_are_left_out_without_pytest_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its options would be an error of usage."""
-    passed = StageResult("any", "passed", 1.0, "")
-    monkeypatch.setattr(check, "run_stage", lambda *_: passed)
-    monkeypatch.setattr(check, "missing", lambda names: list(names))
-    planned = list(check.stages(tmp_path))
-    assert not any(stage.name.startswith("bench") for stage in planned)
-    *_, last = check.run_all(planned, tmp_path)
-    left_out = StageResult("benches", "left out", 0.0, "no pytest-benchmark")
-    assert left_out in last
+def test_a_cupy_for_another_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "cupy-cuda12x":
+            raise metadata.PackageNotFoundError(name)
+        return "14.2.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    assert machine.missing(["cupy>=13"]) == []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert machine.missing(["cupy>=13"]) == ["no cupy-cuda13x"]
 
 
 def test_an_outcome_that_was_left_out_is_not_bad() -> None:

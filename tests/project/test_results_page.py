@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pandas")  # extra `results`
-from bench import figures, plots, summary
+pytest.importorskip("matplotlib")  # extra `results`
+from bench import figures, plots, summary, tables
 from bench import results_page as page
 from bench.gpu import machine
 from bench.slow_link import courses_of
@@ -143,13 +143,20 @@ def test_names_cover_no_line_and_a_name_without_a_place_is_an_error(tmp_path: Pa
 
 def test_a_gpu_check(tmp_path: Path) -> None:
     stage = {"name": "tests", "status": "failed", "seconds": 7.0, "tail": "x\n=== 1 | 2 failed ==="}
-    row = {"group": "gpu: pack", "name": "test_large[pack]", "extra_info": {"aim": "a", "ms": 1.5}}
-    document = {"machine": machine.describe(page.ROOT), "stages": [stage], "benchmarks": [row]}
+    shares = {"int8": 0.9, "int2": 0.5}
+    rows = [
+        {"group": "gpu: pack", "name": f"test_encode[{case}]"}
+        | {"extra_info": {"aim": "a", "share_of_copy": share}}
+        for case, share in shares.items()
+    ]
+    document = {"machine": machine.describe(page.ROOT), "stages": [stage], "benchmarks": rows}
     path = tmp_path / "2026-01-01-a-device.json"
     path.write_text(json.dumps(document))
     rows = [re.sub(" +", " ", line) for line in "\n".join(page.section_of(path)).splitlines()]
-    assert "| tests | failed | 7,000 ms | 1 \\| 2 failed |" in rows
-    assert "| pack | 1.5 |" in rows
+    assert "| tests | failed | 7 s | 1 \\| 2 failed |" in rows
+    assert "| int8 | 0.9 |" in rows
+    (against,) = (row for row in rows if row.startswith("| encode"))
+    assert against.endswith("| at least 0.8 | 0.5 to 0.9 | no: int2 0.5 |")
 
 
 @pytest.mark.parametrize(
@@ -165,4 +172,4 @@ def test_a_gpu_check(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_have_the_units_of_their_column(column: str, value: object, text: str) -> None:
-    assert page.quantity(column, value) == text
+    assert tables.quantity(column, value) == text

@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
 
 from commhooks import CommHook, Communicator, GradBucket
 from commhooks.comm.communicator import PendingCollective
+from commhooks.comm.exchange import Exchange
 
 Call = tuple[str, tuple[Any, ...]]
 
@@ -40,7 +43,10 @@ class _RecordingGroup(_Group):
 def simulate(
     hooks: Sequence[CommHook], buckets: Sequence[GradBucket]
 ) -> tuple[list[Tensor], list[Communicator]]:
-    """Return the results of all ranks, and their communicators, which have counted the bytes."""
+    """Return the results of all ranks, and their communicators, which have counted the bytes.
+
+    Exchanges that begin in this step have ended when it returns.
+    """
     size = len(hooks)
     comms = [
         Communicator(
@@ -51,9 +57,21 @@ def simulate(
         )
         for rank in range(size)
     ]
-    runs: dict[int, Coroutine[Any, Any, Tensor]] = {
-        rank: hooks[rank].reduce(buckets[rank], comms[rank]) for rank in range(size)
-    }
+    steps = [hook.reduce(*given) for hook, *given in zip(hooks, buckets, comms, strict=True)]
+    results = _run(steps, comms)
+    for begun in zip(*(comm.begun for comm in comms), strict=True):
+        for exchange, result in zip(begun, _run([e.run() for e in begun], comms), strict=True):
+            exchange.future = Future()
+            exchange.future.set_result(result)
+    return results, comms
+
+
+def _run(
+    coroutines: Sequence[Coroutine[Any, Any, Tensor]], comms: list[Communicator]
+) -> list[Tensor]:
+    """Run one coroutine per rank to its end."""
+    size = len(coroutines)
+    runs = dict(enumerate(coroutines))
     results: dict[int, Tensor] = {}
     waiting: dict[int, PendingCollective] = {}
     try:
@@ -61,14 +79,18 @@ def simulate(
             while len(results) < size:
                 for rank in runs.keys() - waiting.keys() - results.keys():
                     try:
-                        waiting[rank] = runs[rank].send(None)
+                        awaited = runs[rank].send(None)
+                        while isinstance(awaited, Exchange):  # which has ended
+                            awaited = runs[rank].send(None)
+                        waiting[rank] = awaited
                     except StopIteration as stop:
                         results[rank] = stop.value
-                _complete(waiting, comms, list(range(size)))
+                with _disable_current_modes():
+                    _complete(waiting, comms, list(range(size)))
     finally:
         for run in runs.values():
             run.close()
-    return [results[rank] for rank in range(size)], comms
+    return [results[rank] for rank in range(size)]
 
 
 def _complete(
@@ -106,16 +128,17 @@ def _broadcast(calls: list[Any]) -> None:
 
 def _all_to_all(calls: list[Any]) -> None:
     split = [
-        sent.split(sizes or [len(sent) // len(calls)] * len(calls)) for _, sent, _, sizes in calls
+        sent.split(sizes or [len(sent) // len(calls)] * len(calls))
+        for _, sent, _, sizes, *_ in calls
     ]
-    for (received, _, sizes, _), parts in zip(calls, zip(*split, strict=True), strict=True):
+    for (received, _, sizes, *_), parts in zip(calls, zip(*split, strict=True), strict=True):
         assert not sizes or sizes == [len(part) for part in parts]
         received.copy_(torch.cat(parts))
 
 
 def _all_gather(calls: list[Any]) -> None:
-    own = [own for _, own in calls]
-    for gathered, _ in calls:
+    own = [own for _, own, *_ in calls]
+    for gathered, *_ in calls:
         gathered.copy_(torch.cat(own))
 
 

@@ -34,10 +34,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.averaging.local_sgd import LocalSteps
-from commhooks.algorithms.bucket_parameters import parameters_of
+from commhooks.algorithms.bucket_parameters import pack, parameters_of
+from commhooks.algorithms.host_copy import HostCopy
+from commhooks.codecs.finite import all_finite, is_known_false, nan_unless, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
-from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus
 from commhooks.hook.capabilities import KnowsModel, any_declares
@@ -49,8 +50,6 @@ from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["DiLoCo", "Turns", "runs_of"]
-
-_DIGEST_BYTES = 16  # of the numbers by which ranks compare their parameters
 
 
 @register_hook("diloco")
@@ -71,15 +70,18 @@ class DiLoCo(KnowsModel, LocalSteps):
 
     Wire: before ``start_step`` one all-reduce of the gradients per step. Then nothing, except what
     the inner hook sends for each fragment once per period; with ``ranks_per_node`` also one
-    all-reduce of the gradients among a node's ranks per step. In step ``start_step`` an all-reduce
-    of 16 bytes per bucket shows whether all ranks have the same parameters; otherwise these are
-    averaged. After a failed step, and after ``join``, that happens in the next step in which a
-    fragment is due, and the outer optimizer starts from the beginning. Memory: two numbers per
-    parameter element, one more while an average is under way, and two more with ``eager``; and the
-    inner hook's.
+    all-reduce of the gradients among a node's ranks per step. In step ``start_step`` all ranks
+    begin with the mean of their parameters: one all-reduce of these, in float32. After a failed
+    step, and after ``join``, that happens in the next step in which a fragment is due, and the
+    outer optimizer starts from the beginning. Memory: two numbers per parameter element, one more
+    while an average is under way, and two more with ``eager``; and the inner hook's.
 
     If an average is not finite, no rank changes its parameters or state, and the gradients of the
-    bucket become NaN on all ranks.
+    bucket become NaN on all ranks. With ``eager``, anchors then no longer come from the same outer
+    gradients, so in the next step in which a fragment is due, its parameters are averaged again. If
+    the first mean is not finite, each rank keeps its parameters; on the CPU the next step tries
+    again, and on a GPU, where the host does not wait for the answer, anchors are NaN from then on,
+    and so are the gradients of steps in which a fragment is due.
 
     Raises:
         CommHookOptionError: the delay is longer than the period, or given with ``eager``; or the
@@ -118,7 +120,11 @@ class DiLoCo(KnowsModel, LocalSteps):
     _progress: Progress = field(
         default_factory=lambda: Progress(set()), init=False, repr=False, compare=False
     )
-    _progress_step: int = field(default=-1, init=False, repr=False, compare=False)
+    _step: int = field(default=-1, init=False, repr=False, compare=False)
+    _has_common_anchor: dict[str, HostCopy] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """With ``eager``, whether the last average of a parameter was finite, () bool."""
     _has_recovered: bool = field(default=False, init=False, repr=False, compare=False)
 
     wire = "nothing, except what the inner hook sends for the parameters once per period"
@@ -173,37 +179,54 @@ class DiLoCo(KnowsModel, LocalSteps):
             fields.append(replace(result, is_optional=not self.eager, is_finite=False))
         return fields
 
-    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> bool:
+    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
+        if bucket.step != self._step:
+            self._begin_step(bucket.step)
         parameters = dict(zip(bucket.names, parameters_of(bucket), strict=True))
         may_anchor = not self._has_recovered or self._turns.is_any_due(bucket.step)
         new = {n: p for n, p in parameters.items() if may_anchor and n not in self.state}
         due = {n: p for n, p in parameters.items() if self._sends(n, bucket.step)}
         part = self._part(bucket, due) if due else None  # numbered before the first await
-        if new and not await self._anchor(new, bucket.step, comm):
-            return False
+        finite = []
+        if new:
+            finite.append(await self._anchor(new, bucket.step, comm))
+            if is_known_false(finite[0]):
+                return finite[0]
         if part is not None:
             self._subtract(due, part)
-        is_finite = await self._receive(parameters, bucket.step)
+        finite += await self._receive(parameters, bucket.step)
         if part is not None:
-            is_finite &= await self._send(part, due, comm)
-        return is_finite
+            finite += await self._send(part, due, comm)
+        return torch.stack(finite).all() if finite else None
+
+    def _begin_step(self, step: int) -> None:
+        self._step = step
+        if self._turns.is_any_due(step):
+            for name in self._without_common_anchor():
+                self.state.pop(name, None)
+            self._has_common_anchor.clear()
+        names = self._turns.names
+        self._progress = Progress({name for name in names if self._sends(name, step)})
+
+    def _without_common_anchor(self) -> list[str]:
+        """Return the parameters whose anchors do not come from the same outer gradients."""
+        return [name for name, copy in self._has_common_anchor.items() if not copy.read()]
 
     async def _anchor(
         self, parameters: Mapping[str, Tensor], step: int, comm: Communicator
-    ) -> bool:
-        """Begin with parameters that are the same on all ranks, or make them the same."""
-        tensors = list(parameters.values())
-        digest = _digest(tensors)
-        largest = await comm.all_reduce(torch.stack([digest, -digest]), "max")
-        if bool(largest[0] != -largest[1]) and not await self.average(tensors, step, comm):
-            return False
+    ) -> Tensor:
+        """Begin with parameters that are the same on all ranks; return whether they are finite."""
+        finite = await self.average(list(parameters.values()), step, comm)
+        if is_known_false(finite):
+            return finite
         for name, parameter in parameters.items():
-            anchor = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
+            start = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
+            anchor = nan_unless(finite, start)
             self.state[name] = {"anchor": anchor, "momentum": torch.zeros_like(anchor)}
             if self.eager:
                 self.state[name]["sent"] = torch.zeros_like(anchor)
                 self._pending[name] = Pending.finished(torch.zeros_like(anchor))
-        return True
+        return finite
 
     def _sends(self, name: str, step: int) -> bool:
         """Return whether an outer gradient is due, of a parameter that has an anchor."""
@@ -214,8 +237,11 @@ class DiLoCo(KnowsModel, LocalSteps):
         for (name, parameter), view in zip(due.items(), part.gradients(), strict=True):
             torch.sub(self._entry(name, parameter)["anchor"], parameter, out=view)
 
-    async def _receive(self, parameters: Mapping[str, Tensor], step: int) -> bool:
-        """Take the averages whose delay has passed, and let the outer optimizer step."""
+    async def _receive(self, parameters: Mapping[str, Tensor], step: int) -> list[Tensor]:
+        """Take the averages whose delay has passed, and let the outer optimizer step.
+
+        Return as :meth:`_outer_step`.
+        """
         due = {
             name: parameter
             for name, parameter in parameters.items()
@@ -237,25 +263,27 @@ class DiLoCo(KnowsModel, LocalSteps):
             for each, parameter in zip(pending, parameters.values(), strict=True)
         ]
 
-    async def _send(self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator) -> bool:
-        """Send the outer gradients of the parameters that are due; without delay, also step."""
+    async def _send(
+        self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
+    ) -> list[Tensor]:
+        """Send the outer gradients of the parameters that are due; without delay, also step.
+
+        Return as :meth:`_outer_step`.
+        """
         if self.eager:
             return await self._send_eagerly(part, due, comm)
         if self.delay:
             self._begin(part, comm)
-            return True
+            return []
         average = await self._average(part, comm)
         return self._outer_step(due, bucket_with(part, average).gradients())
 
     async def _send_eagerly(
         self, part: GradBucket, due: Mapping[str, Tensor], comm: Communicator
-    ) -> bool:
+    ) -> list[Tensor]:
         """Step with this rank's outer gradients and with what the others sent a period ago."""
         late = await self._take(due)
-        if not _all_finite(late):
-            for name in due:  # anchors would no longer come from the same outer gradients
-                del self.state[name]
-            return False
+        self._has_common_anchor |= dict.fromkeys(due, HostCopy(all_finite(pack(late))))
         own = [gradient.clone() for gradient in part.gradients()]
         self._begin(part, comm)
         entries = [self._entry(name, parameter) for name, parameter in due.items()]
@@ -263,11 +291,10 @@ class DiLoCo(KnowsModel, LocalSteps):
             average.add(new - entry["sent"], alpha=1 / comm.size)
             for average, new, entry in zip(late, own, entries, strict=True)
         ]
-        if not self._outer_step(due, gradients):
-            return False
+        (finite,) = self._outer_step(due, gradients)
         for entry, new in zip(entries, own, strict=True):
-            entry["sent"] = new
-        return True
+            entry["sent"] = select(finite, new, entry["sent"])
+        return [finite]
 
     def _begin(self, part: GradBucket, comm: Communicator) -> None:
         async def average(comm: Communicator) -> Tensor:
@@ -282,17 +309,26 @@ class DiLoCo(KnowsModel, LocalSteps):
         self.measure(comm.step, own.sub_(average))
         return average
 
-    def _outer_step(self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor]) -> bool:
-        """Step with outer gradients, unless one is not finite; return whether all are."""
-        if not _all_finite(gradients):
-            return False
+    def _outer_step(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Step with outer gradients, unless one is not finite.
+
+        Return whether all are, () bool, in a list, which is empty if there are no gradients.
+        """
+        if not gradients:
+            return []
+        finite = all_finite(pack(gradients))
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             entry = self._entry(name, parameter)
-            anchor, momentum = entry["anchor"], entry["momentum"]
-            momentum.mul_(self.outer_momentum).add_(gradient)
-            anchor.sub_(gradient.add(momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
-            parameter.copy_(torch.lerp(anchor, parameter.to(anchor.dtype), self.merge))
-        return True
+            momentum = entry["momentum"].mul(self.outer_momentum).add_(gradient)
+            change = gradient.add(momentum, alpha=self.outer_momentum)
+            anchor = entry["anchor"].sub(change, alpha=self.outer_lr)
+            own = parameter.to(anchor.dtype)
+            parameter.copy_(select(finite, torch.lerp(anchor, own, self.merge), own))
+            entry["anchor"] = select(finite, anchor, entry["anchor"])
+            entry["momentum"] = select(finite, momentum, entry["momentum"])
+        return [finite]
 
     def _entry(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         """Return the state of a parameter on its device; a loaded one may be on another."""
@@ -304,10 +340,6 @@ class DiLoCo(KnowsModel, LocalSteps):
 
     def _part(self, bucket: GradBucket, due: Mapping[str, Tensor]) -> GradBucket:
         """Return a bucket for the outer gradients of the parameters that are due."""
-        if bucket.step != self._progress_step:
-            self._progress_step = bucket.step
-            names = self._turns.names
-            self._progress = Progress({name for name in names if self._sends(name, bucket.step)})
         index, is_last = self._progress.advance(list(due), bucket.left_out)
         return self._outer_bucket(bucket, due, index, is_last=is_last)
 
@@ -327,13 +359,12 @@ class DiLoCo(KnowsModel, LocalSteps):
         )
 
     def synchronization_bytes(self, bucket: GradBucket, size: int) -> int | None:
-        digest_bytes = 0
         if bucket.step == self.start_step:
-            digest_bytes = all_reduce_bytes(_DIGEST_BYTES, size)
+            return self.average_bytes(bucket, size)
         parameters = zip(bucket.names, parameters_of(bucket), strict=True)
         due = {n: p for n, p in parameters if self._turns.is_due(n, bucket.step)}
         if not due:
-            return digest_bytes
+            return 0
         part = self._outer_bucket(bucket, due, 0, is_last=True)
         return self.inner.wire_bytes(part, size)
 
@@ -348,33 +379,25 @@ class DiLoCo(KnowsModel, LocalSteps):
         self._has_recovered = True
         self.state = {}
         self._pending.clear()
+        self._has_common_anchor.clear()
+        self._step = -1
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         for name, pending in self._pending.items():
             state[name]["outer_gradient"] = pending.result().detach().clone()
+        for name in self._without_common_anchor():
+            del state[name]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
+        self._has_common_anchor.clear()
         self._pending = {
             name: Pending.finished(entry.pop("outer_gradient"))
             for name, entry in self.state.items()
             if "outer_gradient" in entry
         }
-
-
-def _digest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a checksum, which very likely differs if any bit of the tensors does."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [t.view(integers[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
-    return (torch.stack(sums) * torch.arange(1, len(sums) + 1, device=sums[0].device)).sum()
-
-
-def _all_finite(tensors: Sequence[Tensor]) -> bool:
-    if not tensors:
-        return True
-    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
+from commhooks.codecs.finite import all_finite, nan_unless, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes
@@ -66,17 +66,18 @@ class LocalSteps(WithoutConsensus):
         buffer = bucket.buffer()
         if bucket.step < self.start_step:
             return await comm.all_reduce(buffer.div_(comm.size))
-        if not await self.synchronize(bucket, comm):
-            buffer.fill_(torch.nan)
+        finite = await self.synchronize(bucket, comm)
+        if finite is not None:
+            buffer = nan_unless(finite, buffer)
         if self.ranks_per_node > 1:
             node = comm.among(ranks_of_node(comm.rank, self.ranks_per_node))
             await node.all_reduce(buffer.div_(node.size))
         return buffer
 
-    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> bool:
+    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
         """Send and change parameters of a bucket, in a step from ``start_step`` on.
 
-        Return whether all received numbers were finite.
+        Return whether all received numbers were finite, () bool; None if none were to be received.
         """
         raise NotImplementedError
 
@@ -84,19 +85,26 @@ class LocalSteps(WithoutConsensus):
         """Return the bytes that :meth:`synchronize` sends."""
         raise NotImplementedError
 
-    async def average(self, parameters: Sequence[Tensor], step: int, comm: Communicator) -> bool:
-        """Set parameters to their mean over the ranks, and return whether it is finite.
+    async def average(self, parameters: Sequence[Tensor], step: int, comm: Communicator) -> Tensor:
+        """Set parameters to their mean over the ranks, and return whether it is finite, () bool.
 
         If it is not, nothing changes, on any rank.
         """
         own = pack(parameters)
         own = own.to(at_least_float32(own.dtype))
         mean = await comm.all_reduce(own / comm.size)
-        if not mean.isfinite().all():
-            return False
-        self.measure(step, own.sub_(mean))
-        store(mean, parameters)
-        return True
+        finite = all_finite(mean)
+        self.measure(step, own - mean)
+        store(select(finite, mean, own), parameters)
+        return finite
+
+    def average_bytes(self, bucket: GradBucket, size: int) -> int:
+        """Return the bytes that :meth:`average` sends for all parameters of a bucket."""
+        sent_bytes = sum(
+            parameter.numel() * at_least_float32(parameter.dtype).itemsize
+            for parameter in parameters_of(bucket)
+        )
+        return all_reduce_bytes(sent_bytes, size)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         gradient_bytes = bucket.buffer().nbytes
@@ -139,19 +147,13 @@ class LocalSGD(LocalSteps):
     paper = "https://arxiv.org/abs/1805.09767"
     state_fields = no_state
 
-    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> bool:
+    async def synchronize(self, bucket: GradBucket, comm: Communicator) -> Tensor | None:
         if not self._is_due(bucket.step):
-            return True
+            return None
         return await self.average(parameters_of(bucket), bucket.step, comm)
 
     def synchronization_bytes(self, bucket: GradBucket, size: int) -> int:
-        if not self._is_due(bucket.step):
-            return 0
-        sent_bytes = sum(
-            parameter.numel() * at_least_float32(parameter.dtype).itemsize
-            for parameter in parameters_of(bucket)
-        )
-        return all_reduce_bytes(sent_bytes, size)
+        return self.average_bytes(bucket, size) if self._is_due(bucket.step) else 0
 
     def _is_due(self, step: int) -> bool:
         return (step - self.start_step) % self.period == 0

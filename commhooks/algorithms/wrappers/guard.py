@@ -3,7 +3,7 @@
 ::
 
     now and then:   error = |inner(p) - exact| / |exact|    # p: a sample of gradient plus residual
-                    use fallback from the next step on if error > max_error, on all ranks
+                    use fallback from two steps later on if error > max_error, on all ranks
     otherwise:      average = inner(gradient)
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
@@ -43,8 +44,9 @@ class Guard(KnowsModel, CommHook):
 
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
     averages a sample of the gradients and what the inner hook has not sent, and so does an exact
-    average. If the relative error of its average exceeds ``max_error``, all ranks use ``fallback``
-    from the next step on, and log a warning. What the inner hook has not sent is added to the next
+    average. If the relative error of its average exceeds ``max_error``, all ranks log a warning and
+    use ``fallback``, from two steps later on: so on CUDA the host does not wait, unless it is more
+    than a step ahead of the device. What the inner hook has not sent is added to the next
     gradients. After ``cooldown`` steps, if that is set, the inner hook is measured again, and used
     again if its error is within the bound.
 
@@ -77,8 +79,8 @@ class Guard(KnowsModel, CommHook):
     """The number of buckets of this step so far."""
     _turn: int = field(default=0, init=False, repr=False, compare=False)
     """The index of the bucket that is measured in this step, if any."""
-    _found: Tensor | None = field(default=None, init=False, repr=False, compare=False)
-    """What all ranks have measured in the last step."""
+    _found: dict[int, HostCopy] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What all ranks have measured, by step: the squares of a trial from each rank."""
     _last_error: float = field(default=0.0, init=False, repr=False, compare=False)
     _fallbacks: int = field(default=0, init=False, repr=False, compare=False)
     _notes: list[tuple[int, str]] = field(
@@ -104,7 +106,7 @@ class Guard(KnowsModel, CommHook):
         super().prepare(parameters, group)
         self._trial.prepare(parameters, group, self.roles)
         self._names = tuple(parameters)
-        self._found = None
+        self._found.clear()
         self._use()
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -119,7 +121,7 @@ class Guard(KnowsModel, CommHook):
         average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
         if sample is not None:
             outcome = await self._trial.run(sample, comm)
-            self._found = await comm.all_gather(outcome.squares)
+            self._found[bucket.step] = HostCopy(await comm.all_gather(outcome.squares))
         return average
 
     @property
@@ -154,17 +156,18 @@ class Guard(KnowsModel, CommHook):
         self._table.refresh()
 
     def _begin_step(self, step: int) -> None:
-        """Decide by what the last step has found. All ranks have found the same.
+        """Decide by what the step before the last one has found. All ranks have found the same.
 
         A step that has failed begins again under the same number. What it has found is dropped,
         because some ranks may not have it: Note [One plan] in control.py.
         """
-        found, self._found = self._found, None
         if step != self._step:
             self._step = step
             self._turn = (step // self.every) % max(self._buckets, 1)
-            if found is not None:
-                self._judge(max(relative_error(*squares) for squares in found.tolist()), step)
+        found = self._found.pop(step - 2, None)
+        self._found = {earlier: f for earlier, f in self._found.items() if earlier == step - 1}
+        if found is not None:
+            self._judge(max(relative_error(*squares) for squares in found.read()), step)
         self._buckets = 0
         self._table.begin_step()
 

@@ -326,7 +326,7 @@ class _FakeStageGroup(FakeGroup):
         elif options.reduceOp == ReduceOp.PRODUCT:
             tensor.pow_(self._size)
 
-    def _allgather_base(self, gathered: Tensor, own: Tensor) -> None:
+    def _allgather_base(self, gathered: Tensor, own: Tensor, options: Any) -> None:  # noqa: ARG002
         self.tensor_bytes = own.nbytes
         gathered.view(self._size, -1).copy_(own.view(1, -1).expand(self._size, -1))
 
@@ -336,6 +336,7 @@ class _FakeStageGroup(FakeGroup):
         sent: Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],  # noqa: ARG002
+        options: Any,  # noqa: ARG002
     ) -> None:
         """Receive the parts for rank 0; with sizes, receive whole tensors from some ranks."""
         self.tensor_bytes = sent.nbytes

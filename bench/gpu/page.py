@@ -1,0 +1,129 @@
+"""What a run of ``make gpu-check`` found, as a page, and the figures that other pages quote.
+
+Needs no package, because the page is also written where the check runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.tables import case_of, groups, table
+
+__all__ = ["facts", "page", "sections"]
+
+Run = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A bound for a figure of some benchmarks, whose names begin with ``tests``."""
+
+    what: str
+    tests: str
+    figure: str
+    limit: float
+    is_least: bool = False
+    part: str = ""
+    """The key of the figure, if it has several."""
+    unit: str = ""
+
+    def row(self, benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
+        """Return a line of the table of aims; nothing if nothing was measured."""
+        found = {
+            case_of(row["name"]): self._figure(row["extra_info"])
+            for row in benchmarks
+            if row["name"].startswith(self.tests) and self.figure in row["extra_info"]
+        }
+        if not found:
+            return None
+        missed = {case: figure for case, figure in found.items() if not self._is_met(figure)}
+        ends = [f"{end:.3g}" for end in (min(found.values()), max(found.values()))]
+        told = ", ".join(f"{case} {figure:.3g}" for case, figure in sorted(missed.items()))
+        return {
+            "what": self.what,
+            "aim": f"at {'least' if self.is_least else 'most'} {self.limit:g}{self.unit}",
+            "measured": " to ".join(dict.fromkeys(ends)) + self.unit,
+            "met": "yes" if not missed else f"no: {told}" if len(found) > 1 else "no",
+        }
+
+    def _figure(self, info: Mapping[str, Any]) -> float:
+        figure = info[self.figure]
+        return float(figure[self.part] if self.part else figure)
+
+    def _is_met(self, figure: float) -> bool:
+        return figure >= self.limit if self.is_least else figure <= self.limit
+
+
+_COPY = "bandwidth, as a share of a plain copy"
+AIMS = (
+    Aim(f"pack, 1.5 GB in the shapes of GPT-2 small: {_COPY}", "test_large[pack",
+        "share_of_copy", 0.85, is_least=True),
+    Aim("unpack, the same", "test_large[unpack", "share_of_copy", 0.85, is_least=True),
+    Aim("pack and unpack, 2000 parameters of 256 elements: time, as a share of torch's copies, "
+        "one by one", "test_many_small", "ratio", 0.5, part="torch, one by one"),
+    Aim(f"encode, each codec, 256 MB: {_COPY}", "test_encode", "share_of_copy", 0.8,
+        is_least=True),
+    Aim("decode, the same, of one message and of four", "test_decode", "share_of_copy", 0.8,
+        is_least=True),
+    Aim("top-k, 1 % of 256 MB: one read of the data, as a share of the time", "test_selection",
+        "share_of_copy", 1 / 3, is_least=True),
+    Aim("PowerSGD rank 4 on the shapes of GPT-2 small: what it adds to a backward, as a share of "
+        "what torch's hook adds", "test_powersgd", "added_to_torch_added", 0.5),
+    Aim("training step of GPT-2 small in bf16: time, as a share of that with torch's wrapper",
+        "test_training_step", "ratio", 1.0, part="torch"),
+    Aim("Python on the host, per bucket and hook", "test_host_time", "microseconds", 60.0,
+        unit=" µs"),
+)  # fmt: skip
+
+
+def page(run: Run) -> str:
+    """Return the page of one run."""
+    return "\n\n".join([f"# make gpu-check ({run['date']})", *sections(run)]) + "\n"
+
+
+def sections(run: Run) -> Iterator[str]:
+    """Render a run: how its stages ended, and what they measured."""
+    yield f"{_machine(run)}."
+    yield table(
+        {
+            "stage": stage["name"],
+            "ended": stage["status"],
+            "seconds": f"{stage['seconds']:.0f} s",
+            "last line": (stage["tail"].strip().splitlines() or [""])[-1].strip("= "),
+        }
+        for stage in run["stages"]
+    )
+    if against := _aims(run):
+        yield "### Against the aims"
+        yield against
+    yield from groups(run["benchmarks"])
+
+
+def facts(run: Run) -> dict[str, str]:
+    """Return the figures that other pages quote, by name."""
+    hosts = {
+        case_of(row["name"]): f"{row['extra_info']['microseconds']:.0f}"
+        for row in run["benchmarks"]
+        if row["name"].startswith("test_host_time")
+    }
+    return {
+        "gpu run": f"{_machine(run)}, {run['date']}",
+        "gpu aims": _aims(run),
+        **{f"gpu host {case}": microseconds for case, microseconds in hosts.items()},
+    }
+
+
+def _aims(run: Run) -> str:
+    rows = [row for aim in AIMS if (row := aim.row(run["benchmarks"]))]
+    return table(rows) if rows else ""
+
+
+def _machine(run: Run) -> str:
+    machine = run["machine"]
+    named = {"driver": "driver", "CUDA": "cuda", "NCCL": "nccl", "Python": "python"}
+    parts = [f"{name} {machine[key]}" for name, key in named.items() if machine[key]]
+    parts += [f"{name} {found}" for name, found in machine["versions"].items() if found]
+    parts += [f"commit {machine['commit']}"] if machine["commit"] else []
+    return ", ".join([*machine["devices"], *parts])

@@ -1,0 +1,87 @@
+"""What a hook sends goes through NCCL even on one rank, if a test wants it."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.conforming_hooks import CASES
+from torch import Tensor
+from torch.cuda._sanitizer import CUDASanitizerErrors
+
+import commhooks
+from commhooks import Communicator
+from commhooks.comm.communicator import PendingCollective
+from commhooks.runtime import stream_runner
+from commhooks.testing import run_ranks
+from commhooks.testing.compare import same_bits
+from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64,
+          torch.uint8, torch.int8, torch.bool]  # fmt: skip
+
+
+def collectives(comm: Communicator, given: Tensor) -> dict[str, PendingCollective]:
+    """Every collective of a communicator, none of which changes a number on one rank."""
+    reduced = {op: comm.all_reduce(given.clone(), op) for op in ("sum", "min", "max", "product")}
+    return reduced | {
+        "all_gather": comm.all_gather(given),
+        "all_to_all": comm.all_to_all(given),
+        "reduce_scatter": comm.reduce_scatter(given),
+        "broadcast": comm.broadcast(given.clone()),
+        "exchange": comm.exchange(given, 0, 0),
+        "push": comm.push(given, 0, [0]),
+    }
+
+
+def sends_to_itself(rank: int, size: int, device: str, dtype: torch.dtype, numel: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    given = (torch.arange(numel, device=device) % 2).to(dtype)
+    for name, pending in collectives(Communicator(group, step=0, key="key"), given).items():
+        assert pending.result is not None
+        if name in ("all_gather", "all_to_all", "reduce_scatter", "exchange", "push"):
+            pending.result.fill_(1)  # on one rank a communicator has copied it already
+        pending.is_awaited = True
+        pending.start(group).wait()
+        assert torch.equal(pending.result.view(-1), given), name
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_collective_through_nccl(dtype: torch.dtype, numel: int) -> None:
+    run_ranks(sends_to_itself, 1, "cuda", dtype, numel, backend="nccl")
+
+
+def trains_alike(rank: int, size: int, device: str, name: str, options: dict[str, Any]) -> None:
+    """The results of some steps are the same, whether the collectives of one rank are sent."""
+    parameters = probe_parameters(device=device)
+    results: list[list[dict[str, Tensor]]] = []
+    for sends in (False, True):
+        stream_runner.SENDS_ALONE = sends
+        trainer = Trainer(commhooks.create(name, **options), parameters, stable_buckets=True)
+        drawn = [draw_gradients(parameters, step) for step in range(5)]
+        results.append([trainer.step(gradients) for gradients in drawn])
+        trainer.handle.remove()
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_hooks_that_send_on_one_rank(name: str, options: dict[str, Any]) -> None:
+    run_ranks(trains_alike, 1, "cuda", name, options, backend="nccl")
+
+
+def races(rank: int, size: int) -> bool:
+    numbers = torch.zeros(1000, device="cuda")
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            numbers.add_(1)
+    except CUDASanitizerErrors:
+        return True
+    return False
+
+
+@pytest.mark.skipif("TORCH_CUDA_SANITIZER" not in os.environ, reason="no TORCH_CUDA_SANITIZER")
+def test_torchs_sanitizer_watches_the_ranks() -> None:
+    assert run_ranks(races, 1, backend="nccl") == [True]
