@@ -140,7 +140,6 @@ class StreamRunner:
             with self._stream.forked():
                 yield
         finally:
-            self._exchange_stream.follow(self._stream.end())
             with self._exchange_stream:
                 for each in tree(self._hook):
                     record_on_current_stream(each.state)

@@ -24,7 +24,7 @@ without its dispatcher. All tensors are taken for tensors of the device.
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +79,8 @@ class Simulation:
         """A sentence for each place with a problem, in the order in which they were found."""
         self.calls: set[str] = set()
         """What has ordered streams or recorded one, and where it was called."""
+        self.launched: list[Future[Tensor]] = []
+        """The futures of buckets for which backward has not waited."""
         self._ignored = ignored
         self._lock = threading.RLock()
         self._clocks: list[Clock] = [{}]
@@ -109,14 +111,14 @@ class Simulation:
     def wait(self, stream: int, position: Clock) -> None:
         with self._lock:
             self._check_freed()
-            if self._counts("wait"):
+            if self.counts("wait"):
                 _advance(self._clocks[stream], position)
 
     def record(self, tensor: Tensor, stream: int) -> None:
         with self._lock:
             self._check_freed()
             block = self._block(tensor)
-            if block is not None and self._counts("record"):
+            if block is not None and self.counts("record"):
                 block.recorded.add(stream)
 
     def wait_on_host(self, stream: int) -> None:
@@ -124,7 +126,7 @@ class Simulation:
             self._check_freed()
             _advance(self._host, self._clocks[stream])
 
-    def access(self, name: str, read: Iterable[Any], written: Iterable[Any]) -> None:
+    def access(self, name: str, read: Any = (), written: Any = ()) -> None:
         """Run an operation on the current stream, which accesses tensors."""
         with self._lock:
             self._check_freed()
@@ -132,9 +134,15 @@ class Simulation:
             clock = self._clocks[stream]
             _advance(clock, self._host)
             clock[stream] = clock.get(stream, 0) + 1
-            for tensors, writes in ((read, False), (written, True)):
-                for tensor in _tensors(tensors):
-                    self._access(name, tensor, stream, writes=writes)
+            for tensor in _tensors(read):
+                self._access(name, tensor, stream, writes=False)
+            for tensor in _tensors(written):
+                self._access(name, tensor, stream, writes=True)
+
+    def unpack(self) -> None:
+        """Let the current stream wait for the averages of all buckets, as backward does."""
+        while self.launched:
+            self.access("unpacking", read=self.launched.pop(0).wait())
 
     def finish(self) -> None:
         """Check what has been freed since the last operation."""
@@ -194,11 +202,13 @@ class Simulation:
             for key in [key for key, block in self._blocks.items() if block.storage.expired()]:
                 del self._blocks[key]
 
-    def _counts(self, kind: str) -> bool:
-        """Note a call, and return whether it has an effect."""
-        call = f"{kind} {_caller()}"
-        self.calls.add(call)
-        return call != self._ignored
+    def counts(self, kind: str) -> bool:
+        """Note a call by a side stream; return whether it has an effect."""
+        callers = _callers()
+        if "side_stream.py" not in callers:
+            return True  # by a future
+        self.calls.add(f"{kind}: {callers}")
+        return f"{kind}: {callers}" != self._ignored
 
     def _report(self, problem: str) -> None:
         self.problems.setdefault(f"{problem}, at {_place()}")
@@ -234,9 +244,18 @@ class _Mode(TorchDispatchMode):
 
 @contextmanager
 def simulated(ignored: str = "") -> Iterator[Simulation]:
-    """Take the CPU for a device with streams, for the runners of hooks."""
+    """Take CPU tensors for those of a device, in all runners of hooks."""
     simulation = Simulation(ignored)
-    unpacked: list[Future[Tensor]] = []
+    with ExitStack() as stack:
+        for owner, name, value in _replacements(simulation):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(_Mode(simulation))
+        yield simulation
+        simulation.finish()
+
+
+def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what makes the runtime use the simulation: an object, an attribute and its value."""
 
     class Event:
         def __init__(self, **_: Any) -> None:
@@ -246,11 +265,11 @@ def simulated(ignored: str = "") -> Iterator[Simulation]:
             self.position = simulation.position(stream.stream_id)
 
     class Stream:
-        """Has the interface of torch.Stream that the runtime uses."""
+        """Has what the runtime uses of torch.Stream."""
 
         device_index, device_type = 0, 1
 
-        def __init__(self, device: Any = None, *, stream_id: int | None = None, **_: Any) -> None:
+        def __init__(self, *_: Any, stream_id: int | None = None, **__: Any) -> None:
             self.stream_id = simulation.new_stream() if stream_id is None else stream_id
             self._before = 0
 
@@ -263,7 +282,8 @@ def simulated(ignored: str = "") -> Iterator[Simulation]:
             simulation.wait(self.stream_id, event.position)
 
         def synchronize(self) -> None:
-            simulation.wait_on_host(self.stream_id)
+            if simulation.counts("synchronize"):
+                simulation.wait_on_host(self.stream_id)
 
         def __enter__(self) -> None:
             self._before, simulation.current = simulation.current, self.stream_id
@@ -272,7 +292,7 @@ def simulated(ignored: str = "") -> Iterator[Simulation]:
             simulation.current = self._before
 
     class DeviceFuture(Future):  # type: ignore[type-arg]
-        """A future of a tensor on the device: who waits for it orders the current stream."""
+        """A future of a tensor on the device, which orders the streams that wait for it."""
 
         def set_result(self, result: Any) -> None:
             self.position = simulation.position(simulation.current)
@@ -280,74 +300,52 @@ def simulated(ignored: str = "") -> Iterator[Simulation]:
 
         def wait(self) -> Any:
             result = super().wait()
-            _advance(simulation._clocks[simulation.current], self.position)
-            for tensor in _tensors([result]):
-                block = simulation._block(tensor)
-                if block is not None:
-                    block.recorded.add(simulation.current)
+            simulation.wait(simulation.current, self.position)
+            for tensor in _tensors(result):
+                simulation.record(tensor, simulation.current)
             return result
 
-    def called(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(runner: Any, bucket: Any) -> Any:
-            simulation.access("packing", [], [bucket.buffer()])
-            unpacked.append(original(runner, bucket))
-            return unpacked[-1]
-
-        return call
-
-    def unpack() -> None:
-        """Let the current stream wait for all buckets, as the end of backward does."""
-        while unpacked:
-            simulation.access("unpacking", [unpacked.pop(0).wait()], [])
-
-    simulation.unpack = unpack  # type: ignore[attr-defined]
-
-    def pending(original: Callable[..., Any]) -> Callable[..., Any]:
-        def make(comm: Communicator, operation: str, start: Any, *rest: Any) -> Any:
-            def begin(group: Any) -> Any:
-                cells = [cell.cell_contents for cell in start.__closure__ or ()]
-                simulation.access(operation, [], cells)
-                return start(group)
-
-            return original(comm, operation, begin, *rest)
-
-        return make
-
-    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            simulation.access(original.__name__, [], [*args, *kwargs.values()])
-            return original(*args, **kwargs)
-
-        return call
-
-    def main(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(thread: Any) -> None:
-            with _Mode(simulation):
-                original(thread)
-
-        return run
-
     accelerator = mock.Mock(current_stream=lambda _: Stream(stream_id=simulation.current))
-    fake = mock.Mock(wraps=torch, Stream=Stream, Event=Event, accelerator=accelerator)
-    with ExitStack() as stack:
-        patch = mock.patch.object
-        stack.enter_context(patch(side_stream, "torch", fake))
-        stack.enter_context(patch(side_stream, "_has_streams", lambda _: True))
-        for kind in (stream_runner.StreamRunner, threaded_runner.ThreadedRunner):
-            stack.enter_context(patch(kind, "__call__", called(kind.__call__)))
-        stack.enter_context(patch(threaded_runner._Thread, "_main", main(threaded_runner._Thread._main)))
-        stack.enter_context(patch(execution, "new_future", lambda _: DeviceFuture()))
-        stack.enter_context(patch(exchange, "new_future", lambda _: DeviceFuture()))
-        stack.enter_context(
-            patch(Tensor, "record_stream", lambda tensor, stream: simulation.record(tensor, stream.stream_id))
-        )
-        stack.enter_context(patch(Communicator, "_pending", pending(Communicator._pending)))
-        for name, function in vars(native).items():
-            if callable(function) and not isinstance(function, type):
-                stack.enter_context(patch(native, name, recording(function)))
-        stack.enter_context(_Mode(simulation))
-        yield simulation
-        simulation.finish()
+    fake_torch = mock.Mock(wraps=torch, Stream=Stream, Event=Event, accelerator=accelerator)
+    yield side_stream, "torch", fake_torch
+    yield side_stream, "_has_streams", lambda _: True
+    yield Tensor, "record_stream", lambda tensor, stream: simulation.record(tensor, stream.stream_id)
+    yield exchange, "new_future", lambda _: DeviceFuture()
+    yield execution, "new_future", lambda _: DeviceFuture()
+
+    def packing(launch: Any, runner: Any, bucket: Any) -> Any:
+        simulation.access("packing", written=bucket.buffer())
+        # No variable may hold a future, which may have an error that refers to this frame.
+        simulation.launched.append(launch(runner, bucket))
+        return simulation.launched[-1]
+
+    def collective(pending: Any, comm: Any, operation: str, start: Any, *rest: Any) -> Any:
+        def run(group: Any, *options: Any) -> Any:
+            used = [cell.cell_contents for cell in start.__closure__ or ()]
+            simulation.access(operation, written=used)
+            return start(group, *options)
+
+        return pending(comm, operation, run, *rest)
+
+    def watched(main: Any, thread: Any) -> None:
+        with _Mode(simulation):
+            main(thread)
+
+    def native_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        simulation.access(function.__name__, written=[*args, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    def wrapped(owner: Any, name: str, wrapper: Any) -> tuple[Any, str, Any]:
+        original = getattr(owner, name)
+        return owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs)
+
+    yield wrapped(stream_runner.StreamRunner, "__call__", packing)
+    yield wrapped(threaded_runner.ThreadedRunner, "__call__", packing)
+    yield wrapped(Communicator, "_pending", collective)
+    yield wrapped(threaded_runner._Thread, "_main", watched)
+    for name, function in vars(native).items():
+        if callable(function) and not isinstance(function, type):
+            yield wrapped(native, name, native_call)
 
 
 def _advance(clock: Clock, other: Mapping[int, int]) -> None:
@@ -374,15 +372,16 @@ def _place() -> str:
     return "the training loop"
 
 
-def _caller() -> str:
-    """Return the functions of the side stream that run, and what has called them."""
+def _callers() -> str:
+    """Return the functions of side_stream.py that run, and what has called them."""
     names: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(_PACKAGE):
-            names.append(frame.f_code.co_qualname)
             if path.name != "side_stream.py":
+                names.append(frame.f_code.co_qualname)
                 break
+            names.append(f"{frame.f_code.co_name} in side_stream.py")
         frame = frame.f_back
     return " < ".join(names)
