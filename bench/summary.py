@@ -19,6 +19,7 @@ from bench import figures
 from bench.fidelity.runs import Record, Row, by_hook, mean, measured_tasks, plain_runs, rows, spread
 from bench.fidelity.tasks import TASKS
 from bench.figures import short
+from bench.gpu import page as gpu_page
 from bench.plots import Draw
 from bench.slow_link import PLAIN, Course, courses_of
 from commhooks.lab.units import format_rate, parse_rate
@@ -84,12 +85,19 @@ def facts(results: Path) -> dict[str, str]:
     found |= _averaging(_newest(results, "*-hooks-and-averaging.json")["benchmarks"])
     found |= _comparison(_newest(results, "*-compare-1gbit.json")["rows"])
     found |= _torch_hooks(_newest(results, "*-torch-hooks.json"))
+    found |= gpu_page.facts(_newest_gpu_check(results))
     return found | {"headline": _headline(found), "races": _of_all_races(races)}
 
 
 def _newest(results: Path, pattern: str) -> dict[str, Any]:
     document: dict[str, Any] = json.loads(max(results.glob(pattern)).read_text())
     return document
+
+
+def _newest_gpu_check(results: Path) -> dict[str, Any]:
+    """Return the newest run of ``make gpu-check``, whose file is named after the device."""
+    runs = (json.loads(path.read_text()) for path in sorted(results.glob("*.json"), reverse=True))
+    return next(run for run in runs if {"stages", "machine"} <= run.keys())
 
 
 def _race(results: Path, race: str) -> dict[str, Any]:

@@ -17,8 +17,11 @@ _UNITS = {
 }
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a table with a column for each key. A column without any value is left out."""
+def table(rows: Iterable[Mapping[str, Any]], *, aligned: bool = True) -> str:
+    """Return a table with a column for each key. A column without any value is left out.
+
+    ``aligned``: whether columns have the same width in all lines.
+    """
     rows = list(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     columns = []
@@ -26,7 +29,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
         cells = [quantity(name, row.get(name)) for row in rows]
         if any(cells):
             title = name.replace("_", " ")
-            width = max(map(len, [title, *cells]))
+            width = max(map(len, [title, *cells])) if aligned else 1
             columns.append(
                 [title.ljust(width), "-" * width, *(cell.ljust(width) for cell in cells)]
             )

@@ -170,7 +170,7 @@ def learned(rank: int, name: str) -> Learned:
     assert measuring is not None
     history = [vars(decision) for decision in hook.history]
     problem = measuring.control.problem()
-    return Learned(hook.plan, problem, history, hook.metrics(), measuring.planning_seconds)
+    return Learned(hook.plan, problem, history, hook.metrics(), measuring._spent_ns * 1e-9)
 
 
 def pid(rank: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
@@ -19,14 +20,20 @@ def compile_kernel(module: str, kernel: str, arch: str) -> None:
 
 
 def main() -> None:
-    """Compile the kernels, one in each process."""
+    """Compile each kernel in one of several processes."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    names = [f"commhooks.kernels.{path.stem}" for path in sorted(DIRECTORY.glob("*.cu"))]
-    kernels = [(name, kernel) for name in names
-               for kernel in importlib.import_module(name).SOURCE.kernels]  # fmt: skip
-    with ProcessPoolExecutor(os.cpu_count()) as processes:
-        for _ in processes.map(compile_kernel, *zip(*kernels, strict=True), len(kernels) * [arch]):
-            pass
+    modules = [f"commhooks.kernels.{path.stem}" for path in sorted(DIRECTORY.glob("*.cu"))]
+    kernels = [
+        (module, kernel, arch)
+        for module in modules
+        for kernel in importlib.import_module(module).SOURCE.kernels
+    ]
+    # Processes that are forked from this one could not use CUDA.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([loader.__name__])
+    with ProcessPoolExecutor(os.cpu_count(), context) as processes:
+        for compiled in [processes.submit(compile_kernel, *kernel) for kernel in kernels]:
+            compiled.result()
     print(f"{len(kernels)} kernels for {arch}")
 
 

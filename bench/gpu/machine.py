@@ -94,7 +94,8 @@ def _distributions(name: str) -> tuple[str, ...]:
         return (name,)
     import torch
 
-    return f"cupy-cuda{(torch.version.cuda or '').partition('.')[0]}x", name
+    major, _, _ = (torch.version.cuda or "").partition(".")
+    return (f"cupy-cuda{major}x", name) if major else (name,)
 
 
 def _first_line(*command: str, last: bool = False) -> str | None:

@@ -43,7 +43,7 @@ class Aim:
         told = ", ".join(f"{case} {figure:.3g}" for case, figure in sorted(missed.items()))
         return {
             "what": self.what,
-            "aim": f"at {'least' if self.is_least else 'most'} {self.limit:g}{self.unit}",
+            "aim": f"at {'least' if self.is_least else 'most'} {self.limit:.3g}{self.unit}",
             "measured": " to ".join(dict.fromkeys(ends)) + self.unit,
             "met": "yes" if not missed else f"no: {told}" if len(found) > 1 else "no",
         }
@@ -103,21 +103,24 @@ def sections(run: Run) -> Iterator[str]:
 
 def facts(run: Run) -> dict[str, str]:
     """Return the figures that other pages quote, by name."""
-    hosts = {
-        case_of(row["name"]): f"{row['extra_info']['microseconds']:.0f}"
-        for row in run["benchmarks"]
-        if row["name"].startswith("test_host_time")
-    }
-    return {
-        "gpu run": f"{_machine(run)}, {run['date']}",
+    machine = run["machine"]
+    versions = machine["versions"]
+    found = {
+        "gpu": machine["devices"][0].partition(",")[0],
+        "gpu run": f"{run['date']}, torch {versions['torch']}, NCCL {machine['nccl']}, CuPy "
+        f"{versions['cupy']}, Python {machine['python']}",
         "gpu aims": _aims(run),
-        **{f"gpu host {case}": microseconds for case, microseconds in hosts.items()},
     }
+    for row in run["benchmarks"]:
+        if row["name"].startswith("test_host_time"):
+            microseconds = row["extra_info"]["microseconds"]
+            found[f"gpu host {case_of(row['name'])}"] = f"{microseconds:.0f}"
+    return found
 
 
 def _aims(run: Run) -> str:
     rows = [row for aim in AIMS if (row := aim.row(run["benchmarks"]))]
-    return table(rows) if rows else ""
+    return table(rows, aligned=False) if rows else ""
 
 
 def _machine(run: Run) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from commhooks.algorithms.adaptive.candidates import (
     DEFAULT_CANDIDATES,
@@ -23,17 +22,16 @@ from commhooks.cli.common import (
     input_option,
     model_option,
     show_failures,
-    table_of_hooks,
     usable_hooks,
     with_references,
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
-from commhooks.lab.planning import PlanningJob, error_of_hook, measure_groups, problem_of
+from commhooks.lab.planning import PlanningJob, measure_groups
 from commhooks.lab.simulation import BASELINE, NCCL, Job
-from commhooks.lab.units import format_duration
 from commhooks.lab.verdict import cost_of_measuring
-from commhooks.planning import Plan, Problem, Row, merged, solve
+from commhooks.planning import Plan, Problem, merged, solve
+from commhooks.planning.plan import table_of
 
 __all__ = ["plan"]
 
@@ -131,14 +129,13 @@ def plan(
     if isinstance(error, HookSpec) and len(specs) in measured.reasons:
         raise CommHookError(f"--error {error}: {measured.reasons[len(specs)]}")
     reasons |= {specs[i].text: why for i, why in measured.reasons.items()}
-    problem = problem_of(
-        measured,
+    problem = measured.problem(
         [str(spec) for spec in specs],
         network,
         NCCL() if cluster.backend == "nccl" else measured.gloo,
         cores=cluster.cores_of_rank,
         speed=speed,
-        error=error if isinstance(error, float) else error_of_hook(measured, len(specs)),
+        error=error if isinstance(error, float) else measured.error_of(len(specs)),
     )
     found = solve(problem)
     if save is not None:
@@ -146,9 +143,9 @@ def plan(
     if plot is not None:
         _plot(problem, found, plot)
     rows = found.rows if all_groups else merged(found.rows)
+    click.echo(f"{cluster.title(model, speed)}\n\n{table_of(rows, found.elements)}\n")
+    click.echo(found.summary)
     console = Console()
-    console.print(_table(rows, found.elements, cluster.title(model, speed)))
-    console.print(found.summary, highlight=False)
     saved = found.before.exposed_seconds
     console.print(cost_of_measuring(measuring_seconds, saved), highlight=False)
     lines = [f"{hook}: {why}" for hook, why in reasons.items()]
@@ -166,33 +163,6 @@ def _specs(
         lambda hook: check_candidate(hook, "candidates"),
     )
     return with_references(usable, BASELINE), reasons
-
-
-def _table(rows: Sequence[Row], elements: int, title: str) -> Table:
-    table = table_of_hooks(
-        ("params", "hook", "MB", "error", "hidden", "exposed", "why"),
-        title=title,
-        first="group",
-        caption="params: share of the parameters. MB: sent by one rank.\n"
-        "error: of the group's average, relative to the exact one.\n"
-        "hidden, exposed: communication during backward, and what the step waits for.",
-    )
-    group, hook, why = (table.columns[i] for i in (0, 2, -1))
-    group.min_width, hook.min_width, why.min_width = 16, 9, 11
-    hook.no_wrap = why.no_wrap = False
-    hook.overflow, why.justify = "fold", "left"
-    for row in rows:
-        table.add_row(
-            row.label,
-            f"{row.elements / max(elements, 1):.1%}",
-            row.hook,
-            f"{row.wire_bytes / 1e6:.1f}",
-            f"{row.error:.2g}",
-            format_duration(row.hidden_seconds),
-            format_duration(row.exposed_seconds),
-            row.why,
-        )
-    return table
 
 
 def _plot(problem: Problem, found: Plan, path: Path) -> None:

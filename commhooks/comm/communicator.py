@@ -79,6 +79,12 @@ class PendingCollective:
     is_awaited: bool = False
     issued_ns: int = 0
 
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Issue it, and let the current stream wait for it, on the CPU the host."""
+        work = self.start(group)
+        if work is not None:  # otherwise NCCL has enqueued it on the current stream
+            work.wait()
+
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
         self.is_awaited = True
         yield self

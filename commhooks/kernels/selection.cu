@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kSamplingThreads) begin(
       const i64 start = sample * numel / samples;
       const i64 stop = (sample + 1) * numel / samples;
       const u64 hash = (u64)sample * 0x9e3779b97f4a7c15ull;  // Weyl sequence
-      const i64 at = start + (i64)((hash >> 32) % (u64)(stop - start));
+      const i64 at = start + (i64)((hash >> 32) * (u64)(stop - start) >> 32);
       keys[i] = magnitude_bits(error == nullptr ? gradient[at] : gradient[at] + error[at]);
     }
     u64 rank = sample_rank;

@@ -28,8 +28,6 @@ from commhooks.planning.problem import (
 
 __all__ = ["proposals"]
 
-_LOCAL_WEIGHTS = (1.0, 0.0)
-"""Local work delays the collectives of its bucket, but overlaps with those of other buckets."""
 _KEPT = 16
 """Assignments of each way that the timeline compares."""
 
@@ -37,28 +35,18 @@ _KEPT = 16
 def proposals(problem: Problem) -> list[Assignment]:
     """Return assignments within the limit, from exact averages to the soonest end."""
     found: list[Assignment] = []
-    for weight in _LOCAL_WEIGHTS:
-        for by in (_per_error, _seconds_alone):
-            way = list(_way(problem, weight, by))
-            found += [*way[:: max(1, len(way) // _KEPT)], way[-1]]
+    for by in (_per_error, _seconds_alone):
+        way = list(_way(problem, by))
+        found += [*way[:: max(1, len(way) // _KEPT)], way[-1]]
     return list(dict.fromkeys(found))
 
 
-class _Option(NamedTuple):
-    """A choice of a group, whose position in ``Group.choices`` is ``position``."""
-
-    position: int
-    hook: int
-    seconds: float
-    loss: float
-
-
 class _Move(NamedTuple):
-    """Other options for some groups of a bucket."""
+    """Other choices for some groups of a bucket, by the positions of both."""
 
     saved: float
     loss: float
-    options: Mapping[int, _Option]
+    picks: Mapping[int, int]
 
 
 _Value = Callable[[_Move], tuple[float, float]]
@@ -74,80 +62,73 @@ def _seconds_alone(move: _Move) -> tuple[float, float]:
 
 
 class _Bucket:
-    """The options of a bucket's groups, by their positions in the problem, and those picked."""
+    """The groups of a bucket by their positions, and the choices picked for them."""
 
-    def __init__(self, problem: Problem, index: int, local_weight: float, by: _Value) -> None:
-        self._by = by
+    def __init__(self, problem: Problem, index: int) -> None:
+        groups = {i: g for i, g in enumerate(problem.groups) if g.bucket == index}
+        self._choices = {i: group.choices for i, group in groups.items()}
+        self._loss = {i: [loss(g, choice) for choice in g.choices] for i, g in groups.items()}
+        self._seconds = {
+            i: [sending_seconds(problem, c) + math.fsum(c.local_seconds) for c in group.choices]
+            for i, group in groups.items()
+        }
         self._fixed: dict[int, float] = {}
-        self._options: dict[int, list[_Option]] = {}
-        self.picked: dict[int, _Option] = {}
-        for i, group in enumerate(problem.groups):
-            if group.bucket != index:
-                continue
-            self._options[i] = []
-            for position, choice in enumerate(group.choices):
-                fixed = latency_seconds(problem, choice)
-                fixed += local_weight * problem.overheads[choice.hook]
-                self._fixed[choice.hook] = max(fixed, self._fixed.get(choice.hook, 0.0))
-                seconds = sending_seconds(problem, choice)
-                seconds += local_weight * math.fsum(choice.local_seconds)
-                option = _Option(position, choice.hook, seconds, loss(group, choice))
-                if choice.error < 1:
-                    self._options[i].append(option)
-                if choice is group.exact:
-                    self.picked[i] = option
-        self.pick({})
+        for choice in (choice for group in groups.values() for choice in group.choices):
+            fixed = problem.overheads[choice.hook] + latency_seconds(problem, choice)
+            self._fixed[choice.hook] = max(fixed, self._fixed.get(choice.hook, 0.0))
+        self.picked = {i: group.choices.index(group.exact) for i, group in groups.items()}
 
-    def pick(self, options: Mapping[int, _Option]) -> None:
-        """Make a move, and sort those that are then possible, the best first."""
-        self.picked.update(options)
-        self.seconds = self._seconds(self.picked)
-        moves = [move for move in map(self._move, self._changes()) if move.saved > 0]
-        self.moves = sorted(moves, key=self._by, reverse=True)
+    def seconds(self, picked: Mapping[int, int]) -> float:
+        hooks = {self._choices[i][position].hook for i, position in picked.items()}
+        growing = math.fsum(self._seconds[i][position] for i, position in picked.items())
+        return growing + math.fsum(self._fixed[hook] for hook in hooks)
 
-    def _changes(self) -> Iterator[dict[int, _Option]]:
-        """Yield other options for each group alone, and one hook for all or those of one hook."""
-        for i, options in self._options.items():
-            yield from ({i: option} for option in options if option is not self.picked[i])
-        former = {option.hook for option in self.picked.values()}
+    def moves(self) -> Iterator[_Move]:
+        """Yield the moves that save seconds."""
+        before = self.seconds(self.picked)
+        for picks in self._changes():
+            given = math.fsum(self._loss[i][p] - self._loss[i][self.picked[i]] for i, p in picks)
+            saved = before - self.seconds(self.picked | dict(picks))
+            if saved > 0:
+                yield _Move(saved, given, dict(picks))
+
+    def _changes(self) -> Iterator[list[tuple[int, int]]]:
+        """Yield other choices for each group alone, and one hook for all or those of one hook."""
+        others = [
+            (i, position, choice.hook)
+            for i, choices in self._choices.items()
+            for position, choice in enumerate(choices)
+            if choice.error < 1 and position != self.picked[i]
+        ]
+        yield from ([(i, position)] for i, position, _ in others)
+        former = {i: self._choices[i][position].hook for i, position in self.picked.items()}
+        kinds = sorted(set(former.values()))
         for hook in self._fixed:
-            of_hook = {
-                i: option
-                for i, options in self._options.items()
-                for option in options
-                if option.hook == hook and option is not self.picked[i]
-            }
-            for only in (former, *({each} for each in former if len(former) > 1)):
-                some = {i: o for i, o in of_hook.items() if self.picked[i].hook in only}
+            for only in (None, *(kinds if len(kinds) > 1 else ())):
+                some = [(i, p) for i, p, h in others if h == hook and only in (None, former[i])]
                 if len(some) > 1:
                     yield some
 
-    def _move(self, options: dict[int, _Option]) -> _Move:
-        given = math.fsum(new.loss - self.picked[i].loss for i, new in options.items())
-        return _Move(self.seconds - self._seconds(self.picked | options), given, options)
 
-    def _seconds(self, picked: Mapping[int, _Option]) -> float:
-        growing = math.fsum(option.seconds for option in picked.values())
-        return growing + math.fsum(self._fixed[h] for h in {o.hook for o in picked.values()})
-
-
-def _way(problem: Problem, local_weight: float, by: _Value) -> Iterator[Assignment]:
+def _way(problem: Problem, by: _Value) -> Iterator[Assignment]:
     """Yield exact averages, and the assignment after each move."""
     left = problem.error**2 * math.fsum(group.norm**2 for group in problem.groups)
-    buckets = [_Bucket(problem, i, local_weight, by) for i in range(len(problem.buckets))]
+    buckets = [_Bucket(problem, i) for i in range(len(problem.buckets))]
+    moves = [sorted(bucket.moves(), key=by, reverse=True) for bucket in buckets]
     assignment = list(exact(problem))
     yield tuple(assignment)
     for _ in range(4 * len(problem.groups)):  # each is moved a few times at most
-        late = buckets[_first_late(problem, buckets) :]
-        best = [(next((m for m in b.moves if m.loss <= left), None), b) for b in late]
-        moves = [(move, bucket) for move, bucket in best if move is not None]
-        if not moves:
+        late = range(_first_late(problem, buckets), len(buckets))
+        best = {i: next((m for m in moves[i] if m.loss <= left), None) for i in late}
+        allowed = [(move, i) for i, move in best.items() if move is not None]
+        if not allowed:
             return
-        move, bucket = max(moves, key=lambda pair: by(pair[0]))
-        bucket.pick(move.options)
+        move, i = max(allowed, key=lambda pair: by(pair[0]))
+        buckets[i].picked |= move.picks
+        moves[i] = sorted(buckets[i].moves(), key=by, reverse=True)
         left -= move.loss
-        for i, option in move.options.items():
-            assignment[i] = option.position
+        for group, position in move.picks.items():
+            assignment[group] = position
         yield tuple(assignment)
 
 
@@ -159,5 +140,5 @@ def _first_late(problem: Problem, buckets: list[_Bucket]) -> int:
         ready += times.backward_seconds
         if finish <= ready:
             first = i
-        finish = max(finish, ready) + bucket.seconds
+        finish = max(finish, ready) + bucket.seconds(bucket.picked)
     return first

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.hook.options import convert
 
-__all__ = ["Plan", "Row", "label_of", "merged"]
+__all__ = ["Plan", "Row", "label_of", "merged", "table_of"]
 
 _FORMAT = 1
 """The version of the JSON that :meth:`Plan.to_json` returns."""
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -23,22 +25,24 @@ class Row:
     """The hook of one group of parameters."""
 
     names: tuple[str, ...]
-    label: str
     bucket: int
     hook: str
     """A spec as on the command line."""
     elements: int
     wire_bytes: float
     """Sent by rank 0 for this group in each step."""
+    seconds: float
+    """The hook's own work and its collectives, if nothing overlaps with them: an estimate."""
     error: float
     """|average - exact| / |exact| of the group, when it was measured."""
     norm: float
     """Of the average gradient of the group."""
-    hidden_seconds: float
-    """The part of the group's communication that backward hides, an estimate."""
-    exposed_seconds: float
-    """The part that the step waits for, an estimate."""
     why: str
+
+    @property
+    def label(self) -> str:
+        """What the names of the parameters have in common."""
+        return label_of(self.names)
 
 
 @dataclass(frozen=True)
@@ -72,11 +76,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a table with a row for equal groups, such as those of a model's equal layers."""
-        heads = ("group", "params", "hook", "MB sent", "error", "hidden ms", "exposed ms", "why")
-        table = [heads, *(self._cells(row) for row in merged(self.rows))]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(_aligned(cells, widths)).rstrip() for cells in table]
-        return "\n".join([*lines, "", self.summary])
+        return f"{table_of(merged(self.rows), self.elements)}\n\n{self.summary}"
 
     @property
     def summary(self) -> str:
@@ -85,18 +85,6 @@ class Plan:
             f"{self.reason}\nstep: {self.before.step_seconds * 1e3:.1f} ms with plain averaging, "
             f"{self.after.step_seconds * 1e3:.1f} ms with this plan; error {self.error:.3g} of at "
             f"most {self.limit:.3g}; {self.wire_bytes / 1e6:.2f} MB sent"
-        )
-
-    def _cells(self, row: Row) -> tuple[str, ...]:
-        return (
-            row.label,
-            f"{row.elements / max(self.elements, 1):.1%}",
-            row.hook,
-            f"{row.wire_bytes / 1e6:.3f}",
-            f"{row.error:.3g}",
-            f"{row.hidden_seconds * 1e3:.2f}",
-            f"{row.exposed_seconds * 1e3:.2f}",
-            row.why,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -117,25 +105,16 @@ class Plan:
             ) from error
 
     @classmethod
-    def _read(cls, data: Mapping[str, Any]) -> "Plan":
-        if data["format"] != _FORMAT:
+    def _read(cls, data: dict[str, Any]) -> "Plan":
+        fields = dict(data)
+        if (found := fields.pop("format")) != _FORMAT:
             raise CommHookStateError(
-                f"expected a plan of format {_FORMAT}, found format {data['format']!r}; make it "
-                "again with this version of commhooks"
+                f"expected a plan of format {_FORMAT}, found format {found!r}; make it again with "
+                "this version of commhooks"
             )
-        rows = tuple(
-            Row(
-                **_checked(row, {"label": str, "hook": str, "why": str, "elements": int})
-                | {"names": tuple(_names(row["names"]))}
-            )
-            for row in data["rows"]
-        )
-        plan = cls(
-            rows=rows,
-            before=Timing(**_checked(data["before"], {})),
-            after=Timing(**_checked(data["after"], {})),
-            **_checked({key: data[key] for key in ("error", "limit", "reason")}, {"reason": str}),
-        )
+        rows = tuple(_instance(Row, row) for row in fields.pop("rows"))
+        times = {name: _instance(Timing, fields.pop(name)) for name in ("before", "after")}
+        plan = _instance(cls, fields, rows=rows, **times)
         if len(plan.hook_of()) < sum(len(row.names) for row in plan.rows):
             raise ValueError("a parameter is in two rows")
         return plan
@@ -180,6 +159,31 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     return [_one(each) if len(each) > 1 else each[0] for each in alike.values()]
 
 
+def table_of(rows: Sequence[Row], elements: int) -> str:
+    """Return a table of ``rows``. ``elements``: of the whole model."""
+    heads = ("group", "params", "hook", "MB sent", "ms alone", "error", "why")
+    table = [
+        heads,
+        *(
+            (
+                row.label,
+                f"{row.elements / max(elements, 1):.1%}",
+                row.hook,
+                f"{row.wire_bytes / 1e6:.3f}",
+                f"{row.seconds * 1e3:.2f}",
+                f"{row.error:.3g}",
+                row.why,
+            )
+            for row in rows
+        ),
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    sides = "<><>>><"  # numbers on the right
+    return "\n".join(
+        "  ".join(map("{:{}{}}".format, cells, sides, widths)).rstrip() for cells in table
+    )
+
+
 def _one(rows: Sequence[Row]) -> Row:
     names = tuple(name for row in rows for name in row.names)
     norm = math.sqrt(math.fsum(row.norm**2 for row in rows))
@@ -187,13 +191,11 @@ def _one(rows: Sequence[Row]) -> Row:
     return replace(
         rows[0],
         names=names,
-        label=label_of(names),
         elements=sum(row.elements for row in rows),
         wire_bytes=math.fsum(row.wire_bytes for row in rows),
         error=wrong / norm if norm else max(row.error for row in rows),
         norm=norm,
-        hidden_seconds=math.fsum(row.hidden_seconds for row in rows),
-        exposed_seconds=math.fsum(row.exposed_seconds for row in rows),
+        seconds=math.fsum(row.seconds for row in rows),
         why=Counter(row.why for row in rows).most_common(1)[0][0],
     )
 
@@ -202,27 +204,17 @@ def _pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    texts = (0, 2, len(cells) - 1)  # the others are numbers
-    return [
-        cell.ljust(width) if position in texts else cell.rjust(width)
-        for position, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-
-
-def _checked(data: Mapping[str, Any], types: Mapping[str, type]) -> dict[str, Any]:
-    """Return ``data`` if its values have ``types``; those without a type are numbers."""
-    for key, value in data.items():
-        expected = types.get(key, int | float)
-        if key != "names" and (not isinstance(value, expected) or isinstance(value, bool)):
-            raise TypeError(f"{key}: found {value!r}")
-    return dict(data)
-
-
-def _names(names: Any) -> list[str]:
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"names: found {names!r}")
-    return list(names)
+def _instance(kind: type[_Kind], data: Mapping[str, Any], **made: Any) -> _Kind:
+    """Return an instance of a dataclass from JSON's types. Its fields in ``made`` are not read."""
+    hints, fields = get_type_hints(kind), dict(made)
+    if wrong := hints.keys() ^ (data.keys() | made.keys()):
+        raise ValueError(f"missing or unknown: {', '.join(sorted(wrong))}")
+    for name, value in data.items():
+        try:
+            fields[name] = convert(hints[name], value, name)
+        except ValueError as error:
+            raise ValueError(f"{name}: found {value!r}") from error
+    return kind(**fields)
 
 
 def _brief(data: Any) -> str:

@@ -1,25 +1,27 @@
 """What there is to choose from, in numbers, and what a choice for each group costs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import TypeAlias
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
+from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 from commhooks.errors import CommHookOptionError
+from commhooks.planning.plan import label_of
 
 __all__ = [
     "Assignment",
     "Choice",
     "Group",
+    "Outcome",
     "Problem",
     "chosen",
     "exact",
     "latency_seconds",
     "loss",
+    "overheads_of",
     "relative_error",
     "sending_seconds",
     "squared_error",
@@ -48,23 +50,86 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a hook has done with a group, or with a sample of it: all of its own work."""
+
+    group: int
+    """The position of the group."""
+    hook: int
+    elements: int
+    local_seconds: tuple[float, ...]
+    collectives: tuple[Collective, ...]
+    error: float
+
+    @property
+    def seconds(self) -> float:
+        """The hook's own work."""
+        return math.fsum(self.local_seconds)
+
+    def choice(
+        self, elements: int, overhead: float, error: float, sent: float | None = None
+    ) -> Choice:
+        """Return the choice of a group of so many elements.
+
+        ``overhead``: what a run of the hook costs on nothing. ``sent``: how many times the bytes it
+        sends for the group, by default as many as there are elements.
+        """
+        more = elements / max(self.elements, 1)
+        growing = max(0.0, self.seconds - overhead) / (self.seconds or 1.0) * more
+        return Choice(
+            self.hook,
+            tuple(seconds * growing for seconds in self.local_seconds),
+            tuple(
+                replace(each, tensor_bytes=each.tensor_bytes * (more if sent is None else sent))
+                for each in self.collectives
+            ),
+            error,
+        )
+
+
+@dataclass(frozen=True)
 class Group:
     """Parameters of one bucket that get the same hook."""
 
     names: tuple[str, ...]
     bucket: int
-    label: str
-    """What to call the group in a table, such as ``attention.weight x12``."""
     elements: int
-    norm: float
-    """Of the average gradient."""
-    choices: tuple[Choice, ...]
+    is_exact: bool = False
+    """Whether only plain averaging is allowed."""
+    norm: float = math.nan
+    """Of the average gradient, if it is known."""
+    choices: tuple[Choice, ...] = ()
     """At most one per hook; at least one has an error of 0."""
+
+    @property
+    def label(self) -> str:
+        """A name for tables, such as ``attention.*.weight x12``."""
+        return label_of(self.names)
 
     @property
     def exact(self) -> Choice:
         """The first exact choice: plain averaging."""
         return next(choice for choice in self.choices if choice.error == 0)
+
+
+def overheads_of(outcomes: Sequence[Outcome], hooks: int) -> tuple[float, ...]:
+    """Return the seconds of a run of each hook on nothing.
+
+    On a line through the fewest and the most elements. If there are not twice as many, which does
+    not tell the costs apart, half of the time counts.
+    """
+    found = []
+    for hook in range(hooks):
+        points = [(each.elements, each.seconds) for each in outcomes if each.hook == hook]
+        (least, shortest), (most, longest) = (
+            min(points, default=(0, 0.0)),
+            max(points, default=(0, 0.0)),
+        )
+        at_zero = shortest / 2
+        if most >= 2 * least and most > 0:
+            at_zero = shortest - (longest - shortest) * least / (most - least)
+        found.append(min(shortest, max(0.0, at_zero)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -180,75 +245,44 @@ def step_trace(problem: Problem, assignment: Assignment) -> StepTrace:
     The hooks of a bucket run one after the other, in the order of ``Problem.hooks``. A hook that
     several groups of a bucket chose runs once, with the sum of their bytes.
     """
-    by_bucket: dict[int, list[Choice]] = {}
+    runs: dict[tuple[int, int, Hashable], list[Choice]] = {}
     for group, choice in chosen(problem, assignment):
-        by_bucket.setdefault(group.bucket, []).append(choice)
+        alike = tuple((each.operation, each.members) for each in choice.collectives)
+        runs.setdefault((group.bucket, choice.hook, alike), []).append(choice)
+    in_order = sorted(runs.items(), key=lambda run: run[0][:2])
     buckets = []
     for index, bucket in enumerate(problem.buckets):
-        local, collectives = _bucket(problem, by_bucket.get(index, []))
-        buckets.append(replace(bucket, local_seconds=local, collectives=collectives))
+        local, collectives, hooks = [0.0], list[Collective](), set[int]()
+        for (_, hook, _), choices in (run for run in in_order if run[0][0] == index):
+            local[-1] += 0.0 if hook in hooks else problem.overheads[hook]
+            hooks.add(hook)
+            first, *others = map(sum, zip(*(c.local_seconds for c in choices), strict=True))
+            local[-1] += first
+            local += others
+            collectives += [
+                replace(each[0], tensor_bytes=math.fsum(c.tensor_bytes for c in each))
+                for each in zip(*(c.collectives for c in choices), strict=True)
+            ]
+        buckets.append(replace(bucket, local_seconds=tuple(local), collectives=tuple(collectives)))
     return StepTrace(tuple(buckets), problem.forward_seconds, is_native=False)
-
-
-@dataclass
-class _Run:
-    """One run of a hook."""
-
-    local: list[float]
-    collectives: list[Collective]
-
-    def add(self, choice: Choice) -> bool:
-        """Add a group to this run, if its collectives are alike."""
-        alike = [(c.operation, c.members) for c in choice.collectives]
-        if alike != [(c.operation, c.members) for c in self.collectives]:
-            return False
-        self.local = [a + b for a, b in zip(self.local, choice.local_seconds, strict=True)]
-        self.collectives = [
-            replace(own, tensor_bytes=own.tensor_bytes + other.tensor_bytes)
-            for own, other in zip(self.collectives, choice.collectives, strict=True)
-        ]
-        return True
-
-
-def _bucket(
-    problem: Problem, choices: Sequence[Choice]
-) -> tuple[tuple[float, ...], tuple[Collective, ...]]:
-    local, collectives = [0.0], list[Collective]()
-    in_order = sorted(choices, key=lambda choice: choice.hook)
-    for hook, of_hook in groupby(in_order, key=lambda choice: choice.hook):
-        runs: list[_Run] = []
-        for choice in of_hook:
-            if not any(run.add(choice) for run in runs):
-                runs.append(_Run(list(choice.local_seconds), list(choice.collectives)))
-        local[-1] += problem.overheads[hook]
-        for run in runs:
-            local[-1] += run.local[0]
-            local += run.local[1:]
-            collectives += run.collectives
-    return tuple(local), tuple(collectives)
 
 
 def latency_seconds(problem: Problem, choice: Choice) -> float:
     """Return the seconds of the collectives of a choice if they sent nothing."""
-    return math.fsum(_seconds(problem, _empty(c)) for c in choice.collectives)
+    return math.fsum(_seconds(problem, c.operation, 0.0, c.members) for c in choice.collectives)
 
 
 def sending_seconds(problem: Problem, choice: Choice) -> float:
     """Return the time that the bytes of a group add to its collectives."""
     return math.fsum(
-        _seconds(problem, collective) - _seconds(problem, _empty(collective))
-        for collective in choice.collectives
-    )
+        _seconds(problem, c.operation, c.tensor_bytes, c.members) for c in choice.collectives
+    ) - latency_seconds(problem, choice)
 
 
-def _empty(collective: Collective) -> Collective:
-    return Collective(collective.operation, 0.0, collective.members)
-
-
-def _seconds(problem: Problem, collective: Collective) -> float:
+def _seconds(problem: Problem, operation: str, tensor_bytes: float, members: Members) -> float:
     """Return the time of a collective that shares nothing with others."""
     network = problem.network
-    cost = problem.backend.cost(collective, network)
+    cost = problem.backend.cost(Collective(operation, tensor_bytes, members), network)
     return cost.latency_seconds + max(
         cost.link_bytes / network.link.bytes_per_second,
         cost.node_bytes / network.node_link.bytes_per_second,

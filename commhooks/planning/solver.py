@@ -18,6 +18,7 @@ from commhooks.planning.problem import (
     Problem,
     chosen,
     exact,
+    latency_seconds,
     loss,
     relative_error,
     sending_seconds,
@@ -41,8 +42,6 @@ _TIE = 1e-2
 """Steps whose times differ by a smaller part are as long as each other: the timeline is not more
 accurate than that, and a faster plan must not cost much error for so little."""
 _ROUNDING = 1e-9
-_HIDDEN = 0.02
-"""A group that exposes a smaller part of its communication is hidden."""
 _ITERATIONS = 6
 """Each leaves a share of the difference that is smaller than that of communication in backward."""
 
@@ -58,17 +57,24 @@ def solve(problem: Problem, in_use: Mapping[str, str] | None = None) -> Plan:
     grow from step to step.
     """
     plain = exact(problem)
-    reason = _why_exact(problem)
-    if reason:
+    if reason := _why_exact(problem):
         return plan_of(problem, plain, reason)
-    search = _Search(problem)
-    best = search.best([plain, *proposals(problem), *_uniform_plans(problem)])
-    used = _assignment_of(problem, in_use)
+    used, name = _assignment_of(problem, in_use), "the plan in use"
+    candidates = [plain, *proposals(problem), *_uniform_plans(problem)]
     if used is None or not is_within_limit(problem, used):
-        return search.plan(best, plain, "plain averaging")
-    if search.seconds(plain) <= search.seconds(used) * (1 + _TIE):
+        used, name = plain, "plain averaging"
+    candidates.append(used)
+    seconds = {each: replayed(problem, each).step_seconds for each in candidates}
+    if seconds[plain] <= seconds[used] * (1 + _TIE):
         used = plain
-    return search.plan(search.best([best, used]), used, "the plan in use")
+    soonest = min(seconds.values()) * (1 + _TIE)
+    fastest = [each for each in seconds if seconds[each] <= soonest]
+    best = min(fastest, key=lambda each: (relative_error(problem, each), seconds[each], each))
+    saved = 1 - seconds[best] / seconds[used]
+    if best == used or saved < LEAST_SAVING:
+        least = f"no other saves {LEAST_SAVING:.0%} of a step"
+        return plan_of(problem, used, f"Keep {name}: {least}.")
+    return plan_of(problem, best, f"Saves {saved:.0%} of a step over {name}.")
 
 
 def replayed(problem: Problem, assignment: Assignment, spans: list[Span] | None = None) -> Timing:
@@ -79,16 +85,41 @@ def replayed(problem: Problem, assignment: Assignment, spans: list[Span] | None 
 
 def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
     """Return the plan of an assignment."""
-    spans: list[Span] = []
-    after = replayed(problem, assignment, spans)
     return Plan(
-        rows=_rows(problem, assignment, after, spans),
+        rows=tuple(_row(problem, *pair) for pair in chosen(problem, assignment)),
         before=replayed(problem, exact(problem)),
-        after=after,
+        after=replayed(problem, assignment),
         error=relative_error(problem, assignment),
         limit=problem.error,
         reason=reason,
     )
+
+
+def _row(problem: Problem, group: Group, choice: Choice) -> Row:
+    seconds, plain = _alone(problem, choice), _alone(problem, group.exact)
+    if len(group.choices) == 1:
+        why = "only candidate"
+    elif choice.error == 0:
+        why = "others save too little"
+    else:
+        why = f"saves {1 - seconds / plain:.0%}" if plain > 0 else "nothing to save"
+    return Row(
+        names=group.names,
+        bucket=group.bucket,
+        hook=problem.hooks[choice.hook],
+        elements=group.elements,
+        wire_bytes=math.fsum(c.wire_bytes(problem.network.nodes) for c in choice.collectives),
+        seconds=seconds,
+        error=choice.error,
+        norm=group.norm,
+        why=why,
+    )
+
+
+def _alone(problem: Problem, choice: Choice) -> float:
+    """Return the seconds of a choice that overlaps with nothing."""
+    overhead = problem.overheads[choice.hook] + latency_seconds(problem, choice)
+    return overhead + sending_seconds(problem, choice) + math.fsum(choice.local_seconds)
 
 
 def is_within_limit(problem: Problem, assignment: Assignment) -> bool:
@@ -117,12 +148,15 @@ def without_contention(problem: Problem, in_use: Mapping[str, str] | None) -> Pr
     when it was measured. ``in_use`` is as in :func:`solve`.
     """
     assignment = exact(problem) if in_use is None else _assignment_of(problem, in_use)
-    measured = sum(bucket.backward_seconds for bucket in problem.buckets)
+    measured = math.fsum(bucket.backward_seconds for bucket in problem.buckets)
     if assignment is None or not measured > 0:
         return problem
     found, share = problem, 1.0
     for _ in range(_ITERATIONS):
-        share = min(share * measured / _launched(found, assignment), 1.0)
+        spans: list[Span] = []
+        replayed(found, assignment, spans)
+        launched = max(span.end for span in spans if span.work == "backward")
+        share = min(share * measured / launched, 1.0)
         found = replace(
             problem,
             buckets=tuple(
@@ -131,41 +165,6 @@ def without_contention(problem: Problem, in_use: Mapping[str, str] | None) -> Pr
             ),
         )
     return found
-
-
-def _launched(problem: Problem, assignment: Assignment) -> float:
-    """Return when the last bucket is launched on the timeline."""
-    spans: list[Span] = []
-    replayed(problem, assignment, spans)
-    return max(span.end for span in spans if span.work == "backward")
-
-
-class _Search:
-    """Compares assignments on the timeline. Each is replayed once."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        self._seconds: dict[Assignment, float] = {}
-
-    def seconds(self, assignment: Assignment) -> float:
-        """Return the seconds of a step."""
-        if assignment not in self._seconds:
-            self._seconds[assignment] = replayed(self._problem, assignment).step_seconds
-        return self._seconds[assignment]
-
-    def best(self, assignments: list[Assignment]) -> Assignment:
-        """Return the most exact of the fastest."""
-        soonest = min(map(self.seconds, assignments))
-        fastest = [a for a in assignments if self.seconds(a) <= soonest * (1 + _TIE)]
-        return min(fastest, key=lambda a: (relative_error(self._problem, a), self.seconds(a), a))
-
-    def plan(self, best: Assignment, used: Assignment, name: str) -> Plan:
-        """Return the plan to use: ``best``, or ``used`` unless it is slower by 5 %."""
-        saved = 1 - self.seconds(best) / self.seconds(used)
-        if best == used or saved < LEAST_SAVING:
-            least = f"no other saves {LEAST_SAVING:.0%} of a step"
-            return plan_of(self._problem, used, f"Keep {name}: {least}.")
-        return plan_of(self._problem, best, f"Saves {saved:.0%} of a step over {name}.")
 
 
 def _why_exact(problem: Problem) -> str:
@@ -177,8 +176,10 @@ def _why_exact(problem: Problem) -> str:
         return "Average exactly: there is one rank, so nothing is sent."
     if all(len(group.choices) == 1 for group in problem.groups):
         return "Average exactly: there is no other candidate."
-    if any(_fits(problem, *pair) for pair in others) or any(
-        sum(choice.error == 0 for choice in group.choices) > 1 for group in problem.groups
+    allowed = problem.error**2 * math.fsum(group.norm**2 for group in problem.groups)
+    if len(others) < sum(len(group.choices) - 1 for group in problem.groups) or any(
+        choice.error < 1 and loss(group, choice) <= allowed * (1 + _ROUNDING)
+        for group, choice in others
     ):
         return ""
     group, choice = min(others, key=lambda pair: (loss(*pair), pair[1].error))
@@ -186,13 +187,6 @@ def _why_exact(problem: Problem) -> str:
         f"Average exactly: no other candidate keeps the error within {problem.error:.3g}; the "
         f"nearest, {problem.hooks[choice.hook]}, has {choice.error:.3g} on {group.label}."
     )
-
-
-def _fits(problem: Problem, group: Group, choice: Choice) -> bool:
-    alone = tuple(
-        each.choices.index(choice if each is group else each.exact) for each in problem.groups
-    )
-    return is_within_limit(problem, alone)
 
 
 def _uniform_plans(problem: Problem) -> Iterator[Assignment]:
@@ -214,75 +208,3 @@ def _assignment_of(problem: Problem, hooks: Mapping[str, str] | None) -> Assignm
             return None
         positions.append(found[0])
     return tuple(positions)
-
-
-def _rows(
-    problem: Problem, assignment: Assignment, timing: Timing, spans: list[Span]
-) -> tuple[Row, ...]:
-    """Return a row for each group.
-
-    The time of a bucket's hooks and collectives before the end of backward's last bucket is hidden,
-    the rest is exposed, scaled so that all buckets together expose what the step does. Groups of a
-    bucket share both in proportion to the seconds that they need alone.
-    """
-    end = max((span.end for span in spans if span.work == "backward"), default=0.0)
-    hidden, exposed = _by_bucket(spans, end)
-    scale = timing.exposed_seconds / max(math.fsum(exposed.values()), 1e-30)
-    alone = [_alone(problem, choice) for _, choice in chosen(problem, assignment)]
-    rows = []
-    for i, (group, choice) in enumerate(chosen(problem, assignment)):
-        share = _share(problem, alone, i)
-        before = share * hidden.get(group.bucket, 0.0)
-        after = share * exposed.get(group.bucket, 0.0) * scale
-        rows.append(
-            Row(
-                names=group.names,
-                label=group.label,
-                bucket=group.bucket,
-                hook=problem.hooks[choice.hook],
-                elements=group.elements,
-                wire_bytes=math.fsum(
-                    c.wire_bytes(problem.network.nodes) for c in choice.collectives
-                ),
-                error=choice.error,
-                norm=group.norm,
-                hidden_seconds=before,
-                exposed_seconds=after,
-                why=_why(problem, group, choice, is_hidden=after <= _HIDDEN * (before + after)),
-            )
-        )
-    return tuple(rows)
-
-
-def _by_bucket(spans: list[Span], end: float) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """Return the seconds of each bucket's hooks and collectives before and after ``end``."""
-    before: dict[int, float] = {}
-    after: dict[int, float] = {}
-    for span in spans:
-        if span.work in ("backward", "unpack", "vote"):
-            continue
-        early = max(0.0, min(span.end, end) - span.start)
-        before[span.bucket] = before.get(span.bucket, 0.0) + early
-        after[span.bucket] = after.get(span.bucket, 0.0) + span.end - span.start - early
-    return before, after
-
-
-def _share(problem: Problem, alone: list[float], position: int) -> float:
-    bucket = problem.groups[position].bucket
-    same = [s for s, group in zip(alone, problem.groups, strict=True) if group.bucket == bucket]
-    total = math.fsum(same)
-    return alone[position] / total if total > 0 else 1 / len(same)
-
-
-def _why(problem: Problem, group: Group, choice: Choice, *, is_hidden: bool) -> str:
-    if len(group.choices) == 1:
-        return "only candidate"
-    if choice.error == 0:
-        return "backward hides it" if is_hidden else "others save too little"
-    plain = _alone(problem, group.exact)
-    saved = plain - _alone(problem, choice)
-    return f"saves {saved / plain:.0%}" if plain > 0 else "nothing to save"
-
-
-def _alone(problem: Problem, choice: Choice) -> float:
-    return sending_seconds(problem, choice) + math.fsum(choice.local_seconds)

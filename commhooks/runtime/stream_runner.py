@@ -213,7 +213,7 @@ class StreamRunner:
                 continue
             execution.count(collective)
             try:
-                collective.start(self._group_of(collective.members, execution)).wait()
+                collective.run(self._group_of(collective.members, execution))
             except Exception as error:
                 if isinstance(error, CommHookPeerError) or is_peer_loss(error):
                     raise execution.peer_error(None, error) from error

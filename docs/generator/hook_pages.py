@@ -92,7 +92,7 @@ def facts(name: str) -> str:
     info = commhooks.describe(name)
     wraps = any("CommHook" in option.type for option in info.options)
     exact = "exact" if info.lossless else "lossy"
-    backends = {"gloo": "Gloo", "nccl": "NCCL (not yet run on a GPU)"}
+    backends = {"gloo": "Gloo", "nccl": "NCCL (run on one GPU)"}
     rows = {
         "average": "as exact as its hooks" if info.lossless and wraps else exact,
         "ranks": "same result" if info.consensus else "different results",

@@ -15,9 +15,6 @@ from support.powersgd_steps import (
 )
 from torch import Tensor
 
-from commhooks.algorithms.lowrank.batched_powersgd import BatchedPowerSGD
-from commhooks.algorithms.lowrank.compressor import draw_factor
-from commhooks.algorithms.lowrank.matrix_plan import Side
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.errors import CommHookStateError
 
@@ -214,30 +211,3 @@ def test_seed_and_name_decide_the_first_factors():
     assert torch.equal(one["b"], other["b"])
     assert not torch.equal(one["a"], one["b"])
     assert not torch.equal(one["a"], first_factors(powersgd(seed=1), ["a"])["a"])
-
-
-# ------------------------------------------------------------------------------ another rank
-
-
-@pytest.mark.parametrize(("old", "new"), [(2, 4), (4, 2)])
-def test_factors_of_another_rank_are_padded_or_cut(old: int, new: int) -> None:
-    gradient = torch.zeros(12, 10)
-    former, hook = (PowerSGD(rank=r, min_compression_rate=0, seed=3) for r in (old, new))
-    kept = torch.randn(old, 10)
-    former.state["w"] = {"error": torch.ones(12, 10), "right": kept}
-    hook.adopt(former, {"w": gradient, "unknown": gradient})
-    assert hook.state.keys() == {"w"}
-    assert hook.state["w"].keys() == {"right"}  # errors stay where they are
-    right = hook.state["w"]["right"]
-    fresh = torch.empty(new, 10)
-    draw_factor(fresh, Side.RIGHT, "w", seed=3)
-    both = min(old, new)
-    assert torch.equal(right[:both], kept[:both])
-    assert torch.equal(right[both:], fresh[both:])
-
-
-def test_factors_of_another_kind_are_not_taken_over() -> None:
-    former, hook = PowerSGD(rank=2, two_sided=False), BatchedPowerSGD(rank=2)
-    former.state["w"] = {"left": torch.randn(12, 2), "right": torch.randn(2, 10)}
-    hook.adopt(former, {"w": torch.zeros(12, 10)})
-    assert not hook.state

@@ -32,11 +32,14 @@ def test_a_saved_plan_is_loaded_as_it_was(plan: Plan, tmp_path: Path):
         (lambda data: data | {"format": 2}, "found format 2"),
         (lambda data: {key: data[key] for key in data if key != "rows"}, "KeyError: 'rows'"),
         (lambda data: data | {"error": "much"}, "error: found 'much'"),
-        (lambda data: data | {"before": {}}, "TypeError"),
+        (lambda data: data | {"before": {}}, "missing or unknown: backward_seconds"),
         (lambda data: data | {"rows": data["rows"] * 2}, "a parameter is in two rows"),
         (lambda data: data | {"rows": [data["rows"][0] | {"names": "weight"}]}, "names: found"),
         (lambda data: data | {"rows": [data["rows"][0] | {"hook": 3}]}, "hook: found 3"),
-        (lambda data: data | {"rows": [data["rows"][0] | {"color": 3}]}, "color"),
+        (lambda data: data | {"rows": [data["rows"][0] | {"color": 3}]}, "unknown: color"),
+        (lambda data: data | {"rows": [data["rows"][0] | {"elements": 1.5}]}, "elements: found 1"),
+        (lambda data: data | {"limit": True}, "limit: found True"),
+        (lambda data: data | {"color": 3}, "unknown: color"),
     ],
 )
 def test_a_damaged_plan_is_not_loaded(plan: Plan, tmp_path: Path, damage, found: str):
@@ -80,7 +83,7 @@ def test_numbers_that_do_not_belong_together_are_no_problem():
 def test_equal_layers_are_one_row():
     def row(layer: int, part: str, hook: str, error: float) -> Row:
         name = f"h.{layer}.{part}"
-        return Row((name,), name, layer, hook, 10, 5.0, error, 2.0, 0.1, 0.2, f"saves {layer}%")
+        return Row((name,), layer, hook, 10, 5.0, 0.1, error, 2.0, f"saves {layer}%")
 
     rows = [row(i, "mlp", "int4", 0.3 if i else 0.4) for i in range(12)]
     rows += [row(3, "attention", "int4", 0.1), row(12, "mlp", "int8", 0.1)]
@@ -91,8 +94,7 @@ def test_equal_layers_are_one_row():
     assert found[1:] == rows[12:]
     together = found[0]
     assert (together.elements, together.wire_bytes, together.names[11]) == (120, 60.0, "h.11.mlp")
-    assert together.hidden_seconds == pytest.approx(1.2)
-    assert together.exposed_seconds == pytest.approx(2.4)
+    assert together.seconds == pytest.approx(1.2)
     assert together.norm == pytest.approx(2 * 12**0.5)
     assert together.error == pytest.approx(((0.4**2 + 11 * 0.3**2) / 12) ** 0.5)
     timing = Timing(0.0, 0.0, 0.0, 0)

@@ -18,7 +18,7 @@ PLANNED = {
 NO_TIME = Timing(0.0, 0.0, 0.0, 0)
 PLAN = Plan(
     tuple(
-        Row((name,), name, 0, PLANNED.get(name, "allreduce"), 1, 0.0, 0.0, 1.0, 0.0, 0.0, "")
+        Row((name,), 0, PLANNED.get(name, "allreduce"), 1, 0.0, 0.0, 0.0, 1.0, "")
         for name in probe_parameters()
     ),
     NO_TIME,

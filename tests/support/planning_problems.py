@@ -18,7 +18,7 @@ def group(name: str, elements: int, *others: Choice, bucket: int = 0, norm: floa
     """Return a group of one parameter, whose choices are plain averaging and ``others``."""
     sent = Collective("all_reduce", 4.0 * elements, everyone)
     plain = Choice(0, (0.0, 0.0), (sent,), 0.0)
-    return Group((name,), bucket, name, elements, norm, (plain, *others))
+    return Group((name,), bucket, elements, norm=norm, choices=(plain, *others))
 
 
 def problem_of(
@@ -81,7 +81,6 @@ def random_problem(
                 Group(
                     names=(f"{bucket}.{index}",),
                     bucket=bucket,
-                    label=f"group {index} of bucket {bucket}",
                     elements=elements,
                     norm=elements**0.5 * draw.uniform(0.5, 2),
                     choices=choices,

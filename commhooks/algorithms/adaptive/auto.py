@@ -31,13 +31,7 @@ from commhooks.algorithms.adaptive.candidates import (
     positions_of,
 )
 from commhooks.algorithms.adaptive.control import Candidates, Controller
-from commhooks.algorithms.adaptive.groups import (
-    Buckets,
-    Layout,
-    exact_names,
-    group_parameters,
-    with_wire_bytes,
-)
+from commhooks.algorithms.adaptive.groups import exact_names, group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.messages import Decision
 from commhooks.algorithms.exact.allreduce import AllReduce
@@ -325,9 +319,7 @@ class Auto(KnowsModel, CommHook):
         elif not is_lossless(self.error):
             limit = hooks.index(self.error) if self.error in hooks else len(hooks)
             hooks = hooks if self.error in hooks else [*hooks, self.error]
-        tried = [i for i in usable if i > 0]
-        if isinstance(limit, int) and limit not in tried:
-            tried.append(limit)
+        tried = [*usable, *({limit} - {*usable} if isinstance(limit, int) else ())]
         if not isinstance(group, dist.ProcessGroup):
             raise CommHookError(
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
@@ -341,6 +333,7 @@ class Auto(KnowsModel, CommHook):
                 tuple(map(is_lossless, hooks)),
                 tuple(tried),
                 limit,
+                lambda i, names: wire_bytes_of(hooks[i], names, parameters, group.size()),
             ),
             replan=self.replan,
             backend=backend,
@@ -349,14 +342,19 @@ class Auto(KnowsModel, CommHook):
         trials = {i: Trial(hooks[i]) for i in tried}
         for trial in trials.values():
             trial.prepare(parameters, group, self.roles)
-        exact, roles, size = self._exact_names, self.roles or {}, group.size()
-
-        def layout_of(buckets: Buckets) -> Layout:
-            layout = group_parameters(buckets, parameters, exact, roles)
-            return with_wire_bytes(layout, parameters, {i: hooks[i] for i in tried}, size)
-
-        elements = sum(parameter.numel() for parameter in parameters.values())
-        return Measurement(control, trials, self._table, elements, layout_of, clock_of(device))
+        return Measurement(
+            control,
+            trials,
+            self._table,
+            sum(parameter.numel() for parameter in parameters.values()),
+            partial(
+                group_parameters,
+                parameters=parameters,
+                exact=self._exact_names,
+                roles=self.roles or {},
+            ),
+            clock_of(device),
+        )
 
     def _use_plan(self, control: Controller) -> None:
         self.plan = control.plan or exact_plan("Average exactly: nothing has been measured yet.")
@@ -372,8 +370,6 @@ class Auto(KnowsModel, CommHook):
         for i, part in parts:
             own = self._table.next_bucket(i, part)
             run = self._table.run(i, own, comm.within(self._hooks[i], key=own.key))
-            if self._measuring is not None:
-                run = self._measuring.observed(run, i, own.buffer().numel())
             found = await run
             if len(parts) == 1:
                 return found

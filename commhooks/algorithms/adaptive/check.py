@@ -1,29 +1,25 @@
-"""Compares what hooks in use return with exact averages, at evenly spaced elements.
+"""Compares averages of hooks with exact ones, at evenly spaced elements.
 
-Unlike a trial, a check sees what many steps have done to the residual, and all layers of a group.
+A check of the hooks in use sees what many steps have done to their residuals.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.groups import ParameterGroup
-from commhooks.algorithms.wrappers.trial import Residual, average_exactly
+from commhooks.algorithms.wrappers.trial import Residual, average_exactly, squares_of
 from commhooks.comm.communicator import Communicator
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["Check"]
 
-_CHECKED = 2048
-"""Elements of each group that are checked."""
-
 
 @dataclass(frozen=True)
 class Check:
-    """Some elements of a bucket."""
+    """Some elements of a bucket, as they are before it is averaged."""
 
     places: tuple[tuple[int, slice], ...]
     """The position of a group, and elements of the flat bucket."""
@@ -34,15 +30,20 @@ class Check:
     def of(
         cls,
         bucket: GradBucket,
-        groups: Iterable[tuple[int, ParameterGroup]],
+        groups: Mapping[int, Sequence[str]],
         residual: Residual,
+        elements: int,
     ) -> "Check | None":
-        """Copy elements of ``groups``, others in each step. None if there is no group."""
+        """Copy about as many ``elements`` of each group, others in each step.
+
+        ``groups``: the names of their parameters, by position. None if there is no group.
+        """
+        lengths = dict(zip(bucket.names, bucket.lengths, strict=True))
         strides = {
-            name: (i, max(1, group.elements // _CHECKED) | 1)  # odd: not one column of a matrix
-            for i, group in groups
-            for name in group.names
-        }
+            name: (i, max(1, sum(lengths[n] for n in names) // elements) | 1)
+            for i, names in groups.items()
+            for name in names
+        }  # odd: not one column of a matrix
         if not strides:
             return None
         flat, places, parts = bucket.buffer(), list[tuple[int, slice]](), list[Tensor]()
@@ -59,20 +60,12 @@ class Check:
         return cls(tuple(places), torch.cat(parts))
 
     async def squares(self, average: Tensor, comm: Communicator) -> dict[int, Tensor]:
-        """Return for each group the squared norms of the error and of the exact average.
-
-        A float64 tensor of shape (2,) on the device of ``average``, which is flat.
-        """
+        """Return the :func:`squares_of` each group, given the ``average`` of the bucket."""
         exact = await average_exactly(self.p, comm)
-        found: dict[int, Tensor] = {}
-        for i, (wrong, right) in self._pairs(average, exact):
-            squares = torch.stack([(wrong - right).square().sum(), right.square().sum()])
-            found[i] = found[i] + squares if i in found else squares
-        return found
-
-    def _pairs(self, average: Tensor, exact: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        begin = 0
+        flat, found, begin = average.view(-1), dict[int, Tensor](), 0
         for i, where in self.places:
-            found = average[where].double()
-            yield i, (found, exact[begin : begin + len(found)].double())
-            begin += len(found)
+            part = flat[where]
+            squares = squares_of(part, exact[begin : begin + len(part)])
+            found[i] = found[i] + squares if i in found else squares
+            begin += len(part)
+        return found

@@ -3,7 +3,7 @@
 import math
 import pickle
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
@@ -13,35 +13,23 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.check import Check
-from commhooks.algorithms.adaptive.control import Controller, backend_of, network_of
-from commhooks.algorithms.adaptive.groups import Buckets, Layout
-from commhooks.algorithms.adaptive.messages import (
-    Agenda,
-    Instructions,
-    Probe,
-    Report,
-    TrialRecord,
-)
+from commhooks.algorithms.adaptive.control import Controller
+from commhooks.algorithms.adaptive.groups import Buckets
+from commhooks.algorithms.adaptive.link import ALL, Probe, probe, tensor_bytes
+from commhooks.algorithms.adaptive.messages import Agenda, Instructions, Report
 from commhooks.algorithms.wrappers.table import HookTable
 from commhooks.algorithms.wrappers.timing import Clock, Moment, Run, observe
-from commhooks.algorithms.wrappers.trial import (
-    ExactAverage,
-    Outcome,
-    Trial,
-    draw_sample,
-    relative_error,
-)
+from commhooks.algorithms.wrappers.trial import Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
-from commhooks.costs.step_trace import Collective, Members
+from commhooks.costs.step_trace import Collective
+from commhooks.planning import Group, Outcome
 from reducer import GradBucket
 
 __all__ = ["Measurement"]
 
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
-_ROUNDS, _MESSAGES = 6, 3
-"""Of a probe: small messages, and long ones, of which the first only fills the buffers."""
-_MOST_ROUNDS = 1 / 8
-"""Of the time of a long message: late threads must not make the link seem faster by a fifth."""
+_CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
+"""Elements of each group, and of each sample, that are averaged exactly as well."""
 
 _Run = Callable[[GradBucket, Communicator], Coroutine[Any, Any, Tensor]]
 
@@ -52,10 +40,10 @@ class Measurement:
     Args:
         control: Knows what was reported, and decides on rank 0.
         trials: For each hook that is tried.
-        table: Which hook each parameter has.
-        elements: Of the model.
-        layout_of: Returns the layout of buckets.
-        clock: Of the device of the gradients.
+        table: The hook of each parameter.
+        elements: Number of elements of the model.
+        groups_of: Returns the groups of buckets, which are given as names of parameters.
+        clock: Clock of the device of the gradients.
     """
 
     def __init__(
@@ -64,14 +52,14 @@ class Measurement:
         trials: Mapping[int, Trial],
         table: HookTable,
         elements: int,
-        layout_of: Callable[[Buckets], Layout],
+        groups_of: Callable[[Sequence[Sequence[str]]], Sequence[Group]],
         clock: Clock,
     ) -> None:
         self.control = control
         self._trials = trials
         self._table = table
         self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
-        self._layout_of = layout_of
+        self._groups_of = groups_of
         self._clock = clock
         self._step = -1
         self._buckets: list[tuple[tuple[str, ...], int]] = []
@@ -93,17 +81,12 @@ class Measurement:
         """Forget what is in the last report."""
         self._launches: dict[int, list[Moment]] = {}
         self._ends: dict[int, Moment] = {}
-        self._outcomes: dict[tuple[int, int], Outcome] = {}
+        self._outcomes: dict[tuple[int, int], tuple[int, Run, Tensor]] = {}
+        """Of trials, by group and hook: elements, times, and squared norms."""
         self._errors: dict[int, Tensor] = {}
         self._norms: dict[int, Tensor] = {}
-        self._runs: dict[int, tuple[int, Run]] = {}
         self._probe: Callable[[], Probe] | None = None
         self._reported_ns = self._spent_ns
-
-    @property
-    def planning_seconds(self) -> float:
-        """What measuring and planning has taken so far, waiting for peers included."""
-        return self._spent_ns * 1e-9
 
     def metrics(self) -> dict[str, float]:
         """Return numbers about the plan and the link, and the share of the time of this."""
@@ -146,6 +129,8 @@ class Measurement:
         if step != self._step:  # a step that has failed begins again
             self._look_at_buckets(step)
         self._step, self._buckets = step, []
+        if control.agenda is not None and step == control.agenda.start:
+            self._begin_trials()
         self._spent_ns += time.monotonic_ns() - start
         return has_new_plan
 
@@ -154,7 +139,8 @@ class Measurement:
         finished, former = tuple(self._buckets), self._former
         self._former = finished
         if finished and finished == former and not self.control.has_buckets(finished):
-            self.control.use_layout(self._layout_of(finished), step)
+            groups = self._groups_of([names for names, _ in finished])
+            self.control.use_buckets(finished, groups, step)
             self._to_send = None
             self._clear()
 
@@ -169,46 +155,34 @@ class Measurement:
             await self._agree(agenda, bucket, comm)
         self._launches.setdefault(step, []).append(comm.launched)
         start = time.monotonic_ns()
-        tried, sample = self._draw_sample(agenda, bucket, comm.size)
-        is_checked, check = agenda.is_checked(step), None
-        if is_checked:
-            lossy = filter(
-                lambda pair: self.control.is_lossy(pair[1]), self.control.groups_of(bucket.names)
-            )
-            check = Check.of(bucket, lossy, partial(self._table.residual, comm.size))
+        samples = self._draw_samples(agenda, bucket)
+        is_checked = agenda.is_timed(step) and agenda.is_last(step)
+        check = self._check(bucket, comm) if is_checked else None
         self._spend(start)
         average = await run(bucket, comm)
         start = time.monotonic_ns()
         if is_checked:
             self._measure_norms(bucket, average)
         if check is not None:
-            self._errors |= await check.squares(average.view(-1), comm)
-        if sample is not None:
-            await self._try(tried, sample, comm, are_first=step == agenda.start)
+            self._errors |= await check.squares(average, comm)
+        for group, sample in samples.items():
+            await self._try(group, sample, comm, is_last=agenda.is_last(step))
         # Backward has ended: where it shares cores with the backend, messages would seem slower.
         if is_checked and bucket.is_last() and agenda.probe:
-            self._probe = await self._measure_link(agenda.probe, bucket.buffer().device, comm)
+            self._probe = await self._probe_link(agenda.probe, bucket.buffer().device, comm)
         self._spend(start)
         self._ends[step] = self._clock.now()
         return average
 
-    async def observed(self, run: Coroutine[Any, Any, Tensor], hook: int, elements: int) -> Tensor:
-        """Await a run of a hook in use, and note what it took."""
-        agenda = self.control.agenda
-        if agenda is None or not agenda.is_timed(self._step):
-            return await run
-        noted = Run(self._clock)
-        found = await observe(run, noted)
-        if elements >= self._runs.get(hook, (0, None))[0]:
-            self._runs[hook] = elements, noted
-        return found
-
     def recover(self) -> None:
-        """Forget the times of the step that has failed on some rank."""
+        """Forget what may differ between ranks, because the step has failed on some rank."""
         self._launches.clear()
         self._ends.clear()
+        self._begin_trials()
+
+    def _begin_trials(self) -> None:
         for trial in self._trials.values():
-            trial.recover()
+            trial.begin()
 
     # --------------------------------------------------------------------------------- agreement
 
@@ -220,11 +194,11 @@ class Measurement:
                 self._to_send = self._to_send or pickle.dumps(self.control.decide(bucket.step))
             self._received = bucket.step, await _broadcast(self._to_send, comm, device)
         elif bucket.step >= agenda.report:
-            report = pickle.dumps(self._report(agenda))
+            report = pickle.dumps(self._report(agenda, comm.size))
             self._reports = bucket.step, await _gather(report, comm, device)
         self._spend(start)
 
-    def _report(self, agenda: Agenda) -> Report:
+    def _report(self, agenda: Agenda, size: int) -> Report:
         """Return what was measured on the agenda. Waits for the device."""
         report = Report(self._clock.cores(), (self._spent_ns - self._reported_ns) * 1e-9)
         report.probe = self._probe and self._probe()
@@ -237,67 +211,69 @@ class Measurement:
             report.forward_seconds = median(
                 max(seconds(self._ends[a], first[b]), 0.0) for a, b in known
             )
-            steps = [self._launches[a] for a, _ in known]
-            gaps = [list(starmap(seconds, pairwise(each))) for each in steps]
+            gaps = [list(starmap(seconds, pairwise(self._launches[a]))) for a, _ in known]
             report.launches = [0.0, *map(median, zip(*gaps, strict=True))]
-        for (group, hook), outcome in self._outcomes.items():
-            local, ops = outcome.run.local_seconds, outcome.run.collectives
-            stages = [(local[i], name, float(sent)) for i, (name, sent) in enumerate(ops)]
-            exact = sum(outcome.exact.local_seconds)
-            report.trials.append(
-                TrialRecord(group, hook, outcome.error, outcome.elements, stages, local[-1], exact)
+        for (group, hook), (elements, run, squares) in self._outcomes.items():
+            collectives = tuple(
+                Collective(name, tensor_bytes(name, sent, size), ALL)
+                for name, sent in run.collectives
             )
+            error = relative_error(*squares.tolist())
+            outcome = Outcome(group, hook, elements, run.local_seconds, collectives, error)
+            report.outcomes.append(outcome)
         report.errors = [(i, relative_error(*s.tolist())) for i, s in self._errors.items()]
         report.norms = [(i, math.sqrt(float(square))) for i, square in self._norms.items()]
-        report.runs = [(i, n, sum(run.local_seconds)) for i, (n, run) in self._runs.items()]
         return report
 
     # --------------------------------------------------------------------------------- measuring
 
-    def _draw_sample(
-        self, agenda: Agenda, bucket: GradBucket, size: int
-    ) -> tuple[int, GradBucket | None]:
-        """Return the group that hooks are tried on in this step, and a sample if it is here."""
-        group, layout = agenda.trial(bucket.step), self.control.layout
-        if group is None or layout is None:
-            return -1, None
-        names = layout.groups[group].names
-        if not set(names) <= set(bucket.names):
-            return -1, None
-        residual = partial(self._table.residual, size)
-        return group, draw_sample(bucket, names, residual, self._sample_size)
+    def _draw_samples(self, agenda: Agenda, bucket: GradBucket) -> dict[int, GradBucket]:
+        """Return samples of the bucket's groups that hooks are tried on in this step."""
+        if not agenda.is_trial(bucket.step):
+            return {}
+        groups = self.control.groups_of(bucket.names)
+        return {
+            i: draw_sample(
+                bucket,
+                groups[i].names,
+                self._sample_size,
+                index=index,
+                is_last=index == len(agenda.trials) - 1,
+            )
+            for index, i in enumerate(agenda.trials)
+            if i in groups
+        }
 
     async def _try(
-        self, group: int, sample: GradBucket, comm: Communicator, *, are_first: bool
+        self, group: int, sample: GradBucket, comm: Communicator, *, is_last: bool
     ) -> None:
-        exact = await ExactAverage.of(sample, comm, self._clock)
+        """Let hooks average a sample, each with what it has not sent in the steps before."""
         for hook in self.control.hooks_to_try(group):
-            twice = are_first and not self.control.is_known(hook)
-            outcome = await self._trials[hook].run(sample, comm, exact, self._clock, twice=twice)
-            self._outcomes[group, hook] = outcome
+            trial, run = self._trials[hook], Run(self._clock)
+            names = {group: sample.names}
+            residual = partial(trial.residual, comm.size)
+            check = Check.of(sample, names, residual, _CHECKED_IN_TRIALS) if is_last else None
+            average = await observe(trial.average(sample, comm), run)
+            if check is not None:
+                squares = (await check.squares(average, comm))[group]
+                self._outcomes[group, hook] = sample.buffer().numel(), run, squares
 
-    async def _measure_link(
+    def _check(self, bucket: GradBucket, comm: Communicator) -> Check | None:
+        """Return what is compared of the hooks in use."""
+        groups = self.control.groups_of(bucket.names).items()
+        lossy = {i: group.names for i, group in groups if self.control.is_lossy(group)}
+        return Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
+
+    async def _probe_link(
         self, elements: int, device: torch.device, comm: Communicator
     ) -> Callable[[], Probe]:
-        """Average zeros, so that the link can be seen. All ranks begin with the first round."""
-        zeros = torch.zeros(elements, device=device)
-        moments = [self._clock.now()]
-        for _ in range(_ROUNDS):
-            await comm.all_reduce(torch.zeros(1, device=device))
-            moments.append(self._clock.now())
-        cpu = time.process_time()
-        for _ in range(_MESSAGES):
-            await comm.all_reduce(zeros)
-            moments.append(self._clock.now())
-        cpu = time.process_time() - cpu
-        backend = comm.group._get_backend(device).name()  # noqa: SLF001
-        return partial(_probe_of, self._clock, moments, cpu, zeros.nbytes, backend, comm.size)
+        return await probe(elements, device, comm, self._clock)
 
     def _measure_norms(self, bucket: GradBucket, average: Tensor) -> None:
         flat = average.view(-1)
         places = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
         views = {name: flat[i : i + length] for name, i, length in places}
-        for i, group in self.control.groups_of(bucket.names):
+        for i, group in self.control.groups_of(bucket.names).items():
             norms = torch._foreach_norm([views[name] for name in group.names])  # noqa: SLF001
             self._norms[i] = torch.stack(norms).double().square().sum()
 
@@ -305,31 +281,12 @@ class Measurement:
         self._spent_ns += time.monotonic_ns() - start_ns
 
 
-def _probe_of(
-    clock: Clock, moments: list[Moment], cpu: float, nbytes: int, backend: str, size: int
-) -> Probe:
-    """Return the costs of messages. Waits for the device."""
-    took = list(starmap(clock.seconds, pairwise(moments)))
-    one, long = (
-        backend_of(backend).cost(
-            Collective("all_reduce", float(each), Members(1, spans_nodes=True)),
-            network_of(1.0, 0.0, size),  # so that seconds are rounds
-        )
-        for each in (4, nbytes)
-    )
-    round_seconds = min(took[1:_ROUNDS]) / max(one.latency_seconds, 1.0)
-    seconds = sum(took[_ROUNDS + 1 :]) / (_MESSAGES - 1)
-    sending = max(seconds - round_seconds * long.latency_seconds, (1 - _MOST_ROUNDS) * seconds)
-    sent = max(long.link_bytes, 1.0)
-    return Probe(round_seconds, sending / sent, cpu / _MESSAGES / sent)
-
-
 async def _gather(own: bytes, comm: Communicator, device: torch.device) -> list[Any]:
     """Return the objects of all ranks, given the pickled one of this rank."""
     length = torch.tensor([len(own)], device=device)
     lengths = (await comm.all_gather(length)).view(-1).tolist()
     padded = _tensor_of(own.ljust(max(lengths)), device)
-    return [_object_of(row) for row in await comm.all_gather(padded)]
+    return [_object_of(each) for each in await comm.all_gather(padded)]
 
 
 async def _broadcast(own: bytes, comm: Communicator, device: torch.device) -> Any:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from commhooks.planning import Plan
+from commhooks.algorithms.adaptive.link import Probe
+from commhooks.planning import Outcome, Plan
 
-__all__ = ["Agenda", "Decision", "Instructions", "Probe", "Report", "TrialRecord"]
+__all__ = ["Agenda", "Decision", "Instructions", "Report"]
 
 
 @dataclass(frozen=True)
@@ -34,27 +35,29 @@ class Decision:
 
 @dataclass(frozen=True)
 class Agenda:
-    """What ranks measure from step ``start`` on, until they report."""
+    """What ranks measure in the steps from ``start`` on, before that in which they ``report``.
+
+    Either candidates are tried in all of them; or steps are timed, and in the last one errors and
+    norms are measured, and the link is probed.
+    """
 
     start: int
     report: int
-    """The step in which ranks report."""
     trials: Sequence[int] = ()
-    """The positions of groups that candidates are tried on, one in each step."""
+    """The positions of the groups that candidates are tried on."""
     probe: int = 0
-    """The elements of each message of the probe, 0 if there is none."""
+    """Elements of each message of the probe."""
 
-    def trial(self, step: int) -> int | None:
-        """Return the group that candidates are tried on in this step."""
-        since = step - self.start
-        return self.trials[since] if 0 <= since < len(self.trials) else None
+    def is_trial(self, step: int) -> bool:
+        """Return whether candidates are tried in this step."""
+        return bool(self.trials) and self.start <= step < self.report
 
     def is_timed(self, step: int) -> bool:
         """Return whether the times of this step count."""
         return not self.trials and self.start <= step < self.report
 
-    def is_checked(self, step: int) -> bool:
-        """Return whether errors and norms are measured in this step, and the link is probed."""
+    def is_last(self, step: int) -> bool:
+        """Return whether this is the last step before the report: errors count in it."""
         return step == self.report - 1
 
 
@@ -70,49 +73,20 @@ class Instructions:
 
 
 @dataclass
-class Probe:
-    """The costs of messages: seconds of a round, of a byte, and of a core for a byte."""
-
-    round_seconds: float
-    byte_seconds: float
-    byte_cpu_seconds: float
-
-
-@dataclass
-class TrialRecord:
-    """A trial. ``stages``: for each collective, the local seconds before it, and what it sends."""
-
-    group: int
-    hook: int
-    error: float
-    elements: int
-    stages: list[tuple[float, str, float]]
-    last_seconds: float
-    """The local work after the last collective."""
-    exact_seconds: float
-    """The local work of the exact average."""
-
-    @property
-    def local_seconds(self) -> list[float]:
-        return [*(seconds for seconds, *_ in self.stages), self.last_seconds]
-
-
-@dataclass
 class Report:
-    """What a rank has measured on an agenda. Pairs are of a position and a number."""
+    """What a rank has measured on an agenda. Pairs are of the position of a group and a number."""
 
     cores: float = 1.0
     spent_seconds: float = 0.0
-    """What measuring has taken."""
+    """Taken by measuring."""
     step_seconds: float = math.nan
     forward_seconds: float = math.nan
     launches: list[float] = field(default_factory=list)
     """For each bucket, from the launch of the one before it."""
     probe: Probe | None = None
-    trials: list[TrialRecord] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of the trials."""
     errors: list[tuple[int, float]] = field(default_factory=list)
-    """Of the hooks in use, by group."""
+    """Of the hooks in use."""
     norms: list[tuple[int, float]] = field(default_factory=list)
-    """Of the averages, by group."""
-    runs: list[tuple[int, int, float]] = field(default_factory=list)
-    """Of hooks in use: position, elements of the bucket, local seconds."""
+    """Of the averages."""

@@ -218,23 +218,6 @@ class PowerSGD(CommHook):
         shapes = {Side.LEFT: (n, rank), Side.RIGHT: (rank, m)}
         return [StateField(side.name.lower(), "same", shapes[side]) for side in self._kept_sides]
 
-    def adopt(self, former: CommHook, gradients: Mapping[str, Tensor]) -> None:
-        """Begin with the factors of another rank, without the last vectors or with random ones."""
-        if type(former) is not type(self):
-            return
-        for name, gradient in gradients.items():
-            known = former.state.get(name, {})
-            for factor in self.state_fields(gradient):
-                if factor.across_ranks == "same" and factor.name in known:
-                    self._take_over(name, factor, known[factor.name])
-
-    def _take_over(self, name: str, declared: StateField, known: Tensor) -> None:
-        factor = torch.empty(declared.shape, dtype=known.dtype)  # type: ignore[arg-type]
-        draw_factor(factor, Side[declared.name.upper()], name, self.seed)
-        n, m = (min(sizes) for sizes in zip(factor.shape, known.shape, strict=True))
-        factor[:n, :m] = known[:n, :m]
-        self.state.setdefault(name, {})[declared.name] = factor.to(known.device)
-
     def recover(self) -> None:
         """Begin with random factors again: some ranks may have kept newer ones than others."""
         super().recover()

@@ -3,7 +3,7 @@
 ::
 
     now and then:   error = |inner(p) - exact| / |exact|    # p: a sample of gradient plus residual
-                    use fallback from two steps later on if error > max_error, on all ranks
+                    use fallback from the next step on if error > max_error, on all ranks
     otherwise:      average = inner(gradient)
 """
 
@@ -45,10 +45,10 @@ class Guard(KnowsModel, CommHook):
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
     averages a sample of the gradients and what the inner hook has not sent, and so does an exact
     average. If the relative error of its average exceeds ``max_error``, all ranks log a warning and
-    use ``fallback``, from two steps later on: so on CUDA the host does not wait, unless it is more
-    than a step ahead of the device. What the inner hook has not sent is added to the next
-    gradients. After ``cooldown`` steps, if that is set, the inner hook is measured again, and used
-    again if its error is within the bound.
+    use ``fallback`` from the next step on. On CUDA the host reads the error as late as that, so it
+    does not wait unless it is a step ahead of the device. What the inner hook has not sent is added
+    to the next gradients. After ``cooldown`` steps, if that is set, the inner hook is measured
+    again, and used again if its error is within the bound.
 
     Wire: that of the hook in use. In steps that measure, also an exact average of at most 1,048,576
     elements, what the inner hook sends for these, and 16 bytes.
@@ -120,8 +120,8 @@ class Guard(KnowsModel, CommHook):
         own = self._table.next_bucket(i, part)
         average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
         if sample is not None:
-            outcome = await self._trial.run(sample, comm)
-            self._found[bucket.step] = HostCopy(await comm.all_gather(outcome.squares))
+            squares = await self._trial.run(sample, comm)
+            self._found[bucket.step] = HostCopy(await comm.all_gather(squares))
         return average
 
     @property
@@ -152,11 +152,11 @@ class Guard(KnowsModel, CommHook):
 
     def recover(self) -> None:
         super().recover()
-        self._trial.recover()
+        self._trial.begin()
         self._table.refresh()
 
     def _begin_step(self, step: int) -> None:
-        """Decide by what the step before the last one has found. All ranks have found the same.
+        """Decide by what the step before has found. All ranks have found the same.
 
         A step that has failed begins again under the same number. What it has found is dropped,
         because some ranks may not have it: Note [One plan] in control.py.
@@ -164,8 +164,8 @@ class Guard(KnowsModel, CommHook):
         if step != self._step:
             self._step = step
             self._turn = (step // self.every) % max(self._buckets, 1)
-        found = self._found.pop(step - 2, None)
-        self._found = {earlier: f for earlier, f in self._found.items() if earlier == step - 1}
+        found = self._found.pop(step - 1, None)
+        self._found.clear()
         if found is not None:
             self._judge(max(relative_error(*squares) for squares in found.read()), step)
         self._buckets = 0
@@ -207,7 +207,7 @@ class Guard(KnowsModel, CommHook):
         return draw_sample(
             bucket,
             bucket.names,
-            functools.partial(self._table.residual, size),
             _MOST_SAMPLE,
-            bucket.step // self.every,
+            residual=functools.partial(self._table.residual, size),
+            turn=bucket.step // self.every,
         )

@@ -13,7 +13,6 @@ are no residuals, are lost.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,24 +25,11 @@ from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.capabilities import KeepsOwn, any_declares
 from reducer import GradBucket
 
-__all__ = ["Adopts", "HookTable", "check_candidate", "residual_of"]
+__all__ = ["HookTable", "check_candidate", "residual_of"]
 
 _ALL = slice(None)
 _FIELD = "error"
 _CHOOSERS = {"auto", "guard"}
-
-
-@runtime_checkable
-class Adopts(Protocol):
-    """A hook that learns from the former hook of its parameters."""
-
-    def adopt(self, former: CommHook, gradients: Mapping[str, Tensor]) -> None:
-        """Take over what ``former``, which had these parameters, has learned of them.
-
-        Called when this hook has no state of them yet. Errors are not meant: those named "error"
-        are added to the gradients. ``gradients`` are as in :meth:`CommHook.state_fields`. All ranks
-        must do the same.
-        """
 
 
 class HookTable(Routing):
@@ -97,7 +83,7 @@ class HookTable(Routing):
         moving = {name: self._moving[name] for name in bucket.names if name in self._moving}
         if not moving:
             return await self._hooks[i].reduce(bucket, comm)
-        self._hand_over(i, bucket, moving, comm.size)
+        self._add_residuals(bucket, moving, comm.size)
         average = await self._hooks[i].reduce(bucket, comm)
         if bool(all_finite(average)):  # waits for the device, in this step only
             for j, hook in enumerate(self._hooks):
@@ -107,20 +93,16 @@ class HookTable(Routing):
                 self._moving.pop(name, None)
         return average
 
-    def _hand_over(
-        self, i: int, bucket: GradBucket, moving: Mapping[str, list[int]], size: int
+    def _add_residuals(
+        self, bucket: GradBucket, moving: Mapping[str, list[int]], size: int
     ) -> None:
-        """Add residuals to the gradients, and let the hook learn what it can."""
-        flat, gradients = bucket.buffer(), dict(zip(bucket.names, bucket.gradients(), strict=True))
-        places = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
-        for name, offset, length in places:
-            for j in moving.get(name, ()):
-                residual = residual_of(self._hooks[j], name, gradients[name], size)
+        flat = bucket.buffer()
+        every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
+        for (name, offset, length), gradient in zip(every, bucket.gradients(), strict=True):
+            for i in moving.get(name, ()):
+                residual = residual_of(self._hooks[i], name, gradient, size)
                 if residual is not None:
                     flat[offset : offset + length] += residual.to(flat.device)
-                new = self._hooks[i]
-                if name not in new.state and isinstance(new, Adopts):
-                    new.adopt(self._hooks[j], {name: gradients[name]})
 
 
 def check_candidate(hook: CommHook, where: str) -> None:

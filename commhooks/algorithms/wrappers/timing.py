@@ -88,17 +88,18 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass
 class Run:
-    """What a run of a hook has done: its own work before, between and after ``collectives``."""
+    """The own work of a hook before, between and after its ``collectives``."""
 
     clock: Clock = HOST
     collectives: list[tuple[str, int]] = field(default_factory=list)
     """The operation and the bytes on the wire of each."""
-    _work: list[list[tuple[Moment, Moment]]] = field(default_factory=lambda: [[]])
+    work: list[list[tuple[Moment, Moment]]] = field(default_factory=lambda: [[]])
+    """Beginnings and ends of work; a list more than collectives."""
 
     @property
-    def local_seconds(self) -> list[float]:
+    def local_seconds(self) -> tuple[float, ...]:
         """The seconds of the hook's own work, one more than collectives. Waits for a device."""
-        return [sum(self.clock.seconds(*pair) for pair in stage) for stage in self._work]
+        return tuple(sum(self.clock.seconds(*pair) for pair in between) for between in self.work)
 
 
 @coroutine
@@ -110,10 +111,10 @@ def observe(run: Coroutine[Any, Any, _Result], noted: Run) -> Generator[Any, Any
         try:
             awaited = resume(argument)
         except StopIteration as stop:
-            noted._work[-1].append((start, clock.work()))  # noqa: SLF001
             result: _Result = stop.value
             return result
-        noted._work[-1].append((start, clock.work()))  # noqa: SLF001
+        finally:
+            noted.work[-1].append((start, clock.work()))
         try:
             yield awaited
             resume, argument = run.send, None
@@ -125,4 +126,4 @@ def observe(run: Coroutine[Any, Any, _Result], noted: Run) -> Generator[Any, Any
             continue
         if isinstance(awaited, PendingCollective) and awaited.issued_ns:
             noted.collectives.append((awaited.operation, awaited.count()))
-            noted._work.append([])  # noqa: SLF001
+            noted.work.append([])

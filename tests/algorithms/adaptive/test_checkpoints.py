@@ -39,7 +39,7 @@ def unsent(hook: Any, size: int) -> dict[str, Tensor]:
 def save(rank: int, size: int, folder: str) -> dict[str, Any]:
     with ExitStack() as stack:
         Links(stack)
-        auto, guard = trained("auto", rank, 30), trained("guard", rank, 2)
+        auto, guard = trained("auto", rank, 30), trained("guard", rank, 3)
         for name, trainer in (("auto", auto), ("guard", guard)):
             dcp.save({"hook": HookState(trainer.handle)}, checkpoint_id=f"{folder}/{name}")
         hook: Any = auto.handle.hook

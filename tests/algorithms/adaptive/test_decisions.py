@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,32 +15,40 @@ from torch import Tensor
 import commhooks
 from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive.control import Candidates, Controller
-from commhooks.algorithms.adaptive.groups import (
-    Layout,
-    ParameterGroup,
-    group_parameters,
-    with_wire_bytes,
-)
+from commhooks.algorithms.adaptive.groups import Buckets, group_parameters, wire_bytes_of
+from commhooks.algorithms.adaptive.link import ALL, Probe
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.messages import Probe, Report, TrialRecord
+from commhooks.algorithms.adaptive.messages import Report
 from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import HOST
+from commhooks.costs.step_trace import Collective
 from commhooks.errors import CommHookOptionError
+from commhooks.planning import Group, Outcome
 
 ELEMENTS = 1_000_000
-GROUP = ParameterGroup(("w",), 0, ELEMENTS, is_exact=False)
-LAYOUT = Layout((("w",),), (4 * ELEMENTS,), (GROUP,))
+GROUP = Group(("w",), 0, ELEMENTS)
+BUCKETS = ((("w",), 4 * ELEMENTS),)
 LIMIT = 0.3
+
+
+def outcome(group: int, hook: int, error: float, *sent: tuple[str, float]) -> Outcome:
+    collectives = tuple(Collective(name, nbytes, ALL) for name, nbytes in sent)
+    return Outcome(group, hook, ELEMENTS, (1e-4,) * (1 + len(sent)), collectives, error)
 
 
 class TwoRanks:
     """The controllers of two ranks, which exchange reports and instructions as ranks do."""
 
-    def __init__(self, layout: Layout = LAYOUT, limit: float | int = LIMIT) -> None:
+    def __init__(
+        self,
+        buckets: Buckets = BUCKETS,
+        groups: Sequence[Group] = (GROUP,),
+        limit: float | int = LIMIT,
+    ) -> None:
         candidates = Candidates(("allreduce", "int4"), (True, False), (1,), limit)
         self.ranks = [Controller(candidates, replan=500, backend="gloo", size=2) for _ in range(2)]
         for rank in self.ranks:
-            rank.use_layout(layout, 2)
+            rank.use_buckets(buckets, groups, 2)
 
     def report(
         self,
@@ -62,9 +71,8 @@ class TwoRanks:
         for i in range(2):  # the second rank is slower, and knows no norms
             report = Report(2.0, spent_seconds, norms=[*enumerate(norms)] if i == 0 else [])
             for group in agenda.trials:
-                stages = [(1e-4, "all_gather", ELEMENTS / 2)]
-                report.trials += [
-                    TrialRecord(group, hook, error, ELEMENTS, stages, 1e-4, 1e-4)
+                report.outcomes += [
+                    outcome(group, hook, error, ("all_gather", ELEMENTS / 2))
                     for hook in self.ranks[i].hooks_to_try(group)
                 ]
             if not agenda.trials:
@@ -117,15 +125,15 @@ def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> Non
     ranks = TwoRanks()
     agenda: Any = ranks.ranks[0].agenda
     assert [step for step in range(10) if agenda.is_timed(step)] == [2, 3, 4, 5]
-    assert [step for step in range(10) if agenda.is_checked(step)] == [5]  # and probes
+    assert [step for step in range(10) if agenda.is_last(step)] == [5]  # and probes
     assert (agenda.report, agenda.probe) == (6, 2**20 // 4)
     assert ranks.report() is None
     agenda = ranks.ranks[0].agenda
-    assert [agenda.trial(step) for step in range(7, 11)] == [None, 0, None, None]
-    assert agenda.report == 9
+    assert [step for step in range(20) if agenda.is_trial(step)] == [*range(8, 16)]
+    assert (agenda.trials, agenda.report) == ([0], 16)
     assert ranks.report() == "the first plan"
     assert ranks.hook == "int4"
-    assert ranks.step == 21  # a check soon: trials have no residual
+    assert ranks.step == 28  # a check soon: trials have no residual
 
 
 def test_what_all_ranks_know_together(ranks: TwoRanks) -> None:
@@ -188,8 +196,10 @@ def test_a_plan_beyond_its_limit_is_left_at_the_next_check(ranks: TwoRanks) -> N
 def test_what_a_hook_has_lost_on_one_group_counts_for_all() -> None:
     """Trials of it on the other group, without a residual, have shown less."""
     parameters = {"v": torch.zeros(1000, 1000), "w": torch.zeros(1000, 1000)}
-    layout = group_parameters([((name,), 4 * ELEMENTS) for name in "wv"], parameters, (), {})
-    ranks = TwoRanks(layout)
+    ranks = TwoRanks(
+        tuple(((name,), 4 * ELEMENTS) for name in "wv"),
+        group_parameters(["w", "v"], parameters, (), {}),
+    )
     for _ in range(2):
         ranks.report(norms=(1.0, 0.3), launches=(0.01, 0.01))
     assert ranks.hooks == {"w": "int4", "v": "int4"}
@@ -225,7 +235,7 @@ def test_a_resumed_run_keeps_its_plan_and_measures_again(ranks: TwoRanks) -> Non
     resumed = TwoRanks()
     for rank in resumed.ranks:
         rank.load(saved)
-        rank.use_layout(LAYOUT, 100)
+        rank.use_buckets(BUCKETS, [GROUP], 100)
     assert resumed.hook == "int4"
     assert resumed.ranks[0].metrics["error"] == ranks.ranks[0].metrics["error"]
     assert resumed.report() is None
@@ -238,33 +248,36 @@ def test_a_resumed_run_keeps_its_plan_and_measures_again(ranks: TwoRanks) -> Non
 def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
     """Also on the parameters that stay exact, where the reference alone would have an error."""
     parameters = {name: torch.zeros(1000, 1000) for name in ("tokens", "w")}
-    layout = group_parameters([(tuple(parameters), 8 * ELEMENTS)], parameters, {"tokens"}, {})
-    ranks = TwoRanks(layout, limit=1)
+    buckets = ((tuple(parameters), 8 * ELEMENTS),)
+    groups = group_parameters([tuple(parameters)], parameters, {"tokens"}, {})
+    ranks = TwoRanks(buckets, groups, limit=1)
     ranks.report(norms=(3.0, 4.0))
     assert ranks.ranks[0].agenda is not None
     assert sorted(ranks.ranks[0].agenda.trials) == [0, 1]
     ranks.report(norms=(3.0, 4.0), error=0.2)
     assert ranks.ranks[1].metrics["limit"] == pytest.approx(0.2)
-    numbers = TwoRanks(layout)  # a number needs no reference
+    numbers = TwoRanks(buckets, groups)  # a number needs no reference
     numbers.report(norms=(3.0, 4.0))
     assert numbers.ranks[0].agenda is not None
-    assert [layout.groups[i].names for i in numbers.ranks[0].agenda.trials] == [("w",)]
+    assert [groups[i].names for i in numbers.ranks[0].agenda.trials] == [("w",)]
 
 
 def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     """A sample has some rows of a matrix, and as many columns: of a low rank it sends too much."""
     parameters = {"w": torch.zeros(4096, 64)}
     hook = commhooks.create("powersgd", rank=2, start_step=0)
-    layout = group_parameters([(("w",), 4 * 4096 * 64)], parameters, (), {})
-    layout = with_wire_bytes(layout, parameters, {1: hook}, size=2)
     of_matrix = 4 * 2 * (4096 + 64)
-    assert layout.groups[0].wire_bytes == {1: of_matrix}  # two ranks: each number once
-    candidates = Candidates(("allreduce", "powersgd"), (True, False), (1,), 0.3)
+    assert wire_bytes_of(hook, ["w"], parameters, 2) == of_matrix  # two ranks: each number once
+
+    def sent(position: int, names: Sequence[str]) -> int | None:
+        return wire_bytes_of(hook, names, parameters, 2) if position == 1 else None
+
+    candidates = Candidates(("allreduce", "powersgd"), (True, False), (1,), 0.3, sent)
     control = Controller(candidates, replan=50, backend="gloo", size=2)
-    control.use_layout(layout, 0)
-    rows = 4096 // 16
-    stages = [(1e-4, "all_reduce", 4.0 * 2 * n) for n in (rows, 64)]
-    trial = TrialRecord(0, 1, 0.1, rows * 64, stages, 1e-4, 1e-4)
+    nbytes, rows = 4 * 4096 * 64, 4096 // 16
+    control.use_buckets(((("w",), nbytes),), group_parameters([("w",)], parameters, (), {}), 0)
+    of_rows = [("all_reduce", 4.0 * 2 * n) for n in (rows, 64)]
+    trial = replace(outcome(0, 1, 0.1, *of_rows), elements=rows * 64)
     probe = Probe(1e-4, 1e-9, 0.0)
     control.take([Report(1.0, 0.0, 1.0, 0.1, [0.1], probe, [trial], norms=[(0, 1.0)])])
     problem = control.problem()
@@ -276,14 +289,15 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
 def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     ranks = TwoRanks()
     ranks.report()
-    stages = [(1e-4, "all_gather", ELEMENTS / 2)]
-    trial = TrialRecord(0, 1, 0.1, ELEMENTS, stages, 1e-4, 1e-4)
-    other = replace(trial, stages=[(1e-4, "all_reduce", 1.0)])
+    trial = outcome(0, 1, 0.1, ("all_gather", ELEMENTS / 2))
+    other = outcome(0, 1, 0.1, ("all_reduce", 1.0))
     control = ranks.ranks[0]
-    control.take([Report(trials=[trial]), Report(trials=[other])])
-    assert not control.is_known(1)
-    control.take([Report(trials=[trial]), Report(trials=[trial])])
-    assert control.is_known(1)
+    control.take([Report(outcomes=[trial]), Report(outcomes=[other])])
+    assert control.problem() is None
+    control.take([Report(outcomes=[trial]), Report(outcomes=[trial])])
+    problem = control.problem()
+    assert problem is not None
+    assert len(problem.groups[0].choices) == 2
 
 
 def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path) -> None:
@@ -292,9 +306,7 @@ def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path)
     assert isinstance(hook, Auto)
     with pytest.raises(commhooks.CommHookStateError, match="after the first plan"):
         hook.plot(tmp_path / "step.png")
-    hook._measuring = Measurement(
-        ranks.ranks[1], {}, HookTable([], {}), 0, {(): LAYOUT}.__getitem__, HOST
-    )
+    hook._measuring = Measurement(ranks.ranks[1], {}, HookTable([], {}), 0, lambda _: [GROUP], HOST)
     hook.plan = ranks.ranks[1].plan
     hook.plot(tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

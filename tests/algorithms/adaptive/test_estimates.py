@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive import check
-from commhooks.algorithms.adaptive.control import link_of
-from commhooks.algorithms.adaptive.groups import (
-    ParameterGroup,
-    group_parameters,
-    with_wire_bytes,
-)
-from commhooks.algorithms.adaptive.measurement import _probe_of
-from commhooks.algorithms.adaptive.messages import Probe
+from commhooks.algorithms.adaptive.check import Check
+from commhooks.algorithms.adaptive.groups import group_parameters, wire_bytes_of
+from commhooks.algorithms.adaptive.link import Probe, link_of, probe_of
 from commhooks.algorithms.exact.allreduce import AllReduce
 from commhooks.algorithms.wrappers.timing import HOST, Run, observe
 from commhooks.algorithms.wrappers.trial import draw_sample
@@ -33,7 +27,7 @@ def test_a_probe_shows_the_costs_of_rounds_and_bytes_in_spite_of_late_threads() 
     moments = [1]
     for seconds in took:
         moments.append(moments[-1] + round(seconds * 1e9))
-    found = _probe_of(HOST, list(moments), 0.03, nbytes, "gloo", 2)
+    found = probe_of(HOST, list(moments), 0.03, nbytes, "gloo", 2)
     assert found.byte_seconds == pytest.approx(1e-8, rel=0.02)
     assert 0 < found.round_seconds <= 2e-4
     assert found.byte_cpu_seconds == pytest.approx(0.01 / nbytes, rel=0.02)
@@ -74,9 +68,8 @@ def test_a_formula_that_reads_numbers_is_not_used() -> None:
             return size * int(bucket.buffer().count_nonzero())
 
     parameters = {"w": torch.zeros(8, 8)}
-    layout = group_parameters([(("w",), 256)], parameters, (), {})
-    layout = with_wire_bytes(layout, parameters, {1: Counting(), 2: AllReduce()}, size=2)
-    assert layout.groups[0].wire_bytes == {2: 256}
+    assert wire_bytes_of(Counting(), ["w"], parameters, 2) is None
+    assert wire_bytes_of(AllReduce(), ["w"], parameters, 2) == 256
 
 
 def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
@@ -89,9 +82,9 @@ def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
         "far": (64, 64),
     }
     parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    buckets = [(("h.0.w", "h.1.w", "h.0.b", "tokens", "head"), 0), (("far",), 0)]
-    layout = group_parameters(buckets, parameters, {"h.0.b"}, {"tokens": "embedding"})
-    found = [(set(g.names), g.bucket, g.is_exact) for g in layout.groups]
+    buckets = [("h.0.w", "h.1.w", "h.0.b", "tokens", "head"), ("far",)]
+    groups = group_parameters(buckets, parameters, {"h.0.b"}, {"tokens": "embedding"})
+    found = [(set(g.names), g.bucket, g.is_exact) for g in groups]
     assert found == [
         ({"h.0.w", "h.1.w"}, 0, False),
         ({"h.0.b"}, 0, True),
@@ -99,8 +92,8 @@ def test_groups_are_those_of_a_bucket_with_a_role_and_a_similar_size() -> None:
         ({"head"}, 0, False),
         ({"far"}, 1, False),
     ]
-    assert layout.groups[0].label == "h.*.w \N{MULTIPLICATION SIGN}2"
-    assert layout.groups[3].label == "head"
+    assert groups[0].label == "h.*.w \N{MULTIPLICATION SIGN}2"
+    assert groups[3].label == "head"
 
 
 def bucket_of(shapes: dict[str, tuple[int, ...]]) -> GradBucket:
@@ -113,12 +106,12 @@ def bucket_of(shapes: dict[str, tuple[int, ...]]) -> GradBucket:
 def test_a_sample_has_whole_parameters_or_evenly_spaced_rows() -> None:
     bucket = bucket_of({"a": (8, 6), "b": (5,), "c": (100, 10)})
     gradients = dict(zip(bucket.names, bucket.gradients(), strict=True))
-    whole = draw_sample(bucket, ["a", "b"], lambda *_: None, 60, turn=0)
+    whole = draw_sample(bucket, ["a", "b"], 60, turn=0)
     assert whole.names == ["a", "b"]
     assert torch.equal(whole.gradients()[0], gradients["a"])
     assert whole.gradients()[0].stride() == gradients["a"].stride()
-    assert draw_sample(bucket, ["a", "b"], lambda *_: None, 50, turn=1).names == ["b"]
-    rows = draw_sample(bucket, ["c"], lambda *_: None, 300, turn=5)
+    assert draw_sample(bucket, ["a", "b"], 50, turn=1).names == ["b"]
+    rows = draw_sample(bucket, ["c"], 300, turn=5)
     assert torch.equal(rows.gradients()[0], gradients["c"][::4])
 
 
@@ -129,7 +122,7 @@ def test_a_sample_has_what_has_not_been_sent() -> None:
     def residual(name: str, gradient: Tensor, where: slice) -> Tensor | None:
         return before[:48][where] if name == "a" else None  # as it lies in memory
 
-    sample = draw_sample(bucket, ["a", "b"], residual, 60, turn=0)
+    sample = draw_sample(bucket, ["a", "b"], 60, residual=residual)
     assert torch.equal(sample.gradients()[0], 2 * bucket.gradients()[0])
     assert torch.equal(sample.gradients()[1], bucket.gradients()[1])
     assert torch.equal(bucket.buffer(), before)
@@ -144,16 +137,10 @@ class OneRank:
         return message
 
 
-def test_a_check_compares_the_same_elements_of_each_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(check, "_CHECKED", 100)
+def test_a_check_compares_the_same_elements_of_each_parameter() -> None:
     bucket = bucket_of({"a": (8, 6), "b": (5,), "c": (100, 10)})
     bucket = bucket_with(bucket, bucket.buffer(), step=3)
-    groups = [
-        (2, ParameterGroup(("a", "c"), 0, 1048, is_exact=False)),  # every 11th, from the 3rd on
-        (4, ParameterGroup(("b",), 0, 5, is_exact=False)),
-    ]
+    groups = {2: ("a", "c"), 4: ("b",)}  # of the first, every 11th, from the 3rd on
     residuals = {"a": 2.0, "b": 3.0, "c": None}
 
     def residual(name: str, gradient: Tensor, where: slice) -> Tensor | None:
@@ -161,7 +148,7 @@ def test_a_check_compares_the_same_elements_of_each_parameter(
         return None if found is None else torch.full((gradient.numel(),), found)[where]
 
     flat = bucket.buffer().clone()
-    drawn = check.Check.of(bucket, groups, residual)
+    drawn = Check.of(bucket, groups, residual, 100)
     assert drawn is not None
     p = [flat[3:48:11] + 2, flat[48:53] + 3, flat[56::11]]
     assert torch.equal(drawn.p, torch.cat(p))
@@ -170,4 +157,4 @@ def test_a_check_compares_the_same_elements_of_each_parameter(
     squares = {i: found.tolist() for i, found in end.value.value.items()}
     of_two = float(torch.cat([p[0], p[2]]).double().square().sum())
     assert squares == {2: [4.0 * 5, of_two], 4: [9.0 * 5, float(p[1].square().sum())]}
-    assert check.Check.of(bucket, [], residual) is None
+    assert Check.of(bucket, {}, residual, 100) is None

@@ -6,31 +6,37 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, train
+from torch import Tensor
 
 import commhooks
 from commhooks.algorithms.adaptive import measurement
+from commhooks.algorithms.adaptive.link import Probe
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.messages import Probe
-from commhooks.algorithms.wrappers.trial import ExactAverage, Outcome, Trial
-from commhooks.testing.probe import Trainer
+from commhooks.algorithms.wrappers.table import residual_of
+from commhooks.algorithms.wrappers.trial import Trial, squares_of
+from commhooks.hook.spec import hook_spec
+from commhooks.testing.probe import Trainer, draw_gradients
+
+TOPK = "topk:density=0.05,warmup_steps=0"
 
 
 def probe(rank: int, size: int) -> list[tuple[int, bool]]:
     """Return the steps that probe, and whether that follows the last bucket."""
     found: list[tuple[int, bool]] = []
-    in_process = Measurement._measure_link
+    in_process = Measurement._probe_link
 
     async def note(of: Measurement, elements: int, device: Any, comm: Any) -> Any:
-        layout = of.control.layout
-        assert layout is not None
-        found.append((of._step, len(of._buckets) == len(layout.buckets) > 1))
+        last = max(group.bucket for group in of.control.groups)
+        found.append((of._step, len(of._buckets) == last + 1 > 1))
         time.sleep(0.4)
         return await in_process(of, elements, device, comm)
 
     with ExitStack() as stack:
         Links(stack)
-        stack.enter_context(patch.object(Measurement, "_measure_link", note))
+        stack.enter_context(patch.object(Measurement, "_probe_link", note))
         take = stack.enter_context(patch.object(measurement.Controller, "take", autospec=True))
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
@@ -51,36 +57,50 @@ def test_the_link_is_probed_once_when_backward_has_ended(run_ranks: Any) -> None
         assert is_after_all
 
 
-def first_trials(rank: int, size: int) -> list[bool]:
-    twice: list[bool] = []
-    run = Trial.run
-
-    async def note(of: Trial, *arguments: Any, **options: Any) -> Outcome:
-        twice.append(options["twice"])
-        return await run(of, *arguments, **options)
-
+def try_topk(rank: int, size: int) -> None:
+    """Compare the errors of trials with those of the same hook, in training for the same steps."""
     with ExitStack() as stack:
         Links(stack)
-        stack.enter_context(patch.object(Trial, "run", note))
-        hook: Any = commhooks.create("auto", error=0.3, candidates=["int8"], replan=20)
-        train(Trainer(hook, PARAMETERS), rank, range(60))
-    return twice
+        stack.enter_context(patch.object(measurement, "_CHECKED_IN_TRIALS", 1 << 20))
+        stack.enter_context(patch.object(measurement, "_LEAST_SAMPLE", 1 << 20))
+        hook: Any = commhooks.create("auto", error=0.3, candidates=[TOPK])
+        trainer = Trainer(hook, PARAMETERS)
+        step = 0
+        while not hook._measuring._outcomes:
+            trainer.step(draw_gradients(PARAMETERS, rank, step))
+            step += 1
+        agenda = hook._control.agenda
+        steps = [draw_gradients(PARAMETERS, rank, i) for i in range(agenda.start, agenda.report)]
+        assert len(steps) > 4
+        for (group, position), outcome in hook._measuring._outcomes.items():
+            if position == 0:
+                continue
+            names = hook._control.groups[group].names
+            alone: Any = hook_spec(TOPK).create()
+            alone_on = Trainer(alone, {name: PARAMETERS[name] for name in names})
+            for gradients in steps:
+                p = {name: gradients[name].clone() for name in names}
+                for name in names:
+                    rest = residual_of(alone, name, p[name], size)
+                    p[name] += 0 if rest is None else rest.view(p[name].shape)
+                average = alone_on.step({name: gradients[name] for name in names})
+            exact = torch.cat([p[name].view(-1) for name in names])
+            dist.all_reduce(exact.div_(size))
+            found = torch.cat([average[name].view(-1) for name in names])
+            assert outcome[2].tolist() == pytest.approx(squares_of(found, exact).tolist(), rel=1e-3)
 
 
-def test_the_first_trial_of_a_hook_runs_twice(run_ranks: Any) -> None:
-    """The first run takes longer than later ones. ``int8`` has nothing to learn."""
-    for twice in run_ranks(first_trials, 2):
-        assert twice[0]
-        assert len(twice) > 1
-        assert not any(twice[1:])
+def test_trials_have_what_was_not_sent_in_the_steps_before(run_ranks: Any) -> None:
+    """So errors are those of a hook in use, which grow with its residual."""
+    run_ranks(try_topk, 2)
 
 
-def fail_in_the_first_trials(rank: int, size: int) -> None:
-    """Rank 0 fails when rank 1 has begun with its first trial; then both repeat the step."""
-    of = ExactAverage.of
+def fail_in_trials(rank: int, size: int) -> None:
+    """Rank 0 fails when rank 1 has begun with a trial; then both repeat the step."""
+    average = Trial.average
 
-    async def average_and_fail(*arguments: Any) -> ExactAverage:
-        await of(*arguments)
+    async def average_and_fail(*arguments: Any) -> Tensor:
+        await average(*arguments)
         raise ValueError("by the test")
 
     with ExitStack() as stack:
@@ -88,21 +108,20 @@ def fail_in_the_first_trials(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not (hook._control.agenda and hook._control.agenda.trial(step) is not None):
+        while not (hook._control.agenda and hook._control.agenda.is_trial(step)):
             train(trainer, rank, range(step, step + 1))
             step += 1
-            if hook._measuring._received:  # instructions that the next step follows
-                break
+        train(trainer, rank, range(step, step + 2))
         for _ in range(2):
             with (
-                patch.object(ExactAverage, "of", average_and_fail if rank == 0 else of),
+                patch.object(Trial, "average", average_and_fail if rank == 0 else average),
                 pytest.raises(commhooks.CommHookError, match="by the test"),
             ):
-                train(trainer, rank, range(step, step + 1))
-        train(trainer, rank, range(step, step + 12))
+                train(trainer, rank, range(step + 2, step + 3))
+        train(trainer, rank, range(step + 2, step + 16))
         assert set(agree(hook).hook_of().values()) > {"allreduce"}
 
 
-def test_ranks_repeat_their_first_trials_alike(run_ranks: Any) -> None:
+def test_ranks_repeat_trials_alike(run_ranks: Any) -> None:
     """Or they would wait for each other's collectives."""
-    run_ranks(fail_in_the_first_trials, 2)
+    run_ranks(fail_in_trials, 2)
