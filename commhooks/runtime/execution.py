@@ -155,8 +155,8 @@ class HookExecution:
         failure.__cause__ = cause
         return failure
 
-    def fail(self, error: CommHookError) -> None:
-        """Set what backward raises for ``error`` in the future, and drop the future.
+    def fail(self, error: CommHookError) -> Future[Tensor]:
+        """Set what backward raises for ``error`` in the future. Drop the future, and return it.
 
         An error that has been raised refers through its traceback to whatever the caller has,
         including the model; so the error that is raised must not be the one that is kept. Its cause
@@ -167,6 +167,7 @@ class HookExecution:
         future = self.future
         del self.future
         _set_exception(future, _copy_to_raise(error))
+        return future
 
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
         """Return an error with ``text`` and the place where it happened."""

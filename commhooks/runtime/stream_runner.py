@@ -78,7 +78,6 @@ class StreamRunner:
         """Run the hook on ``bucket``. Errors are set in the future."""
         check_capture(self._hook, self._device, may=self._is_capturable)
         execution = HookExecution(self._hook, bucket, self._group)
-        future = execution.future
         execution.launch(self._stream, timed=self._times_launches)
         self._stream.follow(execution.mark, bucket.buffer())
         try:
@@ -88,20 +87,19 @@ class StreamRunner:
         except CommHookError as error:
             execution.close()
             self._fail(error)
-            execution.fail(error)
-            return future
+            return execution.fail(error)  # no variable of this frame may hold the future
         except BaseException as error:
             # Not of the hook: a signal has arrived on the thread of backward.
             self._fail(execution.error(f"{type(error).__name__}: {error}"))
             raise
         execution.record(self.collector)
         with self._stream:
-            future.set_result(result)
+            execution.future.set_result(result)
         if execution.comm.begun:
             self._handed_over.append(execution)
         if bucket.is_last():
             self._run_exchanges()
-        return future
+        return execution.future
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
         """Connect communicators of these ranks, where the model's process group will not do."""

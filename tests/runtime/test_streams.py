@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from emulation import emulated
-from support.conforming_hooks import CASES
+from support.conforming_hooks import OPTIONS, OWN_HOOKS
 from support.simulated_streams import Simulation, simulated
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 RUNNERS = {"stream": StreamRunner, "threaded": ThreadedRunner}
 Found = tuple[list[str], set[str]]
 """Problems, and the calls that order streams."""
+# One of each family; the others run in `make test-all`.
+FAMILIES = {"demo", "diloco", "guard", "int8", "powersgd", "push_sum", "skip_nonfinite", "topk"}
 WITH_EXCHANGES = {"period": 2, "delay": 1, "inner": "int8"}
 
 
@@ -81,27 +83,31 @@ def life(
 
 
 def failure(rank: int, size: int, runner: str, ignored: str = "") -> Found:
-    """Drop a model after a step in which its hook has failed."""
+    """Drop a model, or remove the hook, after a step in which the hook has failed."""
     with device(runner, ignored) as simulation:
-        hook: Any = make("local_sgd", {"period": 1})
-        trainer = Trainer(hook, stable_buckets=True)
-        train(trainer, rank, simulation, 0)
-        reduce = hook.reduce
-
-        async def fail(bucket: Any, comm: Any) -> Tensor:
-            if bucket.index() == 0:
-                return await reduce(bucket, comm)
-            bucket.buffer().zero_()
-            raise ValueError("raised by the test")
-
-        hook.reduce = fail
-        with suppress(CommHookError):
-            train(trainer, rank, simulation, 1)
-        simulation.launched.clear()  # backward has raised, and waits for no bucket
-        if runner == "threaded":
-            trainer.handle.remove()  # which averages the models
-        del trainer, hook, reduce, fail
+        fail(rank, simulation, "int8")
+        if runner == "threaded":  # on NCCL the hook keeps failing
+            fail(rank, simulation, "local_sgd", period=1).handle.remove()  # averages the models
     return list(simulation.problems), simulation.calls
+
+
+def fail(rank: int, simulation: Simulation, name: str, **options: Any) -> Trainer:
+    hook: Any = make(name, options)
+    trainer = Trainer(hook, stable_buckets=True)
+    train(trainer, rank, simulation, 0)
+    reduce = hook.reduce
+
+    async def fail_late(bucket: Any, comm: Any) -> Tensor:
+        if bucket.index() == 0:
+            return await reduce(bucket, comm)
+        bucket.buffer().zero_()
+        raise ValueError("raised by the test")
+
+    hook.reduce = fail_late
+    with suppress(CommHookError):
+        train(trainer, rank, simulation, 1)
+    simulation.launched.clear()  # backward has raised, and waits for no bucket
+    return trainer
 
 
 def copied(value: Any) -> Any:
@@ -110,8 +116,87 @@ def copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize(("name", "options"), CASES)
-def test_nothing_is_used_too_early_or_freed_too_soon(run_ranks, name, options, runner):
+@pytest.mark.parametrize(
+    ("runner", "name", "options"),
+    [
+        pytest.param(
+            runner,
+            name,
+            options,
+            marks=[pytest.mark.exhaustive]
+            if index or name not in FAMILIES or runner == "threaded"
+            else [],
+        )
+        for runner in RUNNERS
+        for name in OWN_HOOKS
+        for index, options in enumerate(OPTIONS.get(name, [{}]))
+    ],
+)
+def test_nothing_is_used_too_early_or_freed_too_soon(run_ranks, runner, name, options):
     for problems, _ in run_ranks(life, 2, runner, name, options):
         assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_nor_after_a_failure(run_ranks, runner):
+    for problems, _ in run_ranks(failure, 2, runner):
+        assert not problems, "\n".join(problems)
+
+
+# What orders streams or records one: the functions of side_stream.py, and what calls them.
+CALLS = {
+    "stream": {
+        "record: follow < StreamRunner.__call__",
+        "record: record_on_current_stream < Adapter.install",
+        "record: record_on_current_stream < HookHandle.state_dict",
+        "record: record_on_current_stream < StreamRunner.between_steps",
+        "wait: follow < StreamRunner.__call__",
+        "wait: follow < StreamRunner._run_exchanges",
+        "wait: follow < forked < StreamRunner.between_steps",
+        "wait: join < StreamRunner.flush",
+        "wait: join < forked < StreamRunner.between_steps",
+    },
+    "threaded": {
+        "record: follow < HookScheduler.launch",
+        "record: record_on_current_stream < Adapter.install",
+        "record: record_on_current_stream < HookHandle.state_dict",
+        "wait: follow < HookScheduler.launch",
+        "wait: follow < forked < ThreadedRunner.between_steps",
+        "wait: join < ThreadedRunner.flush",
+        "wait: join < forked < ThreadedRunner.between_steps",
+    },
+}
+
+
+def found_without(run_ranks: Any, runner: str, ignored: str) -> tuple[list[str], set[str]]:
+    """Return problems, if any, and the calls up to there, if one call has no effect."""
+    calls: set[str] = set()
+    for function, *args in (
+        (failure,),
+        (life, "diloco", WITH_EXCHANGES),
+        (life, "push_sum", {}),
+    ):
+        for problems, found in run_ranks(function, 2, runner, *args, ignored):
+            calls |= found
+            if problems:
+                return problems, calls
+    return [], calls
+
+
+@pytest.mark.parametrize(
+    ("runner", "call"),
+    [
+        pytest.param(runner, call, marks=[pytest.mark.exhaustive] if runner == "threaded" else [])
+        for runner in CALLS
+        for call in sorted(CALLS[runner])
+    ],
+)
+def test_each_call_is_needed(run_ranks, runner, call):
+    assert found_without(run_ranks, runner, call)[0]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_these_are_all_calls(run_ranks, runner):
+    problems, calls = found_without(run_ranks, runner, "")
+    assert not problems
+    assert calls == CALLS[runner]
