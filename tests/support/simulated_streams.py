@@ -25,7 +25,7 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ import commhooks
 from commhooks import native
 from commhooks.comm import exchange
 from commhooks.comm.communicator import Communicator
+from commhooks.errors import CommHookError
 from commhooks.runtime import execution, side_stream, stream_runner, threaded_runner
 
 __all__ = ["Simulation", "simulated"]
@@ -328,8 +329,14 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     def packing(launch: Any, runner: Any, bucket: Any) -> Any:
         simulation.access("packing", written=bucket.buffer())
         # No variable may hold a future, which may have an error that refers to this frame.
-        simulation.launched.append(launch(runner, bucket))
-        return simulation.launched[-1]
+        launched = simulation.launched
+        launched.append(launch(runner, bucket))
+        try:
+            return launched[-1]
+        finally:
+            if bucket.is_last():  # the reducer waits for all right after this one
+                with suppress(CommHookError):
+                    simulation.unpack()
 
     def collective(pending: Any, comm: Any, operation: str, start: Any, *rest: Any) -> Any:
         def run(group: Any, *options: Any) -> Any:
