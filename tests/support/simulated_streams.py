@@ -25,7 +25,7 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -335,8 +335,10 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
             return launched[-1]
         finally:
             if bucket.is_last():  # the reducer waits for all right after this one
-                with suppress(CommHookError):
+                try:
                     simulation.unpack()
+                except CommHookError as error:
+                    error.__traceback__ = None  # the future holds the error
 
     def collective(pending: Any, comm: Any, operation: str, start: Any, *rest: Any) -> Any:
         def run(group: Any, *options: Any) -> Any:
