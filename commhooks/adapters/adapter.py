@@ -12,11 +12,12 @@ from torch.futures import Future
 
 from commhooks.comm.agreement import check_agreement
 from commhooks.errors import CommHookError
-from commhooks.hook.base import CommHook
+from commhooks.hook.base import CommHook, tree
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
 from commhooks.runtime.recording import Recording
 from commhooks.runtime.runner import Runner, make_runner
+from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats, StatsCollector
 from reducer.peers import collective
 
@@ -135,6 +136,10 @@ class Adapter(ABC):
         if self._runner is not None:
             self._runner.close()
         self.hook, self._runner = hook, runner
+        if runner is not None and isinstance(hook, CommHook):
+            with runner.between_steps():  # what it keeps may belong to the stream of another runner
+                for each in tree(hook):
+                    record_on_current_stream(each.state)
         self._collector = StatsCollector() if runner is None else runner.collector
         self._collector.units = {name: tuple(unit) for unit in self.units or () for name in unit}
         self._listen()

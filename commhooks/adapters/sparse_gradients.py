@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from commhooks.comm.exchange import new_future
 from commhooks.comm.wire import all_gather_bytes
-from commhooks.runtime.execution import new_future
 from reducer.construction import sparse_parameters
 
 __all__ = ["SparseGradients", "average_rows", "completed"]

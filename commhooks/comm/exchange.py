@@ -32,17 +32,23 @@ not depend on the speed of the network.
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
 from commhooks.errors import CommHookError
 
-__all__ = ["NOT_BEGUN", "Exchange"]
+__all__ = ["NOT_BEGUN", "Exchange", "new_future"]
 
 NOT_BEGUN = (
     "expected an exchange that began in an earlier step, found one that was handed over in this "
     "step, or dropped because a step failed; forget exchanges in recover()"
 )
+
+
+def new_future(device: torch.device) -> Future[Tensor]:
+    """Return a future of a tensor on ``device``. Waiting for it makes the current stream wait."""
+    return Future(devices=[] if device.type == "cpu" else [device])
 
 
 class Exchange:
@@ -68,7 +74,7 @@ class Exchange:
 
         exchange = cls(run)
         exchange.is_saved = True
-        exchange.future = Future(devices=[] if result.device.type == "cpu" else [result.device])
+        exchange.future = new_future(result.device)
         exchange.future.set_result(result)
         return exchange
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from commhooks.comm.communicator import Communicator, PendingCollective
-from commhooks.comm.exchange import Exchange
+from commhooks.comm.exchange import Exchange, new_future
 from commhooks.comm.point_to_point import BrokenConnectionError
 from commhooks.errors import CommHookError, CommHookPeerError, CommHookResultError
 from commhooks.hook.base import CommHook
@@ -23,7 +23,7 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
 
-__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution", "check_capture", "new_future"]
+__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution", "check_capture"]
 
 _NO_RESULT = torch.empty(0)
 
@@ -155,8 +155,8 @@ class HookExecution:
         failure.__cause__ = cause
         return failure
 
-    def fail(self, error: CommHookError) -> None:
-        """Set what backward raises for ``error`` in the future, and drop the future.
+    def fail(self, error: CommHookError) -> Future[Tensor]:
+        """Set what backward raises for ``error`` in the future. Drop the future, and return it.
 
         An error that has been raised refers through its traceback to whatever the caller has,
         including the model; so the error that is raised must not be the one that is kept. Its cause
@@ -167,6 +167,7 @@ class HookExecution:
         future = self.future
         del self.future
         _set_exception(future, _copy_to_raise(error))
+        return future
 
     def error(self, text: str, kind: type[CommHookError] = CommHookError) -> CommHookError:
         """Return an error with ``text`` and the place where it happened."""
@@ -344,11 +345,6 @@ def _set_exception(future: Future[Tensor], error: BaseException) -> None:
 
     future._set_unwrap_func(unwrap)  # noqa: SLF001
     future.set_result(error)  # type: ignore[arg-type]  # as torch does
-
-
-def new_future(device: torch.device) -> Future[Tensor]:
-    """Return a future of a tensor on ``device``. Waiting for it makes the current stream wait."""
-    return Future(devices=[] if device.type == "cpu" else [device])
 
 
 def _vote() -> PendingCollective:

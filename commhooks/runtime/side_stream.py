@@ -45,7 +45,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # With priority: a collective that starts late keeps all ranks waiting.
-        self._stream: Any = None if device.type == "cpu" else torch.Stream(device, priority=-1)
+        self._stream: Any = torch.Stream(device, priority=-1) if _has_streams(device) else None
         self._entered = threading.local()
 
     def mark(self, *, timed: bool = False) -> torch.Event | None:
@@ -113,8 +113,18 @@ def record_on_current_stream(value: Any) -> None:
     Their memory is not reused before the current stream has passed the point at which they are
     freed.
     """
-    if isinstance(value, Mapping):
+    for tensor in _tensors(value):
+        if _has_streams(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
         for each in value.values():
-            record_on_current_stream(each)
-    elif isinstance(value, Tensor) and value.device.type != "cpu":
-        value.record_stream(torch.accelerator.current_stream(value.device))
+            yield from _tensors(each)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type != "cpu"

@@ -9,17 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from commhooks.comm.exchange import NOT_BEGUN, Exchange
+from commhooks.comm.exchange import NOT_BEGUN, Exchange, new_future
 from commhooks.comm.private_groups import PrivateGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import all_declare, any_declares, declares
-from commhooks.runtime.execution import (
-    ExchangeExecution,
-    HookExecution,
-    check_capture,
-    new_future,
-)
+from commhooks.runtime.execution import ExchangeExecution, HookExecution, check_capture
 from commhooks.runtime.side_stream import SideStream, record_on_current_stream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
@@ -83,7 +78,6 @@ class StreamRunner:
         """Run the hook on ``bucket``. Errors are set in the future."""
         check_capture(self._hook, self._device, may=self._is_capturable)
         execution = HookExecution(self._hook, bucket, self._group)
-        future = execution.future
         execution.launch(self._stream, timed=self._times_launches)
         self._stream.follow(execution.mark, bucket.buffer())
         try:
@@ -93,20 +87,19 @@ class StreamRunner:
         except CommHookError as error:
             execution.close()
             self._fail(error)
-            execution.fail(error)
-            return future
+            return execution.fail(error)  # no variable of this frame may hold the future
         except BaseException as error:
             # Not of the hook: a signal has arrived on the thread of backward.
             self._fail(execution.error(f"{type(error).__name__}: {error}"))
             raise
         execution.record(self.collector)
         with self._stream:
-            future.set_result(result)
+            execution.future.set_result(result)
         if execution.comm.begun:
             self._handed_over.append(execution)
         if bucket.is_last():
             self._run_exchanges()
-        return future
+        return execution.future
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
         """Connect communicators of these ranks, where the model's process group will not do."""
@@ -141,12 +134,13 @@ class StreamRunner:
     def between_steps(self) -> Iterator[None]:
         """Let the caller work on the stream of the hook. Exchanges come before and after."""
         self.flush()
-        with self._stream.forked():
-            yield
-        self._exchange_stream.follow(self._stream.end())
-        with self._exchange_stream:
-            for each in tree(self._hook):
-                record_on_current_stream(each.state)
+        try:
+            with self._stream.forked():
+                yield
+        finally:
+            with self._exchange_stream:
+                for each in tree(self._hook):
+                    record_on_current_stream(each.state)
 
     def close(self) -> None:
         """End the hook's own communicators. The host waits for what is under way."""

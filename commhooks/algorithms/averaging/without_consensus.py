@@ -1,10 +1,12 @@
 """Base class of hooks under which each rank has a model of its own."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.host_copy import HostCopy
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
 
@@ -23,7 +25,8 @@ class WithoutConsensus(CommHook):
     """
 
     _measured_step: int = field(default=-1, init=False, repr=False, compare=False)
-    _squared_distance: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    _squares: list[HostCopy] = field(default_factory=list, init=False, repr=False, compare=False)
+    """One of each bucket. On the host, because an exchange may measure while metrics are read."""
 
     consensus = False
     gets_each_once = True
@@ -35,13 +38,13 @@ class WithoutConsensus(CommHook):
         if partner_of:
             # Mean over pairs of ‖x_i - x_j‖² = 2·N/(N-1) · mean over ranks of ‖x_i - mean‖².
             square *= (partner_of - 1) / (2 * partner_of)
-        if step != self._measured_step or self._squared_distance is None:
-            self._measured_step, self._squared_distance = step, torch.zeros_like(square)
-        self._squared_distance += square
+        if step != self._measured_step:
+            self._measured_step, self._squares = step, []
+        self._squares.append(HostCopy(square))
 
     def metrics(self) -> dict[str, float]:
         """Return ``consensus_distance`` once it has been measured."""
         own = {}
-        if self._squared_distance is not None:
-            own["consensus_distance"] = self._squared_distance.sqrt().item()
+        if squares := self._squares:
+            own["consensus_distance"] = math.sqrt(sum(square.read() for square in squares))
         return own | super().metrics()

@@ -27,10 +27,12 @@ The step as a whole is handled afterwards:
   step, because the averages that it sent are never applied.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.codecs.finite import all_finite, is_known_false, nan_unless, zero_unless
@@ -110,6 +112,10 @@ class SkipNonfinite(CommHook):
                 "take several steps, so its state cannot be saved before each step; use "
                 "whole_steps=False, or a hook without a delay"
             )
+
+    def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        super().prepare(parameters, group)
+        self._skips.to_host()  # on a device they belong to the stream of an earlier registration
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
         inner = self.inner.collectives(rank, size)
@@ -205,6 +211,11 @@ class _Skips:
 
     def begin_step(self) -> None:
         self.steps, self.buckets = self.totals()
+        self.of_buckets.clear()
+
+    def to_host(self) -> None:
+        """Continue with counters on the host."""
+        self.steps, self.buckets = map(int, self.totals())
         self.of_buckets.clear()
 
     def in_step(self) -> Tensor | int:

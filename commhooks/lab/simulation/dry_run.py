@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import ReduceOp
 
 from commhooks.comm.communicator import Communicator
-from commhooks.comm.exchange import Exchange
+from commhooks.comm.exchange import Exchange, new_future
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.costs.step_trace import (
     BucketTrace,
@@ -44,7 +44,6 @@ from commhooks.hook.capabilities import Role
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
-from commhooks.runtime.execution import new_future
 from reducer import GradBucket
 
 __all__ = ["FakeGroup", "as_launched", "dry_run", "usual_ratio"]
