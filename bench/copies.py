@@ -55,7 +55,7 @@ def in_turn(benchmark: Any, runs: dict[str, Run], device: str) -> dict[str, list
     return {name: rounds[WARM_UP:] or rounds for name, rounds in seconds.items()}
 
 
-def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: str) -> None:
+def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: str = "") -> None:
     """Time ``run`` against a copy of ``like``. ``moved_bytes``: what ``run`` reads and writes."""
     target = torch.empty_like(like)
     runs = {"copy": lambda: target.copy_(like), "run": run}
@@ -73,7 +73,7 @@ def against_copy(benchmark: Any, run: Run, moved_bytes: int, like: Tensor, aim: 
     )
 
 
-def against_other(benchmark: Any, runs: dict[str, Run], aim: str) -> None:
+def against_other(benchmark: Any, runs: dict[str, Run]) -> None:
     """Time the last of ``runs`` against the others, on CUDA."""
     rounds = in_turn(benchmark, runs, "cuda")
     *others, subject = runs
@@ -85,5 +85,4 @@ def against_other(benchmark: Any, runs: dict[str, Run], aim: str) -> None:
             )
             for name in others
         },
-        aim=aim,
     )

@@ -4,65 +4,91 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.auto import remote
 from bench.auto.models import MODELS
-from bench.auto.plans import fewest_bytes, random_of_bytes
-from bench.auto.points import Effort, Point
-from bench.auto.remote import Learned, Metered
+from bench.auto.remote import Metered
 from bench.load import busy_seconds, own_seconds
 from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES
 from commhooks.cluster import Ranks
-from commhooks.cluster.links import ShapedLink, burst_bytes
+from commhooks.cluster.links import ShapedLink, shaped_link
 from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison.entry import Entry
+from commhooks.lab.units import format_rate
 from commhooks.planning import Plan
-from commhooks.planning.problem import uniform
-from commhooks.planning.solver import plan_of, replayed
 
-__all__ = [
-    "AUTO",
-    "FEWEST_BYTES",
-    "RANDOM",
-    "REFERENCE",
-    "auto_config",
-    "errors_of",
-    "fixed_config",
-    "measure",
-    "measure_change",
-]
+__all__ = ["AUTO", "POINTS", "QUICK", "Effort", "Point", "errors_of", "measure"]
 
-AUTO, FEWEST_BYTES, RANDOM = "auto", "fewest bytes", "random plan"
+AUTO = "auto"
 REFERENCE = "int4"
 """The uniform hook whose error is the limit."""
 ALWAYS = ("bf16", REFERENCE)
 _SLOW = 2.5
 """Settings that take this many times as long as the fastest are timed in every fourth turn only."""
 
-FAST, SLOW = 10e9, 1e9
-_BLOCK, _BLOCKS = 5, 16
-"""Steps of each setting in turn after a change of the rate, and how often."""
-
-Config = dict[str, Any]
 Row = dict[str, Any]
 
 
-def auto_config(model: str, effort: Effort) -> Config:
-    """Return the config of ``auto`` for a model."""
-    config: Config = {"name": "auto", "exact": list(MODELS[model].exact)}
-    if effort.candidates != DEFAULT_CANDIDATES:
-        config["candidates"] = [spec for spec in effort.candidates if spec != "allreduce"]
-    return config
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured."""
+
+    candidates: tuple[str, ...] = DEFAULT_CANDIDATES
+    """Of ``auto``."""
+    settings: tuple[str, ...] = DEFAULT_CANDIDATES
+    """The uniform settings that it is compared with."""
+    warm_up: int = 120
+    """Steps of ``auto`` before it is timed. The first plan is in use after about 18."""
+    blocks: int = 5
+    """Of each setting, in turn."""
+    block_steps: int = 6
+    """At least 3, or most steps of ``auto`` follow a pause, during which it believes to train. The
+    models of the other settings are in the caches at first, so messages seem slower."""
+    error_steps: int = 4
+    error_after: int = 15
+    """Steps before the error of a uniform setting is measured."""
 
 
-def fixed_config(model: str, plan: Plan) -> Config:
-    """Return the config of ``auto`` with a plan that stays."""
-    return {"name": "auto", "exact": list(MODELS[model].exact), "plan": plan.to_json()}
+@dataclass(frozen=True)
+class Point:
+    """A model on some ranks, with a link each. ``bits_per_second``: 0 for loopback."""
+
+    model: str
+    bits_per_second: float
+    ranks: int = 2
+
+    @property
+    def name(self) -> str:
+        """For the command line: ``gpt-100mbit-2``."""
+        rate = self.bits_per_second
+        unit, scale = ("gbit", 1e9) if rate >= 1e9 else ("mbit", 1e6)
+        return f"{self.model}-{f'{rate / scale:g}{unit}' if rate else 'loopback'}-{self.ranks}"
+
+    @property
+    def place(self) -> str:
+        """For tables."""
+        return format_rate(self.bits_per_second) if self.bits_per_second else "loopback"
+
+    def link(self) -> AbstractContextManager[ShapedLink | None]:
+        """Make the hosts."""
+        return (
+            shaped_link(self.ranks, self.bits_per_second) if self.bits_per_second else nullcontext()
+        )
+
+
+POINTS = (
+    *(Point(model, rate) for rate in (1e8, 1e9, 1e10) for model in ("gpt", "lstm", "resnet")),
+    Point("gpt", 1e8, 4),
+    Point("gpt", 1e9, 4),
+)
+_FEW = ("allreduce", "bf16", "int4")
+QUICK = Effort(_FEW, _FEW, warm_up=12, blocks=2, error_steps=1, error_after=1)
+"""For a test: shows that it works, and nothing else."""
 
 
 def errors_of(model: str, size: int, specs: Sequence[str], effort: Effort) -> dict[str, float]:
@@ -70,12 +96,11 @@ def errors_of(model: str, size: int, specs: Sequence[str], effort: Effort) -> di
 
     Over loopback, because the link does not change it.
     """
-    found = {}
+    found = dict.fromkeys(specs, 0.0)
     with Ranks(size) as ranks:
         ranks(remote.prepare, model)
         for spec in specs:
             parsed = hook_spec(spec)
-            found[spec] = 0.0
             if not is_lossless(parsed.create()):
                 ranks(remote.add, Metered(spec, parsed.config))
                 ranks(remote.seconds, spec, effort.error_after)
@@ -93,30 +118,30 @@ def measure(
     ``errors``: of the uniform settings; those beyond the limit are left out. ``plans``: others to
     compare with.
     """
+    config: dict[str, Any] = {"name": "auto", "exact": list(MODELS[point.model].exact)}
+    chosen = {"candidates": [spec for spec in effort.candidates if spec != "allreduce"]}
     with point.link() as link, Ranks(point.ranks, link) as ranks:
         parameters = ranks(remote.prepare, point.model)[0]
-        load = [os.getloadavg()[0]]
         before = _loads(ranks)
-        ranks(remote.add, Metered(AUTO, auto_config(point.model, effort)))
+        is_default = effort.candidates == DEFAULT_CANDIDATES
+        ranks(remote.add, Metered(AUTO, config if is_default else config | chosen))
         warm_up = slowest(ranks, AUTO, effort.warm_up)
-        learned = ranks(remote.learned, AUTO)[0]
         settings: dict[str, Row] = {AUTO: {}}
         for spec in effort.settings:
             if errors[spec] <= errors[REFERENCE]:
                 ranks(remote.add, Entry(spec, hook_spec(spec).config))
                 settings[spec] = {"error": errors[spec]}
-        for name, plan in (_other_plans(learned) | plans).items():
-            ranks(remote.add, Metered(name, fixed_config(point.model, plan)))
+        for name, plan in plans.items():
+            ranks(remote.add, Metered(name, config | {"plan": plan.to_json()}))
             settings[name] = {"hooks": _shares(plan), "predicted_error": plan.error}
-        in_rounds = _take_turns(ranks, settings, effort)
+        _take_turns(ranks, settings, effort)
         others = _others(before, _loads(ranks))
-        load.append(os.getloadavg()[0])
         learned = ranks(remote.learned, AUTO)[0]
-        for name in (AUTO, FEWEST_BYTES, RANDOM, *plans):
-            if name in settings:
-                measured = ranks(remote.errors, name, effort.error_steps)[0]
-                settings[name]["error"] = statistics.median(measured)
-        _add_predictions(settings, learned)
+        for name in (AUTO, *plans):
+            measured = ranks(remote.errors, name, effort.error_steps)[0]
+            settings[name]["error"] = statistics.median(measured)
+    settings[AUTO]["predicted_seconds"] = learned.plan.after.step_seconds
+    trained = sum(warm_up) + sum(map(sum, settings[AUTO]["blocks"]))
     return {
         "point": asdict(point),
         "parameters": parameters,
@@ -128,62 +153,39 @@ def measure(
             "metrics": learned.metrics,
             "hooks": _shares(learned.plan),
             "reason": learned.plan.reason,
-            "planning_share": learned.planning_seconds
-            / (sum(warm_up) + sum(sum(block) for block in in_rounds[AUTO])),
+            "planning_share": learned.planning_seconds / trained,
         },
-        "load": load,
         "others": others,
     }
 
 
-def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> dict[str, Any]:
+def _take_turns(ranks: Ranks, settings: dict[str, Row], effort: Effort) -> None:
     """Time all settings, block by block. The first block of each is not counted.
 
     Each gets ``blocks``: for each turn the seconds of its steps, or None if it was left out.
     """
-    blocks: dict[str, list[list[float] | None]] = {name: [] for name in settings}
-    bytes_before = {}
     warm = {name: sum(slowest(ranks, name, effort.block_steps)) for name in settings}
-    for name in settings:
-        bytes_before[name] = ranks(remote.sent, name)[0]
+    sent = {name: ranks(remote.sent, name)[0] for name in settings}
     slow = {name for name, each in warm.items() if each > _SLOW * min(warm.values())}
     slow -= {AUTO, *ALWAYS}
     names = list(settings)
+    for row in settings.values():
+        row["blocks"] = []
     for turn in range(effort.blocks):
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             is_left_out = name in slow and turn % 4
             block = None if is_left_out else slowest(ranks, name, effort.block_steps)
-            blocks[name].append(block)
+            settings[name]["blocks"].append(block)
     for name, row in settings.items():
-        steps, nbytes = (
-            now - then
-            for now, then in zip(ranks(remote.sent, name)[0], bytes_before[name], strict=True)
-        )
-        row["blocks"] = blocks[name]
+        now = ranks(remote.sent, name)[0]
+        steps, nbytes = (after - then for after, then in zip(now, sent[name], strict=True))
         row["wire_bytes"] = nbytes / steps
-    return {name: [block for block in each if block] for name, each in blocks.items()}
 
 
-def _other_plans(learned: Learned) -> dict[str, Plan]:
-    problem = learned.problem
-    if problem is None:
-        return {}
-    least = plan_of(problem, fewest_bytes(problem), "Sends least within the limit.")
-    nbytes = learned.plan.wire_bytes
-    drawn = plan_of(problem, random_of_bytes(problem, nbytes, 0), "Random, with as many bytes.")
-    return {FEWEST_BYTES: least, RANDOM: drawn}
-
-
-def _add_predictions(settings: dict[str, Row], learned: Learned) -> None:
-    problem = learned.problem
-    if problem is None:
-        return
-    settings[AUTO]["predicted_seconds"] = learned.plan.after.step_seconds
-    for i, spec in enumerate(problem.hooks):
-        if spec in settings:
-            timing = replayed(problem, uniform(problem, i))
-            settings[spec]["predicted_seconds"] = timing.step_seconds
+def slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
+    """Train, and return the seconds of each step on the slowest rank."""
+    return [max(each) for each in zip(*ranks(remote.seconds, name, steps), strict=True)]
 
 
 def _shares(plan: Plan) -> dict[str, float]:
@@ -192,11 +194,6 @@ def _shares(plan: Plan) -> dict[str, float]:
     for row in plan.rows:
         found[row.hook] = found.get(row.hook, 0.0) + row.elements / plan.elements
     return found
-
-
-def slowest(ranks: Ranks, name: str, steps: int) -> list[float]:
-    """Train, and return the seconds of each step on the slowest rank."""
-    return [max(each) for each in zip(*ranks(remote.seconds, name, steps), strict=True)]
 
 
 def _loads(ranks: Ranks) -> tuple[float, float, float]:
@@ -209,48 +206,3 @@ def _others(before: tuple[float, ...], after: tuple[float, ...]) -> float:
     """Return the cores that other processes have used in between."""
     wall, busy, own = (now - then for now, then in zip(after, before, strict=True))
     return max(0.0, busy - own) / wall
-
-
-def measure_change(model: str, effort: Effort) -> dict[str, Any]:
-    """Change the rate of the link twice while ``auto`` trains, in turn with the right plan of each.
-
-    Return the seconds of each step after the changes.
-    """
-    point = Point(model, FAST)
-    with point.link() as link, Ranks(point.ranks, link) as ranks:
-        assert link is not None
-        ranks(remote.prepare, model)
-        right = {}
-        for rate in (SLOW, FAST):
-            _set_rate(link, rate)
-            name = f"right at {rate:g}"
-            ranks(remote.add, Entry(name, auto_config(model, effort)))
-            slowest(ranks, name, effort.warm_up)
-            right[rate] = ranks(remote.learned, name)[0].plan
-            ranks(remote.drop, name)
-        ranks(remote.add, Entry(AUTO, auto_config(model, effort)))
-        slowest(ranks, AUTO, effort.warm_up)
-        changes = []
-        for rate in (SLOW, FAST):
-            name = f"fixed at {rate:g}"
-            ranks(remote.add, Entry(name, fixed_config(model, right[rate])))
-            slowest(ranks, name, _BLOCK)
-            _set_rate(link, rate)
-            turns = [
-                {"auto": slowest(ranks, AUTO, _BLOCK), "right": slowest(ranks, name, _BLOCK)}
-                for _ in range(_BLOCKS)
-            ]
-            changes.append({"bits_per_second": rate, "turns": turns})
-        history = ranks(remote.learned, AUTO)[0].history
-    return {"point": asdict(point), "warm_up": effort.warm_up, "changes": changes} | {
-        "block_steps": _BLOCK,
-        "history": history,
-    }
-
-
-def _set_rate(link: ShapedLink, bits_per_second: float) -> None:
-    burst = f"{burst_bytes(bits_per_second):.0f}"
-    shape = ["tbf", "rate", f"{bits_per_second:.0f}bit", "burst", burst, "latency", "50ms"]
-    for prefix in link.prefixes:
-        command = [*prefix, "tc", "qdisc", "change", "dev", link.interface, "root", *shape]
-        subprocess.run(command, check=True)

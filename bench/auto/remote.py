@@ -24,7 +24,7 @@ from commhooks.hook.base import CommHook
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.training import TrainingRun
 from commhooks.lab.models import Workload
-from commhooks.planning import Plan, Problem
+from commhooks.planning import Plan
 from reducer import GradBucket
 
 __all__ = ["Learned", "Metered", "add", "drop", "errors", "learned", "prepare", "seconds", "sent"]
@@ -93,8 +93,6 @@ class Learned:
     """What ``auto`` has found out so far. The same on all ranks, but for the seconds."""
 
     plan: Plan
-    problem: Problem | None
-    """What the plan would be chosen from now; None if not enough has been measured."""
     history: list[dict[str, Any]]
     metrics: dict[str, float]
     planning_seconds: float
@@ -169,8 +167,7 @@ def learned(rank: int, name: str) -> Learned:
     assert hook.plan is not None
     assert measuring is not None
     history = [vars(decision) for decision in hook.history]
-    problem = measuring.control.problem()
-    return Learned(hook.plan, problem, history, hook.metrics(), measuring._spent_ns * 1e-9)
+    return Learned(hook.plan, history, hook.metrics(), measuring._spent_ns * 1e-9)
 
 
 def pid(rank: int) -> int:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.auto.measure import AUTO
-from bench.auto.points import Point
+from bench.auto.measure import AUTO, Point
 from commhooks.lab.units import format_rate
 
 __all__ = [

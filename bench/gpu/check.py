@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,9 @@ def stages(part: int | None = None) -> list[Stage]:
     # resolve.
     own = (("CUPY_CACHE_DIR", str(WORK / "kernels")), ("GLOO_SOCKET_IFNAME", "lo"),
            ("NCCL_SOCKET_IFNAME", "lo"))  # fmt: skip
-    kernels = ("cupy",)
+    kernels = ("cupy>=13",)
     # Without pytest-xdist there is not the time for all tests.
-    workers = ("-n", str(count_workers())) if not missing(["pytest-xdist"]) else ()
+    workers = ("-n", str(count_workers())) if not missing(["pytest-xdist>=3"]) else ()
     tests = (*PYTEST, *workers, "-p", "no:benchmark", "-m", "gpu")
     first = [
         Stage("kernels", (sys.executable, "-m", "bench.gpu.kernels"), 40, own, kernels),
@@ -70,7 +69,7 @@ def stages(part: int | None = None) -> list[Stage]:
                  f"--benchmark-json={WORK / path.stem}.json"),
                 45,
                 own,
-                (*kernels, "pytest-benchmark"),
+                (*kernels, "pytest-benchmark>=4"),
             )
             for path in sorted((ROOT / "bench" / "gpu").glob("test_gpu_*.py"))
         ),
@@ -85,9 +84,9 @@ def stages(part: int | None = None) -> list[Stage]:
         Stage("conformance", (*tests, CONFORMANCE), 120, own, kernels, may_time_out=not workers),
         Stage("streams", (*tests, ONE_RANK), 90, watched, kernels, may_time_out=not workers),
         *(
-            Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), 90, apart,
+            Stage(tool, (*sanitizer, tool, *PYTEST, "-x", *SANITIZED), seconds, apart,
                   (*kernels, "compute-sanitizer"), may_time_out=True)
-            for tool in ("memcheck", "racecheck")
+            for tool, seconds in (("memcheck", 90), ("racecheck", 150))
         ),
     ]  # fmt: skip
     build = Stage("build", (sys.executable, "setup.py", "build_ext", "--inplace"), 200)
@@ -145,7 +144,8 @@ def begin(part: int | None) -> dict[str, Any]:
 
 def save(run: dict[str, Any], result: StageResult, target: Path) -> None:
     """Add a result to the run and write all files, here and in the build folder."""
-    run["stages"].append(asdict(result))
+    columns = ("name", "status", "seconds", "last_line")
+    run["stages"].append({column: getattr(result, column) for column in columns})
     run["benchmarks"] = benchmarks_of(WORK)
     text = json.dumps(run, indent=1) + "\n"
     (WORK / "run.json").write_text(text)

@@ -75,9 +75,8 @@ def describe(directory: Path) -> dict[str, object]:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if devices else None,
         "python": platform.python_version(),
-        "system": platform.platform(),
         "versions": {name: _version(name) for name in REPORTED},
-        "commit": _first_line("git", "-C", str(directory), "rev-parse", "--short=12", "HEAD"),
+        "commit": _first_line("git", "-C", str(directory), "describe", "--always", "--dirty"),
     }
 
 

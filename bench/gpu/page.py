@@ -91,7 +91,7 @@ def sections(run: Run) -> Iterator[str]:
             "stage": stage["name"],
             "ended": stage["status"],
             "seconds": f"{stage['seconds']:.0f} s",
-            "last line": (stage["tail"].strip().splitlines() or [""])[-1].strip("= "),
+            "last line": stage["last_line"],
         }
         for stage in run["stages"]
     )
@@ -107,12 +107,13 @@ def facts(run: Run) -> dict[str, str]:
     versions = machine["versions"]
     found = {
         "gpu": machine["devices"][0].partition(",")[0],
-        "gpu run": f"{run['date']}, torch {versions['torch']}, NCCL {machine['nccl']}, CuPy "
-        f"{versions['cupy']}, Python {machine['python']}",
+        "gpu run": f"{run['date']}, torch {versions['torch']}, CUDA {machine['cuda']}, NCCL "
+        f"{machine['nccl']}, CuPy {versions['cupy']}",
         "gpu aims": _aims(run),
+        "gpu communicators": _communicators(run),
     }
     for row in run["benchmarks"]:
-        if row["name"].startswith("test_host_time"):
+        if row["name"].startswith("test_host"):
             microseconds = row["extra_info"]["microseconds"]
             found[f"gpu host {case_of(row['name'])}"] = f"{microseconds:.0f}"
     return found
@@ -121,6 +122,21 @@ def facts(run: Run) -> dict[str, str]:
 def _aims(run: Run) -> str:
     rows = [row for aim in AIMS if (row := aim.row(run["benchmarks"]))]
     return table(rows, aligned=False) if rows else ""
+
+
+def _communicators(run: Run) -> str:
+    found = {
+        case_of(row["name"]): row["extra_info"]
+        for row in run["benchmarks"]
+        if row["name"].startswith("test_connecting")
+    }
+    if not found:
+        return "not yet measured"
+    return ", ".join(
+        f"{info['memory_bytes'] / 2**20:.0f} MiB and {info['milliseconds']:.0f} ms with "
+        + ("NCCL's own limit" if case == "None" else f"`max_ctas={case}`")
+        for case, info in found.items()
+    )
 
 
 def _machine(run: Run) -> str:

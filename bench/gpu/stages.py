@@ -41,6 +41,11 @@ class StageResult:
     tail: str
 
     @property
+    def last_line(self) -> str:
+        """The end of the output without the frame that pytest draws around it."""
+        return (self.tail.strip().splitlines() or [""])[-1].strip("= ")
+
+    @property
     def is_bad(self) -> bool:
         """Whether the result is a failure."""
         return self.status not in ("passed", "left out")

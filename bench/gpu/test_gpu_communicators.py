@@ -16,8 +16,8 @@ ROUNDS = 3
 
 
 @pytest.mark.benchmark(group="gpu: connecting a communicator")
-@pytest.mark.parametrize("channels", [0, 1], ids=["plain", "max_ctas=1"])
-def test_connecting(benchmark: Any, group: dist.ProcessGroup, channels: int) -> None:
+@pytest.mark.parametrize("max_ctas", [None, 8, 1])
+def test_connecting(benchmark: Any, group: dist.ProcessGroup, max_ctas: int | None) -> None:
     """Measure the time until the first collective has ended, and the memory outside torch's."""
     numbers = torch.ones(1 << 20, device="cuda")
     group.allreduce([numbers]).wait()  # NCCL itself is loaded
@@ -29,8 +29,8 @@ def test_connecting(benchmark: Any, group: dist.ProcessGroup, channels: int) -> 
         before, _ = torch.cuda.mem_get_info()
         start = time.perf_counter()
         options = dist.ProcessGroupNCCL.Options()
-        if channels:
-            options.config.max_ctas = channels
+        if max_ctas is not None:
+            options.config.max_ctas = max_ctas
         own.append(dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options))
         own[-1].allreduce([numbers]).wait()
         torch.cuda.synchronize()

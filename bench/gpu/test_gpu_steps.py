@@ -80,7 +80,7 @@ def test_powersgd(benchmark: Any) -> None:
     for model in (theirs, ours):
         norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
         assert torch.stack(norms).isfinite().all()
-    against_other(benchmark, runs, "(ours - bare) / (torch - bare) at most 0.5")
+    against_other(benchmark, runs)
     added = dict(benchmark.extra_info["milliseconds"])
     benchmark.extra_info["added_to_torch_added"] = (added["ours"] - added["bare"]) / (
         added["torch"] - added["bare"]
@@ -96,8 +96,7 @@ def test_selection(benchmark: Any) -> None:
     magnitudes = values.abs()
     smallest = magnitudes[indices.long()].min()
     assert (magnitudes > smallest).sum() < count <= (magnitudes >= smallest).sum()
-    aim = "share_of_copy at least 1/3 (three times one read)"
-    against_copy(benchmark, lambda: select_largest(values, None, count), values.nbytes, values, aim)
+    against_copy(benchmark, lambda: select_largest(values, None, count), values.nbytes, values)
 
 
 @pytest.mark.benchmark(group="gpu: top-k 1 % of 256 MB")
@@ -118,7 +117,7 @@ def test_topk(benchmark: Any, group: dist.ProcessGroup, feedback: bool) -> None:
     # Gradients are read and replaced; with feedback they are also written once, and errors are
     # read and replaced from them.
     passes = 6 if feedback else 2
-    against_copy(benchmark, run, passes * buffer.nbytes, values, "none of its own")
+    against_copy(benchmark, run, passes * buffer.nbytes, values)
 
 
 @pytest.mark.benchmark(group="gpu: training step, GPT-2 small, bf16")
@@ -140,7 +139,7 @@ def test_training_step(benchmark: Any, view: bool) -> None:
         for _ in range(5):
             run()
     torch.testing.assert_close(losses["ours"], losses["torch"])
-    against_other(benchmark, runs, "ratio to torch at most 1.00")
+    against_other(benchmark, runs)
 
 
 def training_step(

@@ -166,7 +166,7 @@ def _specs(
 
 
 def _plot(problem: Problem, found: Plan, path: Path) -> None:
-    from commhooks.planning.plot import draw_steps  # takes a second to import
+    from commhooks.cli.plots import draw_steps  # takes a second to import
 
     try:
         draw_steps(problem, found, path)

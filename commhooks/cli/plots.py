@@ -9,17 +9,21 @@ from typing import IO, Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
+from commhooks.costs.timeline import Span
 from commhooks.lab.comparison import Comparison, Row, TrainingPoint
 from commhooks.lab.simulation import Study
 from commhooks.lab.units import format_rate
+from commhooks.planning import Plan, Problem, timelines
 
 __all__ = [
     "GRAY",
     "color_of",
     "draw_comparison",
     "draw_curves",
+    "draw_steps",
     "line_styles",
     "panels",
     "save",
@@ -209,3 +213,48 @@ def _draw_training(
 
 def _rows(comparison: Comparison, link: str) -> list[Row]:
     return [row for row in comparison.rows if row.link == link]
+
+
+# ------------------------------------------------------------------------------------ a plan
+
+_LANES = ("backward", "hooks", "network")
+_OF_BUCKETS = ("#3b82c4", "#5aa9e6")
+
+
+def draw_steps(problem: Problem, plan: Plan, path: Path | str) -> None:
+    """Write an image, whose type follows from the name of ``path``.
+
+    Raises ValueError for a type of image that matplotlib does not know.
+    """
+    before, after = timelines(problem, plan)
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _draw_spans(upper, before, f"plain averaging: {plan.before.step_seconds * 1e3:.0f} ms a step")
+    _draw_spans(lower, after, f"with the plan: {plan.after.step_seconds * 1e3:.0f} ms a step")
+    lower.set_xlabel("milliseconds since backward began")
+    figure.savefig(path, dpi=120)
+
+
+def _draw_spans(axes: Axes, spans: list[Span], title: str) -> None:
+    for span in spans:
+        lane = _lane(span)
+        axes.barh(
+            _LANES.index(lane),
+            (span.end - span.start) * 1e3,
+            left=span.start * 1e3,
+            height=0.7,
+            color=GRAY if lane == "backward" else _OF_BUCKETS[span.bucket % 2],
+            alpha=1.0 if lane == "backward" else 0.6,
+            edgecolor="white",
+            linewidth=0.5,
+        )
+    ends = [span.end for span in spans if span.work == "backward"]
+    axes.axvline(max(ends, default=0.0) * 1e3, color=GRAY, linestyle=":")
+    axes.set(yticks=range(len(_LANES)), yticklabels=_LANES, title=title)
+    axes.invert_yaxis()
+
+
+def _lane(span: Span) -> str:
+    if span.work in ("backward", "unpack"):
+        return "backward"
+    return "hooks" if span.work == "hook" else "network"

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from support.conforming_hooks import CASES
 from torch import Tensor
-from torch.cuda._sanitizer import CUDASanitizerErrors
 
 import commhooks
 from commhooks import Communicator
@@ -73,6 +72,8 @@ def test_hooks_that_send_on_one_rank(name: str, options: dict[str, Any]) -> None
 
 
 def races(rank: int, size: int) -> bool:
+    from torch.cuda._sanitizer import CUDASanitizerErrors  # which traces the device from then on
+
     numbers = torch.zeros(1000, device="cuda")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -1,19 +1,15 @@
 """The benchmark of ``auto``, on a tiny model over loopback."""
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
-from support.planning_problems import random_problem
 
 pytest.importorskip("matplotlib")  # extra `results`
 
 from bench import results_page
 from bench.auto import __main__ as bench
-from bench.auto import plans, tables
-from commhooks.planning.problem import exact
-from commhooks.planning.solver import is_within_limit
+from bench.auto import tables
 
 
 def test_a_point_is_measured_once_and_shown(
@@ -25,39 +21,13 @@ def test_a_point_is_measured_once_and_shown(
     monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured again"))
     bench.main([str(path), "--quick"])
     settings = json.loads(path.read_text())["points"]["tiny-loopback-2"]["settings"]
-    assert settings.keys() == {"auto", "allreduce", "bf16", "int4", "fewest bytes", "random plan"}
+    assert settings.keys() == {"auto", "allreduce", "bf16", "int4"}
     assert 0 < settings["bf16"]["error"] < 0.01 < settings["int4"]["error"] < 1
     # Over loopback it averages exactly, but for plans that what else runs here may bring about.
     assert settings["auto"]["error"] <= settings["int4"]["error"]
-    # It may have tried nothing, because the bytes take so little time.
-    assert settings["fewest bytes"]["wire_bytes"] <= settings["allreduce"]["wire_bytes"]
     text = "\n\n".join(results_page.section_of(path))
     assert "### tiny, 0.0 million parameters, 2 ranks, loopback" in text
     assert text.count("\n| ") == 1 + len(settings)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_plan_within_the_limit_sends_less(seed: int) -> None:
-    problem = random_problem(seed, buckets=2, groups=2, hooks=4, limit=0.2)
-    found = plans.fewest_bytes(problem)
-    allowed = [
-        plans.sent_bytes(problem, each)
-        for each in itertools.product(*(range(len(g.choices)) for g in problem.groups))
-        if is_within_limit(problem, each)
-    ]
-    assert is_within_limit(problem, found)
-    # Errors are rounded up to a thousandth of the limit.
-    assert plans.sent_bytes(problem, found) <= 1.01 * min(allowed)
-
-
-def test_a_random_plan_sends_as_many_bytes() -> None:
-    problem = random_problem(0, buckets=3, groups=5, hooks=4)
-    nbytes = plans.sent_bytes(problem, exact(problem)) / 2
-    drawn = [plans.random_of_bytes(problem, nbytes, seed) for seed in range(3)]
-    assert [plans.sent_bytes(problem, each) / nbytes for each in drawn] == pytest.approx(
-        [1.0] * 3, abs=0.02
-    )
-    assert len(set(drawn)) == 3
 
 
 def test_a_change_of_the_rate_is_over_when_what_follows_is_near_the_right_plan() -> None:

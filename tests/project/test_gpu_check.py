@@ -180,7 +180,6 @@ MACHINE = {
     "cuda": None,
     "nccl": None,
     "python": "3.12",
-    "system": "",
     "versions": {"torch": "2.11.0", "cupy": None},
     "commit": None,
 }
@@ -204,6 +203,11 @@ def test_a_cupy_for_another_cuda_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.missing(["cupy>=13"]) == []
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert machine.missing(["cupy>=13"]) == ["no cupy-cuda13x"]
+
+
+def test_the_last_line_is_what_pytest_says() -> None:
+    assert StageResult("tests", "passed", 1.0, "x\n=== 3 passed ===\n").last_line == "3 passed"
+    assert StageResult("tests", "passed", 1.0, "").last_line == ""
 
 
 def test_an_outcome_that_was_left_out_is_not_bad() -> None:

@@ -142,7 +142,8 @@ def test_names_cover_no_line_and_a_name_without_a_place_is_an_error(tmp_path: Pa
 
 
 def test_a_gpu_check(tmp_path: Path) -> None:
-    stage = {"name": "tests", "status": "failed", "seconds": 7.0, "tail": "x\n=== 1 | 2 failed ==="}
+    stage = {"name": "tests", "status": "failed", "seconds": 7.0}
+    stage["last_line"] = "1 | 2 failed"
     shares = {"int8": 0.9, "int2": 0.5}
     rows = [
         {"group": "gpu: pack", "name": f"test_encode[{case}]"}

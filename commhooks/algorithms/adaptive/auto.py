@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -162,25 +161,6 @@ class Auto(KnowsModel, CommHook):
     def history(self) -> list[Decision]:
         """The plans that were made, with their steps and reasons."""
         return [] if self._control is None else self._control.history
-
-    def plot(self, path: Path | str) -> None:
-        """Draw a step with plain averaging and one with the plan, as they were last measured.
-
-        The type of the image follows from the name of ``path``. This does not communicate. It needs
-        matplotlib.
-
-        Raises:
-            CommHookStateError: Not enough has been measured, or the plan is fixed.
-        """
-        from commhooks.planning.plot import draw_steps  # takes a second to import
-
-        problem = self._control and self._control.problem()
-        if not problem or self.plan is None or not self.plan.rows:
-            raise CommHookStateError(
-                f"hook {self.name!r}: expected a plan that was made in this training, found none; "
-                "call plot after the first plan, or use `commhooks plan --plot`"
-            )
-        draw_steps(problem, self.plan, path)
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Prepare each candidate, and leave out those that cannot average this model.

@@ -193,15 +193,8 @@ class Controller:
         before, unchanged = self._hooks_in_use() or {}, self.candidates.specs[0]
         changes = sum(before.get(n, unchanged) != hook for n, hook in plan.hook_of().items())
         reason, self._reason = self._reason, f"{self._replan} steps since the last plan"
-        decision = Decision(
-            step,
-            reason,
-            changes,
-            plan.error,
-            plan.limit,
-            plan.after.step_seconds,
-            self.link.byte_seconds,
-        )
+        seconds = plan.after.step_seconds, self.link.byte_seconds
+        decision = Decision(step, reason, changes, plan.error, plan.limit, *seconds)
         if not self._outcomes:  # it cannot pay, so nothing is measured for a long time
             period = self._replan
         else:
@@ -223,7 +216,8 @@ class Controller:
         groups = self.groups
         by_size = sorted(range(len(groups)), key=lambda i: -groups[i].elements)
         by_norm = sorted(range(len(groups)), key=lambda i: -self._norms.get(i, 0.0))
-        chosen = [i for i in by_size if not groups[i].is_exact and self._has_choice]
+        has_choice = any(hook > 0 for hook in self.candidates.tried)
+        chosen = [i for i in by_size if has_choice and not groups[i].is_exact]
         # The last few percent of the parameters are not worth a trial.
         covered = sum(groups[i].elements for i in chosen)
         while len(chosen) > 1 and groups[chosen[-1]].elements < covered / 50:
@@ -233,10 +227,6 @@ class Controller:
             exact_ones = [i for i in by_norm if groups[i].is_exact and self.hooks_to_try(i)]
             chosen += exact_ones[: _MOST_TRIED // 2]
         return Agenda(step, step + (_TRIED if chosen else 0), trials=sorted(chosen))
-
-    @property
-    def _has_choice(self) -> bool:
-        return any(hook > 0 for hook in self.candidates.tried)
 
     def _period(self, plan: Plan | None) -> int:
         """Return the steps until the next check, such that checks take 1 % of the time."""
@@ -350,31 +340,32 @@ class Controller:
 
     def _error_of(self, plan: Plan) -> float:
         """Return the error of a plan by what is known now."""
-        hook_of, wrong = plan.hook_of(), 0.0
-        for i, group in enumerate(self.groups):
-            spec = hook_of.get(group.names[0], self.candidates.specs[0])
-            hook = self.candidates.specs.index(spec)
-            if (i, hook) in self._errors or self._outcomes:
-                wrong += squared_error(self._error(i, hook), self._norms[i])
-        right = math.fsum(norm**2 for norm in self._norms.values())
-        return math.sqrt(wrong / right) if right else 0.0
+        hook_of, specs = plan.hook_of(), self.candidates.specs
+        hooks = [specs.index(hook_of.get(group.names[0], specs[0])) for group in self.groups]
+        errors = [self._error(i, hook) for i, hook in enumerate(hooks)]
+        return self._relative(
+            squared_error(error, self._norms[i])
+            for i, error in enumerate(errors)
+            if error < math.inf or self._outcomes
+        )
 
     def _limit(self) -> float:
         """Return the limit: of a reference, its error on the whole model, also where it is exact.
 
         If all groups are, nothing is tried, and nothing may have an error.
         """
-        reference, groups = self.candidates.limit, self.groups
+        reference = self.candidates.limit
         if not isinstance(reference, int):
             return float(reference)
         is_known = any(hook == reference for _, hook in self._outcomes)
-        if all(group.is_exact for group in groups) or not is_known:
+        if all(group.is_exact for group in self.groups) or not is_known:
             return self.plan.limit if self.plan is not None else 0.0
-        wrong = math.fsum(
-            (self._error(i, reference) * self._norms[i]) ** 2 for i in range(len(groups))
-        )
+        errors = [self._error(i, reference) for i in range(len(self.groups))]
+        return self._relative((error * self._norms[i]) ** 2 for i, error in enumerate(errors))
+
+    def _relative(self, squares: Iterable[float]) -> float:
         right = math.fsum(norm**2 for norm in self._norms.values())
-        return math.sqrt(wrong / right) if right else 0.0
+        return math.sqrt(math.fsum(squares) / right) if right else 0.0
 
     def _hooks_in_use(self) -> dict[str, str] | None:
         """Return the hook of each parameter, None before the first plan."""

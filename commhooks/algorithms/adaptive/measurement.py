@@ -169,7 +169,7 @@ class Measurement:
             await self._try(group, sample, comm, is_last=agenda.is_last(step))
         # Backward has ended: where it shares cores with the backend, messages would seem slower.
         if is_checked and bucket.is_last() and agenda.probe:
-            self._probe = await self._probe_link(agenda.probe, bucket.buffer().device, comm)
+            self._probe = await probe(agenda.probe, bucket.buffer().device, comm, self._clock)
         self._spend(start)
         self._ends[step] = self._clock.now()
         return average
@@ -263,11 +263,6 @@ class Measurement:
         groups = self.control.groups_of(bucket.names).items()
         lossy = {i: group.names for i, group in groups if self.control.is_lossy(group)}
         return Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
-
-    async def _probe_link(
-        self, elements: int, device: torch.device, comm: Communicator
-    ) -> Callable[[], Probe]:
-        return await probe(elements, device, comm, self._clock)
 
     def _measure_norms(self, bucket: GradBucket, average: Tensor) -> None:
         flat = average.view(-1)

@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +12,11 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.algorithms import Auto
 from commhooks.algorithms.adaptive.control import Candidates, Controller
 from commhooks.algorithms.adaptive.groups import Buckets, group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import ALL, Probe
-from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.adaptive.messages import Report
-from commhooks.algorithms.wrappers.table import HookTable, check_candidate
-from commhooks.algorithms.wrappers.timing import HOST
+from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.costs.step_trace import Collective
 from commhooks.errors import CommHookOptionError
 from commhooks.planning import Group, Outcome
@@ -298,18 +294,6 @@ def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     problem = control.problem()
     assert problem is not None
     assert len(problem.groups[0].choices) == 2
-
-
-def test_a_picture_of_the_step_before_and_after(ranks: TwoRanks, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    hook = commhooks.create("auto", candidates=["int4"])
-    assert isinstance(hook, Auto)
-    with pytest.raises(commhooks.CommHookStateError, match="after the first plan"):
-        hook.plot(tmp_path / "step.png")
-    hook._measuring = Measurement(ranks.ranks[1], {}, HookTable([], {}), 0, lambda _: [GROUP], HOST)
-    hook.plan = ranks.ranks[1].plan
-    hook.plot(tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ----------------------------------------------------------------------------------- candidates

@@ -12,9 +12,8 @@ from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, 
 from torch import Tensor
 
 import commhooks
-from commhooks.algorithms.adaptive import measurement
+from commhooks.algorithms.adaptive import link, measurement
 from commhooks.algorithms.adaptive.link import Probe
-from commhooks.algorithms.adaptive.measurement import Measurement
 from commhooks.algorithms.wrappers.table import residual_of
 from commhooks.algorithms.wrappers.trial import Trial, squares_of
 from commhooks.hook.spec import hook_spec
@@ -26,17 +25,17 @@ TOPK = "topk:density=0.05,warmup_steps=0"
 def probe(rank: int, size: int) -> list[tuple[int, bool]]:
     """Return the steps that probe, and whether that follows the last bucket."""
     found: list[tuple[int, bool]] = []
-    in_process = Measurement._probe_link
 
-    async def note(of: Measurement, elements: int, device: Any, comm: Any) -> Any:
+    async def note(elements: int, device: Any, comm: Any, clock: Any) -> Any:
+        of = hook._measuring
         last = max(group.bucket for group in of.control.groups)
         found.append((of._step, len(of._buckets) == last + 1 > 1))
         time.sleep(0.4)
-        return await in_process(of, elements, device, comm)
+        return await link.probe(elements, device, comm, clock)
 
     with ExitStack() as stack:
         Links(stack)
-        stack.enter_context(patch.object(Measurement, "_probe_link", note))
+        stack.enter_context(patch.object(measurement, "probe", note))
         take = stack.enter_context(patch.object(measurement.Controller, "take", autospec=True))
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
