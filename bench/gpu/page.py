@@ -15,6 +15,10 @@ __all__ = ["facts", "page", "sections"]
 
 Run = Mapping[str, Any]
 
+NOT_MEASURED = "(not measured)"
+QUOTED = ("asyncOp", "one collective", "int8", "topk")
+"""The host times that pages quote, which a run may lack."""
+
 
 @dataclass(frozen=True)
 class Aim:
@@ -111,6 +115,7 @@ def facts(run: Run) -> dict[str, str]:
         f"{machine['nccl']}, CuPy {versions['cupy']}",
         "gpu aims": _aims(run),
         "gpu communicators": _communicators(run),
+        **{f"gpu host {case}": NOT_MEASURED for case in QUOTED},
     }
     for row in run["benchmarks"]:
         if row["name"].startswith("test_host"):
@@ -131,7 +136,7 @@ def _communicators(run: Run) -> str:
         if row["name"].startswith("test_connecting")
     }
     if not found:
-        return "not yet measured"
+        return NOT_MEASURED
     return ", ".join(
         f"{info['memory_bytes'] / 2**20:.0f} MiB and {info['milliseconds']:.0f} ms with "
         + ("NCCL's own limit" if case == "None" else f"`max_ctas={case}`")

@@ -69,10 +69,14 @@ class Outcome:
     def choice(
         self, elements: int, overhead: float, error: float, sent: float | None = None
     ) -> Choice:
-        """Return the choice of a group of so many elements.
+        """Return the choice of a group of ``elements``.
 
-        ``overhead``: what a run of the hook costs on nothing. ``sent``: how many times the bytes it
-        sends for the group, by default as many as there are elements.
+        Args:
+            elements: Number of elements of the group.
+            overhead: Seconds of a run of the hook on nothing.
+            error: Of the choice.
+            sent: Bytes sent for the group, relative to those of this outcome; by default as for the
+                elements.
         """
         more = elements / max(self.elements, 1)
         growing = max(0.0, self.seconds - overhead) / (self.seconds or 1.0) * more
@@ -120,13 +124,10 @@ def overheads_of(outcomes: Sequence[Outcome], hooks: int) -> tuple[float, ...]:
     """
     found = []
     for hook in range(hooks):
-        points = [(each.elements, each.seconds) for each in outcomes if each.hook == hook]
-        (least, shortest), (most, longest) = (
-            min(points, default=(0, 0.0)),
-            max(points, default=(0, 0.0)),
-        )
+        points = sorted((each.elements, each.seconds) for each in outcomes if each.hook == hook)
+        (least, shortest), (most, longest) = (points or [(0, 0.0)])[0], (points or [(0, 0.0)])[-1]
         at_zero = shortest / 2
-        if most >= 2 * least and most > 0:
+        if most > 0 and most >= 2 * least:
             at_zero = shortest - (longest - shortest) * least / (most - least)
         found.append(min(shortest, max(0.0, at_zero)))
     return tuple(found)

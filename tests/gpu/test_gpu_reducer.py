@@ -274,7 +274,7 @@ CAPTURED: dict[str, Any] = {
     "average": None,
     "coroutine": Plain(),
     "fp16": {"name": "cast", "inner": "allreduce", "dtype": "float16"},
-    "routed": {"name": "route", "rules": [["0.*", "bf16"]]},
+    "routed": {"name": "route", "rules": [["0.*", "bf16"]], "default": "allreduce"},
 }
 
 
@@ -318,14 +318,18 @@ def test_whole_step_in_a_graph(hook: str) -> None:
 
 
 def refused_capture(rank: int, size: int) -> None:
-    model = DistributedDataParallel(nn.Linear(32, 32).cuda())
-    commhooks.register(model, "int8")
-    x = torch.randn(16, 32, device="cuda")
-    model(x).sum().backward()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        model = DistributedDataParallel(nn.Linear(32, 32).cuda(), stable_buckets=True)
+        commhooks.register(model, "int8")
+        x = torch.randn(16, 32, device="cuda")
+        for _ in range(5):
+            model(x).sum().backward()
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
     with (
         pytest.raises(commhooks.CommHookError, match="cannot capture hook Int8"),
-        torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
     ):
         model(x).sum().backward()
 

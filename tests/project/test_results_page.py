@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")  # extra `results`
 from bench import figures, plots, summary, tables
 from bench import results_page as page
 from bench.gpu import machine
+from bench.gpu import page as gpu_page
 from bench.slow_link import courses_of
 from commhooks.cli.plots import color_of
 
@@ -150,7 +151,7 @@ def test_a_gpu_check(tmp_path: Path) -> None:
         | {"extra_info": {"aim": "a", "share_of_copy": share}}
         for case, share in shares.items()
     ]
-    document = {"machine": machine.describe(page.ROOT), "stages": [stage], "benchmarks": rows}
+    document: Any = {"machine": machine.describe(page.ROOT), "stages": [stage], "benchmarks": rows}
     path = tmp_path / "2026-01-01-a-device.json"
     path.write_text(json.dumps(document))
     rows = [re.sub(" +", " ", line) for line in "\n".join(page.section_of(path)).splitlines()]
@@ -158,6 +159,10 @@ def test_a_gpu_check(tmp_path: Path) -> None:
     assert "| int8 | 0.9 |" in rows
     (against,) = (row for row in rows if row.startswith("| encode"))
     assert against.endswith("| at least 0.8 | 0.5 to 0.9 | no: int2 0.5 |")
+    document["machine"] |= {"devices": ["A device, 80 GiB"]}
+    quoted = gpu_page.facts(document | {"date": "2026-01-01"})
+    assert quoted["gpu"] == "A device"
+    assert quoted["gpu communicators"] == quoted["gpu host int8"] == "(not measured)"
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,9 @@ def plan_of(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
-def exact_plan(reason: str, limit: float = 0.0) -> Plan:
+def exact_plan(reason: str) -> Plan:
     """Return a plan without groups: all parameters are averaged exactly."""
-    return Plan((), _NO_TIME, _NO_TIME, 0.0, limit, reason)
+    return Plan((), _NO_TIME, _NO_TIME, 0.0, 0.0, reason)
 
 
 def hooks_of_plan(plan: Plan, owner: str) -> list[CommHook]:

@@ -129,7 +129,7 @@ def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> Non
     assert (agenda.trials, agenda.report) == ([0], 16)
     assert ranks.report() == "the first plan"
     assert ranks.hook == "int4"
-    assert ranks.step == 28  # a check soon: trials have no residual
+    assert ranks.step == 28  # a check soon: residuals may grow
 
 
 def test_what_all_ranks_know_together(ranks: TwoRanks) -> None:
@@ -190,7 +190,7 @@ def test_a_plan_beyond_its_limit_is_left_at_the_next_check(ranks: TwoRanks) -> N
 
 
 def test_what_a_hook_has_lost_on_one_group_counts_for_all() -> None:
-    """Trials of it on the other group, without a residual, have shown less."""
+    """Trials of it on the other group have shown less."""
     parameters = {"v": torch.zeros(1000, 1000), "w": torch.zeros(1000, 1000)}
     ranks = TwoRanks(
         tuple(((name,), 4 * ELEMENTS) for name in "wv"),
