@@ -26,9 +26,19 @@ using i64 = long long;
 
 constexpr int kThreads = 256;  // the most per thread block
 // Thread blocks per multiprocessor: enough that some read while others compute. Three leave 80
-// registers per thread; with float64 they would spill.
-template <typename T>
-constexpr int kBlocks = sizeof(T) == 4 ? 3 : 2;
+// registers per thread; codes of two bits need more and would spill.
+template <typename Codec, typename T>
+constexpr int kBlocks = sizeof(T) == 4 && Codec::kBits != 2 ? 3 : 2;
+// Messages that a thread reads before it uses the first. Floats take so many registers to decode
+// that with two of them fewer blocks would run, which is slower.
+template <typename Codec>
+constexpr int kMessagesAhead = 2;
+template <typename Format>
+constexpr int kMessagesAhead<BlockFloat<Format>> = 1;
+template <>
+constexpr int kMessagesAhead<Mxfp4> = 1;
+template <>
+constexpr int kMessagesAhead<Nvfp4> = 1;
 constexpr int kQuad = 4;
 constexpr int kSlots = 4;  // quads per thread
 constexpr int kWarp = 32;
@@ -203,7 +213,8 @@ __device__ float sum_of_ratios(
     float terms[kSlots];
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      terms[slot] = sum_term<squares>((float)x[slot][i], inverse);
+      const bool is_there = kQuad * share.quad(slot) + i < share.count;
+      terms[slot] = is_there ? sum_term<squares>((float)x[slot][i], inverse) : 0.0f;
     }
     sums[i] = (terms[0] + terms[2]) + (terms[1] + terms[3]);
   }
@@ -247,12 +258,6 @@ __device__ float norm_of(
   const float sum = sums_squares(norm) ? sum_of_ratios<true>(x, share, partition, largest)
                                        : sum_of_ratios<false>(x, share, partition, largest);
   return norm_from(norm, largest, sum, share.count);
-}
-
-// Returns the bits of the first `count` codes of a quad.
-template <int bits>
-__device__ u32 mask_of(int count) {
-  return count >= kQuad ? ~0u : count > 0 ? (1u << bits * count) - 1 : 0u;
 }
 
 // Stores the codes of one quad, lowest bits first. All lanes of a warp must call it.
@@ -356,7 +361,7 @@ __device__ void configure(Codec& /*codec*/, const Options& /*options*/) {}
 // Encodes values + error into messages of shape (parts, message_bytes), where message_bytes is a
 // multiple of 4. error may be null. With keep_residual, values become what the messages leave out.
 template <typename Codec, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocks<T>) encode(
+__global__ void __launch_bounds__(kThreads, kBlocks<Codec, T>) encode(
     T* values,
     const T* error,
     u8* messages,
@@ -404,11 +409,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) encode(
   // A part with fewer numbers has room for as many codes as the others.
   const i64 room = (message_bytes - begin) * 8 / bits - share.offset;
   const Random random = random_for((u64)seed, (u64)share.first);
+  u32 fours[kSlots];
+  float scales[kSlots];
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
     const int at = kQuad * share.quad(slot);
     float of_number = inverse;
-    float scale_of_number = scale;
+    scales[slot] = scale;
     if constexpr (Codec::kGroup > 0) {
       const i64 first_group = share.offset / Codec::kGroup;
       const i64 groups_room = share.has_block(partition) && at < partition.block_size
@@ -419,30 +426,35 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) encode(
           share);
       const float group_scale = codec.group_scale(code);
       of_number = group_inverse(inverse, group_scale);
-      scale_of_number = group_scale * scale;
+      scales[slot] = group_scale * scale;
     }
     u32 four = 0;
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
-      const float ratio = (float)x[slot][i] * of_number;
-      four |= codec.code(ratio, random, (u32)share.first + (u32)(at + i)) << (bits * i);
-    }
-    four &= has_scale ? mask_of<bits>(share.count - at) : 0;
-    const bool is_in_room = share.has_block(partition) && at < partition.block_size && at < room;
-    store_codes<bits>(codes, share.quad(slot), four, is_in_room);
-    if (keep_residual != 0 && has_scale) {
-#pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        x[slot][i] -= (T)(codec.value(code_of<bits>(four, i)) * scale_of_number);
+      if (has_scale && at + i < share.count) {
+        const float ratio = (float)x[slot][i] * of_number;
+        four |= codec.code(ratio, random, (u32)share.first + (u32)(at + i)) << (bits * i);
       }
     }
+    const bool is_in_room = share.has_block(partition) && at < partition.block_size && at < room;
+    store_codes<bits>(codes, share.quad(slot), four, is_in_room);
+    fours[slot] = four;
   }
   if (share.has_block(partition) && share.lane == 0 && share.chunk == 0) {
     *reinterpret_cast<float*>(message + 4 * share.block) = scale;
   }
-  if (keep_residual != 0) {
-    store(values + share.first, share, partition, x);
+  if (keep_residual == 0) {
+    return;
   }
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      const float value = codec.value(code_of<bits>(fours[slot], i)) * scales[slot];
+      x[slot][i] -= has_scale ? (T)value : (T)0;
+    }
+  }
+  store(values + share.first, share, partition, x);
 }
 
 // Decodes to `values` the mean, or the majority vote, of the `count` consecutive messages of each
@@ -487,7 +499,7 @@ __global__ void __launch_bounds__(kThreads) decode(
   }
   const float of_each = 1.0f / (float)count;
   float mean_scale = 0.0f;
-#pragma unroll 2
+#pragma unroll kMessagesAhead < Codec>
   for (i64 k = 0; k < count; ++k) {
     const u8* const message = messages + (share.part * count + k) * message_bytes;
     const u8* const codes =

@@ -1,19 +1,21 @@
 #include "shared/finite.h"
 
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/eq.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/stack.h>
 
 namespace commhooks {
 
 // `isfinite().all()` allocates several tensors of the same size; the smallest and the largest
-// number are sufficient, since both are NaN if any number is.
+// number are sufficient, since both are NaN if any number is. Zero times a number that is not
+// finite is NaN, which equals nothing. `isfinite` is four operations.
 at::Tensor all_finite(const at::Tensor& tensor) {
   if (tensor.numel() == 0) {
     return at::ones({}, tensor.options().dtype(at::kBool));
   }
   const auto [smallest, largest] = at::aminmax(tensor);
-  return at::stack({smallest, largest}).isfinite().all();
+  return smallest.mul(0).eq(largest.mul(0));
 }
 
 }  // namespace commhooks

@@ -14,8 +14,8 @@ before its inner hook runs:
     yes:     the inner hook runs
 
 Packing checks this rank's gradients in passing. On a GPU the host does not wait for the vote: after
-a "no" the inner hook gets a NaN on all ranks, so that it returns NaN and keeps its state, as all
-hooks do, and zeros replace its result.
+a "no" the inner hook gets infinity or NaN on all ranks, so that it returns NaN and keeps its state,
+as all hooks do, and zeros replace its result.
 
 The step as a whole is handled afterwards:
 
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.codecs.finite import all_finite, is_known_false, nan_unless, zero_unless
+from commhooks.codecs.finite import all_finite, is_known_false, zero_unless
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
@@ -125,13 +125,12 @@ class SkipNonfinite(CommHook):
         if bucket.index() == 0:
             self._begin_step()
         buffer = bucket.buffer()
-        vote = bucket.all_finite().float().view(1)
-        finite = (await comm.all_reduce(vote, op="min")).view(()) != 0
+        vote = await comm.all_reduce(bucket.all_finite().float().view(1), op="min")
+        finite = vote.view(()) != 0
         if is_known_false(finite):
             self._withheld += bucket.names
             return self._drop(bucket, finite)
-        head = buffer[:1]
-        head.copy_(nan_unless(finite, head))  # tells the inner hook: see Note [Dropped steps]
+        buffer[:1].div_(vote)  # by zero, to tell the inner hook: see Note [Dropped steps]
         average = await self.inner.reduce(self._numbered(bucket), comm.within(self.inner))
         finite = all_finite(average) & finite
         if is_known_false(finite):

@@ -55,14 +55,9 @@ COMMHOOKS_HD u32 select(bool condition, u32 yes, u32 no) {
   return no ^ ((yes ^ no) & (0u - (u32)condition));
 }
 
-// Returns NaN or a bound for NaN.
 COMMHOOKS_HD float clamp(float value, float lowest, float highest) {
-#ifdef __CUDA_ARCH__
-  return fminf(fmaxf(value, lowest), highest);
-#else
   const float above = value < lowest ? lowest : value;
   return above > highest ? highest : above;
-#endif
 }
 
 COMMHOOKS_HD float clamp(float value, float limit) {
