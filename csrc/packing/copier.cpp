@@ -74,7 +74,9 @@ std::unique_ptr<Copier> make_copier(c10::Device device) {
   }
 #ifdef COMMHOOKS_WITH_CUDA
   if (device.is_cuda()) {
-    return cuda::make_copier(device);
+    if (auto copier = cuda::make_copier(device)) {
+      return copier;
+    }
   }
 #endif
   return std::make_unique<AtenCopier>();

@@ -37,8 +37,8 @@ class Copier {
       const at::Tensor& finite) const;
 };
 
-// On the CPU pieces are copied by `convert`; on CUDA by the kernels in cuda/, if they were
-// compiled; otherwise by ATen's foreach operations.
+// On the CPU pieces are copied by `convert`; on CUDA by the kernels in cuda/, if they were compiled
+// for the device; otherwise by ATen's foreach operations.
 std::unique_ptr<Copier> make_copier(c10::Device device);
 
 }  // namespace commhooks

@@ -175,6 +175,14 @@ cudaError_t convert_all(
 
 }  // namespace
 
+bool has_image() {
+  cudaFuncAttributes attributes{};
+  const auto* kernel = reinterpret_cast<const void*>(convert_pieces<float, float, SmallTable>);
+  const bool found = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+  cudaGetLastError();  // or the next launch would report it
+  return found;
+}
+
 const char* convert(
     const Piece* pieces,
     size_t count,

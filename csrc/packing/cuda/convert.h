@@ -10,6 +10,9 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace commhooks::cuda {
 
+// Whether there is machine code for the current device, or code from which the driver can make it.
+bool has_image();
+
 enum class Element { fp64, fp32, fp16, bf16 };
 
 // Elements that are not consecutive, or not in the same order on both sides. Dimensions are in any

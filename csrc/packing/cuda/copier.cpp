@@ -132,7 +132,8 @@ class CudaCopier final : public Copier {
 }  // namespace
 
 std::unique_ptr<Copier> make_copier(c10::Device device) {
-  return std::make_unique<CudaCopier>(device);
+  const c10::OptionalDeviceGuard guard(device.has_index() ? std::optional(device) : std::nullopt);
+  return has_image() ? std::make_unique<CudaCopier>(device) : nullptr;
 }
 
 }  // namespace commhooks::cuda
