@@ -6,15 +6,13 @@ import warnings
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
-    AllgatherOptions,
     AllreduceOptions,
-    AllToAllOptions,
     BroadcastOptions,
     ReduceOp,
     ReduceScatterOptions,
@@ -28,24 +26,11 @@ from commhooks.precision import at_least_float32
 
 __all__ = ["Communicator", "PendingCollective"]
 
-Options = TypeVar("Options")
-
-
-def _inline(options: Options) -> Options:
-    """Let NCCL run a collective on the hook's stream, not on one of its own that waits for it."""
-    options.asyncOp = False  # type: ignore[attr-defined]
-    return options
-
 
 def _reducing(operation: ReduceOp.RedOpType) -> AllreduceOptions:
-    options = _inline(AllreduceOptions())
+    options = AllreduceOptions()
     options.reduceOp = ReduceOp(operation)
     return options
-
-
-_ALL_GATHER = _inline(AllgatherOptions())
-_ALL_TO_ALL = _inline(AllToAllOptions())
-_REDUCE_SCATTER = _inline(ReduceScatterOptions())
 
 
 _ALL_REDUCE = {
@@ -81,9 +66,9 @@ class PendingCollective:
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Issue it, and let the current stream wait for it, on the CPU the host."""
-        work = self.start(group)
-        if work is not None:  # otherwise NCCL has enqueued it on the current stream
-            work.wait()
+        # Not on the current stream itself (asyncOp=False): then NCCL returns no work, which is what
+        # waits under TORCH_NCCL_BLOCKING_WAIT, and process groups in Python crash on it.
+        self.start(group).wait()
 
     def __await__(self) -> Generator["PendingCollective", None, Tensor]:
         self.is_awaited = True
@@ -204,9 +189,7 @@ class Communicator:
         def start(group: dist.ProcessGroup) -> Work:
             if point_to_point.is_possible(group, tensor):
                 return point_to_point.all_gather(group, tensor, gathered)
-            return group._allgather_base(  # noqa: SLF001
-                gathered.view(-1), tensor.reshape(-1), _ALL_GATHER
-            )
+            return group._allgather_base(gathered.view(-1), tensor.reshape(-1))  # noqa: SLF001
 
         return self._pending(
             "all_gather",
@@ -227,7 +210,7 @@ class Communicator:
         def start(group: dist.ProcessGroup) -> Work:
             if point_to_point.is_possible(group, tensor):
                 return point_to_point.all_to_all(group, tensor, received, with_own=with_own)
-            return group.alltoall_base(received, tensor, [], [], _ALL_TO_ALL)
+            return group.alltoall_base(received, tensor, [], [])
 
         return self._pending(
             "all_to_all",
@@ -241,9 +224,10 @@ class Communicator:
         self._check_parts("reduce_scatter", tensor)
         part = tensor.chunk(self.size)[self.rank]
         part = part.clone() if self.size == 1 else torch.empty_like(part)
+        options = ReduceScatterOptions()
         return self._pending(
             "reduce_scatter",
-            lambda group: group._reduce_scatter_base(part, tensor, _REDUCE_SCATTER),  # noqa: SLF001
+            lambda group: group._reduce_scatter_base(part, tensor, options),  # noqa: SLF001
             part,
             lambda: wire.reduce_scatter_bytes(tensor.nbytes, self.size),
         )
@@ -252,7 +236,7 @@ class Communicator:
         """Overwrite ``tensor`` with that of rank ``root`` of the group, and return it."""
         self._check_rank("broadcast", "root", root)
         _check_contiguous("broadcast", tensor)
-        options = _inline(BroadcastOptions())
+        options = BroadcastOptions()
         options.rootRank = root
         return self._pending(
             "broadcast",
@@ -399,9 +383,7 @@ def _send_to_all(
     sent_sizes[send_to] = tensor.numel()
     for source in receive_from:
         received_sizes[source] = tensor.numel()
-    return group.alltoall_base(
-        received.view(-1), tensor.view(-1), received_sizes, sent_sizes, _ALL_TO_ALL
-    )
+    return group.alltoall_base(received.view(-1), tensor.view(-1), received_sizes, sent_sizes)
 
 
 def _check_contiguous(operation: str, tensor: Tensor) -> None:

@@ -128,17 +128,16 @@ def _broadcast(calls: list[Any]) -> None:
 
 def _all_to_all(calls: list[Any]) -> None:
     split = [
-        sent.split(sizes or [len(sent) // len(calls)] * len(calls))
-        for _, sent, _, sizes, *_ in calls
+        sent.split(sizes or [len(sent) // len(calls)] * len(calls)) for _, sent, _, sizes in calls
     ]
-    for (received, _, sizes, *_), parts in zip(calls, zip(*split, strict=True), strict=True):
+    for (received, _, sizes, _), parts in zip(calls, zip(*split, strict=True), strict=True):
         assert not sizes or sizes == [len(part) for part in parts]
         received.copy_(torch.cat(parts))
 
 
 def _all_gather(calls: list[Any]) -> None:
-    own = [own for _, own, *_ in calls]
-    for gathered, *_ in calls:
+    own = [own for _, own in calls]
+    for gathered, _ in calls:
         gathered.copy_(torch.cat(own))
 
 

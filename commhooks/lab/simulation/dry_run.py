@@ -325,7 +325,7 @@ class _FakeStageGroup(FakeGroup):
         elif options.reduceOp == ReduceOp.PRODUCT:
             tensor.pow_(self._size)
 
-    def _allgather_base(self, gathered: Tensor, own: Tensor, options: Any) -> None:  # noqa: ARG002
+    def _allgather_base(self, gathered: Tensor, own: Tensor) -> None:
         self.tensor_bytes = own.nbytes
         gathered.view(self._size, -1).copy_(own.view(1, -1).expand(self._size, -1))
 
@@ -335,7 +335,6 @@ class _FakeStageGroup(FakeGroup):
         sent: Tensor,
         received_sizes: Sequence[int],
         sent_sizes: Sequence[int],  # noqa: ARG002
-        options: Any,  # noqa: ARG002
     ) -> None:
         """Receive the parts for rank 0; with sizes, receive whole tensors from some ranks."""
         self.tensor_bytes = sent.nbytes
