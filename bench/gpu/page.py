@@ -16,7 +16,7 @@ __all__ = ["facts", "page", "sections"]
 Run = Mapping[str, Any]
 
 NOT_MEASURED = "(not measured)"
-QUOTED = ("on the current stream", "one collective", "int8", "topk")
+QUOTED = ("asyncOp", "one collective", "int8", "topk")
 """The host times that pages quote, which a run may lack."""
 
 
