@@ -123,7 +123,8 @@ class ThreadedRunner:
             yield
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. The host waits for the device, which may use what a hook keeps."""
+        self._stream.synchronize()
         self._finalizer()
 
     def _launch(self, execution: HookExecution) -> Future[Tensor]:
