@@ -198,8 +198,6 @@ class HookScheduler(Executor):
                 self._groups.abandon()
                 self._exchanges.drop(error)
         finally:
-            # No stream waits for a future with an error, so nothing else ends what is under way.
-            self._stream.synchronize()
             self._end_all(error)
 
     def _needs_all_peers(self) -> bool:
