@@ -519,3 +519,16 @@ def test_texts_of_backends_and_stores(text: str) -> None:
 @pytest.mark.parametrize("text", ["Invalid timeout", "timeout must be positive", "a peer review"])
 def test_texts_of_other_errors(text: str) -> None:
     assert not is_peer_loss(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_loss"),
+    [
+        ("NCCL error: remote process exited or there was a network error", True),
+        ("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)", False),
+        ("NCCL error: Cuda failure 2 'out of memory'", False),
+        ("NCCL error: invalid usage", False),
+    ],
+)
+def test_failures_of_the_own_device_are_no_lost_peers(text: str, is_loss: bool) -> None:
+    assert is_peer_loss(dist.DistBackendError(text)) == is_loss

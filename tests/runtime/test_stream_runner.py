@@ -1,8 +1,7 @@
 """The runner of backends that keep the order of collectives, tested on Gloo."""
 
 import threading
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import commhooks
-from commhooks.comm.private_groups import PrivateGroups, _options_like
+from commhooks.comm.private_groups import PrivateGroups
 from commhooks.hook.capabilities import all_declare
-from commhooks.runtime import runner, side_stream, stream_runner
+from commhooks.runtime import runner, side_stream, stream_runner, threaded_runner
 from commhooks.runtime.execution import check_capture
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stream_runner import StreamRunner
@@ -210,73 +209,6 @@ def test_hooks_connect_what_they_need_when_registered(
     assert run_ranks(registered_hooks_connect, 4, config) == [expected] * 4
 
 
-@dataclass
-class Config:
-    max_ctas: int = -(2**31)
-
-
-@dataclass
-class Options:
-    """Has the attributes of ProcessGroupNCCL.Options."""
-
-    _timeout: float = 600.0
-    is_high_priority_stream: bool = False
-    split_from: Any = None
-    split_color: int = 0
-    group_name: str = ""
-    config: Config = field(default_factory=Config)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(-(2**31), 8), (4, 4), (16, 8)])
-def test_options_of_new_groups(limit: int, expected: int) -> None:
-    """After init_process_group(device_id=...), options of subgroups name a parent to split."""
-    found = _options_like(Options(30.0, True, object(), 3, "subgroup", Config(limit)))
-    assert found == Options(30.0, True, config=Config(expected))
-
-
-class FakeBackend:
-    """A backend whose destructor would abort what is under way, as NCCL's."""
-
-    options = SimpleNamespace(_timeout=timedelta(seconds=30))
-
-    def __init__(self, *_: Any) -> None:
-        self.calls: list[Any] = []
-
-    def name(self) -> str:
-        return "nccl"
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.calls.append(device)
-
-    def shutdown(self) -> None:
-        self.calls.append("shutdown")
-
-
-class FakeGroup:
-    """A process group of one rank."""
-
-    def _get_backend(self, _: torch.device) -> FakeBackend:
-        return FakeBackend()
-
-    def get_group_store(self) -> dist.Store:
-        return dist.HashStore()
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
-def test_communicators_connect_at_once_and_are_shut_down() -> None:
-    group: Any = FakeGroup()
-    groups = PrivateGroups(group, 7, CPU)
-    fake: Any = groups.open(0)
-    assert fake.calls == [CPU]
-    groups.close()
-    assert fake.calls == [CPU, "shutdown"]
-
-
 # ------------------------------------------------------------------------------------ failures
 
 
@@ -346,3 +278,24 @@ def test_a_graph_captures_hooks_that_declare_it(monkeypatch: pytest.MonkeyPatch,
     kind = type(created).__name__
     with pytest.raises(commhooks.CommHookError, match=f"cannot capture hook {kind}"):
         check_capture(created, torch.device("cuda", 0), may=False)
+
+
+def ask_while_capturing(rank: int, size: int, is_ordered: bool) -> str:
+    kind = StreamRunner if is_ordered else threaded_runner.ThreadedRunner
+    model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
+    with patch.object(runner, "ThreadedRunner", kind):
+        commhooks.register(model, "int8")
+    refusal = commhooks.CommHookError("the stream is captured")
+    with (
+        patch.object(stream_runner, "check_capture", side_effect=refusal),
+        patch.object(threaded_runner, "check_capture", side_effect=refusal),
+        pytest.raises(commhooks.CommHookError) as caught,
+    ):
+        model(torch.ones(2, 8)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_runners_ask_before_they_run_a_hook(run_ranks: Any, is_ordered: bool) -> None:
+    for message in run_ranks(ask_while_capturing, 2, is_ordered):
+        assert "the stream is captured" in message
