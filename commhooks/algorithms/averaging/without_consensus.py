@@ -1,7 +1,7 @@
 """Base class of hooks under which each rank has a model of its own."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ class WithoutConsensus(CommHook):
     expectation over random partners, while that of a single rank may be off with every partner.
     """
 
-    _measured_step: int = field(default=-1, init=False, repr=False, compare=False)
-    _squares: list[HostCopy] = field(default_factory=list, init=False, repr=False, compare=False)
-    """One of each bucket. On the host, because an exchange may measure while metrics are read."""
-
     consensus = False
     gets_each_once = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._measured_step = -1
+        # One of each bucket. On the host, because an exchange may measure while metrics are read.
+        self._squares: list[HostCopy] = []
 
     def measure(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
         """Add one bucket's difference from the mean or, of ``partner_of`` ranks, from a partner."""

@@ -65,9 +65,12 @@ class SparseHook(CommHook):
     error_feedback: bool = field(default=True, kw_only=True)
     """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
 
-    _errors: BucketMemory = field(
-        default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
-    )
+    keeps = "error"
+    """The name, in the state, of what the hook keeps of each element."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._errors = BucketMemory(self.keeps)
 
     @property
     def tells_contribution(self) -> bool:

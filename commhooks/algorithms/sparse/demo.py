@@ -30,7 +30,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.sparse.base import (
     SparseHook,
     SparseVector,
@@ -44,7 +43,6 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 __all__ = ["DeMo", "dct_matrix", "from_frequencies", "to_frequencies"]
@@ -81,22 +79,16 @@ class DeMo(SparseHook):
     """Return the signs of the result, as the paper does. The learning rate is then that of Adam.
     Neither a GradScaler nor clipping by norm has a meaning for signs."""
 
-    _momenta: BucketMemory = field(
-        default_factory=lambda: BucketMemory("momentum"), init=False, repr=False, compare=False
-    )
-
     error_feedback: bool = field(default=True, init=False, repr=False)
 
+    keeps = "momentum"
     gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/2411.19870"
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return (self._momenta.field(gradient),)
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        momentum = self._momenta.of(bucket, self.state)
+        momentum = self._errors.of(bucket, self.state)
         total = to_memory_dtype(buffer).add_(momentum, alpha=self.decay)
         coefficients = to_frequencies(bucket_with(bucket, total).gradients(), self.tile)
         indices = select_largest_of_chunks(coefficients, None, self.tile**2, self._per_tile)

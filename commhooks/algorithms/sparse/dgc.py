@@ -85,13 +85,14 @@ class DGC(WarmedUp):
     """Reset the velocity of the elements that were sent, so that old gradients do not add to it."""
 
     error_feedback: bool = field(default=True, init=False, repr=False)
-    _velocities: BucketMemory = field(
-        default_factory=lambda: BucketMemory("velocity"), init=False, repr=False, compare=False
-    )
 
     gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1712.01887"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._velocities = BucketMemory("velocity")
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return *super().state_fields(gradient), self._velocities.field(gradient)

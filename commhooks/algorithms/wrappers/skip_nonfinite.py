@@ -88,16 +88,6 @@ class SkipNonfinite(CommHook):
     also for the other buckets. Copies the whole state in each step. Use it if the training loop
     skips the optimizer's step; otherwise the averages of the other buckets have been applied."""
 
-    _skips: "_Skips" = field(
-        default_factory=lambda: _Skips(), init=False, repr=False, compare=False
-    )
-    _passed_on: int = field(default=0, init=False, repr=False, compare=False)
-    """Number of buckets of this step that the inner hook got."""
-    _withheld: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Parameters of the buckets that it did not get."""
-    _before: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
-    """The inner hook's state before this step, with ``whole_steps``."""
-
     lossless = True
     checks_finite = True
     skips_steps = True
@@ -106,6 +96,10 @@ class SkipNonfinite(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._skips = _Skips()
+        self._passed_on = 0  # buckets of this step that the inner hook got
+        self._withheld: list[str] = []  # parameters of the buckets that it did not get
+        self._before: dict[str, Any] | None = None  # its state before this step, with `whole_steps`
         if self.whole_steps and any_declares(self.inner, "has_exchanges"):
             raise CommHookOptionError(
                 f"option 'whole_steps' of hook {self.name!r}: {self.inner!r} begins exchanges that "
