@@ -352,7 +352,7 @@ class DiLoCo(KnowsModel, LocalSteps):
 
     def synchronization_bytes(self, bucket: GradBucket, size: int) -> int | None:
         if bucket.step == self.start_step:
-            return self.average_bytes(bucket, size)
+            return self.mean_bytes(bucket, size)
         parameters = zip(bucket.names, parameters_of(bucket), strict=True)
         due = {n: p for n, p in parameters if self._turns.is_due(n, bucket.step)}
         if not due:

@@ -1,14 +1,19 @@
 """Base class of hooks under which each rank has a model of its own."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.bucket_parameters import pack, parameters_of
 from commhooks.algorithms.host_copy import HostCopy
+from commhooks.comm.communicator import Communicator
+from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
+from reducer import GradBucket
 
 __all__ = ["WithoutConsensus"]
 
@@ -43,6 +48,22 @@ class WithoutConsensus(CommHook):
         if step != self._measured_step:
             self._measured_step, self._squares = step, []
         self._squares.append(HostCopy(square))
+
+    async def mean_of(
+        self, parameters: Sequence[Tensor], step: int, comm: Communicator
+    ) -> tuple[Tensor, Tensor]:
+        """Return this rank's parameters and their mean over the ranks, both flat. Measures."""
+        own = pack(parameters)
+        own = own.to(at_least_float32(own.dtype))
+        mean = await comm.all_reduce(own / comm.size)
+        self.measure(step, own - mean)
+        return own, mean
+
+    def mean_bytes(self, bucket: GradBucket, size: int) -> int:
+        """Return the bytes that :meth:`mean_of` sends for all parameters of a bucket."""
+        parameters = parameters_of(bucket)
+        sent = sum(each.numel() * at_least_float32(each.dtype).itemsize for each in parameters)
+        return all_reduce_bytes(sent, size)
 
     def metrics(self) -> dict[str, float]:
         """Return ``consensus_distance`` once it has been measured."""

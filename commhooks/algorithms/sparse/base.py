@@ -60,7 +60,12 @@ __all__ = [
 
 @dataclass
 class SparseHook(CommHook):
-    """Base of hooks that send some elements of each bucket and can keep the others for later."""
+    """Base of hooks that send some elements of each bucket and can keep the others for later.
+
+    What they keep is as large as the gradients, in float32 (float64 for float64 gradients). If an
+    element of a bucket is not finite on any rank, sent or not, the bucket averages to NaN on all
+    ranks and what is kept does not change: see Note [Sparse commit].
+    """
 
     error_feedback: bool = field(default=True, kw_only=True)
     """Add what a step does not send to the next gradient. Otherwise small elements are lost."""

@@ -60,13 +60,9 @@ class DeMo(SparseHook):
     Momenta are transformed in tiles of matrices, as in the paper, and k coefficients are sent of
     each ``tile * tile``. The average is over all ranks, also for frequencies that only some sent.
 
-    Wire, per bucket and step: one all-gather of k values in the bucket's dtype and their indices of
-    about 2 + log2(1/density) bits each. Memory: the momentum, as large as the gradients, in float32
-    (float64 for float64 gradients), and during a step four more copies of a bucket.
-
-    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
-    the momentum does not change. Results are the same bits on all ranks if these compute products
-    of matrices with the same bits: on CPUs or GPUs of one kind, with one version of torch.
+    The hook keeps the momentum, and during a step four more copies of a bucket. Results are the
+    same bits on all ranks if these compute products of matrices with the same bits: on CPUs or GPUs
+    of one kind, with one version of torch.
     """
 
     density: Annotated[float, Gt(0), Le(1)] = 1 / 128

@@ -55,8 +55,8 @@ class ErrorFeedback(CommHook):
     ``randomk``: errors would grow, see Note [Errors that do not grow] in
     algorithms/quantized/base.py.
 
-    Wire: that of the inner hook. Memory: the errors, as large as the gradients in float32 (float64
-    for float64 gradients), and a work buffer of the same size.
+    Memory: the errors, as large as the gradients in float32 (float64 for float64 gradients), and a
+    work buffer of the same size.
 
     If the average of a bucket is not finite, the errors of its parameters do not change. Does not
     synchronize the device.

@@ -80,8 +80,7 @@ class Route(KnowsModel, CommHook):
     the hook of the model's last bucket is sure to see the mark. Inside ``skip_nonfinite`` no bucket
     is marked if the last one is dropped.
 
-    Wire: that of each hook for its parameters. Memory: a copy of each bucket with several routes
-    until its average has arrived.
+    Memory: a copy of each bucket with several routes until its average has arrived.
 
     Raises:
         CommHookOptionError: a predicate cannot be found, or there is no such role.

@@ -37,8 +37,6 @@ class Schedule(CommHook):
     at the end of each of the hook's stages. State that stages should share, such as an error,
     belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
 
-    Wire: that of the hook of the step.
-
     Raises:
         CommHookOptionError: steps do not ascend from 0, or the last stage begins after the end of
             the ``cycle``; or a hook under which models differ precedes a hook that averages

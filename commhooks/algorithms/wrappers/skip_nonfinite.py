@@ -76,9 +76,9 @@ class SkipNonfinite(CommHook):
     Raises:
         CommHookOptionError: ``whole_steps`` around a hook whose exchanges take several steps.
 
-    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. On CUDA the host waits
-    for the device only when metrics or ``last_step_was_skipped`` are read, and once in each step
-    with ``whole_steps``; dropped buckets are sent too. See Note [Dropped steps].
+    On CUDA the host waits for the device only when metrics or ``last_step_was_skipped`` are read,
+    and once in each step with ``whole_steps``; dropped buckets are sent too. See Note [Dropped
+    steps].
     """
 
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
