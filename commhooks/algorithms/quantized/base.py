@@ -16,6 +16,10 @@ A rank sends (N-1) messages of n/N numbers twice, as many numbers as in a ring a
 the gradients of all ranks instead would take (N-1) messages of n numbers. Without error feedback
 both errors are zero.
 
+A block with a number that is not finite has a scale that is not finite. It passes from the rank's
+message into the average, and from there to all ranks: Note [All finite] in codecs/finite.py. Until
+they have looked at it, the gradients' memory holds the residuals.
+
 Note [Errors that do not grow]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Error feedback adds the part of a gradient g that was not sent to the next gradient. If a hook
@@ -30,14 +34,6 @@ Numbers are quantized twice, first each rank's own and then their average. If ea
 left out, then
 
     q = c + c·(1 + c) = (1 + c)² - 1    which is below 1 for c < √2 - 1
-
-Note [Errors are committed last]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A block with a number that is not finite has a scale that is not finite. It passes from the rank's
-message into the average, and from there to all ranks. All ranks look at the same gathered messages,
-so they agree on whether to change the errors. Until then the gradients' memory holds the residuals,
-and the errors keep their values. The answer stays on the device: the operations that write depend
-on it, and the host does not wait. See Note [All finite] in codecs/finite.py.
 """
 
 import hashlib

@@ -16,10 +16,9 @@ With the gradients G, the error E of earlier steps and M = G + E:
     all ranks:    result = mean of all S_i
     rank i:       E_i = M_i - S_i
 
-M is computed in the bucket's buffer. E changes only after the messages of all ranks have arrived
-and all values in them are finite. A non-finite element counts as larger than any number, so it is
-always sent, and no separate flag has to tell the other ranks. All ranks then return NaN and keep E
-bit for bit: see Note [All finite] in codecs/finite.py.
+M is computed in the bucket's buffer. A non-finite element counts as larger than any number, so it
+is always sent, and no separate flag has to tell the other ranks: Note [All finite] in
+codecs/finite.py.
 """
 
 import math

@@ -41,7 +41,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares
-from commhooks.hook.derived_bucket import bucket_without
+from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
@@ -177,7 +177,9 @@ class SkipNonfinite(CommHook):
         """Return the bucket, numbered without the buckets that the inner hook does not get."""
         index = self._passed_on
         self._passed_on += 1
-        return bucket_without(bucket, self._withheld, index) if self._withheld else bucket
+        if not self._withheld:
+            return bucket
+        return bucket_with(bucket, bucket.buffer(), index=index, withheld=self._withheld)
 
     def _drop(self, bucket: GradBucket, finite: Tensor) -> Tensor:
         self._skips.of_buckets.append(finite)
