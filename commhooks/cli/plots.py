@@ -114,7 +114,7 @@ def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **op
     plt.close(figure)
 
 
-def draw_curves(study: Study, path: Path, model: str) -> None:
+def draw_curves(study: Study, model: str, path: Path) -> None:
     """Draw curves of predicted step times against the number of ranks."""
     sizes = study.curve_sizes()
 
@@ -221,11 +221,8 @@ _LANES = ("backward", "hooks", "network")
 _OF_BUCKETS = ("#3b82c4", "#5aa9e6")
 
 
-def draw_steps(problem: Problem, plan: Plan, path: Path | str) -> None:
-    """Write an image, whose type follows from the name of ``path``.
-
-    Raises ValueError for a type of image that matplotlib does not know.
-    """
+def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
+    """Draw a step before and after, bucket by bucket."""
     before, after = timelines(problem, plan)
     figure = Figure(figsize=(10, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
