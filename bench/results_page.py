@@ -130,18 +130,7 @@ def _trainings(document: Document) -> Iterator[str]:
                 if len(runs) > 1
                 else f"Plain averaging, {recipe}: {mean(losses):.4f}, one seed."
             )
-        yield table(
-            {
-                "hook": f"{row.trained.label} ({row.runs[0].recipe})",
-                "loss": f"{mean(run.loss for run in row.runs):.4f}",
-                "change": f"{row.change:+.1%}",
-                "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
-                "allowed": f"{row.trained.tolerance:.0%}",
-                "wire_bytes": mean(run.wire_bytes for run in row.runs),
-                "share of plain": row.byte_share,
-            }
-            for row in rows(record, task)
-        )
+        yield table(row.cells for row in rows(record, task))
 
 
 def _auto(document: Document) -> Iterator[str]:

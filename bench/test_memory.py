@@ -121,7 +121,7 @@ def usage_of(name: str) -> Usage:
 @pytest.mark.benchmark(group="memory")
 @pytest.mark.parametrize(
     "measured",
-    [MeasuredHook("torch", 0.0), *TORCHS_HOOKS, *MEASURED_HOOKS],
+    [MeasuredHook("torch", None), *TORCHS_HOOKS, *MEASURED_HOOKS],
     ids=lambda measured: measured.name,
 )
 def test_memory(benchmark: Any, measured: MeasuredHook) -> None:

@@ -146,6 +146,19 @@ class Row:
         """Return the bytes that the hook sends, as a share of plain averaging."""
         return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
 
+    @property
+    def cells(self) -> dict[str, Any]:
+        """Return the cells of a table, by the names of its columns."""
+        return {
+            "hook": f"{self.trained.label} ({self.runs[0].recipe})",
+            "loss": f"{mean(run.loss for run in self.runs):.4f}",
+            "change": f"{self.change:+.1%}",
+            "change by seed": ", ".join(f"{change:+.1%}" for change in self.changes),
+            "allowed": f"{self.trained.tolerance:.0%}",
+            "wire_bytes": mean(run.wire_bytes for run in self.runs),
+            "share of plain": self.byte_share,
+        }
+
 
 def measured_tasks(record: Record) -> list[str]:
     """Return the published tasks on which a hook has been run."""
