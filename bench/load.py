@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 import psutil
 
-__all__ = ["busy_seconds", "own_seconds"]
-
 
 def busy_seconds() -> float:
     """Return the CPU seconds of all cores since the machine was started."""

@@ -29,17 +29,6 @@ from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.remote import StepTimes
 from reducer import DistributedDataParallel
 
-__all__ = [
-    "MEASURED_HOOKS",
-    "NOOP_COPYING",
-    "TORCHS_HOOKS",
-    "MeasuredHook",
-    "TorchStyleHook",
-    "backwards",
-    "entry_of",
-    "torch_powersgd",
-]
-
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
 EIGHT_BITS = 0.1

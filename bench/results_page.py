@@ -26,8 +26,6 @@ from bench.slow_link import PLAIN, courses_of
 from bench.tables import groups, quantity, table
 from commhooks.lab.units import format_rate
 
-__all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "section_of"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DOCS = ROOT / "docs"

@@ -38,8 +38,6 @@ from commhooks.lab.units import parse_rate
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_corpus, train_batch, validation_batches
 
-__all__ = ["PLAIN", "Course", "courses_of", "make_gpt", "train"]
-
 PLAIN = "allreduce"
 """The hook that all others are compared with."""
 STEPS = 150

@@ -21,21 +21,6 @@ from bench.fidelity.trained_hooks import (
 )
 from commhooks.lab.machine import describe_machine
 
-__all__ = [
-    "PACKAGED",
-    "Record",
-    "Row",
-    "Run",
-    "by_hook",
-    "figures",
-    "mean",
-    "measured_tasks",
-    "plain_runs",
-    "row_of",
-    "rows",
-    "spread",
-]
-
 PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
 """The figures that the package shows: one per hook and task."""
 

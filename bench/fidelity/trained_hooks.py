@@ -12,8 +12,6 @@ from typing import Any
 import commhooks
 from commhooks import CommHook, algorithms
 
-__all__ = ["RANKS", "REFERENCE", "TrainedHook", "trained_hooks", "trained_on"]
-
 RANKS = 4
 REFERENCE = "allreduce"
 """The hook that all others are compared with."""

@@ -18,8 +18,6 @@ from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook
 from commhooks.testing import run_ranks
 
-__all__ = ["TrainingResult", "run_missing", "train"]
-
 _WARM_UP = 0.1  # of all steps
 _TIMEOUT = 3600.0  # seconds; a run takes 15 on an idle machine
 

@@ -11,8 +11,6 @@ from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
 from commhooks.lab.simulation.dry_run import usual_ratio
 
-__all__ = ["describe", "list_hooks"]
-
 _FAMILIES = {
     "exact": "exact or half",
     "quantized": "quantized",

@@ -24,25 +24,6 @@ from commhooks.lab.models import built_in_models, load_callable
 from commhooks.lab.simulation import Link, Network
 from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
 
-__all__ = [
-    "DURATION",
-    "FILE",
-    "IMAGE",
-    "RATE",
-    "Cluster",
-    "Parsed",
-    "cluster_options",
-    "draw",
-    "hooks_option",
-    "import_option",
-    "model_options",
-    "show_failures",
-    "table_of_hooks",
-    "usable_hooks",
-    "with_references",
-]
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -28,8 +28,6 @@ from commhooks.lab.comparison import Comparison, ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
 
-__all__ = ["compare"]
-
 _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 

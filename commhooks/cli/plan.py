@@ -30,8 +30,6 @@ from commhooks.lab.verdict import cost_of_measuring
 from commhooks.planning import merged, solve
 from commhooks.planning.plan import table_of
 
-__all__ = ["plan"]
-
 _EXACT = ("@1d", "@embedding")
 
 

@@ -18,17 +18,6 @@ from commhooks.lab.simulation import Study
 from commhooks.lab.units import format_rate
 from commhooks.planning import Plan, Problem, timelines
 
-__all__ = [
-    "GRAY",
-    "color_of",
-    "draw_comparison",
-    "draw_curves",
-    "draw_steps",
-    "line_styles",
-    "panels",
-    "save",
-]
-
 GRAY = "#7f8794"
 """Of text and axes, and of what is only shown for comparison."""
 

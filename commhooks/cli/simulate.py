@@ -36,8 +36,6 @@ from commhooks.lab.simulation import (
 from commhooks.lab.units import format_duration
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
-__all__ = ["simulate"]
-
 
 @click.command()
 @model_options

@@ -45,8 +45,6 @@ from typing import ClassVar, Protocol
 from commhooks.costs.network import Network
 from commhooks.costs.step_trace import Collective, Members
 
-__all__ = ["NCCL", "Backend", "Cost", "Gloo"]
-
 _RING_SECONDS, _RING_INNER, _RING_OUTER = 8.4e-6, 3.4e-6, 9.6e-6
 _TREE_SECONDS, _TREE_INNER, _TREE_OUTER = 4.4e-6, 0.52e-6, 5.0e-6
 _TREE_EFFICIENCY = 0.9

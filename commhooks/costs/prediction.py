@@ -20,8 +20,6 @@ from commhooks.costs.step_trace import BucketTrace, StepTrace, merged
 from commhooks.costs.timeline import replay
 from commhooks.errors import CommHookError
 
-__all__ = ["DryRuns", "Prediction", "bytes_at", "dry_run_sizes", "predict", "seconds_at"]
-
 _TERMS: tuple[Callable[[float], float], ...] = (lambda _: 1.0, lambda n: 1 / n, lambda n: n)
 _FORMS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))  # simplest first
 _TOLERANCE = 0.01  # rounding up to whole blocks changes bytes by less

@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-__all__ = ["from_json"]
-
 _Kind = TypeVar("_Kind")
 
 

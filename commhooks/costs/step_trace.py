@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 from commhooks.comm import wire
 
-__all__ = ["BucketTrace", "Collective", "ExchangeTrace", "Members", "StepTrace", "merged"]
-
 _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_reduce": wire.all_reduce_bytes,
     "reduce_scatter": wire.reduce_scatter_bytes,

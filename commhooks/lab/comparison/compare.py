@@ -31,8 +31,6 @@ from commhooks.lab.simulation import Link, Measurements, Network, Study
 from commhooks.lab.units import format_rate
 from commhooks.lab.verdict import CAUTIOUS
 
-__all__ = ["Report", "check_limits", "check_model", "compare"]
-
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
 _COPIES = 9  # the parameters, and what is as large: gradients, buckets, state, temporaries

@@ -35,8 +35,6 @@ from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
 
-__all__ = ["HookBenchmarks", "ModuleBenchmarks"]
-
 _BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry("noop", {"name": "noop"}))}
 
 
@@ -296,9 +294,12 @@ def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
         return hook
     if hook in (BARE.name, TORCH.name):
         return _BESIDE[hook]
-    if options and not isinstance(hook, str | Mapping | type):
-        raise CommHookOptionError(f"expected no options beside {hook!r}, found {options}")
-    if options:
-        hook = hook(**options) if isinstance(hook, type) else create(hook, **options)
+    match hook:
+        case str() | Mapping() if options:
+            hook = create(hook, **options)
+        case type():
+            hook = hook(**options)
+        case _ if options:
+            raise CommHookOptionError(f"expected no options beside {hook!r}, found {options}")
     spec = hook_spec(hook)
     return Entry(spec.text, spec.config)

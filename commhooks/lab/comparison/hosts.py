@@ -24,8 +24,6 @@ import torch.distributed as dist
 from commhooks.cluster import RankCaller
 from commhooks.lab.comparison.result import HostPair
 
-__all__ = ["measure_pairs", "pairs_of_hosts"]
-
 _ROUND_TRIPS = 30
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 28
 _SECONDS = 0.25

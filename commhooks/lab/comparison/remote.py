@@ -28,20 +28,6 @@ from commhooks.lab.comparison.training import TrainingRun
 from commhooks.lab.machine import MemoryPeak, free_memory
 from commhooks.lab.models import Workload
 
-__all__ = [
-    "FIRST_STEP",
-    "Block",
-    "FirstSteps",
-    "StepTimes",
-    "Turn",
-    "begin_training",
-    "clear",
-    "prepare",
-    "time_block",
-    "train",
-    "verify",
-]
-
 FIRST_STEP = 100_000
 """Hooks count steps from here, so that all warm-ups are over."""
 _WARM_UP = 2

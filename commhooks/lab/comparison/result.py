@@ -11,19 +11,6 @@ from commhooks.errors import CommHookError
 from commhooks.lab.units import format_duration, format_rate
 from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
 
-__all__ = [
-    "HOSTS",
-    "LOOPBACK",
-    "Comparison",
-    "ComparisonError",
-    "ComparisonInterrupted",
-    "Failure",
-    "HostPair",
-    "Row",
-    "Table",
-    "TrainingPoint",
-]
-
 LOOPBACK = "loopback"
 HOSTS = "network of these hosts"
 _EXACT = 1e-5  # a relative error that is only rounding, in float32

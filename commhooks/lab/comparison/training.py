@@ -28,8 +28,6 @@ from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.result import TrainingPoint
 from commhooks.lab.models import Workload, load_callable
 
-__all__ = ["TrainingError", "TrainingRun", "load_training_function"]
-
 _SEED = 20190530
 
 Steps = Iterator[Callable[[], float]]

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 
-__all__ = ["GPT2Small", "LSTMLanguageModel", "ResNet50", "Transformer"]
-
 _GPT_LAYERS, _GPT_WIDTH, _GPT_HEADS, _GPT_CONTEXT, _GPT_VOCABULARY = 12, 768, 12, 1024, 50257
 _LSTM_VOCABULARY, _LSTM_WIDTH, _LSTM_LAYERS = 28869, 650, 3
 _RESNET_BLOCKS = (3, 4, 6, 3)  # per stage; the width is 64, and doubles from stage to stage

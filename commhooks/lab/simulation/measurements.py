@@ -37,16 +37,6 @@ from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
 
-__all__ = [
-    "Job",
-    "Measurements",
-    "RankSide",
-    "dry_run_hook",
-    "measure",
-    "measure_gloo",
-    "prepare_dry_runs",
-]
-
 _TIMEOUT_SECONDS = 1800.0  # for a large model on a small machine
 _STAGES = 100
 _ROUNDS = 2 * _STAGES  # of messages: an all-reduce of two ranks is a ring of two rounds

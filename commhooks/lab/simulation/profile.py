@@ -17,8 +17,6 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import bucket_key_of
 from reducer import GradBucket
 
-__all__ = ["StepProfile", "profile"]
-
 _WARM_UP = 2  # buckets are rebuilt after the first step
 _FEWEST, _MOST, _SECONDS = 2, 5, 5.0  # timed steps; no more than the fewest after the seconds
 
