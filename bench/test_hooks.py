@@ -15,7 +15,7 @@ from torch import nn
 import commhooks
 from bench.copies import median_of
 from bench.measured_hooks import MEASURED_HOOKS, TORCHS_HOOKS, MeasuredHook, entry_of
-from bench.models import ThreeLayers, TwoLayers
+from bench.models import ThreeLayers, two_layers
 from commhooks.cluster import Ranks
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
@@ -118,7 +118,7 @@ def test_every_hook(
 ) -> None:
     """Measure 25 MB over loopback."""
     place = {"world_size": world_size, "wrapper": {"bucket_cap_mb": bucket_mb}}
-    verified(benchmark, hook_benchmark, measured, model=TwoLayers, **place)
+    verified(benchmark, hook_benchmark, measured, model=two_layers, **place)
 
 
 def small_batch() -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_hierarchical(hook_benchmark: HookBenchmarks, inner: str, sharded: str) 
 def test_powersgd_in_one_bucket(hook_benchmark: HookBenchmarks, name: str) -> None:
     """Measure PowerSGD in one bucket: torch's hangs or aborts on several over Gloo."""
     wrapper = {"bucket_cap_mb": 1000}
-    hook_benchmark(entry_of(name), model=TwoLayers, steps=STEPS, wrapper=wrapper)
+    hook_benchmark(entry_of(name), model=two_layers, steps=STEPS, wrapper=wrapper)
 
 
 @pytest.mark.benchmark(group="hooks: awaiting")

@@ -98,7 +98,7 @@ def _status(field: str) -> int:
     return 1024 * int(values[field].split()[0])
 
 
-MODEL = "bench.models:FourLayers"
+MODEL = "bench.models:four_layers"
 NOISE = 0.05  # share of the gradients: other allocations of the process
 RANKS = 2
 

@@ -17,6 +17,7 @@ from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment, Figures, ProgressCallback, Setting
+from commhooks.lab.comparison.remote import load_training_function
 from commhooks.lab.comparison.result import (
     Comparison,
     ComparisonError,
@@ -24,7 +25,6 @@ from commhooks.lab.comparison.result import (
     Failure,
     Row,
 )
-from commhooks.lab.comparison.training import load_training_function
 from commhooks.lab.machine import available_bytes, cores, describe_machine
 from commhooks.lab.models import Workload, name_of
 from commhooks.lab.simulation import Link, Measurements, Network, Study
@@ -73,7 +73,7 @@ def compare(
             or pairs of a name and a dict of options. Rank processes make hooks of their own.
         input: a function that returns a batch, or its name, see
             :class:`commhooks.lab.models.Workload`.
-        train: a function or its name, see :mod:`commhooks.lab.comparison.training`.
+        train: a function or its name, see Note [Training functions] in remote.py.
         world_size: number of ranks; :func:`check_limits` limits it.
         links: rates in bits per second.
         steps: number of timed steps for each entry and link.
