@@ -129,7 +129,7 @@ def engine() -> Extension:
     arguments: dict[str, Any] = {
         "name": "reducer._C",
         "sources": [
-            merged("reducer", "reducer"),
+            merged("reducer", "host", "reducer"),
             merged("reducer_bindings", "bindings", "bindings/reducer"),
             *sources("packing", "shared"),
         ],

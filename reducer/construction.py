@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reducer.agreement import check_agreement
 from reducer.buffers import broadcast
+from reducer.host_memory import connect_host
 from reducer.native import Reducer
 from reducer.options import GroupKeys, NamedParameters, WrapperOptions
 
@@ -199,6 +200,7 @@ def make_reducer(
     return Reducer(
         [parameter for _, parameter in trained],
         process_group,
+        transport=connect_host(process_group, trained[0][1].device),
         names=[name for name, _ in trained],
         keys=numbered.keys,
         sparse=[parameter in sparse for _, parameter in trained],

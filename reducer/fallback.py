@@ -13,9 +13,11 @@ from reducer.extension import ENGINE
 __all__ = [
     "AverageHook",
     "GradBucket",
+    "HostGroup",
     "NativeHook",
     "NoopHook",
     "Reducer",
+    "Transport",
     "has_kernels",
     "instruction_sets",
     "locks_taken_with_gil",
@@ -127,6 +129,14 @@ class AverageHook(NativeHook):
     def __init__(self, process_group: Any, wire_dtype: torch.dtype | None = None) -> None:
         self.process_group = process_group
         self.wire_dtype = wire_dtype
+
+
+class Transport:
+    """Is there for annotations; hooks use the process group."""
+
+
+class HostGroup(Transport):
+    """Is there for annotations."""
 
 
 class NoopHook(NativeHook):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BuiltinCommHookType
 
-from reducer.native import AverageHook, GradBucket, NativeHook, Reducer
+from reducer.native import AverageHook, GradBucket, NativeHook, Reducer, Transport
 
 __all__: list[str] = []
 
@@ -97,9 +97,12 @@ class HookRegistration:
         average = AverageHook(self._reducer.process_group, _WIRE_DTYPES[kind])
         self._take(average, name=str(kind))
 
-    def move(self, process_group: dist.ProcessGroup) -> None:
-        """Average over other ranks from the next step on, with the default hook."""
-        self._reducer.process_group = process_group
+    def move(self, process_group: dist.ProcessGroup, transport: Transport | None) -> None:
+        """Average over other ranks from the next step on, with the default hook.
+
+        ``transport``: between them.
+        """
+        self._reducer.set_process_group(process_group, transport)
         self.reset()
 
     def _take(self, hook: NativeHook | BoundHook, name: str | None = None) -> None:

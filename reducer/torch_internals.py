@@ -27,6 +27,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from reducer.buffers import BROADCAST_BYTES, BufferHook, ModuleBuffers, broadcast
 from reducer.construction import sparse_parameters
 from reducer.hook_registration import HookRegistration, TorchHook
+from reducer.host_memory import connect_host
 from reducer.native import Reducer
 from reducer.nested_tensors import map_tensors
 from reducer.optim import GradientObservers, overlap_optimizer
@@ -409,7 +410,8 @@ class TorchNames(nn.Module):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return
         self.process_group = new_process_group
-        self.hook_registration.move(new_process_group)
+        transport = connect_host(new_process_group, self.device)
+        self.hook_registration.move(new_process_group, transport)
 
     def _check_manual_backward_finalization_supported(self) -> None:
         """Do nothing; torch raises RuntimeError for configurations that the wrapper supports."""

@@ -57,11 +57,13 @@ Bucket::Bucket(
     std::vector<at::Tensor> parameters,
     std::vector<std::string> names,
     std::vector<size_t> indices,
-    bool grads_are_views)
+    bool grads_are_views,
+    TransportPtr transport)
     : parameters_(std::move(parameters)),
       layout_(make_bucket_layout(packed_views(parameters_), std::move(names))),
       indices_(std::move(indices)),
       grads_are_views_(grads_are_views),
+      transport_(std::move(transport)),
       numel_(static_cast<int64_t>(layout_->offsets.back() + layout_->lengths.back())),
       copier_(make_copier(device())) {}
 
@@ -70,9 +72,14 @@ at::Tensor Bucket::view(const at::Tensor& flat, size_t position) const {
       flat, layout_->parameters[position], static_cast<int64_t>(layout_->offsets[position]));
 }
 
+at::Tensor Bucket::memory(c10::ScalarType dtype, bool in_place) const {
+  return transport_ ? transport_->allocate(numel_, dtype, in_place)
+                    : at::empty({numel_}, at::TensorOptions().dtype(dtype).device(device()));
+}
+
 const at::Tensor& Bucket::flat() {
   if (!flat_.defined()) {
-    flat_ = at::empty({numel_}, at::TensorOptions().dtype(dtype()).device(device()));
+    flat_ = memory(dtype(), grads_are_views_);
     if (grads_are_views_) {
       views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
@@ -90,7 +97,7 @@ const at::Tensor& Bucket::packed(const PackFormat& format) {
     return flat();
   }
   if (!wire_.defined() || wire_.scalar_type() != wire_dtype) {
-    wire_ = at::empty({numel_}, at::TensorOptions().dtype(wire_dtype).device(device()));
+    wire_ = memory(wire_dtype, false);
   }
   return wire_;
 }
@@ -215,7 +222,9 @@ at::Tensor Bucket::pack(const PackFormat& format) {
     return pack_sparse(format);
   }
   if (store_->is_nowhere()) {
-    return zeros(format);  // gradients may be views of the bucket's own memory
+    // Gradients may be views of the bucket's own memory.
+    const auto wire_dtype = format.dtype.value_or(dtype());
+    return memory(wire_dtype, grads_are_views_ && wire_dtype == dtype()).zero_();
   }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {
@@ -224,11 +233,6 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   }
   flush(format);
   return packed(format);
-}
-
-at::Tensor Bucket::zeros(const PackFormat& format) const {
-  return at::zeros(
-      {numel_}, at::TensorOptions().dtype(format.dtype.value_or(dtype())).device(device()));
 }
 
 at::Tensor Bucket::no_rows(const at::Tensor& parameter) const {

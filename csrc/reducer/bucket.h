@@ -5,9 +5,7 @@
 #include "reducer/gradient.h"
 #include "reducer/hook.h"
 #include "reducer/streams.h"
-
-#include <atomic>
-#include <chrono>
+#include "reducer/transport.h"
 
 namespace commhooks {
 
@@ -37,12 +35,13 @@ struct BucketStats {
 class Bucket {
  public:
   // `indices`: the indices of `parameters` in the reducer. `grads_are_views`: the option
-  // `gradient_as_bucket_view`.
+  // `gradient_as_bucket_view`. `transport`: whose memory to use; may be null.
   Bucket(
       std::vector<at::Tensor> parameters,
       std::vector<std::string> names,
       std::vector<size_t> indices,
-      bool grads_are_views);
+      bool grads_are_views,
+      TransportPtr transport);
 
   // Packs the gradient at `position` now, or later together with others: a large gradient is read
   // while it is still in a cache, and small ones are packed in one pass. Optional, and only if
@@ -123,10 +122,7 @@ class Bucket {
   // The way to the hook and back, in the current step.
   struct Reduction {
     std::unique_ptr<PendingResult> pending;
-    std::chrono::steady_clock::time_point handed_over;
-    // When the hook completed, in the clock of `handed_over`; zero until the callback that sets it
-    // has run.
-    std::shared_ptr<std::atomic<std::chrono::steady_clock::duration>> completed;
+    PendingResult::Clock::time_point handed_over;  // zero if the hook did not get it
     BucketStats stats;  // of this step only
   };
   Reduction reduction;
@@ -149,7 +145,8 @@ class Bucket {
   void gather(const PackFormat& format, size_t position);
   void flush(const PackFormat& format);
   at::Tensor pack_sparse(const PackFormat& format) const;
-  at::Tensor zeros(const PackFormat& format) const;
+  // Returns uninitialized memory for all elements. `in_place`: averages are to be written there.
+  at::Tensor memory(c10::ScalarType dtype, bool in_place) const;
   at::Tensor no_rows(const at::Tensor& parameter) const;
   at::Tensor new_gradient(size_t position);
   const at::Tensor& flat();
@@ -165,6 +162,7 @@ class Bucket {
   std::shared_ptr<const BucketLayout> layout_;
   std::vector<size_t> indices_;
   bool grads_are_views_;
+  TransportPtr transport_;
   int64_t numel_;
   std::unique_ptr<Copier> copier_;
   std::shared_ptr<const GradientStore> store_ = local_gradients();

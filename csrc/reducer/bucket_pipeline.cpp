@@ -34,12 +34,13 @@ BucketPipeline::BucketPipeline(
     const std::vector<at::Tensor>& parameters,
     const ReducerOptions& options,
     GradientTracker& tracker,
-    const GroupPtr& process_group)
+    const GroupPtr& process_group,
+    TransportPtr transport)
     : parameters_(parameters),
       options_(options),
       tracker_(tracker),
       side_stream_(side_stream(parameters.front().device())),
-      groups_(process_group, options.key_groups),
+      groups_(process_group, options.key_groups, std::move(transport)),
       buckets_(make_buckets(parameters, options, groups_, reverse_order(parameters.size()), false)),
       unused_(parameters.size()) {}
 
@@ -48,6 +49,7 @@ BucketPipeline::BucketPipeline(
 void BucketPipeline::set_hook(std::shared_ptr<Hook> hook) {
   const PackFormat format = hook->format();
   const bool passes_through = hook->passes_through();
+  hook->use_transport(process_group(), transport());
   Lock lock(turn_.mutex);
   TORCH_CHECK(
       state_.phase() == Phase::Idle || !tracker_.any(), groups_.rank_prefix(),
@@ -322,17 +324,12 @@ void BucketPipeline::launch(const Launch& launch) {
   auto pending = with_peers(
       launch.process_group, [&] { return describe_average(bucket); },
       [&] { return launch.hook->run(packed); });
-  auto completed = std::make_shared<std::atomic<Clock::duration>>(Clock::duration::zero());
-  pending->future().addCallback(
-      [completed](c10::ivalue::Future&) { *completed = Clock::now().time_since_epoch(); },
-      /*uses_future=*/false);  // otherwise it runs on a stream that waits for the hook's
   if (has_ended()) {
-    pending->settle();  // the hook itself has ended the step
+    pending->wait();  // the hook itself has ended the step
     return;
   }
   Bucket::Reduction& reduction = bucket.reduction;
   reduction.pending = std::move(pending);
-  reduction.completed = std::move(completed);
   reduction.handed_over = handed_over;
   reduction.stats.exposed_seconds += seconds_between(handed_over, Clock::now());
 }
@@ -364,7 +361,7 @@ Bucket* BucketPipeline::next_completed_locked() {
   Bucket& bucket = *buckets_.all[step_.next_finish];
   const bool elsewhere = side_stream_ && side_stream_->device() != bucket.device();
   const auto& pending = bucket.reduction.pending;
-  if (elsewhere || (pending && !pending->future().completed())) {
+  if (elsewhere || (pending && !pending->is_complete())) {
     return nullptr;
   }
   ++step_.next_finish;
@@ -393,12 +390,12 @@ at::Tensor BucketPipeline::await(Bucket& bucket) {
   {
     const Recorder::Scope waiting(recorder_, Activity::Wait, bucket.index);
     const auto start = Clock::now();
-    reduction.pending->future().wait();
+    reduction.pending->wait();
     reduction.stats.exposed_seconds += seconds_between(start, Clock::now());
   }
   // Waiting threads wake up before callbacks run, so the time of the callback may still be unset.
-  const Clock::time_point called_back(reduction.completed->load());
-  const auto end = called_back > reduction.handed_over ? called_back : Clock::now();
+  const auto completed = reduction.pending->completed();
+  const auto end = completed > reduction.handed_over ? completed : Clock::now();
   const ReductionGroup& group = groups_[bucket.group];
   reduction.stats.hook_seconds += seconds_between(reduction.handed_over, end);
   if (recorder_.is_on()) {
@@ -502,6 +499,8 @@ void BucketPipeline::drain() {
     state_.finish();
   }
   clear_step();
+  with_peers(
+      default_group(), [] { return "the end of a step"; }, [&] { groups_.end_step(); });
 }
 
 void BucketPipeline::drain_buckets() {
@@ -514,7 +513,7 @@ void BucketPipeline::drain_buckets() {
     Bucket& bucket = *buckets_.all[b];
     if (error) {
       if (const auto& pending = bucket.reduction.pending) {
-        pending->settle();  // so that no memory is in use when the next step begins
+        pending->wait();  // so that no memory is in use when the next step begins
       }
       continue;
     }
@@ -554,7 +553,8 @@ void BucketPipeline::check_draining_locked() const {
 void BucketPipeline::count_step_locked() {
   for (auto& bucket : buckets_.all) {
     bucket->stats.add(bucket->reduction.stats);
-    if (bucket->reduction.completed && step_.times.communication_start == Clock::time_point()) {
+    if (bucket->reduction.handed_over != Clock::time_point() &&
+        step_.times.communication_start == Clock::time_point()) {
       step_.times.communication_start = bucket->reduction.handed_over;
     }
   }
@@ -646,10 +646,13 @@ void BucketPipeline::abandon() noexcept {
 void BucketPipeline::drop_buckets() noexcept {
   for (auto& bucket : buckets_.all) {
     if (const auto& pending = bucket->reduction.pending) {
-      pending->settle();
+      pending->wait();
     }
   }
   clear_step();
+  for (auto& bucket : buckets_.all) {
+    bucket->release();  // other ranks may still read its memory
+  }
   unused_.forget_use();
 }
 

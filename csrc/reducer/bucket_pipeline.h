@@ -27,7 +27,8 @@ class BucketPipeline {
       const std::vector<at::Tensor>& parameters,
       const ReducerOptions& options,
       GradientTracker& tracker,
-      const GroupPtr& process_group);
+      const GroupPtr& process_group,
+      TransportPtr transport);
 
   Turn& turn() {
     return turn_;
@@ -135,6 +136,11 @@ class BucketPipeline {
   GroupPtr process_group() const {
     const Lock lock = this->lock();
     return default_group();
+  }
+  // Null if there is none.
+  TransportPtr transport() const {
+    const Lock lock = this->lock();
+    return groups_.of_users().transport;
   }
 
   // Number of synchronized backward passes so far, which is `GradBucket::step` of the next one. Set

@@ -108,12 +108,15 @@ BucketSet make_buckets(
       members.push_back(parameters[index]);
       names.push_back(options.names[index]);
     }
-    auto bucket = std::make_unique<Bucket>(
-        std::move(members), std::move(names), plan[b], options.gradient_as_bucket_view);
-    bucket->index = b;
     const size_t first = plan[b].front();
-    bucket->is_sparse = options.sparse[first];
-    bucket->group = groups.index_of(options.keys[first], bucket->is_sparse);
+    const bool is_sparse = options.sparse[first];
+    const size_t group = groups.index_of(options.keys[first], is_sparse);
+    auto bucket = std::make_unique<Bucket>(
+        std::move(members), std::move(names), plan[b], options.gradient_as_bucket_view,
+        groups[group].transport);
+    bucket->index = b;
+    bucket->is_sparse = is_sparse;
+    bucket->group = group;
     set.all.push_back(std::move(bucket));
   }
   set.order = std::move(order);

@@ -4,7 +4,10 @@
 #include "reducer/grad_bucket.h"
 
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,28 +23,48 @@ struct PackFormat {
   bool checks_finite = false;
 };
 
-// The result of a hook, which may not be complete yet.
+// The result of a hook, which may not be complete yet. It completes with the average or with an
+// error; on an accelerator, once the work is enqueued. The hook then no longer uses the bucket.
 class PendingResult {
  public:
+  using Clock = std::chrono::steady_clock;
+
   virtual ~PendingResult() = default;
 
-  // Completes with the result or with an error; on an accelerator, once the work is enqueued.
-  virtual c10::ivalue::Future& future() = 0;
+  // Does not wait.
+  virtual bool is_complete() = 0;
+
+  // Waits until it is complete.
+  virtual void wait() noexcept = 0;
+
+  // When it was completed; zero if that is not known yet.
+  virtual Clock::time_point completed() const = 0;
 
   // Returns the average, flat, with one element per element of the bucket; its dtype is that of the
-  // gradients or that of the packed buffer. Rethrows an error of the hook. May only be called after
-  // `future()` has completed; the current stream may then read the result. See Note [Streams].
+  // gradients or that of the packed buffer. Rethrows the error of the hook. May only be called once
+  // it is complete; the current stream may then read the result. See Note [Streams].
   virtual at::Tensor result() = 0;
-
-  // Waits until the hook no longer uses the bucket. For steps that have failed: an error of this
-  // bucket, or of the device, adds nothing to the one that is being reported.
-  void settle() noexcept {
-    try {
-      future().wait();
-    } catch (const std::exception&) {
-    }
-  }
 };
+
+// One that completes with a future.
+class FutureResult : public PendingResult {
+ public:
+  explicit FutureResult(c10::intrusive_ptr<c10::ivalue::Future> future);
+
+  bool is_complete() override {
+    return future_->completed();
+  }
+  void wait() noexcept override;
+  Clock::time_point completed() const override {
+    return Clock::time_point(completed_->load());
+  }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::shared_ptr<std::atomic<Clock::duration>> completed_;
+};
+
+class Transport;
 
 // There is always a hook; the default is AverageHook.
 class Hook {
@@ -66,6 +89,15 @@ class Hook {
   // Must not wait for other ranks. The buffer has been packed on the current stream, which backward
   // goes on to use: a hook works on other streams. See Note [Streams].
   virtual std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) = 0;
+
+  // Offers a faster way to average over `process_group`, whose memory the buckets are in; null if
+  // there is none. Called when the hook is set.
+  virtual void use_transport(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& /*process_group*/,
+      std::shared_ptr<Transport> /*transport*/) {}
+
+  // Called when all averages of a step have been written back. May wait for other ranks.
+  virtual void end_step() {}
 
   // Called when a step ends early, possibly for a reason outside the hook. No more buckets of this
   // step will be launched.

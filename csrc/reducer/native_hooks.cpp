@@ -4,14 +4,10 @@ namespace commhooks {
 namespace {
 
 // The result of an in-place collective.
-class InPlaceResult final : public PendingResult {
+class InPlaceResult final : public FutureResult {
  public:
   InPlaceResult(c10::intrusive_ptr<c10d::Work> work, at::Tensor buffer)
-      : work_(std::move(work)), future_(work_->getFuture()), buffer_(std::move(buffer)) {}
-
-  c10::ivalue::Future& future() override {
-    return *future_;
-  }
+      : FutureResult(work->getFuture()), work_(std::move(work)), buffer_(std::move(buffer)) {}
 
   at::Tensor result() override {
     // The collective has completed, so this rethrows its error, or makes the current stream wait
@@ -22,7 +18,6 @@ class InPlaceResult final : public PendingResult {
 
  private:
   c10::intrusive_ptr<c10d::Work> work_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
   at::Tensor buffer_;
 };
 
@@ -45,7 +40,27 @@ bool AverageHook::passes_through() const {
 
 std::unique_ptr<PendingResult> AverageHook::run(const std::shared_ptr<GradBucket>& bucket) {
   std::vector<at::Tensor> tensors = {bucket->getBuffer()};
+  if (transport_) {
+    return transport_->average(tensors.front(), bucket->getIndex(), timeout());
+  }
   return std::make_unique<InPlaceResult>(process_group_->allreduce(tensors), tensors.front());
+}
+
+void AverageHook::use_transport(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+    std::shared_ptr<Transport> transport) {
+  transport_ = process_group == process_group_ ? std::move(transport) : nullptr;
+}
+
+void AverageHook::end_step() {
+  if (transport_) {
+    transport_->end_step(timeout());
+  }
+}
+
+// Read each time: users may change it.
+std::chrono::milliseconds AverageHook::timeout() const {
+  return process_group_->getBackend(c10::kCPU)->getBackendOptions()->timeout;
 }
 
 std::unique_ptr<PendingResult> NoopHook::run(const std::shared_ptr<GradBucket>& /*bucket*/) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "reducer/hook.h"
+#include "reducer/transport.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -24,9 +25,16 @@ class AverageHook final : public Hook {
   PackFormat format() const override;
   bool passes_through() const override;  // with one rank
   std::unique_ptr<PendingResult> run(const std::shared_ptr<GradBucket>& bucket) override;
+  void use_transport(
+      const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+      std::shared_ptr<Transport> transport) override;
+  void end_step() override;
 
  private:
+  std::chrono::milliseconds timeout() const;
+
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  std::shared_ptr<Transport> transport_;  // may be null
   std::optional<c10::ScalarType> wire_dtype_;
   std::string name_;
 };

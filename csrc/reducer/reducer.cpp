@@ -111,18 +111,25 @@ class Reducer::BackwardGuard {
 // ----------------------------------------------------------------------------------- construction
 
 std::shared_ptr<Reducer> Reducer::create(
-    std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group) {
-  std::shared_ptr<Reducer> reducer(
-      new Reducer(std::move(parameters), std::move(options), std::move(process_group)));
+    std::vector<at::Tensor> parameters,
+    ReducerOptions options,
+    GroupPtr process_group,
+    TransportPtr transport) {
+  std::shared_ptr<Reducer> reducer(new Reducer(
+      std::move(parameters), std::move(options), process_group, std::move(transport)));
   reducer->attach();
   return reducer;
 }
 
-Reducer::Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group)
+Reducer::Reducer(
+    std::vector<at::Tensor> parameters,
+    ReducerOptions options,
+    const GroupPtr& process_group,
+    TransportPtr transport)
     : parameters_(std::move(parameters)),
       options_(checked(std::move(options), parameters_.size())),
       tracker_(options_),
-      pipeline_(parameters_, options_, tracker_, process_group) {
+      pipeline_(parameters_, options_, tracker_, process_group, std::move(transport)) {
   wait_to_rebuild_locked();
 }
 
@@ -555,9 +562,9 @@ void Reducer::set_static_graph() {
   wait_to_rebuild_locked();
 }
 
-void Reducer::set_process_group(const GroupPtr& process_group) {
+void Reducer::set_process_group(const GroupPtr& process_group, TransportPtr transport) {
   pipeline_.abandon();
-  ReductionGroups groups(process_group, options_.key_groups);
+  ReductionGroups groups(process_group, options_.key_groups, std::move(transport));
   BucketSet rebuilt = buckets_as_before(options_, groups);
   Lock lock = pipeline_.lock();
   pipeline_.wait_for_turn_locked(lock);

@@ -38,8 +38,12 @@ using NodePtr = decltype(torch::autograd::impl::grad_accumulator(std::declval<at
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // Attaches hooks to the gradient accumulators of `parameters`, and removes them on destruction.
+  // `transport`: between the ranks of `process_group`; may be null.
   static std::shared_ptr<Reducer> create(
-      std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group);
+      std::vector<at::Tensor> parameters,
+      ReducerOptions options,
+      GroupPtr process_group,
+      TransportPtr transport);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -82,7 +86,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Averages over another group from the next step on, with the hook that averages. Forgets what it
   // has learned about the graph.
-  void set_process_group(const GroupPtr& process_group);
+  void set_process_group(const GroupPtr& process_group, TransportPtr transport);
 
   // Whether autograd still calls the reducer for each parameter. It makes a new accumulator,
   // without the hook, for a parameter whose data got another dtype or device, even if it is changed
@@ -121,7 +125,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   }
 
  private:
-  Reducer(std::vector<at::Tensor> parameters, ReducerOptions options, GroupPtr process_group);
+  Reducer(
+      std::vector<at::Tensor> parameters,
+      ReducerOptions options,
+      const GroupPtr& process_group,
+      TransportPtr transport);
 
   using Accumulator = std::pair<uintptr_t, NodePtr>;  // with the key of the hook
   using Accumulators = std::vector<Accumulator>;

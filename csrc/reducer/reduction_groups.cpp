@@ -6,15 +6,21 @@
 
 namespace commhooks {
 
-ReductionGroup::ReductionGroup(std::shared_ptr<Hook> hook, const GroupPtr& process_group)
+ReductionGroup::ReductionGroup(
+    std::shared_ptr<Hook> hook, const GroupPtr& process_group, TransportPtr transport)
     : hook(std::move(hook)),
       process_group(process_group),
+      transport(std::move(transport)),
       format(this->hook->format()),
       passes_through(this->hook->passes_through()),
-      ranks(process_group->getSize()) {}
+      ranks(process_group->getSize()) {
+  this->hook->use_transport(process_group, this->transport);
+}
 
 ReductionGroups::ReductionGroups(
-    const GroupPtr& process_group, const std::map<int64_t, GroupPtr>& key_groups)
+    const GroupPtr& process_group,
+    const std::map<int64_t, GroupPtr>& key_groups,
+    TransportPtr transport)
     : process_groups_{process_group}, rank_(process_group->getRank()) {
   for (const auto& [key, group] : key_groups) {
     const auto known = std::find(process_groups_.begin(), process_groups_.end(), group);
@@ -24,7 +30,9 @@ ReductionGroups::ReductionGroups(
     }
   }
   for (const auto& group : process_groups_) {
-    groups_.emplace_back(std::make_shared<AverageHook>(group, std::nullopt), group);
+    groups_.emplace_back(
+        std::make_shared<AverageHook>(group, std::nullopt), group,
+        group == process_group ? std::move(transport) : nullptr);
     groups_.emplace_back(
         std::make_shared<AverageHook>(group, std::nullopt, "sparse average"), group);
   }
@@ -39,6 +47,12 @@ void ReductionGroups::begin_step() {
   for (ReductionGroup& group : groups_) {
     group.buckets = 0;
     group.launched = 0;
+  }
+}
+
+void ReductionGroups::end_step() const {
+  for (const ReductionGroup& group : groups_) {
+    group.hook->end_step();
   }
 }
 

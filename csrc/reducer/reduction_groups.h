@@ -3,6 +3,7 @@
 
 #include "reducer/hook.h"
 #include "reducer/options.h"
+#include "reducer/transport.h"
 
 #include <map>
 #include <memory>
@@ -17,10 +18,12 @@ namespace commhooks {
 // has each key with its own process group. A hook sees only the buckets of its group, numbered from
 // 0. Buckets are launched in their order, whatever their groups.
 struct ReductionGroup {
-  ReductionGroup(std::shared_ptr<Hook> hook, const GroupPtr& process_group);
+  ReductionGroup(
+      std::shared_ptr<Hook> hook, const GroupPtr& process_group, TransportPtr transport = nullptr);
 
   std::shared_ptr<Hook> hook;
   GroupPtr process_group;
+  TransportPtr transport;  // of dense gradients; null if there is none
   // What the hook and the process group, which may be written in Python, have answered.
   PackFormat format;
   bool passes_through;
@@ -33,9 +36,13 @@ struct ReductionGroup {
 
 class ReductionGroups {
  public:
-  // `key_groups`: the process groups of keys whose parameters are averaged over other ranks. Every
-  // group starts with the hook that averages.
-  ReductionGroups(const GroupPtr& process_group, const std::map<int64_t, GroupPtr>& key_groups);
+  // `key_groups`: the process groups of keys whose parameters are averaged over other ranks.
+  // `transport`: between the ranks of `process_group`; may be null. Every group starts with the hook
+  // that averages.
+  ReductionGroups(
+      const GroupPtr& process_group,
+      const std::map<int64_t, GroupPtr>& key_groups,
+      TransportPtr transport);
 
   // Returns the index of the reduction group for parameters with this key.
   size_t index_of(int64_t key, bool is_sparse) const {
@@ -70,6 +77,8 @@ class ReductionGroups {
   }
 
   void begin_step();
+  // Calls `end_step` of all hooks.
+  void end_step() const;
   // Calls `abandon` of all hooks.
   void abandon() const;
 

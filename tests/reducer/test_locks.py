@@ -164,6 +164,7 @@ def call_everything(rank: int, world_size: int) -> tuple[set[str], int, int]:
         "set_keys": ([0] * 4,),
         "set_manual_finalization": (False,),
         "set_observer": (None,),
+        "set_process_group": (model.process_group,),
     }
     names = [name for name in dir(engine) if not name.startswith("_")]
     names.remove("set_static_graph")  # only before the first step
@@ -172,7 +173,6 @@ def call_everything(rank: int, world_size: int) -> tuple[set[str], int, int]:
         if callable(member):
             member(*arguments.pop(name, ()))
     engine.steps = 3
-    engine.process_group = model.process_group
     queue = commhooks._C.CompletionQueue()
     queue.put(1)
     queue.get()

@@ -62,12 +62,12 @@ void release(py::object& function) {
 }
 
 // A Python future, and the bucket that is named in a note on its exception.
-class PythonResult final : public PendingResult {
+class PythonResult final : public FutureResult {
  public:
   PythonResult(
       std::shared_ptr<torch::jit::PythonFutureWrapper> wrapper,
       std::shared_ptr<const GradBucket> bucket)
-      : wrapper_(std::move(wrapper)), bucket_(std::move(bucket)) {}
+      : FutureResult(wrapper->fut), wrapper_(std::move(wrapper)), bucket_(std::move(bucket)) {}
 
   ~PythonResult() override {
     if (!can_release()) {
@@ -76,10 +76,6 @@ class PythonResult final : public PendingResult {
     }
     py::gil_scoped_acquire gil;
     wrapper_.reset();
-  }
-
-  c10::ivalue::Future& future() override {
-    return *wrapper_->fut;
   }
 
   at::Tensor result() override {

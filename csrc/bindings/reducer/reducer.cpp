@@ -1,8 +1,10 @@
 #include "reducer/reducer.h"
 #include "bindings/reducer/python_hook.h"
 #include "bindings/reducer/register.h"
+#include "host/host_group.h"
 #include "reducer/native_hooks.h"
 
+#include <pybind11/chrono.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 namespace py = pybind11;
@@ -13,6 +15,7 @@ namespace {
 std::shared_ptr<Reducer> make_reducer(
     std::vector<at::Tensor> parameters,
     GroupPtr process_group,
+    TransportPtr transport,
     std::vector<std::string> names,
     std::vector<int64_t> keys,
     std::vector<bool> sparse,
@@ -40,7 +43,8 @@ std::shared_ptr<Reducer> make_reducer(
   options.stable_buckets = stable_buckets;
   options.skip_unused_buckets = skip_unused_buckets;
   options.release_buckets = release_buckets;
-  return Reducer::create(std::move(parameters), std::move(options), std::move(process_group));
+  return Reducer::create(
+      std::move(parameters), std::move(options), std::move(process_group), std::move(transport));
 }
 
 template <typename Function>
@@ -92,6 +96,15 @@ void await_after_backward(
     awaited.push_back(future->fut);
   }
   without_gil([&] { reducer.pipeline().await_after_backward(std::move(awaited)); });
+}
+
+void connect(
+    HostGroup& group, const std::vector<std::tuple<int64_t, int64_t, int64_t, uint64_t>>& cards) {
+  std::vector<HostGroup::Card> of_ranks;
+  for (const auto& [process, file, offset, nonce] : cards) {
+    of_ranks.push_back({process, file, offset, nonce});
+  }
+  without_gil([&] { group.connect(of_ranks); });
 }
 
 double seconds(Span::Clock::time_point time) {
@@ -171,6 +184,24 @@ void register_reducer(py::module_& module) {
   py::class_<Hook, std::shared_ptr<Hook>>(
       module, "NativeHook", "A communication hook that runs in C++ without the GIL.");
 
+  py::class_<Transport, TransportPtr>(module, "Transport", R"(
+A way for ranks to average that needs the memory of the buckets.)")
+      .def_property_readonly("name", &Transport::name);
+
+  py::class_<HostGroup, Transport, std::shared_ptr<HostGroup>>(module, "HostGroup", R"(
+Averages among `size` ranks of one host, through memory that they share. csrc/host/host_group.h
+describes how. Raises RuntimeError if the system lacks what is needed.)")
+      .def(py::init(&HostGroup::create), py::arg("rank"), py::arg("size"), release_gil())
+      .def_property_readonly(
+          "card",
+          [](const HostGroup& group) {
+            const HostGroup::Card card = group.card();
+            return py::make_tuple(card.process, card.file, card.offset, card.nonce);
+          },
+          "What the other ranks need to know to connect.")
+      .def("connect", &connect, py::arg("cards"), "Connect with the ranks that have these cards.")
+      .def_static("set_look_around", &HostGroup::set_look_around, py::arg("interval"));
+
   py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(
 Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")
       .def(
@@ -187,6 +218,7 @@ bucket order, and writes the averages back into `.grad`. csrc/reducer/reducer.h 
 csrc/reducer/bucket_pipeline.h describe the methods.)")
       .def(
           py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
+          py::arg("transport") = nullptr,
           py::arg("names"), py::arg("keys"), py::arg("sparse"), py::arg("key_groups"),
           py::arg("late_key"), py::arg("bucket_bytes"), py::arg("small_last_bucket") = false,
           py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
@@ -212,9 +244,14 @@ backward is under way.)")
           "hook_name", py::cpp_function(in_pipeline(&Pipeline::hook_name), release_gil()))
       .def("set_keys", &Reducer::set_keys, py::arg("keys"), release_gil())
       .def("set_static_graph", &Reducer::set_static_graph, release_gil())
-      .def_property(
-          "process_group", py::cpp_function(in_pipeline(&Pipeline::process_group), release_gil()),
-          py::cpp_function(&Reducer::set_process_group, release_gil()))
+      .def_property_readonly(
+          "process_group", py::cpp_function(in_pipeline(&Pipeline::process_group), release_gil()))
+      .def(
+          "set_process_group", &Reducer::set_process_group, py::arg("process_group"),
+          py::arg("transport") = nullptr, release_gil())
+      .def_property_readonly(
+          "transport", py::cpp_function(in_pipeline(&Pipeline::transport), release_gil()), R"(
+The way to average that the buckets are made for; None if hooks use the process group.)")
       .def_property_readonly("is_attached", py::cpp_function(&Reducer::is_attached, release_gil()))
       .def("reattach", &Reducer::reattach, release_gil())
       .def("expect_local_gradients", &Reducer::expect_local_gradients, release_gil())

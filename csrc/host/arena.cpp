@@ -1,0 +1,123 @@
+#include "host/arena.h"
+
+#include <cerrno>
+#include <system_error>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+namespace commhooks {
+namespace {
+
+[[noreturn]] void throw_error(const char* call, int error = errno) {
+  throw std::system_error(error, std::generic_category(), call);
+}
+
+File anonymous_file() {
+#ifdef __linux__
+  const int descriptor = memfd_create("commhooks", MFD_CLOEXEC);
+  if (descriptor < 0) {
+    throw_error("memfd_create");
+  }
+  return File(descriptor);
+#else
+  throw_error("memfd_create", ENOSYS);
+#endif
+}
+
+// Reserves the memory: without it a write would end the process if memory is exhausted.
+void extend(int file, int64_t offset, size_t bytes) {
+  if (const int error = posix_fallocate(file, offset, static_cast<off_t>(bytes))) {
+    throw_error("posix_fallocate", error);
+  }
+}
+
+}  // namespace
+
+File::~File() {
+  if (descriptor_ >= 0) {
+    close(descriptor_);
+  }
+}
+
+Window::Window(size_t bytes)
+    : data_(mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)), bytes_(bytes) {
+  if (data_ == MAP_FAILED) {
+    data_ = nullptr;
+    throw_error("mmap");
+  }
+}
+
+Window::Window(int file, int64_t offset, size_t bytes) : Window(bytes) {
+  map(0, file, offset, bytes);
+}
+
+Window::~Window() {
+  if (data_) {
+    munmap(data_, bytes_);
+  }
+}
+
+void Window::map(size_t position, int file, int64_t offset, size_t bytes) {
+#ifdef __linux__
+  constexpr int kFlags = MAP_SHARED | MAP_FIXED | MAP_POPULATE;
+#else
+  constexpr int kFlags = MAP_SHARED | MAP_FIXED;
+#endif
+  if (mmap(data() + position, bytes, PROT_READ | PROT_WRITE, kFlags, file, offset) == MAP_FAILED) {
+    throw_error("mmap");
+  }
+}
+
+size_t page_bytes() {
+  static const auto bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+size_t round_up_to_pages(size_t bytes) {
+  return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
+}
+
+Arena::Arena(File file)
+    : process_(getpid()),
+      file_(std::move(file)),
+      first_page_((extend(file_.descriptor(), 0, page_bytes()), file_.descriptor()), 0, page_bytes()),
+      end_(static_cast<int64_t>(page_bytes())) {}
+
+std::shared_ptr<Arena> Arena::of_process() {
+  static std::mutex mutex;
+  static std::shared_ptr<Arena> arena;
+  const std::lock_guard lock(mutex);
+  if (!arena || !arena->is_of_this_process()) {
+    arena = std::shared_ptr<Arena>(new Arena(anonymous_file()));
+  }
+  return arena;
+}
+
+bool Arena::is_of_this_process() const {
+  return process_ == getpid();
+}
+
+std::unique_ptr<Arena::Piece> Arena::allocate(size_t bytes) {
+  bytes = round_up_to_pages(bytes);
+  const std::lock_guard lock(mutex_);
+  extend(file(), end_, bytes);
+  const int64_t offset = end_;
+  end_ += static_cast<int64_t>(bytes);
+  return std::make_unique<Piece>(shared_from_this(), offset, bytes);
+}
+
+Arena::Piece::Piece(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes)
+    : arena_(std::move(arena)), offset_(offset), bytes_(bytes), window_(file(), offset, bytes) {}
+
+Arena::Piece::~Piece() {
+#ifdef __linux__
+  if (!is_kept_ && arena_->is_of_this_process()) {
+    fallocate(
+        file(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset_, static_cast<off_t>(bytes_));
+  }
+#endif
+}
+
+}  // namespace commhooks

@@ -1,0 +1,125 @@
+// Memory that other processes of the same host can map.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace commhooks {
+
+// Owns a file descriptor.
+class File {
+ public:
+  explicit File(int descriptor = -1) : descriptor_(descriptor) {}
+  File(File&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  File& operator=(File other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
+  ~File();
+
+  int descriptor() const {
+    return descriptor_;
+  }
+
+ private:
+  int descriptor_;
+};
+
+// Consecutive addresses, at which parts of files are mapped.
+class Window {
+ public:
+  // Throws std::system_error, as `map` does.
+  explicit Window(size_t bytes);
+  Window(int file, int64_t offset, size_t bytes);
+  Window(Window&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Window& operator=(Window other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~Window();
+
+  // Maps a part of `file` at `position`. Positions, offsets and lengths are multiples of a page.
+  void map(size_t position, int file, int64_t offset, size_t bytes);
+
+  char* data() const {
+    return static_cast<char*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+size_t page_bytes();
+size_t round_up_to_pages(size_t bytes);
+
+// The memory that this process shares: one anonymous file, which is gone with the last process that
+// has it open or mapped. Offsets are given out once, so an offset names a piece of memory for good.
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  // Throws std::system_error if the system has no such files. A forked process gets an arena of its
+  // own.
+  static std::shared_ptr<Arena> of_process();
+
+  // Memory that is given back to the system on destruction, other than in a forked process.
+  class Piece {
+   public:
+    Piece(std::shared_ptr<const Arena> arena, int64_t offset, size_t bytes);
+    Piece(const Piece&) = delete;
+    Piece& operator=(const Piece&) = delete;
+    ~Piece();
+
+    // Does not give the memory back before the process ends.
+    void keep() {
+      is_kept_ = true;
+    }
+
+    int file() const {
+      return arena_->file();
+    }
+    int64_t offset() const {
+      return offset_;
+    }
+    size_t bytes() const {
+      return bytes_;
+    }
+    char* data() const {
+      return window_.data();
+    }
+
+   private:
+    std::shared_ptr<const Arena> arena_;
+    int64_t offset_;
+    size_t bytes_;
+    Window window_;
+    bool is_kept_ = false;
+  };
+
+  // Returns at least this many bytes, zeros. Throws std::system_error if memory is exhausted.
+  std::unique_ptr<Piece> allocate(size_t bytes);
+
+  // The first page is not given out.
+  char* first_page() const {
+    return first_page_.data();
+  }
+  int file() const {
+    return file_.descriptor();
+  }
+  bool is_of_this_process() const;
+
+ private:
+  explicit Arena(File file);
+
+  int process_;
+  File file_;
+  Window first_page_;
+  std::mutex mutex_;  // guards `end_`
+  int64_t end_;
+};
+
+}  // namespace commhooks

@@ -1,0 +1,415 @@
+"""Ranks of one host average through memory that they share. Note [Host memory]."""
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import DistributedDataParallel
+from commhooks.testing import run_ranks
+from reducer.host_memory import connect_host
+from reducer.native import HostGroup
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# Odd sizes: less than a page, no whole number of pages, fewer pages than ranks, none at all.
+SIZES = [1, 7, 1023, 0, 1025, 5000, 70_001]
+
+
+class Many(nn.Module):
+    """Parameters of odd sizes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(n, dtype=dtype)) for n in SIZES)
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        return sum((p * g).sum() for p, g in zip(self.parts, gradients, strict=True))  # type: ignore[return-value]
+
+
+def gradients_of(rank: int, dtype: torch.dtype, step: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+
+
+def without_host_memory(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    os.environ["COMMHOOKS_HOST_MEMORY"] = "0"
+    try:
+        return DistributedDataParallel(model, **options)
+    finally:
+        del os.environ["COMMHOOKS_HOST_MEMORY"]
+
+
+def uses_host_memory(model: DistributedDataParallel) -> bool:
+    return model.reducer.transport is not None
+
+
+# ----------------------------------------------------------------------------------------- numbers
+
+
+def averages(
+    rank: int, world_size: int, dtype: torch.dtype, hook: str, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    models = [
+        DistributedDataParallel(Many(dtype), bucket_cap_mb=0.02, **options),
+        without_host_memory(Many(dtype), bucket_cap_mb=0.02, **options),
+    ]
+    assert [uses_host_memory(model) for model in models] == [True, False]
+    for step in range(4):  # buckets are rebuilt after the first
+        for model in models:
+            commhooks.handle_of(model) or commhooks.register(model, hook)
+            model.zero_grad()
+            model(gradients_of(rank, dtype, step)).backward()
+    first, second = ([p.grad.clone() for p in model.parameters()] for model in models)  # type: ignore[union-attr]
+    return first, second
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("hook", ["allreduce", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_ranks_get_the_bits_of_gloo(dtype: torch.dtype, hook: str, views: bool) -> None:
+    for ours, gloos in run_ranks(averages, 2, dtype, hook, {"gradient_as_bucket_view": views}):
+        assert all(torch.equal(a, b) for a, b in zip(ours, gloos, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_ranks_sum_in_the_order_of_ranks(dtype: torch.dtype, world_size: int) -> None:
+    """In fp32 for half precision, rounded once; the same bits on all ranks."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    parts = [gradients_of(rank, dtype, step=3) for rank in range(world_size)]
+    of_parameters = zip(*parts, strict=True)
+    scaled = [[(part.to(wide) / world_size).to(dtype) for part in of] for of in of_parameters]
+    expected = [sum(part.to(wide) for part in of).to(dtype) for of in scaled]  # type: ignore[union-attr]
+    for ours, _ in run_ranks(averages, world_size, dtype, "allreduce", {}):
+        for a, b in zip(ours, expected, strict=True):
+            # The reciprocal of 3 is not exact.
+            torch.testing.assert_close(a, b, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=1e-6)
+            if world_size == 4:
+                assert torch.equal(a, b)
+
+
+def several_models(rank: int, world_size: int) -> None:
+    """Under one backward, and in the other order on the other half of the ranks."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    whole = DistributedDataParallel(Many())
+    half = DistributedDataParallel(Many(), process_group=halves[rank // 2])
+    assert uses_host_memory(whole) and uses_host_memory(half)
+    for step in range(5):
+        whole.zero_grad()
+        half.zero_grad()
+        own = gradients_of(rank, torch.float32, step)
+        losses = [whole(own), half(own)]
+        sum(losses if rank < 2 else losses[::-1]).backward()  # type: ignore[union-attr]
+        of_ranks = [gradients_of(r, torch.float32, step) for r in range(4)]
+        pair = of_ranks[rank // 2 * 2 : rank // 2 * 2 + 2]
+        for model, ranks in ((whole, of_ranks), (half, pair)):
+            for p, *parts in zip(model.parameters(), *ranks, strict=True):
+                torch.testing.assert_close(p.grad, sum(parts) / len(parts))
+
+
+def test_several_models_and_subgroups() -> None:
+    run_ranks(several_models, 4)
+
+
+def other_hooks(rank: int, world_size: int) -> None:
+    """The memory serves hooks that send by other ways, too."""
+    model = DistributedDataParallel(Many())
+    handle = commhooks.register(model, "int8")
+    for hook in ("int8", "bf16", "noop", "allreduce", "topk"):
+        handle.replace(hook)
+        for step in range(2):
+            model.zero_grad()
+            model(gradients_of(rank, torch.float32, step)).backward()
+    handle.remove()
+    model.zero_grad()
+    model(gradients_of(rank, torch.float32)).backward()
+    expected = [
+        sum(of) / 2 for of in zip(*(gradients_of(r, torch.float32) for r in (0, 1)), strict=True)
+    ]
+    for p, average in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, average)
+
+
+def test_hooks_in_python_and_native_ones_take_turns() -> None:
+    run_ranks(other_hooks, 2)
+
+
+# ----------------------------------------------------------------------- who overwrites what, when
+
+
+class Overwriting(nn.Module):
+    """Large enough that reading takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(300_000)) for _ in range(4))
+
+    def forward(self, value: float) -> Tensor:
+        return sum((p * value).sum() for p in self.parts)  # type: ignore[return-value]
+
+
+@contextmanager
+def slowed_down() -> Iterator[None]:
+    """Stop this process again and again, anywhere, for a few milliseconds."""
+    ours, theirs = os.pipe()
+    process, stopper = os.getpid(), os.fork()
+    if stopper == 0:
+        os.close(theirs)
+        while not select.select([ours], [], [], 0.003)[0]:
+            os.kill(process, signal.SIGSTOP)
+            time.sleep(0.01)
+            os.kill(process, signal.SIGCONT)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(theirs)
+        os.waitpid(stopper, 0)
+        os.close(ours)
+
+
+def overwrite_at_once(
+    rank: int, world_size: int, options: dict[str, Any], in_backward: bool, accumulate: bool
+) -> None:
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
+    assert uses_host_memory(model)
+    parameters = list(model.parameters())
+    seen: list[int] = []
+
+    def check(indices: list[int], expected: float) -> None:
+        for index in indices:
+            gradient = parameters[index].grad
+            assert gradient is not None
+            assert torch.equal(gradient, torch.full_like(gradient, expected)), (rank, gradient)
+            gradient.fill_(float("nan"))  # what a peer must not see
+            seen.append(index)
+
+    with slowed_down() if rank == world_size - 1 else nullcontext():
+        for step in range(15):
+            for p in parameters:
+                if p.grad is None or not options["gradient_as_bucket_view"]:
+                    p.grad = None
+                else:
+                    p.grad.zero_()
+            values = [step + 2 * r for r in range(world_size)]
+            expected = sum(values) / world_size
+            if accumulate:
+                with model.no_sync():
+                    model(values[rank]).backward()
+                expected *= 2
+            seen.clear()
+            if in_backward:
+                model.reducer.set_observer(lambda indices, e=expected: check(indices, e))
+            model(values[rank]).backward()
+            if not in_backward:
+                check(list(range(len(parameters))), expected)
+            assert sorted(seen) == list(range(len(parameters)))
+
+
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(
+    ("in_backward", "accumulate"), [(False, False), (True, False), (False, True)]
+)
+def test_gradients_may_be_overwritten_at_once(
+    views: bool, in_backward: bool, accumulate: bool
+) -> None:
+    """Peers read slices of a bucket after it has been averaged."""
+    options = {"gradient_as_bucket_view": views}
+    run_ranks(overwrite_at_once, 4, options, in_backward, accumulate)
+
+
+# ------------------------------------------------------------------------------- who shares a host
+
+
+def switched_off(rank: int, world_size: int) -> bool:
+    wrap = without_host_memory if rank == 1 else DistributedDataParallel
+    model = wrap(Many())
+    model(gradients_of(rank, torch.float32)).backward()
+    return uses_host_memory(model)
+
+
+def test_one_rank_turns_it_off_for_all() -> None:
+    assert run_ranks(switched_off, 3) == [False] * 3
+
+
+def other_network(rank: int, world_size: int) -> bool:
+    dist.barrier()  # connects Gloo
+    libc = ctypes.CDLL(None, use_errno=True)
+    clone_newnet = 0x40000000
+    with open("/proc/self/ns/net") as before:
+        if rank == 1:
+            assert libc.unshare(clone_newnet) == 0
+        try:
+            return connect_host(dist.group.WORLD, CPU) is not None  # type: ignore[arg-type]
+        finally:
+            libc.setns(before.fileno(), clone_newnet)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a network namespace")
+def test_ranks_with_networks_of_their_own_are_hosts_of_their_own() -> None:
+    assert run_ranks(other_network, 2) == [False, False]
+
+
+def wrong_cards(rank: int, world_size: int) -> None:
+    group = HostGroup(rank, world_size)
+    process, file, offset, nonce = group.card
+    with pytest.raises(RuntimeError, match="is not the rank"):
+        group.connect([(process, file, offset, nonce + 1)] * 2)
+    with pytest.raises(RuntimeError, match="No such file"):
+        group.connect([(process, 10_000, offset, nonce)] * 2)
+
+
+def test_memory_is_known_by_a_nonce() -> None:
+    run_ranks(wrong_cards, 2)
+
+
+# ------------------------------------------------------------------------------- memory and trust
+
+
+def shared_bytes(model: DistributedDataParallel) -> int:
+    transport = model.reducer.transport
+    assert isinstance(transport, HostGroup)
+    return os.stat(f"/proc/self/fd/{transport.card[1]}").st_blocks * 512
+
+
+def memory_of_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
+    empty = DistributedDataParallel(nn.Linear(1, 1))
+    before = shared_bytes(empty)
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
+    found = []
+    for step in range(4):
+        model(1.0).backward()
+        found.append(shared_bytes(model) - before)
+    dist.barrier()
+    del model
+    found.append(shared_bytes(empty) - before)
+    return found
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_memory_is_that_of_the_buckets_and_is_given_back(lazy: bool) -> None:
+    options = {"lazy_bucket_allocation": lazy}
+    gradients = 4 * 4 * 300_000
+    room = 64 << 10  # pages, and what ranks tell each other
+    for *steps, after in run_ranks(memory_of_steps, 2, options):
+        for used in steps:
+            assert abs(used - (0 if lazy else gradients)) < room, steps
+        assert after < room
+
+
+def nothing_in_the_file_system(rank: int, world_size: int) -> list[str]:
+    model = DistributedDataParallel(Overwriting())
+    model(1.0).backward()
+    own = f"/proc/self/fd/{model.reducer.transport.card[1]}"  # type: ignore[union-attr]
+    return [os.readlink(own), *(path.name for path in Path("/dev/shm").glob("*commhooks*"))]
+
+
+def test_no_file_is_left_behind() -> None:
+    """The memory has no name, so it is gone with the last process."""
+    assert run_ranks(nothing_in_the_file_system, 2) == [["/memfd:commhooks (deleted)"]] * 2
+
+
+def forked_child(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Overwriting(), gradient_as_bucket_view=True)
+    model(rank).backward()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in model.parameters())  # type: ignore[arg-type]
+            del model  # gives nothing back, and closes nothing
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()
+    assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in model.parameters())  # type: ignore[arg-type]
+    model.zero_grad()
+    model(rank).backward()
+    assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in model.parameters())  # type: ignore[arg-type]
+
+
+def test_a_forked_process_reads_gradients_and_takes_nothing_with_it() -> None:
+    run_ranks(forked_child, 2)
+
+
+def patient(rank: int, world_size: int) -> float:
+    """Many small steps in which a lost wake-up would take a minute."""
+    HostGroup.set_look_around(timedelta(minutes=1))
+    try:
+        models = [
+            DistributedDataParallel(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
+            for views in (False, True)
+        ]
+        gradients = gradients_of(rank, torch.float32)
+        start = time.monotonic()
+        for _ in range(200):
+            for model in models:
+                model(gradients).backward()
+        return time.monotonic() - start
+    finally:
+        HostGroup.set_look_around(timedelta(milliseconds=20))
+
+
+def test_no_wake_up_is_lost() -> None:
+    assert max(run_ranks(patient, 3, timeout=100)) < 50
+
+
+def fails_alone(rank: int, world_size: int) -> tuple[str, str]:
+    """The first rank fails after its first bucket; the other one waits for the rest."""
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, broadcast_buffers=False)
+    model(1.0).backward()
+    model(1.0)  # rebuilds buckets
+    model.reducer.abandon()
+    texts = []
+    for attempt in range(2):
+        loss = model(1.0)
+        if rank == 0 and attempt == 0:
+            list(model.parameters())[1].register_hook(lambda _: 1 / 0)
+        try:
+            loss.backward()
+            texts.append("")
+        except (ZeroDivisionError, RuntimeError) as error:
+            texts.append(f"{type(error).__name__}: {error}")
+        if rank == 0 and attempt == 0:
+            list(model.parameters())[1]._backward_hooks.clear()
+    return texts[0], texts[1]
+
+
+def test_steps_that_do_not_match_are_an_error() -> None:
+    """Rank 0 begins its next step while rank 1 waits in the one that failed."""
+    (first, then), (waiting, _) = run_ranks(fails_alone, 2)
+    assert "ZeroDivisionError" in first
+    assert "Ranks average different buckets" in then + waiting
+
+
+def fails_together(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1)
+    model(1.0).backward()
+    parameter = list(model.parameters())[1]
+    removable = parameter.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(1.0).backward()
+    removable.remove()
+    for value in (2.0, 3.0):
+        model.zero_grad()
+        model(value + rank).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, torch.full_like(p, value + 0.5))
+
+
+def test_a_failed_step_starts_clean() -> None:
+    run_ranks(fails_together, 2)
