@@ -45,6 +45,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "diloco, fragments": {"name": "diloco", "period": 2, "fragments": 2},
     "diloco, delay": {"name": "diloco", "period": 2, "delay": 1, "inner": "int8"},
     "diloco, eager": {"name": "diloco", "period": 2, "eager": True, "outer_lr": 0.4},
+    "guard, switching": {  # in step 5
+        "name": "guard", "inner": {"name": "powersgd", "rank": 1, **LOW_RANK}, "max_error": 1e-9,
+        "every": 4,
+    },
     "local_sgd, nodes": {"name": "local_sgd", "period": 2, "ranks_per_node": 2},
     "skip_nonfinite, whole steps": {
         "name": "skip_nonfinite", "inner": "int8", "whole_steps": True,

@@ -206,8 +206,8 @@ class Auto(KnowsModel, CommHook):
         ranks.
         """
         hooks, measuring = set(self._table.table.values()), self._measuring
-        is_idle = not self._table.is_moving if measuring is None else measuring.is_idle(step)
-        if len(hooks) != 1 or not is_idle:
+        is_idle = measuring is None or measuring.is_idle(step)
+        if len(hooks) != 1 or not is_idle or self._table.is_moving:
             return None
         return native_of(self._hooks[hooks.pop()], group)
 
