@@ -11,11 +11,19 @@ rank passes to a collective. Both may be fractions, because they may be means or
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from commhooks.comm import wire
 
-__all__ = ["BucketTrace", "Collective", "ExchangeTrace", "Members", "StepTrace", "merged"]
+__all__ = [
+    "BucketTrace",
+    "Collective",
+    "ExchangeTrace",
+    "Members",
+    "StepTrace",
+    "merged",
+    "merged_work",
+]
 
 _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_reduce": wire.all_reduce_bytes,
@@ -172,7 +180,37 @@ class StepTrace:
         return cls(buckets, data["forward_seconds"], data["is_native"])
 
 
-_Part = TypeVar("_Part", BucketTrace, ExchangeTrace)
+class Work(Protocol):
+    """A dataclass of local work and collectives."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def local_seconds(self) -> tuple[float, ...]: ...
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+
+
+_Work = TypeVar("_Work", bound=Work)
+
+
+def merged_work(
+    parts: Sequence[_Work],
+    seconds: Callable[[Sequence[float]], float],
+    nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
+) -> _Work:
+    """Merge work of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
+
+    Both get the numbers of all parts. Everything else is that of the first part.
+    """
+    return replace(
+        parts[0],
+        local_seconds=tuple(map(seconds, zip(*(p.local_seconds for p in parts), strict=True))),
+        collectives=tuple(
+            replace(each[0], tensor_bytes=nbytes([c.tensor_bytes for c in each]))
+            for each in zip(*(part.collectives for part in parts), strict=True)
+        ),
+    )
 
 
 def merged(
@@ -180,25 +218,12 @@ def merged(
     seconds: Callable[[Sequence[float]], float],
     nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
 ) -> BucketTrace:
-    """Merge traces of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
-
-    Both get the numbers of all traces. Everything else is that of the first trace.
-    """
-
-    def merge(parts: Sequence[_Part]) -> _Part:
-        local = zip(*(part.local_seconds for part in parts), strict=True)
-        collectives = zip(*(part.collectives for part in parts), strict=True)
-        return replace(
-            parts[0],
-            local_seconds=tuple(map(seconds, local)),
-            collectives=tuple(
-                replace(each[0], tensor_bytes=nbytes([c.tensor_bytes for c in each]))
-                for each in collectives
-            ),
-        )
-
+    """Merge traces of one structure, their exchanges included: see :func:`merged_work`."""
     exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
-    return replace(merge(traces), exchanges=tuple(map(merge, exchanges)))
+    return replace(
+        merged_work(traces, seconds, nbytes),
+        exchanges=tuple(merged_work(each, seconds, nbytes) for each in exchanges),
+    )
 
 
 def _bucket(data: dict[str, Any]) -> BucketTrace:
