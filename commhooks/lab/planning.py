@@ -37,24 +37,10 @@ from commhooks.planning import Choice, Group, Problem
 from commhooks.planning.problem import overheads_of
 from reducer import GradBucket
 
-__all__ = ["Measured", "PlanningJob", "measure_groups"]
+__all__ = ["Measured", "measure_groups"]
 
 _RANKS = 2
 _TIMEOUT_SECONDS = 1800.0
-
-
-@dataclass(frozen=True)
-class PlanningJob:
-    """What to measure: ``hooks``, and the rules for parameters averaged exactly."""
-
-    job: Job
-    hooks: tuple[HookLike, ...]
-    """Plain averaging first."""
-    exact: tuple[str, ...]
-    world_size: int
-
-    def __post_init__(self) -> None:
-        exact_names(self.exact, {}, None)  # raises CommHookOptionError before processes start
 
 
 @dataclass(frozen=True)
@@ -126,19 +112,33 @@ class Measured:
         )
 
 
-def measure_groups(job: PlanningJob) -> Measured:
+def measure_groups(
+    job: Job, hooks: Sequence[HookLike], exact: Sequence[str], world_size: int
+) -> Measured:
     """Measure with two ranks on this machine, which takes seconds to minutes.
 
-    A candidate that fails, or refuses all groups, is left out, with the reason. Raises ModelError,
-    and the error of the first candidate, plain averaging.
+    A candidate that fails, or refuses all groups, is left out, with the reason.
+
+    Args:
+        job: The model, and how it is trained.
+        hooks: Hooks to measure, plain averaging first.
+        exact: Rules for parameters that are averaged exactly.
+        world_size: The number of ranks to plan for.
+
+    Raises:
+        CommHookOptionError: a rule is invalid.
+        ModelError: the model cannot be made or run.
+        CommHookError: plain averaging fails.
     """
+    exact_names(exact, {}, None)  # before processes start
+    planned = job, tuple(exact), world_size
     reasons: dict[int, str] = {}
     outcomes: dict[tuple[int, int], Choice] = {}
     norms: dict[int, float] = {}
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
-        groups, step = ranks(_prepare, job)[0]
-        for hook, config in enumerate(map(config_of, job.hooks)):
+        groups, step = ranks(_prepare, *planned)[0]
+        for hook, config in enumerate(map(config_of, hooks)):
             try:
                 found, refusal = ranks(_measure, hook, config)[0]
             except Exception as error:
@@ -146,7 +146,7 @@ def measure_groups(job: PlanningJob) -> Measured:
                     raise
                 found, refusal = {}, reason_of(error)
                 ranks.restart()
-                ranks(_prepare, job)
+                ranks(_prepare, *planned)
             outcomes |= {(i, hook): outcome for i, (outcome, _) in found.items()}
             norms |= {i: norm for i, (_, norm) in found.items()}
             if not found:
@@ -168,8 +168,10 @@ class _Apart(CommHook):
 _sides: list["_Side"] = []  # at most one
 
 
-def _prepare(rank: int, planned: PlanningJob) -> tuple[tuple[Group, ...], StepTrace]:
-    _sides[:] = [_Side(rank, planned)]
+def _prepare(
+    rank: int, job: Job, exact: Sequence[str], world_size: int
+) -> tuple[tuple[Group, ...], StepTrace]:
+    _sides[:] = [_Side(rank, job, exact, world_size)]
     step = _sides[0].step
     trace = StepTrace(step.bucket_traces(), step.forward_seconds, is_native=False)
     return _sides[0].groups, trace
@@ -186,16 +188,16 @@ def _measure(
 class _Side:
     """The model on this rank, one step of it, and its groups."""
 
-    def __init__(self, rank: int, planned: PlanningJob) -> None:
-        self._planned = planned
-        side = RankSide(rank, planned.job, _RANKS)
+    def __init__(self, rank: int, job: Job, exact: Sequence[str], world_size: int) -> None:
+        self._job, self._world_size = job, world_size
+        side = RankSide(rank, job, _RANKS)
         self._roles = side.roles
-        exact = exact_names(planned.exact, side.parameters, side.roles)
-        self.step = side.profile(_Apart(exact))
+        apart = exact_names(exact, side.parameters, side.roles)
+        self.step = side.profile(_Apart(apart))
         names = [bucket.names for bucket in self.step.buckets]
-        self.groups = group_parameters(names, side.parameters, exact, side.roles)
-        known = dry_run_sizes([planned.world_size], planned.job.ranks_per_node)
-        self._sizes = [planned.world_size] if planned.world_size in known else known
+        self.groups = group_parameters(names, side.parameters, apart, side.roles)
+        known = dry_run_sizes([world_size], job.ranks_per_node)
+        self._sizes = [world_size] if world_size in known else known
         self._traces: dict[object, BucketTrace] = {}
         """Traces of dry runs, which groups of the same shapes share."""
 
@@ -233,7 +235,7 @@ class _Side:
         Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
         """
         together = cast("dist.ProcessGroup", dist.group.WORLD)
-        trial, step = Trial(hook), self._planned.job.first_step
+        trial, step = Trial(hook), self._job.first_step
         trial.prepare(parameters, together, self._roles)
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
         coroutine = trial.run(sample, Communicator(together, step=step, key=sample.key, seed=0))
@@ -260,7 +262,7 @@ class _Side:
         """Return what the hook does with a bucket in a typical step."""
         key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
         if key not in self._traces:
-            job = self._planned.job
+            job = self._job
             by_size = {
                 size: dry_run(
                     config,
@@ -273,7 +275,7 @@ class _Side:
                 )
                 for size in self._sizes
             }
-            kinds = DryRuns(by_size, job.ranks_per_node).at(self._planned.world_size)
+            kinds = DryRuns(by_size, job.ranks_per_node).at(self._world_size)
             _, typical = max(kinds, key=lambda kind: kind[0])
             self._traces[key] = typical.buckets[0]
         return self._traces[key]

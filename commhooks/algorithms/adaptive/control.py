@@ -37,8 +37,6 @@ _SHARE = 0.01
 """Checks and reports take at most this part of the time."""
 _MOST_TRIED = 4
 """Groups that the candidates are tried on, the largest ones."""
-_LEAST_TRIED = 1 / 50
-"""The elements of a group that is worth a trial, as a part of those of the largest group."""
 _BEYOND_LIMIT = 1.1
 """More than a check, which sees some elements of each group, is off by."""
 _OTHER_RATE = 0.2
@@ -114,21 +112,17 @@ class Controller:
         self.groups: tuple[Group, ...] = ()
         self.agenda: Agenda | None = None
         self.known = Knowledge(candidates)
-        self._buckets: Buckets = ()
+        self.buckets: Buckets = ()
         self._replan = replan
         self._metrics: Mapping[str, float] = {}
         self._reason = ""
 
     def use_buckets(self, buckets: Buckets, groups: Sequence[Group], step: int) -> None:
         """Measure from ``step`` on: the same buckets came twice."""
-        self._buckets, self.groups = buckets, tuple(groups)
+        self.buckets, self.groups = buckets, tuple(groups)
         self.known = Knowledge(self.candidates, buckets, self.groups)
         self._reason = "new buckets, or a resumed run" if self.history else "the first plan"
         self.agenda = self._check(step)
-
-    def has_buckets(self, buckets: Buckets) -> bool:
-        """Return whether these buckets are the present ones."""
-        return [names for names, _ in buckets] == [names for names, _ in self._buckets]
 
     def groups_of(self, names: Iterable[str]) -> dict[int, Group]:
         """Return the groups of a bucket by their positions."""
@@ -173,7 +167,7 @@ class Controller:
         """Take over what :meth:`to_json` returned. Measuring begins again with the next buckets."""
         self.plan = data["plan"] and Plan.from_json(data["plan"])
         self.history = [Decision(**decision) for decision in data["history"]]
-        self._buckets, self.groups, self.agenda, self._metrics = (), (), None, {}
+        self.buckets, self.groups, self.agenda, self._metrics = (), (), None, {}
 
     # ------------------------------------------------------------------------------- on rank 0
 
@@ -245,7 +239,7 @@ class Controller:
 
     def _check(self, start: int) -> Agenda:
         """Time steps, probe the link, and compare what the hooks in use return."""
-        model_bytes = sum(nbytes for _, nbytes in self._buckets)
+        model_bytes = sum(nbytes for _, nbytes in self.buckets)
         probe = probe_elements(self.known.link, model_bytes, self.candidates.size)
         return Agenda(start, start + _TIMED + 1, probe=probe)
 
@@ -258,8 +252,6 @@ class Controller:
         groups, candidates = dict(enumerate(self.groups)), self.candidates
         free = [i for i in groups if not groups[i].is_exact and any(candidates.tried)]
         chosen = sorted(free, key=lambda i: -groups[i].elements)[:_MOST_TRIED]
-        least = _LEAST_TRIED * max((groups[i].elements for i in chosen), default=0)
-        chosen = [i for i in chosen if groups[i].elements >= least]
         if chosen and isinstance(candidates.limit, int):
             fixed = [i for i in groups if groups[i].is_exact]
             by_norm = sorted(fixed, key=lambda i: -self.known.norms.get(i, 0.0))

@@ -140,8 +140,9 @@ class Measurement:
         """Measure from the beginning if the same new buckets came twice."""
         finished, former = tuple(self._buckets), self._former
         self._former = finished
-        if finished and finished == former and not self.control.has_buckets(finished):
-            groups = self._groups_of([names for names, _ in finished])
+        names = [names for names, _ in finished]
+        if finished == former and names and names != [each for each, _ in self.control.buckets]:
+            groups = self._groups_of(names)
             self.control.use_buckets(finished, groups, step)
             self._clear()
 
