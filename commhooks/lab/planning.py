@@ -37,8 +37,6 @@ from commhooks.planning import Choice, Group, Problem
 from commhooks.planning.problem import overheads_of
 from reducer import GradBucket
 
-__all__ = ["Measured", "measure_groups"]
-
 _RANKS = 2
 _TIMEOUT_SECONDS = 1800.0
 
@@ -171,10 +169,9 @@ _sides: list["_Side"] = []  # at most one
 def _prepare(
     rank: int, job: Job, exact: Sequence[str], world_size: int
 ) -> tuple[tuple[Group, ...], StepTrace]:
-    _sides[:] = [_Side(rank, job, exact, world_size)]
-    step = _sides[0].step
-    trace = StepTrace(step.bucket_traces(), step.forward_seconds, is_native=False)
-    return _sides[0].groups, trace
+    side = _Side(rank, job, exact, world_size)
+    _sides[:] = [side]
+    return side.groups, side.step.trace
 
 
 def _measure(

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from commhooks.planning.problem import Assignment, Choice, Problem
 
-__all__ = ["proposals"]
-
 _KEPT = 16
 """Assignments of each way that the timeline compares."""
 

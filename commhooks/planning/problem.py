@@ -12,8 +12,6 @@ from commhooks.costs.timeline import Span, Timing, replay
 from commhooks.errors import CommHookOptionError
 from commhooks.planning.plan import label_of
 
-__all__ = ["Assignment", "Choice", "Group", "Problem", "overheads_of", "squared_error"]
-
 _ROUNDING = 1e-9
 
 

@@ -13,8 +13,6 @@ from commhooks.planning.greedy import proposals
 from commhooks.planning.plan import Plan, Row
 from commhooks.planning.problem import Assignment, Choice, Group, Problem
 
-__all__ = ["LEAST_SAVING", "plan_of", "solve", "timelines", "without_contention"]
-
 LEAST_SAVING = 0.05
 """The part of a step that a plan saves over the one in use, or it is not taken."""
 _TIE = 1e-2

@@ -22,8 +22,6 @@ import torch
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.comm.communicator import Communicator
 
-__all__ = ["Agreement"]
-
 _Answer = TypeVar("_Answer")
 _Steps = Generator[tuple[str, bytes], tuple[int, bytes], Any]
 """Yields a collective and its message. Gets its result, and the step in which it is read."""

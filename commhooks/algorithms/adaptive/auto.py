@@ -49,8 +49,6 @@ from commhooks.planning import Plan
 from reducer import GradBucket
 from reducer.native import NativeHook
 
-__all__ = ["Auto"]
-
 _STATE_KEY = "0000000000000000"
 """In the form of a bucket's key, because the state is that of no parameter."""
 
@@ -108,24 +106,14 @@ class Auto(KnowsModel, CommHook):
     replan: Annotated[int, Ge(1)] = 500
     """Make a new plan after at most this many steps."""
 
-    _is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
-    _hooks: list[CommHook] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Plain averaging, then the candidates."""
-    _specs: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The specs of the hooks."""
-    _table: HookTable = field(init=False, repr=False, compare=False)
-    _measuring: Measurement | None = field(default=None, init=False, repr=False, compare=False)
-    """Measures and plans; None before :meth:`prepare`, and if the plan is fixed."""
-    _parameters: Mapping[str, Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _exact_names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-
     wire = "what the chosen hooks send, and now and then samples and a report"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_frozen = self.plan is not None
+        self._measuring: Measurement | None = None  # before prepare(), and if the plan is fixed
+        self._parameters: Mapping[str, Tensor] = {}
+        self._exact_names: set[str] = set()
         if self.plan is not None:
             self.candidates = hooks_of_plan(self.plan, self.name)
         elif self.candidates is None:
@@ -138,7 +126,8 @@ class Auto(KnowsModel, CommHook):
             raise CommHookOptionError(
                 f"option 'error' of hook {self.name!r}: expected at least 0, found {self.error}"
             )
-        self._hooks = [AllReduce(), *(h for h in self.candidates if type(h) is not AllReduce)]
+        self._hooks: list[CommHook] = [AllReduce()]
+        self._hooks += [h for h in self.candidates if type(h) is not AllReduce]
         self._specs = [spec_of(hook) for hook in self._hooks]
         self._table = HookTable(self._hooks, {})
         exact_names(self.exact, {}, self.roles)

@@ -10,17 +10,6 @@ from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
 
-__all__ = [
-    "DEFAULT_CANDIDATES",
-    "check_names",
-    "default_candidates",
-    "default_specs",
-    "exact_plan",
-    "hook_of_spec",
-    "hooks_of_plan",
-    "plan_of",
-]
-
 DEFAULT_CANDIDATES = (
     "allreduce",
     "bf16",

@@ -21,8 +21,6 @@ from commhooks.algorithms.adaptive.link import probe_elements
 from commhooks.planning import Group, Plan, Problem, solve
 from commhooks.planning.solver import LEAST_SAVING, plan_of
 
-__all__ = ["Agenda", "Controller", "Decision", "Instructions"]
-
 _LOG = logging.getLogger("commhooks")
 _TIMED = 3
 """Steps whose times are taken before a check."""

@@ -12,8 +12,6 @@ from commhooks.planning import Choice, Group, Problem
 from commhooks.planning.problem import overheads_of, squared_error
 from commhooks.planning.solver import without_contention
 
-__all__ = ["Candidates", "Knowledge", "Report"]
-
 
 @dataclass
 class Report:

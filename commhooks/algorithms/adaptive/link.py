@@ -16,17 +16,6 @@ from commhooks.costs.backends import NCCL, Backend, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
 
-__all__ = [
-    "ALL",
-    "Probe",
-    "backend_of",
-    "link_of",
-    "network_of",
-    "probe",
-    "probe_elements",
-    "tensor_bytes",
-]
-
 ALL = Members(1, spans_nodes=True)
 """All ranks, each on a node of its own."""
 _ROUNDS, _MESSAGES = 6, 3

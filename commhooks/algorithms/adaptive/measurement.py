@@ -26,8 +26,6 @@ from commhooks.costs.step_trace import Collective
 from commhooks.planning import Choice, Group
 from reducer import GradBucket
 
-__all__ = ["Measurement"]
-
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
 _CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
 """Elements of each group, and of each sample, that are averaged exactly as well."""

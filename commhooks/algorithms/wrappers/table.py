@@ -27,8 +27,6 @@ from commhooks.hook.base import CommHook, has_consensus, tree
 from commhooks.hook.capabilities import Flag, KeepsOwn, any_declares
 from reducer import GradBucket
 
-__all__ = ["HookTable", "check_candidate", "residual_of"]
-
 _ALL = slice(None)
 _FIELD = "error"
 _CHOOSERS = {"auto", "guard"}

@@ -19,8 +19,6 @@ import torch
 
 from commhooks.comm.communicator import PendingCollective
 
-__all__ = ["HOST", "Clock", "DeviceClock", "Moment", "Run", "clock_of", "observe"]
-
 Moment: TypeAlias = int | torch.Event
 """Nanoseconds, or an event with ``enable_timing``."""
 _Result = TypeVar("_Result")

@@ -28,16 +28,6 @@ from commhooks.hook.roles import prepare
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = [
-    "Check",
-    "Residual",
-    "Trial",
-    "average_exactly",
-    "draw_sample",
-    "relative_error",
-    "squares_of",
-]
-
 Residual = Callable[[str, Tensor, slice], Tensor | None]
 """Returns what is to be added to elements of the gradient of a parameter, as it lies in memory."""
 
