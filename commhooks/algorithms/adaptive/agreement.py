@@ -33,8 +33,8 @@ _HEADER = 8
 class Agreement(Generic[_Answer]):
     """Gives all ranks what rank 0 decides by their reports, see Note [One plan].
 
-    Messages are padded to the size of the longest one so far, so that ranks know the sizes of all.
-    One that is longer is sent again in the next step.
+    Messages are padded, so that ranks know the sizes of all. If one is longer, all are sent again in
+    the next step, with more padding from then on.
 
     Args:
         decide: Called on rank 0 with the reports of all ranks and the number of the step.
@@ -103,4 +103,4 @@ class Agreement(Generic[_Answer]):
             longest = _HEADER + max(int.from_bytes(each[:_HEADER]) for each in messages)
             if longest <= size:
                 return step, [each[_HEADER:] for each in messages]  # pickle ignores the padding
-            self._bytes = longest
+            self._bytes = 1 << longest.bit_length()  # with space for a somewhat longer one
