@@ -33,8 +33,8 @@ _HEADER = 8
 class Agreement(Generic[_Answer]):
     """Gives all ranks what rank 0 decides by their reports, see Note [One plan].
 
-    Messages are padded, so that ranks know the sizes of all. If one is longer, all are sent again in
-    the next step, with more padding from then on.
+    Messages are padded, so that ranks know the sizes of all. If one is longer, all are sent again
+    in the next step, with more padding from then on.
 
     Args:
         decide: Called on rank 0 with the reports of all ranks and the number of the step.
