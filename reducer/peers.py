@@ -119,7 +119,8 @@ def _lost_ranks(group: dist.ProcessGroup) -> list[int]:
     """Return the ranks that do not answer, as far as that can be found out; see the note."""
     store = PrefixStore("commhooks/lost peers", group.get_group_store())
     receives = _receives(_gloo(group))
-    suspects = [r for r in range(group.size()) if r != group.rank() and r not in receives]
+    others = [r for r in range(group.size()) if r != group.rank()]
+    suspects = [r for r in others if r not in receives] or others
     # The store may be gone with its rank, and does not answer if that rank has been stopped.
     note = _limited(lambda: _leave_note(store, group.rank(), suspects))
     _close(receives)

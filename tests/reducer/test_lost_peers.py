@@ -249,7 +249,7 @@ UNDER_WAY: dict[Callable[[Die], None], str] = {
     average_in_bfloat16: "the average of bucket 0",
     hook_in_python: "hook Int8",
     sparse_average: "the average of bucket 0 (parameters weight) at step 1",
-    manual_finalization: "the average of bucket 0",
+    manual_finalization: "the end of a step",
     rebuild: "the agreement on the order of gradients",
     rebuild_with_noop: "the agreement on the order of gradients",
     buffers: "the broadcast of 1 tensors of rank 0",
