@@ -59,13 +59,13 @@ class FSDPAdapter(Adapter):
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A unit is reduced several times between two steps of the optimizer if its modules have backward
     passes of their own, or run several times in one. FSDP fills in zeros for parameters without a
-    gradient. A hook that got them would exchange them, or let momenta fade, once more. Therefore
+    gradient. A hook that got them would average them, or let momenta fade, once more. Therefore
 
     1. a hook gets only parameters that have a gradient on some rank. A rank on which all have one
        knows that without asking: it sends a flag per parameter to both groups, and goes on. Only a
        rank that lacks a gradient waits for the flags of the others.
     2. a step begins when an optimizer has stepped, or gradients were removed, since the last
-       exchange: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
+       reduction: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
        program.
     3. a parameter that is reduced again in the same step is averaged exactly, or refused if the
        hook says ``gets_each_once = True``. FSDP adds the average to the gradient that is there.
@@ -93,8 +93,8 @@ class FSDPAdapter(Adapter):
         self.steps = 0
         self._step = 0  # the number of the step under way
         self._buckets = 0  # in this step
-        self._exchanged: set[str] = set()  # parameters, in this step
-        self._last: Unit | None = None  # the unit that was exchanged last; None: a step begins
+        self._reduced: set[str] = set()  # parameters, in this step
+        self._last: Unit | None = None  # the unit that was reduced last; None: a step begins
         self._launched = 0  # buckets, in this backward
         self._error: BaseException | None = None  # of the runner, in this backward
         self._strict: CommHook | None = None  # which gets each parameter once per step
@@ -178,11 +178,11 @@ class FSDPAdapter(Adapter):
         self._last = None
         for unit in self._units:
             if not self._is_attached:
-                unit.attach(self.group, functools.partial(self._exchange, unit))
+                unit.attach(self.group, functools.partial(self._reduce, unit))
             unit.fill_unused(target is not None and target is not hook)
         self._is_attached = True
 
-    def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:
+    def _reduce(self, unit: Unit, flat: Tensor, operation: Any) -> None:
         """Average or sum ``flat`` over the replicas. Complex numbers come as pairs of real ones."""
         flat = flat.view(-1)
         unit.ensure_end(self._end_backward)
@@ -193,12 +193,12 @@ class FSDPAdapter(Adapter):
             self._average(self._part(unit, flat, shards, names), operation)
             return
         try:
-            self._exchange_by_hook(self._runner, unit, own, flat, shards, operation)
+            self._reduce_by_hook(self._runner, unit, own, flat, shards, operation)
         except BaseException as error:  # see Note [Replicas and shards]
             self._launched += 1
             self._error = self._error or error.with_traceback(None)  # which has this frame
 
-    def _exchange_by_hook(
+    def _reduce_by_hook(
         self,
         runner: Runner,
         unit: Unit,
@@ -235,8 +235,8 @@ class FSDPAdapter(Adapter):
         return set(itertools.compress(names, found))
 
     def _follow_step(self, unit: Unit, names: set[str]) -> set[str]:
-        """Begin a step if it is time; return which ``names`` were exchanged in it before."""
-        again = self._exchanged & names
+        """Begin a step if it is time; return which ``names`` were reduced in it before."""
+        again = self._reduced & names
         last = None if self._launched else self._last  # no optimizer steps within a backward
         if (
             self._last is None
@@ -244,11 +244,11 @@ class FSDPAdapter(Adapter):
             or (again and unit.has_moved_on())
         ):
             self._step, self._buckets = self.steps, 0
-            self._exchanged, again = set(), set()
+            self._reduced, again = set(), set()
             self._collector.begin_step()
         self._last = unit
-        self._exchanged |= names
-        unit.is_exchanged = True
+        self._reduced |= names
+        unit.is_reduced = True
         return again
 
     def _part(
@@ -366,7 +366,7 @@ def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _replicated(units: Sequence[Unit], replicas: dist.ProcessGroup | None) -> list[Unit]:
-    """Return the units to exchange, or raise CommHookError if there is no one group for them."""
+    """Return the units to reduce, or raise CommHookError if there is no one group for them."""
     found = _distinct([unit.replicas for unit in units])
     if replicas is not None:
         if found:

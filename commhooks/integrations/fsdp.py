@@ -31,6 +31,7 @@ from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_to_all_bytes, reduce_scatter_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.registry import create
+from commhooks.kernels import require
 from reducer.peers import collective
 
 __all__ = ["QuantizedReduceScatter", "quantize_reduce_scatter", "register"]
@@ -138,7 +139,7 @@ class _Codes:
 
     def __init__(self, codec: BlockCodec, units: Sequence[Unit]) -> None:
         for device in {unit.device for unit in units}:
-            codec.require(device)
+            require(device)
         self._codec = codec
 
     def encode(self, values: Tensor, size: int, seed: str) -> Tensor:
