@@ -14,7 +14,7 @@ def from_json(kind: type[_Kind], data: Any) -> _Kind:
     TypeError or ValueError.
     """
     hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value) for name, value in data.items()})
+    return kind(**{name: _value(hints.get(name), value) for name, value in data.items()})
 
 
 def _value(hint: Any, data: Any) -> Any:
