@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import commhooks
 from commhooks import native
+from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm import exchange
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError
@@ -180,10 +181,7 @@ class Simulation:
 
     def _block(self, tensor: Tensor) -> _Block | None:
         """Return the block of a tensor, a new one of the current stream if it is not known."""
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse
-            return None
+        storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage.device.type != "cpu":
             return None
         key = storage._cdata
@@ -335,10 +333,20 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
             return launched[-1]
         finally:
             if bucket.is_last():  # the reducer waits for all right after this one
-                try:
-                    simulation.unpack()
-                except CommHookError as error:
-                    error.__traceback__ = None  # the future holds the error
+                wait_for_all()
+
+    def torchs_bucket(run: Any, adapter: Any, bucket: Any) -> Any:
+        try:
+            return run(adapter, bucket)
+        finally:
+            if bucket.is_last():  # it may be a sparse one, which no runner gets
+                wait_for_all()
+
+    def wait_for_all() -> None:
+        try:
+            simulation.unpack()
+        except CommHookError as error:
+            error.__traceback__ = None  # the future holds the error
 
     def collective(pending: Any, comm: Any, operation: str, start: Any, *rest: Any) -> Any:
         def run(group: Any, *options: Any) -> Any:
@@ -362,6 +370,7 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
 
     yield wrapped(stream_runner.StreamRunner, "__call__", packing)
     yield wrapped(threaded_runner.ThreadedRunner, "__call__", packing)
+    yield wrapped(TorchAdapter, "run", torchs_bucket)
     yield wrapped(Communicator, "_pending", collective)
     yield wrapped(threaded_runner._Thread, "_main", watched)
     for name, function in vars(native).items():
@@ -375,7 +384,10 @@ def _advance(clock: Clock, other: Mapping[int, int]) -> None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_sparse:
+        with _disable_current_modes():
+            yield from (value._indices(), value._values())
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
