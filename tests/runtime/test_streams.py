@@ -1,5 +1,6 @@
 """Hooks and runners keep Note [Streams and lifetimes] in side_stream.py, on a simulated device."""
 
+import functools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,8 @@ from emulation import emulated
 from support.conforming_hooks import OPTIONS, OWN_HOOKS
 from support.simulated_streams import Simulation, simulated
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
@@ -101,6 +104,40 @@ def failure(rank: int, size: int, runner: str, ignored: str = "") -> Found:
         fail(rank, simulation, "int8")
         if runner == "threaded":  # on NCCL the hook keeps failing
             fail(rank, simulation, "local_sgd", period=1).handle.remove()  # averages the models
+    return list(simulation.problems), simulation.calls
+
+
+def train_shards(model: Any, optimizer: Any, rank: int, *steps: int) -> None:
+    for step in steps:
+        model(torch.full((3, 20), float(rank + step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shards(
+    rank: int, size: int, runner: str, name: str, options: dict[str, Any], ignored: str = ""
+) -> Found:
+    """As :func:`life`, between the replicas of a sharded model."""
+    with device(runner, ignored) as simulation:
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+        handle = commhooks.register(model, make(name, options))
+        optimizer = torch.optim.SGD(model.parameters())
+
+        steps = functools.partial(train_shards, model, optimizer, rank)
+        steps(0, 1, 2)
+        saved = copied(handle.state_dict())
+        steps(3)
+        handle.load_state_dict(saved)
+        steps(4, 5)
+        handle.replace(handle.hook)
+        steps(6)
+        handle.replace(make(name, options))
+        steps(7, 8)
+        handle.remove()
+        del model, handle, optimizer, steps, module
     return list(simulation.problems), simulation.calls
 
 
@@ -197,6 +234,19 @@ def test_nothing_is_used_too_early_or_freed_too_soon(run_ranks, runner, name, op
 )
 def test_nor_in_torchs_wrapper(run_ranks, runner, name, options):
     for problems, _ in run_ranks(life, 2, runner, name, options, torch_ddp=True):
+        assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("runner", "name"),
+    [
+        ("stream", "int8"),
+        pytest.param("threaded", "int8", marks=[pytest.mark.exhaustive]),
+        pytest.param("stream", "powersgd", marks=[pytest.mark.exhaustive]),
+    ],
+)
+def test_nor_between_replicas_of_shards(run_ranks, runner, name):
+    for problems, _ in run_ranks(shards, 2, runner, name, OPTIONS.get(name, [{}])[0]):
         assert not problems, "\n".join(problems)
 
 

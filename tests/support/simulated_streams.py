@@ -15,10 +15,19 @@ problems, whatever the streams' speeds:
   must have waited for it.
 
 Collectives are operations on the stream that awaits them, as on NCCL. A host that reads a number
-waits for the stream. Not seen are accesses by raw pointers outside of :mod:`commhooks.native`,
-launches of kernels and collectives: packing and unpacking in C++, for which :func:`simulated`
-stands in where a runner is called and where backward has ended, and what torch's autograd does
-without its dispatcher. All tensors are taken for tensors of the device.
+waits for the stream. All tensors are taken for tensors of the device. Of torch's wrapper and of
+FSDP, only what they call is simulated: a bucket is packed on the stream of backward, FSDP averages
+between replicas on a stream of its own, and both wait for the results.
+
+Not seen:
+
+- accesses by raw pointers in C++: packing and unpacking, for which :func:`simulated` stands in where
+  a runner is called and where backward has ended, and hooks that run there. Launches of kernels and
+  calls of :mod:`commhooks.native` are seen, as if they wrote to all tensors that they get;
+- what callbacks of torch's futures do on threads of a backend, such as the average of a sparse
+  gradient, which stays on the streams that torch gives to the callback;
+- what torch's autograd does without its dispatcher, and FSDP's own streams;
+- torchft, whose managers are not simulated.
 """
 
 import gc
@@ -39,11 +48,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import commhooks
 from commhooks import native
+from commhooks.adapters.fsdp import FSDPAdapter
 from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm import exchange
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError
 from commhooks.runtime import execution, side_stream, stream_runner, threaded_runner
+from reducer import native as reducer_native
 
 __all__ = ["Simulation", "simulated"]
 
@@ -342,6 +353,17 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
             if bucket.is_last():  # it may be a sparse one, which no runner gets
                 wait_for_all()
 
+    def all_reduce_of_fsdp(exchange: Any, *args: Any) -> None:
+        main, own = simulation.current, simulation.new_stream()
+        simulation.wait(own, simulation.position(main))
+        simulation.current = own
+        try:
+            exchange(*args)
+        finally:
+            simulation.current = main
+            simulation.wait(main, simulation.position(own))
+            simulation.launched.clear()  # the adapter has waited
+
     def wait_for_all() -> None:
         try:
             simulation.unpack()
@@ -371,8 +393,10 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     yield wrapped(stream_runner.StreamRunner, "__call__", packing)
     yield wrapped(threaded_runner.ThreadedRunner, "__call__", packing)
     yield wrapped(TorchAdapter, "run", torchs_bucket)
+    yield wrapped(FSDPAdapter, "_exchange", all_reduce_of_fsdp)
     yield wrapped(Communicator, "_pending", collective)
     yield wrapped(threaded_runner._Thread, "_main", watched)
+    yield wrapped(reducer_native, "pack", native_call)
     for name, function in vars(native).items():
         if callable(function) and not isinstance(function, type):
             yield wrapped(native, name, native_call)
