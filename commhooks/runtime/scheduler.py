@@ -242,6 +242,12 @@ class HookScheduler(Executor):
                 self._begin_exchanges()
             execution.future.set_result(result)
 
+    def _set_error(self, execution: HookExecution, error: CommHookError) -> None:
+        # An error in a future orders no streams. Backward raises, and memory that the hook works
+        # on may be freed: parameters, if the model is dropped. So the device finishes first.
+        self._stream.synchronize()
+        super()._set_error(execution, error)
+
     def _take(self, execution: HookExecution, exchange: Exchange) -> bool:
         """Return whether ``exchange``, which ``execution`` awaits, has a result."""
         if exchange not in self._begun and not exchange.is_saved:

@@ -21,9 +21,9 @@ between replicas on a stream of its own, and both wait for the results.
 
 Not seen:
 
-- accesses by raw pointers in C++: packing and unpacking, for which :func:`simulated` stands in where
-  a runner is called and where backward has ended, and hooks that run there. Launches of kernels and
-  calls of :mod:`commhooks.native` are seen, as if they wrote to all tensors that they get;
+- accesses by raw pointers in C++: packing and unpacking, for which :func:`simulated` stands in
+  where a runner is called and where backward has ended, and hooks that run there. Launches of
+  kernels and calls of :mod:`commhooks.native` are seen, as if they wrote to all their tensors;
 - what callbacks of torch's futures do on threads of a backend, such as the average of a sparse
   gradient, which stays on the streams that torch gives to the callback;
 - what torch's autograd does without its dispatcher, and FSDP's own streams;
@@ -142,6 +142,13 @@ class Simulation:
             block = self._block(tensor)
             if block is not None and self.counts("record"):
                 block.recorded.add(stream)
+
+    def own(self, tensor: Tensor) -> None:
+        """Let memory belong to the current stream."""
+        with self._lock:
+            block = self._block(tensor)
+            if block is not None:
+                block.owner = self.current
 
     def wait_on_host(self, stream: int) -> None:
         with self._lock:
@@ -335,11 +342,18 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     yield exchange, "new_future", lambda _: DeviceFuture()
     yield execution, "new_future", lambda _: DeviceFuture()
 
+    backward = Stream()
+
     def packing(launch: Any, runner: Any, bucket: Any) -> Any:
-        simulation.access("packing", written=bucket.buffer())
         # No variable may hold a future, which may have an error that refers to this frame.
         launched = simulation.launched
-        launched.append(launch(runner, bucket))
+        caller = simulation.current
+        simulation.wait(backward.stream_id, simulation.position(caller))
+        with backward:
+            simulation.own(bucket.buffer())
+            simulation.record(bucket.buffer(), caller)  # as the reducer does before it unpacks
+            simulation.access("packing", written=bucket.buffer())
+            launched.append(launch(runner, bucket))
         try:
             return launched[-1]
         finally:
