@@ -13,8 +13,6 @@ from bench.slow_link import PLAIN, Course
 from commhooks.cli.plots import GRAY, color_of, line_styles
 from commhooks.lab.units import format_rate
 
-__all__ = ["LABELED", "fidelity", "kernels", "pareto_front", "scaling", "short", "slow_link"]
-
 LABELED = (
     *("bf16", "int8", "int4", "int2", "terngrad", "onebit", "topk", "powersgd"),
     *("local_sgd", "dgc", "demo", "diloco"),

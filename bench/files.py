@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["load", "save"]
-
 
 def load(path: Path, default: Any) -> Any:
     """Return the content of a JSON file, or ``default`` if there is none."""

@@ -7,8 +7,10 @@ numbers n/k times, has a variance that only the mean over steps reduces.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -27,74 +29,69 @@ from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.remote import StepTimes
 from reducer import DistributedDataParallel
 
-__all__ = [
-    "MEASURED_HOOKS",
-    "NOOP_COPYING",
-    "TORCHS_HOOKS",
-    "MeasuredHook",
-    "backwards",
-    "entry_of",
-]
-
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
 EIGHT_BITS = 0.1
 SPARSE = 1.0
 UNBIASED = 2.0
 
-_TORCHS: dict[str, tuple[Callable[[], Any], Callable[..., Any], float | None]] = {
-    "torch noop": (lambda: None, debugging_hooks.noop_hook, 0.0),
-    "torch fp16": (lambda: None, default_hooks.fp16_compress_hook, 0.5),
-    "torch powersgd": (
-        lambda: powerSGD_hook.PowerSGDState(None, 4, start_powerSGD_iter=2),
-        powerSGD_hook.powerSGD_hook,
-        None,
-    ),
-}
-"""The state, the hook, and the share of plain averaging's bytes; None if it is not known."""
 
+@dataclass(frozen=True)
+class TorchStyleHook(Entry):
+    """A hook function in torch's style, on the wrapper ``kind``.
 
-class TorchsHook(Entry):
-    """torch DDP with a hook of torch's."""
+    ``share``: its bytes, as a share of plain averaging's; None if they are not known.
+    """
+
+    function: Callable[..., Any] = debugging_hooks.noop_hook
+    share: float | None = 0.0
+    make_state: Callable[[], Any] = NoneType
+    kind: Callable[..., Any] = TorchDDP
 
     def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
         """Return the bytes that a rank sends in a step; 0 if they are not known."""
-        share = _TORCHS[self.name][2] or 0.0
-        return round(share * TORCH.wire_bytes(gradient_bytes, world_size))
+        return round((self.share or 0.0) * TORCH.wire_bytes(gradient_bytes, world_size))
 
     def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
         """Wrap the module."""
-        model = TorchDDP(module, **options)
-        make_state, hook, _ = _TORCHS[self.name]
-        model.register_comm_hook(make_state(), hook)
+        model = self.kind(module, **options)
+        model.register_comm_hook(self.make_state(), self.function)
         return model, None
 
 
-class NoopCopying(Entry):
-    """Our wrapper with torch's function: the engine does not know that it changes nothing."""
-
-    def wire_bytes(self, gradient_bytes: int, world_size: int) -> int:
-        """Return 0."""
-        return 0
-
-    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, None]:
-        """Wrap the module."""
-        model = DistributedDataParallel(module, **options)
-        model.register_comm_hook(None, debugging_hooks.noop_hook)
-        return model, None
+torch_powersgd = functools.partial(
+    powerSGD_hook.PowerSGDState,
+    process_group=None,
+    matrix_approximation_rank=4,
+    start_powerSGD_iter=2,
+)
+"""Returns a state of torch's PowerSGD, which compresses from the earliest step on."""
+_TORCHS = {
+    entry.name: entry
+    for entry in (
+        TorchStyleHook("torch noop"),
+        TorchStyleHook("torch fp16", function=default_hooks.fp16_compress_hook, share=0.5),
+        TorchStyleHook(
+            "torch powersgd",
+            function=powerSGD_hook.powerSGD_hook,
+            share=None,
+            make_state=torch_powersgd,
+        ),
+    )
+}
+NOOP_COPYING = TorchStyleHook("noop, copying", kind=DistributedDataParallel)
+"""Our wrapper with torch's function: the engine does not know that it changes nothing."""
 
 
 @dataclass(frozen=True)
 class MeasuredHook:
-    """An entry of a comparison, and the ``largest_error`` of its first step.
+    """An entry of a comparison, and the ``largest_error`` of its first step against the mean.
 
-    ``averages``: the result is the mean over ranks; otherwise this rank's gradients, for hooks that
-    average parameters or nothing.
+    None: the result is this rank's gradients, for hooks that average parameters or nothing.
     """
 
     name: str
-    largest_error: float
-    averages: bool = True
+    largest_error: float | None
 
     @property
     def entry(self) -> Entry:
@@ -111,7 +108,7 @@ def entry_of(name: str) -> Entry:
     """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
     if name in (BARE.name, TORCH.name):
         return BARE if name == BARE.name else TORCH
-    return TorchsHook(name) if name in _TORCHS else Entry(name, hook_spec(name).config)
+    return _TORCHS.get(name) or Entry(name, hook_spec(name).config)
 
 
 def backwards(ranks: Ranks, entry: Entry, done: int, steps: int) -> tuple[list[float], list[float]]:
@@ -125,48 +122,32 @@ def backwards(ranks: Ranks, entry: Entry, done: int, steps: int) -> tuple[list[f
     return seconds, [block.wire_bytes for block in blocks]
 
 
-NOOP_COPYING = NoopCopying("noop, copying")
-
 TORCHS_HOOKS = [MeasuredHook("torch fp16", HALF)]
 """Torch's hooks that run over Gloo on CPUs. Its bf16 hook is refused there, its quantization hooks
 raise an IndexError, and its PowerSGD needs all gradients in one bucket."""
 
-MEASURED_HOOKS = [
-    MeasuredHook("allreduce", EXACT),
-    MeasuredHook("noop", 0.0, averages=False),
-    MeasuredHook("fp16", HALF),
-    MeasuredHook("bf16", HALF),
-    MeasuredHook("fp8", EIGHT_BITS),
-    MeasuredHook("int8", EIGHT_BITS),
-    MeasuredHook("int4", SPARSE),
-    MeasuredHook("fp4", SPARSE),
-    MeasuredHook("int2", SPARSE),
-    MeasuredHook("natural", SPARSE),
-    MeasuredHook("qsgd", UNBIASED),
-    MeasuredHook("terngrad", UNBIASED),
-    MeasuredHook("onebit", SPARSE),
-    MeasuredHook("signsgd", SPARSE),
-    MeasuredHook("topk:warmup_steps=0", SPARSE),
-    MeasuredHook("shared_topk:warmup_steps=0", SPARSE),
-    MeasuredHook("demo", SPARSE),
-    MeasuredHook("dgc:warmup_steps=0", SPARSE),
-    MeasuredHook("threshold:value=1e-7", SPARSE),
-    MeasuredHook("randomk", UNBIASED),
-    MeasuredHook("powersgd:rank=4,start_step=0", SPARSE),
-    MeasuredHook("batched_powersgd:start_step=0", SPARSE),
-    MeasuredHook("gossip", 0.0, averages=False),
-    MeasuredHook("push_sum", 0.0, averages=False),
-    MeasuredHook("local_sgd", 0.0, averages=False),
-    MeasuredHook("diloco", 0.0, averages=False),
-    MeasuredHook("hierarchical:inner=int8,ranks_per_node=2", EIGHT_BITS),
-    MeasuredHook("cast:inner=allreduce", HALF),
-    MeasuredHook("error_feedback:inner=bf16", HALF),
-    MeasuredHook('route:rules=[["*bias","allreduce"]],default=int8', EIGHT_BITS),
-    MeasuredHook('schedule:stages=[[0,"int4"]]', SPARSE),
-    MeasuredHook("skip_nonfinite:inner=bf16", HALF),
-    MeasuredHook("auto", EXACT),  # until it has measured something
-    MeasuredHook("guard:inner=int8,max_error=0.5", EIGHT_BITS),
-]
+_LARGEST_ERRORS = {
+    "allreduce": EXACT,
+    "noop": None,
+    **dict.fromkeys(("fp16", "bf16"), HALF),
+    **dict.fromkeys(("fp8", "int8"), EIGHT_BITS),
+    **dict.fromkeys(("int4", "fp4", "int2", "natural"), SPARSE),
+    **dict.fromkeys(("qsgd", "terngrad"), UNBIASED),
+    **dict.fromkeys(("onebit", "signsgd", "topk:warmup_steps=0"), SPARSE),
+    **dict.fromkeys(("shared_topk:warmup_steps=0", "demo", "dgc:warmup_steps=0"), SPARSE),
+    "threshold:value=1e-7": SPARSE,
+    "randomk": UNBIASED,
+    **dict.fromkeys(("powersgd:rank=4,start_step=0", "batched_powersgd:start_step=0"), SPARSE),
+    **dict.fromkeys(("gossip", "push_sum", "local_sgd", "diloco"), None),
+    "hierarchical:inner=int8,ranks_per_node=2": EIGHT_BITS,
+    **dict.fromkeys(("cast:inner=allreduce", "error_feedback:inner=bf16"), HALF),
+    'route:rules=[["*bias","allreduce"]],default=int8': EIGHT_BITS,
+    'schedule:stages=[[0,"int4"]]': SPARSE,
+    "skip_nonfinite:inner=bf16": HALF,
+    "auto": EXACT,  # until it has measured something
+    "guard:inner=int8,max_error=0.5": EIGHT_BITS,
+}
+MEASURED_HOOKS = [MeasuredHook(name, error) for name, error in _LARGEST_ERRORS.items()]
 """Hooks at their defaults, except those that start later; wrappers around a common hook."""
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from commhooks.cli.plots import GRAY
 
-__all__ = ["BELOW", "BESIDE", "Draw", "NoPlaceError", "label_points", "plot"]
-
 Draw = Callable[[Path], None]
 """Writes a plot to a file."""
 

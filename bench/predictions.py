@@ -16,18 +16,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bench import files
 from bench.load import busy_seconds, own_seconds
-from bench.measured_hooks import backwards
+from bench.measured_hooks import backwards, entry_of
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import burst_bytes, shaped_link
-from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import remote
-from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.models import Workload
 from commhooks.lab.simulation import (
     BASELINE,
@@ -44,18 +41,8 @@ MODEL = "bench.models:ThreeLayers"
 BUCKET_MB = 8.0
 RANKS = (2, 3, 4)
 RATES = (100e6, 1e9, 10e9)
-HOOKS: dict[str, Mapping[str, Any]] = {
-    spec: hook_spec(spec).config
-    for spec in (
-        "allreduce",
-        "bf16",
-        "int8",
-        "topk:warmup_steps=0",
-        "powersgd:rank=4,start_step=0",
-        "onebit",
-    )
-}
 PLAIN = "allreduce"
+HOOKS = (PLAIN, "bf16", "int8", "topk:warmup_steps=0", "powersgd:rank=4,start_step=0", "onebit")
 
 _STEPS = range(3, 10)
 _BLOCK = 3
@@ -66,7 +53,7 @@ _OTHERS = 0.12  # cores; steps in which other processes used more do not count, 
 def predict(ranks: int, bits_per_second: float, hook: str, rates: Measurements) -> float:
     """Return the seconds of a backward on this machine, whose cores the ranks share."""
     link = Link(bits_per_second, burst_bytes=burst_bytes(bits_per_second))
-    hooks = {BASELINE: rates.of(HOOKS[PLAIN]), hook: rates.of(HOOKS[hook])}
+    hooks = {BASELINE: rates.of(PLAIN), hook: rates.of(hook)}
     cores = (os.cpu_count() or 1) / ranks
     study = Study(hooks, Network(ranks, link, link), rates.gloo, cores)
     return study.predictions[hook].backward_seconds
@@ -79,7 +66,7 @@ def measured_steps(ranks: Ranks, hook: str) -> list[tuple[float, float]]:
     end = time.monotonic() + _SECONDS
     while len(timed) < _STEPS.start or (len(timed) < _STEPS.stop and time.monotonic() < end):
         before, start = busy_seconds() - own_seconds(pids), time.monotonic()
-        seconds, _ = backwards(ranks, Entry(hook, HOOKS[hook]), len(timed), _BLOCK)
+        seconds, _ = backwards(ranks, entry_of(hook), len(timed), _BLOCK)
         others = max(0.0, busy_seconds() - own_seconds(pids) - before) / (time.monotonic() - start)
         timed += [(each, others) for each in seconds]
     return timed
@@ -111,7 +98,7 @@ def main() -> None:
         if not rates_file.exists():
             # With as many busy processes as there are cores, as in the measured steps.
             job = Job(MODEL, ranks_per_machine=max(RANKS), bucket_cap_mb=BUCKET_MB)
-            measure(job, list(HOOKS.values()), dry_run_sizes(RANKS, 1)).save(rates_file)
+            measure(job, HOOKS, dry_run_sizes(RANKS, 1)).save(rates_file)
         _measure(steps_file)
         return
     rates = Measurements.load(rates_file)

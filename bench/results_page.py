@@ -26,8 +26,6 @@ from bench.slow_link import PLAIN, courses_of
 from bench.tables import groups, quantity, table
 from commhooks.lab.units import format_rate
 
-__all__ = ["KINDS", "Pages", "UnknownResultError", "make_tables", "section_of"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 DOCS = ROOT / "docs"
@@ -130,18 +128,7 @@ def _trainings(document: Document) -> Iterator[str]:
                 if len(runs) > 1
                 else f"Plain averaging, {recipe}: {mean(losses):.4f}, one seed."
             )
-        yield table(
-            {
-                "hook": f"{row.trained.label} ({row.runs[0].recipe})",
-                "loss": f"{mean(run.loss for run in row.runs):.4f}",
-                "change": f"{row.change:+.1%}",
-                "change by seed": ", ".join(f"{change:+.1%}" for change in row.changes),
-                "allowed": f"{row.trained.tolerance:.0%}",
-                "wire_bytes": mean(run.wire_bytes for run in row.runs),
-                "share of plain": row.byte_share,
-            }
-            for row in rows(record, task)
-        )
+        yield table(row.cells for row in rows(record, task))
 
 
 def _auto(document: Document) -> Iterator[str]:

@@ -29,6 +29,7 @@ from torch import nn
 from bench import files
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
+from commhooks.costs.records import from_json
 from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import TrainingPoint, remote
 from commhooks.lab.comparison.entry import BARE, Entry
@@ -37,8 +38,6 @@ from commhooks.lab.models import Workload
 from commhooks.lab.units import parse_rate
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_corpus, train_batch, validation_batches
-
-__all__ = ["PLAIN", "Course", "courses_of", "make_gpt", "train"]
 
 PLAIN = "allreduce"
 """The hook that all others are compared with."""
@@ -96,10 +95,7 @@ class Course:
 
 def courses_of(document: dict[str, Any]) -> dict[str, Course]:
     """Read the courses of a JSON document, by hook."""
-    return {
-        entry["hook"]: Course(**entry | {"points": [TrainingPoint(**p) for p in entry["points"]]})
-        for entry in document["courses"]
-    }
+    return {entry["hook"]: from_json(Course, entry) for entry in document["courses"]}
 
 
 def make_gpt() -> GPT:

@@ -24,8 +24,6 @@ from bench.plots import Draw
 from bench.slow_link import PLAIN, Course, courses_of
 from commhooks.lab.units import format_rate, parse_rate
 
-__all__ = ["UnknownFactError", "facts", "fill", "plots", "race_table", "table"]
-
 HEADLINE = "100mbit-4"
 """The race of the headline and of its plot: rate of the link and ranks."""
 RACES = (HEADLINE, "100mbit-2", "1gbit-4", "1gbit-2")

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["case_of", "groups", "quantity", "table"]
-
 _UNITS = {
     "milliseconds": (1.0, "ms"),
     "microseconds": (1.0, "µs"),

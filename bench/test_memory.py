@@ -98,7 +98,7 @@ def _status(field: str) -> int:
     return 1024 * int(values[field].split()[0])
 
 
-MODEL = "bench.models:FourLayers"
+MODEL = "bench.models:four_layers"
 NOISE = 0.05  # share of the gradients: other allocations of the process
 RANKS = 2
 
@@ -121,7 +121,7 @@ def usage_of(name: str) -> Usage:
 @pytest.mark.benchmark(group="memory")
 @pytest.mark.parametrize(
     "measured",
-    [MeasuredHook("torch", 0.0), *TORCHS_HOOKS, *MEASURED_HOOKS],
+    [MeasuredHook("torch", None), *TORCHS_HOOKS, *MEASURED_HOOKS],
     ids=lambda measured: measured.name,
 )
 def test_memory(benchmark: Any, measured: MeasuredHook) -> None:

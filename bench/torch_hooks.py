@@ -13,8 +13,10 @@ import os
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,56 +27,49 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import commhooks
 from bench import files, slow_link
+from bench.measured_hooks import TorchStyleHook, entry_of, torch_powersgd
+from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.machine import describe_machine
 from commhooks.testing import close_ranks, run_ranks
 
 RANKS = 2
-START = 2  # the earliest step in which torch's PowerSGD compresses
 BUCKETS = {"several": {"bucket_cap_mb": 4}, "one": {"bucket_cap_mb": 1000}}
 TRIALS = 5
 TRIAL_STEPS = 20
 TIME_LIMIT = 60.0  # seconds of a trial, which takes one if it succeeds
 
-_powersgd = partial(
-    powerSGD_hook.PowerSGDState,
-    process_group=None,
-    matrix_approximation_rank=4,
-    start_powerSGD_iter=START,
-)
-_world = partial(getattr, dist.group, "WORLD")
-TORCH: dict[str, tuple[Any, Any]] = {
-    "allreduce_hook": (lambda: None, default_hooks.allreduce_hook),
-    "fp16_compress_hook": (lambda: None, default_hooks.fp16_compress_hook),
-    "bf16_compress_hook": (lambda: None, default_hooks.bf16_compress_hook),
-    "powerSGD_hook": (_powersgd, powerSGD_hook.powerSGD_hook),
-    "batched_powerSGD_hook": (_powersgd, powerSGD_hook.batched_powerSGD_hook),
-    "quantization_pertensor_hook": (_world, quantization_hooks.quantization_pertensor_hook),
-    "quantization_perchannel_hook": (_world, quantization_hooks.quantization_perchannel_hook),
+_FUNCTIONS: dict[Callable[[], Any], tuple[Callable[..., Any], ...]] = {
+    NoneType: (
+        default_hooks.allreduce_hook,
+        default_hooks.fp16_compress_hook,
+        default_hooks.bf16_compress_hook,
+    ),
+    torch_powersgd: (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook),
+    partial(getattr, dist.group, "WORLD"): (
+        quantization_hooks.quantization_pertensor_hook,
+        quantization_hooks.quantization_perchannel_hook,
+    ),
 }
-_LOW_RANK = {"rank": 4, "start_step": START}
-OURS: dict[str, dict[str, Any]] = {
-    "allreduce": {},
-    "fp16": {},
-    "bf16": {},
-    "powersgd": _LOW_RANK,
-    "batched_powersgd": _LOW_RANK,
+"""Torch's hooks, by the function that makes their state."""
+TORCH: dict[str, Entry] = {
+    function.__name__: TorchStyleHook(function.__name__, function=function, make_state=make_state)
+    for make_state, functions in _FUNCTIONS.items()
+    for function in functions
+}
+OURS = {
+    spec.partition(":")[0]: entry_of(spec)
+    for spec in (
+        *("allreduce", "fp16", "bf16"),
+        *("powersgd:rank=4,start_step=2", "batched_powersgd:rank=4,start_step=2"),
+    )
 }
 
 
 def wrap(net: nn.Module, hook: str, **options: Any) -> nn.Module:
     """Wrap a model for a hook of torch's or ours."""
-    if hook in OURS:
-        model = commhooks.DistributedDataParallel(net, **options)
-        commhooks.register(model, hook, **OURS[hook])
-        return model
-    stock = TorchDDP(net, **options)
-    make_state, function = TORCH[hook]
-    stock.register_comm_hook(make_state(), function)
-    return stock
+    return (TORCH | OURS)[hook].wrap(net, **options)[0]
 
 
 def try_hook(rank: int, size: int, hook: str, options: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.lab.comparison.entry import Entry
-from commhooks.lab.comparison.training import TrainingRun
+from commhooks.lab.comparison.remote import TrainingRun
 from commhooks.lab.models import Workload
 from commhooks.planning import Plan
 from reducer import GradBucket
@@ -114,7 +114,7 @@ def module() -> nn.Module:
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
-    """Train with SGD, see :mod:`commhooks.lab.comparison.training`; without validation."""
+    """Train with SGD, see Note [Training functions] in remote.py; without validation."""
     kind, _ = _models[0]
     optimizer = torch.optim.SGD(model.parameters(), kind.rate)
     step = 0

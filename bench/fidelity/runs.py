@@ -21,21 +21,6 @@ from bench.fidelity.trained_hooks import (
 )
 from commhooks.lab.machine import describe_machine
 
-__all__ = [
-    "PACKAGED",
-    "Record",
-    "Row",
-    "Run",
-    "by_hook",
-    "figures",
-    "mean",
-    "measured_tasks",
-    "plain_runs",
-    "row_of",
-    "rows",
-    "spread",
-]
-
 PACKAGED = Path(commhooks.__file__).parent / "hook" / "fidelity.json"
 """The figures that the package shows: one per hook and task."""
 
@@ -145,6 +130,19 @@ class Row:
     def byte_share(self) -> float:
         """Return the bytes that the hook sends, as a share of plain averaging."""
         return mean(run.wire_bytes for run in self.runs) / mean(p.wire_bytes for p in self.plain)
+
+    @property
+    def cells(self) -> dict[str, Any]:
+        """Return the cells of a table, by the names of its columns."""
+        return {
+            "hook": f"{self.trained.label} ({self.runs[0].recipe})",
+            "loss": f"{mean(run.loss for run in self.runs):.4f}",
+            "change": f"{self.change:+.1%}",
+            "change by seed": ", ".join(f"{change:+.1%}" for change in self.changes),
+            "allowed": f"{self.trained.tolerance:.0%}",
+            "wire_bytes": mean(run.wire_bytes for run in self.runs),
+            "share of plain": self.byte_share,
+        }
 
 
 def measured_tasks(record: Record) -> list[str]:

@@ -21,8 +21,6 @@ from torch.nn.functional import cross_entropy
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import Corpus, load_corpus, train_batch, validation_batches
 
-__all__ = ["ALL_TASKS", "TASKS", "Recipe", "Task"]
-
 Batch: TypeAlias = tuple[Tensor, Tensor]
 
 

@@ -4,14 +4,13 @@ with settings of their own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import commhooks
 from commhooks import CommHook, algorithms
-
-__all__ = ["RANKS", "REFERENCE", "TrainedHook", "trained_hooks", "trained_on"]
 
 RANKS = 4
 REFERENCE = "allreduce"
@@ -24,8 +23,7 @@ class TrainedHook:
 
     ``None`` is the task's usual recipe. ``tolerance``: the acceptable relative increase of the
     validation loss over plain averaging. ``warm_up_steps``: steps of plain averaging before the
-    hook. ``remark``: how the hook is used, shown after its name. ``name``: of a hook with options
-    of its own, shown instead of the hook's.
+    hook. ``name``: of a variant, shown instead of the hook's.
     """
 
     hook: str
@@ -34,7 +32,6 @@ class TrainedHook:
     reference_recipe: str | None = None
     tolerance: float = 0.02
     warm_up_steps: int = 0
-    remark: str = ""
     name: str = ""
 
     @property
@@ -42,18 +39,29 @@ class TrainedHook:
         return self.name or self.hook
 
     @property
+    def spec(self) -> str:
+        """The hook and its options, as on the command line."""
+        options = ",".join(
+            f"{name}={value if isinstance(value, str) else json.dumps(value, separators=',:')}"
+            for name, value in self.options.items()
+        )
+        return f"{self.hook}:{options}" if options else self.hook
+
+    @property
     def label(self) -> str:
-        return f"{self.title} {self._warm_up}" if self.warm_up_steps else self.title
+        return (self.name or self.spec) + self._warm_up
 
     @property
     def description(self) -> str:
-        """Return the hook and how it is used, in Markdown."""
-        words = [f"`{self.hook}`", self._warm_up if self.warm_up_steps else self.remark]
-        return " ".join(word for word in words if word)
+        """Return the hook, what it is compared with, and their recipes, in Markdown."""
+        own, reference = (
+            f" ({recipe})" if recipe else "" for recipe in (self.recipe, self.reference_recipe)
+        )
+        return f"`{self.spec}`{self._warm_up}{own} against plain averaging{reference}"
 
     @property
     def _warm_up(self) -> str:
-        return f"after {self.warm_up_steps} plain steps"
+        return f" after {self.warm_up_steps} plain steps" if self.warm_up_steps else ""
 
     def create(self) -> CommHook:
         """Create the hook."""
@@ -67,41 +75,20 @@ class TrainedHook:
 _ONE_BIT_OR_ONE_PERCENT = 0.05
 _SPECIAL = [
     # Hooks that need inner hooks, in their most common form.
-    TrainedHook("cast", {"inner": "allreduce"}, remark="to bfloat16 around `allreduce`"),
-    TrainedHook("error_feedback", {"inner": "bf16"}, remark="around `bf16`"),
-    TrainedHook(
-        "guard", {"inner": "int4", "max_error": 0.5}, remark="around `int4`, up to an error of 0.5"
-    ),
-    TrainedHook(
-        "hierarchical",
-        {"inner": "int8", "ranks_per_node": 2},
-        remark="around `int8`, two ranks per node",
-    ),
-    TrainedHook(
-        "route",
-        {"rules": [["*bias", "allreduce"]], "default": "powersgd"},
-        remark="with biases `allreduce`, the rest `powersgd`",
-    ),
-    TrainedHook(
-        "schedule",
-        {"stages": [[0, "allreduce"], [100, "int4"]]},
-        remark="with 100 plain steps, then `int4`",
-    ),
-    TrainedHook("skip_nonfinite", {"inner": "bf16"}, remark="around `bf16`"),
+    TrainedHook("cast", {"inner": "allreduce"}),
+    TrainedHook("error_feedback", {"inner": "bf16"}),
+    TrainedHook("guard", {"inner": "int4", "max_error": 0.5}),
+    TrainedHook("hierarchical", {"inner": "int8", "ranks_per_node": 2}),
+    TrainedHook("route", {"rules": [["*bias", "allreduce"]], "default": "powersgd"}),
+    TrainedHook("schedule", {"stages": [[0, "allreduce"], [100, "int4"]]}),
+    TrainedHook("skip_nonfinite", {"inner": "bf16"}),
     # These replace the optimizer's momentum.
-    TrainedHook(
-        "dgc",
-        recipe="SGD without momentum",
-        reference_recipe="SGD with momentum",
-        tolerance=_ONE_BIT_OR_ONE_PERCENT,
-        remark="without the optimizer's momentum, against SGD with it",
-    ),
-    TrainedHook(
-        "demo",
-        recipe="SGD without momentum, 10 times the rate",
-        reference_recipe="SGD with momentum",
-        tolerance=_ONE_BIT_OR_ONE_PERCENT,
-        remark="without the optimizer's momentum at 10 times the rate, against SGD with it",
+    *(
+        TrainedHook(hook, {}, recipe, "SGD with momentum", _ONE_BIT_OR_ONE_PERCENT)
+        for hook, recipe in (
+            ("dgc", "SGD without momentum"),
+            ("demo", "SGD without momentum, 10 times the rate"),
+        )
     ),
     # With a warm-up, as in the paper of 1-bit Adam.
     TrainedHook("onebit", tolerance=_ONE_BIT_OR_ONE_PERCENT, warm_up_steps=100),

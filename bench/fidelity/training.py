@@ -18,8 +18,6 @@ from bench.fidelity.tasks import ALL_TASKS
 from bench.fidelity.trained_hooks import RANKS, REFERENCE, TrainedHook
 from commhooks.testing import run_ranks
 
-__all__ = ["TrainingResult", "run_missing", "train"]
-
 _WARM_UP = 0.1  # of all steps
 _TIMEOUT = 3600.0  # seconds; a run takes 15 on an idle machine
 
@@ -84,39 +82,21 @@ def run_missing(
 
     ``again``: repeat the runs that it has, except those of references.
     """
-    for trained in _with_references(task, chosen):
-        if _run(task, trained, seed, record, again=again):
-            record.save(path)
-
-
-def _with_references(task: str, chosen: Sequence[TrainedHook]) -> list[TrainedHook]:
-    """Return the hooks, after the plain averaging that each is compared with."""
     usual = ALL_TASKS[task].usual
     recipes = dict.fromkeys(trained.reference_recipe or usual for trained in chosen)
-    return [*(TrainedHook(REFERENCE, recipe=recipe) for recipe in recipes), *chosen]
-
-
-def _run(task: str, trained: TrainedHook, seed: int, record: Record, *, again: bool) -> bool:
-    """Train once and add the run to the record. Return whether it was missing."""
-    config, recipe = trained.create().to_config(), trained.recipe or ALL_TASKS[task].usual
-    has_run = seed in {run.seed for run in record.runs(task, trained.hook, config, recipe)}
-    if has_run and not (again and trained.hook != REFERENCE):
-        return False
-    start = time.perf_counter()
-    results = run_ranks(train, RANKS, task, trained, seed, timeout=_TIMEOUT)
-    run = Run(
-        task,
-        trained.hook,
-        config,
-        recipe,
-        seed,
-        loss=statistics.mean(o.loss for o in results),
-        wire_bytes=statistics.mean(o.wire_bytes for o in results),
-    )
-    record.add(run)
-    print(
-        f"{task} {trained.hook} ({recipe}) seed {seed}: validation loss {run.loss:.4f} after "
-        f"{time.perf_counter() - start:.0f} s",
-        flush=True,
-    )
-    return True
+    for trained in (*(TrainedHook(REFERENCE, recipe=recipe) for recipe in recipes), *chosen):
+        config, recipe = trained.create().to_config(), trained.recipe or usual
+        known = {run.seed for run in record.runs(task, trained.hook, config, recipe)}
+        if seed in known and not (again and trained.hook != REFERENCE):
+            continue
+        start = time.perf_counter()
+        results = run_ranks(train, RANKS, task, trained, seed, timeout=_TIMEOUT)
+        loss = statistics.mean(result.loss for result in results)
+        wire_bytes = statistics.mean(result.wire_bytes for result in results)
+        record.add(Run(task, trained.hook, config, recipe, seed, loss, wire_bytes))
+        record.save(path)
+        print(
+            f"{task} {trained.hook} ({recipe}) seed {seed}: validation loss {loss:.4f} after "
+            f"{time.perf_counter() - start:.0f} s",
+            flush=True,
+        )

@@ -124,11 +124,11 @@ class Adapter(ABC):
 
         ``token``: see :func:`make_runner`. After an error the former hook stays in use.
         """
-        runner = None
-        if isinstance(hook, CommHook) and self._needs_runner(hook):
-            runner = make_runner(hook, self.group, self.device, token)
+        runner = target = None
+        if isinstance(hook, CommHook) and (target := self._stand_in(hook)) is None:
+            target = runner = make_runner(hook, self.group, self.device, token)
         try:
-            self._use(hook, runner)
+            self._use(hook, target)
         except BaseException:
             if runner is not None:
                 runner.close()
@@ -144,13 +144,13 @@ class Adapter(ABC):
         self._collector.units = {name: tuple(unit) for unit in self.units or () for name in unit}
         self._listen()
 
-    def _needs_runner(self, hook: CommHook) -> bool:  # noqa: ARG002
-        """Return whether ``hook`` runs in Python here."""
-        return True
+    def _stand_in(self, hook: CommHook) -> Any:  # noqa: ARG002
+        """Return what runs ``hook`` here in place of a runner in Python, None if nothing does."""
+        return None
 
     @abstractmethod
-    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
-        """Let the wrapper call ``hook``, by its ``runner`` if it needs one."""
+    def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
+        """Let the wrapper call ``hook``. ``target``: the runner or stand-in of a CommHook."""
 
     def stats(self) -> HookStats:
         """Return the statistics of the installed hook, since it was installed."""

@@ -70,14 +70,13 @@ class DDPAdapter(Adapter):
         self._first_step += steps - self._reducer.steps
         self._reducer.steps = steps
 
-    def _needs_runner(self, hook: CommHook) -> bool:
-        return native_of(hook, self.group) is None
+    def _stand_in(self, hook: CommHook) -> NativeHook | None:
+        return native_of(hook, self.group)
 
-    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+    def _use(self, hook: CommHook | TorchHook | None, target: Runner | NativeHook | None) -> None:
         if isinstance(hook, CommHook):
-            self.regroup(functools.partial(bucket_key_of, hook))
-            target = runner or native_of(hook, self.group)
             assert target is not None
+            self.regroup(functools.partial(bucket_key_of, hook))
             before_step = None
             if isinstance(hook, ChangesToNative):
                 before_step = functools.partial(self._choose_path, hook)
@@ -85,7 +84,7 @@ class DDPAdapter(Adapter):
                 target,
                 name=hook.name,
                 averages_gradients=not any_declares(hook, "changes_parameters"),
-                on_overwrite=functools.partial(_recover, hook, runner),
+                on_overwrite=functools.partial(_recover, hook, target),
                 before_step=before_step,
             )
         else:
@@ -178,8 +177,8 @@ class DDPAdapter(Adapter):
         return None
 
 
-def _recover(hook: CommHook, runner: Runner | None) -> None:
-    with nullcontext() if runner is None else runner.between_steps():
+def _recover(hook: CommHook, target: Runner | NativeHook) -> None:
+    with nullcontext() if isinstance(target, NativeHook) else target.between_steps():
         hook.recover()
 
 

@@ -170,11 +170,11 @@ class FSDPAdapter(Adapter):
         self.parameters = self._present_parameters()
         super().average_parameters()
 
-    def _needs_runner(self, hook: CommHook) -> bool:
+    def _stand_in(self, hook: CommHook) -> CommHook | None:
         # The plain average is torch's own all-reduce: with 3 replicas, 3 * average is not the sum.
-        return type(hook) is not AllReduce
+        return hook if type(hook) is AllReduce else None
 
-    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+    def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
         self.parameters = self._present_parameters()
         hooks = tree(hook) if isinstance(hook, CommHook) else ()
         self._strict = next((each for each in hooks if declares(each, "gets_each_once")), None)
@@ -182,7 +182,7 @@ class FSDPAdapter(Adapter):
         for unit in self._units:
             if not self._is_attached:
                 unit.attach(self.group, functools.partial(self._exchange, unit))
-            unit.fill_unused(runner is not None)
+            unit.fill_unused(target is not None and target is not hook)
         self._is_attached = True
 
     def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:

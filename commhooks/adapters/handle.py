@@ -19,6 +19,7 @@ from commhooks.adapters.adapter import Adapter
 from commhooks.adapters.dispatch import adapter_of, inner_module, unwrap
 from commhooks.adapters.trace import trace
 from commhooks.errors import CommHookError, CommHookOptionError, CommHookStateError
+from commhooks.extensions import KERNELS
 from commhooks.hook.base import CommHook, check_nesting, has_consensus, is_lossless, tree
 from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
@@ -319,7 +320,8 @@ def _agreed(
         adapter.check(new)
         if isinstance(new, CommHook):
             _prepare(new, adapter)
-        identity = _identity(_as_given(new))
+        # Without the extension, Gloo's own collectives are used: comm/point_to_point.py.
+        identity = _identity(_as_given(new)) + ("" if KERNELS.is_compiled else ", in NumPy")
     except BaseException as error:
         # Whatever it is: other ranks may have no such error, and would wait.
         failure, identity = error, f"{type(error).__name__}: {error}"

@@ -91,7 +91,7 @@ class TorchAdapter(Adapter):
     def group(self) -> dist.ProcessGroup:
         return self._group
 
-    def _use(self, hook: CommHook | TorchHook | None, runner: Runner | None) -> None:
+    def _use(self, hook: CommHook | TorchHook | None, target: Any) -> None:
         """Do nothing: :meth:`run` calls what is installed."""
 
     def start_recording(self) -> None:

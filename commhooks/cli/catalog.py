@@ -1,17 +1,13 @@
 """``commhooks list`` and ``commhooks describe``: the hooks and their options."""
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from commhooks.cli.common import import_option
+from commhooks.cli.common import import_option, table_of_hooks
 from commhooks.hook.registry import HookInfo, available
 from commhooks.hook.registry import describe as describe_hook
 from commhooks.lab.simulation.dry_run import usual_ratio
-
-__all__ = ["describe", "list_hooks"]
 
 _FAMILIES = {
     "exact": "exact or half",
@@ -38,13 +34,8 @@ _TASKS = ("digits", "bytes", "gpt")
 @import_option
 def list_hooks() -> None:
     """List all hooks by family, how much they send and how exact they are."""
-    table = Table(
-        caption=_CAPTION, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("hook", overflow="fold")
-    table.add_column("average", no_wrap=True)
-    for name in ("fewer", *_TASKS):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of_hooks(("average", "fewer", *_TASKS), caption=_CAPTION)
+    table.columns[1].justify = "left"
     table.add_column("needs")
     infos = [describe_hook(name) for name in available()]
     for family, title in _FAMILIES.items():

@@ -9,8 +9,6 @@ import click
 
 from commhooks.errors import CommHookError
 
-__all__ = ["commands"]
-
 _COMMANDS = {
     "compare": "commhooks.cli.compare:compare",
     "describe": "commhooks.cli.catalog:describe",

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,28 +24,12 @@ from commhooks.lab.models import built_in_models, load_callable
 from commhooks.lab.simulation import Link, Network
 from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
 
-__all__ = [
-    "DURATION",
-    "FILE",
-    "IMAGE",
-    "RATE",
-    "Cluster",
-    "cluster_options",
-    "hooks_option",
-    "import_option",
-    "input_option",
-    "model_option",
-    "show_failures",
-    "table_of_hooks",
-    "usable_hooks",
-    "with_references",
-]
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class _Parsed(click.ParamType):  # type: ignore[type-arg]
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """A type of option. ``parse`` raises CommHookError or ValueError for a wrong text."""
+
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
         self._parse = parse
@@ -85,25 +69,12 @@ FILE = _File(dir_okay=False, writable=True)
 """A path that can be written to."""
 IMAGE = _Image(dir_okay=False, writable=True)
 """A path that can be written to, with an extension that matplotlib can draw."""
-RATE = _Parsed("rate", parse_rate)
+RATE = Parsed("rate", parse_rate)
 """``1gbit`` -> bits per second."""
-DURATION = _Parsed("duration", parse_duration)
+DURATION = Parsed("duration", parse_duration)
 """``20us`` -> seconds."""
+_POSITIVE = click.FloatRange(min=0, min_open=True)
 
-model_option = click.option(
-    "--model",
-    required=True,
-    metavar="NAME",
-    help="The model: package.module:factory, a function in a file as train.py:make_model, or one "
-    f"of {', '.join(built_in_models())}.",
-)
-input_option = click.option(
-    "--input",
-    "input_factory",
-    metavar="NAME",
-    help="package.module:factory or file.py:factory of a batch. Default: the model's "
-    "example_input().",
-)
 import_option = click.option(
     "--import",
     metavar="MODULE",
@@ -116,6 +87,25 @@ import_option = click.option(
 )
 
 
+def model_options(command: _Function) -> _Function:
+    """Add options for a model and its input, and for the modules that they need."""
+    model = click.option(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="The model: package.module:factory, a function in a file as train.py:make_model, or "
+        f"one of {', '.join(built_in_models())}.",
+    )
+    input_factory = click.option(
+        "--input",
+        "input_factory",
+        metavar="NAME",
+        help="package.module:factory or file.py:factory of a batch. Default: the model's "
+        "example_input().",
+    )
+    return model(input_factory(import_option(command)))
+
+
 def hooks_option(
     text: str, *, name: str = "--hooks", required: bool = True
 ) -> Callable[[_Function], _Function]:
@@ -126,7 +116,7 @@ def hooks_option(
     return click.option(
         name,
         name.removesuffix("s"),
-        type=_Parsed("hook,hook...", split_hook_specs),
+        type=Parsed("hook,hook...", split_hook_specs),
         multiple=True,
         required=required,
         callback=lambda _context, _option, given: [text for texts in given for text in texts],
@@ -134,20 +124,57 @@ def hooks_option(
     )
 
 
+def _option(**attributes: Any) -> Any:
+    """Return a field that is an option of the command line."""
+    return field(metadata=attributes)
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that the options of :func:`cluster_options` describe."""
+    """A cluster, and how a model is trained on it. See :func:`cluster_options`."""
 
-    world_size: int
-    link: float
-    latency: float
-    ranks_per_node: int
-    node_link: float | None
-    backend: str
-    cores: float | None
-    speed: float | None
-    step_time: float | None
-    bucket_cap_mb: float | None
+    world_size: int = _option(type=click.IntRange(min=2), required=True, help="Number of ranks.")
+    link: float = _option(
+        type=RATE,
+        required=True,
+        help="Rate of each node's link to the network, for example 25gbit.",
+    )
+    latency: float = _option(
+        type=DURATION, default="20us", show_default=True, help="Latency of the network, one way."
+    )
+    ranks_per_node: int = _option(
+        type=click.IntRange(min=1),
+        default=1,
+        show_default=True,
+        help="Ranks on each node; they share its link.",
+    )
+    node_link: float | None = _option(
+        type=RATE, help="Rate of each rank's link inside its node. Default: the rate of --link."
+    )
+    backend: str = _option(
+        type=click.Choice(["gloo", "nccl"]),
+        default="gloo",
+        show_default=True,
+        help="Library of collectives on the cluster.",
+    )
+    cores: float | None = _option(
+        type=_POSITIVE,
+        help="CPU cores of each node, which its ranks share. Default: as many as this machine has, "
+        "but at least one per rank; with --step-time without limit, as for GPUs.",
+    )
+    step_time: float | None = _option(
+        type=DURATION,
+        help="Forward and backward of one rank alone on the cluster, for example 350ms; sets "
+        "--speed.",
+    )
+    speed: float | None = _option(
+        type=_POSITIVE,
+        help="How many times as fast as this machine the ranks compute. Default: 1.",
+    )
+    bucket_cap_mb: float | None = _option(
+        type=_POSITIVE,
+        help="Size of gradient buckets in MiB. Default: that of DistributedDataParallel.",
+    )
 
     def __post_init__(self) -> None:
         if self.speed is not None and self.step_time is not None:
@@ -184,78 +211,17 @@ class Cluster:
         )
 
 
-_CLUSTER = (
-    click.option(
-        "--world-size", type=click.IntRange(min=2), required=True, help="Number of ranks."
-    ),
-    click.option(
-        "--link",
-        type=RATE,
-        required=True,
-        help="Rate of each node's link to the network, for example 25gbit.",
-    ),
-    click.option(
-        "--latency",
-        type=DURATION,
-        default="20us",
-        show_default=True,
-        help="Latency of the network, one way.",
-    ),
-    click.option(
-        "--ranks-per-node",
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        help="Ranks on each node; they share its link.",
-    ),
-    click.option(
-        "--node-link",
-        type=RATE,
-        help="Rate of each rank's link inside its node. Default: the rate of --link.",
-    ),
-    click.option(
-        "--backend",
-        type=click.Choice(["gloo", "nccl"]),
-        default="gloo",
-        show_default=True,
-        help="Library of collectives on the cluster.",
-    ),
-    click.option(
-        "--cores",
-        type=click.FloatRange(min=0, min_open=True),
-        help="CPU cores of each node, which its ranks share. Default: as many as this machine has, "
-        "but at least one per rank; with --step-time without limit, as for GPUs.",
-    ),
-    click.option(
-        "--step-time",
-        type=DURATION,
-        help="Forward and backward of one rank alone on the cluster, for example 350ms; sets "
-        "--speed.",
-    ),
-    click.option(
-        "--speed",
-        type=click.FloatRange(min=0, min_open=True),
-        help="How many times as fast as this machine the ranks compute. Default: 1.",
-    ),
-    click.option(
-        "--bucket-cap-mb",
-        type=click.FloatRange(min=0, min_open=True),
-        help="Size of gradient buckets in MiB. Default: that of DistributedDataParallel.",
-    ),
-)
-
-
 def cluster_options(command: _Function) -> Callable[..., Any]:
-    """Add options for a cluster and how the model is trained on it; they arrive as ``cluster``."""
+    """Add an option for each field of :class:`Cluster`; they arrive as ``cluster``."""
 
     @functools.wraps(command)
     def with_cluster(**options: Any) -> Any:
-        cluster = Cluster(**{field.name: options.pop(field.name) for field in fields(Cluster)})
+        cluster = Cluster(**{each.name: options.pop(each.name) for each in fields(Cluster)})
         return command(cluster=cluster, **options)
 
     found: Callable[..., Any] = with_cluster
-    for option in reversed(_CLUSTER):
-        found = option(found)
+    for each in reversed(fields(Cluster)):
+        found = click.option(f"--{each.name.replace('_', '-')}", **each.metadata)(found)
     return found
 
 
@@ -323,3 +289,15 @@ def show_failures(
         status = status or int(is_error)
     if status:
         sys.exit(status)
+
+
+def draw(function: str, *arguments: Any, path: Path | None) -> None:
+    """Draw to the file of ``--plot``, if there is one, with a function of plots.py."""
+    if path is None:
+        return
+    from commhooks.cli import plots  # takes a second to import
+
+    try:
+        getattr(plots, function)(*arguments, path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"--plot {path}: {error}") from error

@@ -2,9 +2,10 @@
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 import torch.distributed as dist
@@ -16,10 +17,9 @@ from commhooks.cli.common import (
     FILE,
     IMAGE,
     RATE,
+    draw,
     hooks_option,
-    import_option,
-    input_option,
-    model_option,
+    model_options,
     show_failures,
     table_of_hooks,
 )
@@ -28,15 +28,11 @@ from commhooks.lab.comparison import Comparison, ComparisonInterrupted
 from commhooks.lab.comparison import compare as compare_hooks
 from commhooks.lab.comparison.experiment import ProgressCallback
 
-__all__ = ["compare"]
-
 _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 @click.command()
-@model_option
-@input_option
-@import_option
+@model_options
 @click.option(
     "--train",
     metavar="NAME",
@@ -68,29 +64,16 @@ _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
     show_default=True,
     help="Seconds for the steps of one hook, at most 53 at a time; then the hook has failed.",
 )
-@click.option("--json", "json_file", type=FILE, help="Write all figures to this file.")
-@click.option(
-    "--csv", "csv_file", type=FILE, help="Write a table to this file, one line per hook and link."
-)
-@click.option("--plot", "plot_file", type=IMAGE, help="Draw step times and training losses.")
-@click.option(
-    "--html", "html_file", type=FILE, help="Write one page with all tables and plots to this file."
-)
+@click.option("--json", type=FILE, help="Write all figures to this file.")
+@click.option("--csv", type=FILE, help="Write a table to this file, one line per hook and link.")
+@click.option("--plot", type=IMAGE, help="Draw step times and training losses.")
+@click.option("--html", type=FILE, help="Write one page with all tables and plots to this file.")
 def compare(
-    model: str,
     input_factory: str | None,
-    train: str | None,
-    hooks: list[str],
     world_size: int | None,
     links: tuple[float, ...],
     predict: bool,
-    steps: int,
-    train_steps: int,
-    timeout: float,
-    json_file: Path | None,
-    csv_file: Path | None,
-    plot_file: Path | None,
-    html_file: Path | None,
+    **options: Any,
 ) -> None:
     """Measure hooks on a model, beside torch DDP and the bare model.
 
@@ -104,6 +87,7 @@ def compare(
     With `torchrun ... -m commhooks compare ...` the ranks are those that torchrun starts, and the
     network between their hosts is measured and used.
     """
+    files = {kind: options.pop(kind) for kind in _WRITERS}
     launched = dist.is_torchelastic_launched()
     if launched and (links or world_size is not None):
         raise click.UsageError(
@@ -116,15 +100,10 @@ def compare(
         try:
             with _progress_bar() if is_first else nullcontext(lambda *_: None) as progress:
                 comparison = compare_hooks(
-                    model,
-                    hooks,
+                    **options,
                     input=input_factory,
-                    train=train,
                     world_size=world_size or 2,
                     links=links,
-                    steps=steps,
-                    train_steps=train_steps,
-                    timeout=timeout,
                     measure_links=not predict,
                     ranks=ranks,
                     progress=progress,
@@ -135,29 +114,26 @@ def compare(
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         if is_first:
             _show(comparison)
-            _write(comparison, json_file, csv_file, plot_file, html_file)
+            for kind, path in files.items():
+                if path is not None:
+                    _WRITERS[kind](comparison, path)
     show_failures(Console(quiet=not is_first), comparison.failures, status)
 
 
-def _write(
-    comparison: Comparison,
-    json_file: Path | None,
-    csv_file: Path | None,
-    plot_file: Path | None,
-    html_file: Path | None,
-) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(comparison.to_dict(), indent=1) + "\n")
-    if csv_file is not None:
-        csv_file.write_text(comparison.to_csv())
-    if plot_file is not None:
-        from commhooks.cli.plots import draw_comparison  # takes a second to import
+def _write_html(comparison: Comparison, path: Path) -> None:
+    from commhooks.cli.page import comparison_page  # takes a second to import
 
-        draw_comparison(comparison, plot_file)
-    if html_file is not None:
-        from commhooks.cli.page import comparison_page
+    path.write_text(comparison_page(comparison))
 
-        html_file.write_text(comparison_page(comparison))
+
+_WRITERS: dict[str, Callable[[Comparison, Path], object]] = {
+    "json": lambda comparison, path: path.write_text(
+        json.dumps(comparison.to_dict(), indent=1) + "\n"
+    ),
+    "csv": lambda comparison, path: path.write_text(comparison.to_csv()),
+    "plot": lambda comparison, path: draw("draw_comparison", comparison, path=path),
+    "html": _write_html,
+}
 
 
 def _show(comparison: Comparison) -> None:

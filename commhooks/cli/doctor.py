@@ -8,8 +8,6 @@ from rich.text import Text
 
 from commhooks.lab.doctor import Health, diagnose
 
-__all__ = ["doctor"]
-
 _STYLES = {Health.FINE: "green", Health.ABSENT: "yellow", Health.BROKEN: "bold red"}
 
 

@@ -13,8 +13,6 @@ from commhooks.cli.plots import panels, save
 from commhooks.lab.comparison import Comparison
 from commhooks.lab.comparison.result import Table
 
-__all__ = ["comparison_page"]
-
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }

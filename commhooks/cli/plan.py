@@ -7,20 +7,17 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from commhooks.algorithms.adaptive.candidates import (
-    DEFAULT_CANDIDATES,
-    default_specs,
-)
+from commhooks.algorithms.adaptive.candidates import DEFAULT_CANDIDATES, default_specs
 from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.cli.common import (
     FILE,
     IMAGE,
     Cluster,
+    Parsed,
     cluster_options,
+    draw,
     hooks_option,
-    import_option,
-    input_option,
-    model_option,
+    model_options,
     show_failures,
     usable_hooks,
     with_references,
@@ -30,42 +27,31 @@ from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import PlanningJob, measure_groups
 from commhooks.lab.simulation import BASELINE, NCCL, Job
 from commhooks.lab.verdict import cost_of_measuring
-from commhooks.planning import Plan, Problem, merged, solve
+from commhooks.planning import merged, solve
 from commhooks.planning.plan import table_of
-
-__all__ = ["plan"]
 
 _EXACT = ("@1d", "@embedding")
 
 
-class _Error(click.ParamType):  # type: ignore[type-arg]
-    """A number, or a hook whose error is the limit."""
-
-    name = "number|hook"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float | HookSpec:
-        text = str(value)
+def _limit(text: str) -> float | HookSpec:
+    """Read a number, or a hook whose error is the limit."""
+    try:
+        limit = float(text)
+    except ValueError:
         try:
-            limit = float(text)
-        except ValueError:
-            try:
-                return hook_spec(text)
-            except CommHookError as error:
-                self.fail(f"expected a number or a hook; {error}", param, ctx)
-        if not 0 <= limit < float("inf"):
-            self.fail(f"expected a number of at least 0, found {text}", param, ctx)
-        return limit
+            return hook_spec(text)
+        except CommHookError as error:
+            raise ValueError(f"expected a number or a hook; {error}") from error
+    if not 0 <= limit < float("inf"):
+        raise ValueError(f"expected a number of at least 0, found {text}")
+    return limit
 
 
 @click.command()
-@model_option
-@input_option
-@import_option
+@model_options
 @click.option(
     "--error",
-    type=_Error(),
+    type=Parsed("number|hook", _limit),
     default="int4",
     show_default=True,
     help="The largest relative error of a step's average: a number such as 0.02, or a hook whose "
@@ -140,8 +126,7 @@ def plan(
     found = solve(problem)
     if save is not None:
         found.save(save)
-    if plot is not None:
-        _plot(problem, found, plot)
+    draw("draw_steps", problem, found, path=plot)
     rows = found.rows if all_groups else merged(found.rows)
     click.echo(f"{cluster.title(model, speed)}\n\n{table_of(rows, found.elements)}\n")
     click.echo(found.summary)
@@ -163,12 +148,3 @@ def _specs(
         lambda hook: check_candidate(hook, "candidates"),
     )
     return with_references(usable, BASELINE), reasons
-
-
-def _plot(problem: Problem, found: Plan, path: Path) -> None:
-    from commhooks.cli.plots import draw_steps  # takes a second to import
-
-    try:
-        draw_steps(problem, found, path)
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"--plot {path}: {error}") from error

@@ -18,17 +18,6 @@ from commhooks.lab.simulation import Study
 from commhooks.lab.units import format_rate
 from commhooks.planning import Plan, Problem, timelines
 
-__all__ = [
-    "GRAY",
-    "color_of",
-    "draw_comparison",
-    "draw_curves",
-    "draw_steps",
-    "line_styles",
-    "panels",
-    "save",
-]
-
 GRAY = "#7f8794"
 """Of text and axes, and of what is only shown for comparison."""
 
@@ -114,7 +103,7 @@ def save(panels: Sequence[Panel], file: Path | IO[str], *, title: str = "", **op
     plt.close(figure)
 
 
-def draw_curves(study: Study, path: Path, model: str) -> None:
+def draw_curves(study: Study, model: str, path: Path) -> None:
     """Draw curves of predicted step times against the number of ranks."""
     sizes = study.curve_sizes()
 
@@ -221,11 +210,8 @@ _LANES = ("backward", "hooks", "network")
 _OF_BUCKETS = ("#3b82c4", "#5aa9e6")
 
 
-def draw_steps(problem: Problem, plan: Plan, path: Path | str) -> None:
-    """Write an image, whose type follows from the name of ``path``.
-
-    Raises ValueError for a type of image that matplotlib does not know.
-    """
+def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
+    """Draw a step before and after, bucket by bucket."""
     before, after = timelines(problem, plan)
     figure = Figure(figsize=(10, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)

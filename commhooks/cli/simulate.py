@@ -14,10 +14,9 @@ from commhooks.cli.common import (
     IMAGE,
     Cluster,
     cluster_options,
+    draw,
     hooks_option,
-    import_option,
-    input_option,
-    model_option,
+    model_options,
     show_failures,
     table_of_hooks,
     usable_hooks,
@@ -37,13 +36,9 @@ from commhooks.lab.simulation import (
 from commhooks.lab.units import format_duration
 from commhooks.lab.verdict import CAUTIOUS, fidelity_text
 
-__all__ = ["simulate"]
-
 
 @click.command()
-@model_option
-@input_option
-@import_option
+@model_options
 @hooks_option(
     "Hooks with their options, for example int8,powersgd:rank=4 or my_module:MyHook. Plain "
     "averaging (allreduce) and bf16 are always added."
@@ -100,13 +95,7 @@ def simulate(
     )
     study = replace(study, speed=cluster.speed_for(study.alone_seconds))
     title = cluster.title(model, study.speed)
-    if plot is not None:
-        from commhooks.cli.plots import draw_curves  # takes a second to import
-
-        try:
-            draw_curves(study, plot, model)
-        except OSError as error:
-            raise click.ClickException(f"--plot {plot}: {error}") from error
+    draw("draw_curves", study, model, path=plot)
     if json_file is not None:
         figures = study.to_json() | {"model": model, "failures": reasons}
         json_file.write_text(json.dumps(figures, indent=1) + "\n")

@@ -7,8 +7,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["join_group", "local_store"]
-
 
 def local_store() -> TCPStore:
     """Host a store for :func:`join_group` in this process, on a free port of the loopback."""

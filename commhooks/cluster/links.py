@@ -28,8 +28,6 @@ from dataclasses import dataclass
 
 from commhooks.errors import CommHookError
 
-__all__ = ["LinkError", "ShapedLink", "burst_bytes", "shaped_link", "unavailable"]
-
 _INTERFACE = "link0"
 _NETWORK = "10.213.0"
 _MAX_HOSTS = 250

@@ -37,16 +37,6 @@ from commhooks.cluster.links import ShapedLink
 from commhooks.cluster.worker import READY, Call, CallResult, RankError
 from commhooks.errors import CommHookError, CommHookPeerError, reason_of
 
-__all__ = [
-    "LaunchedRanks",
-    "RankCaller",
-    "RankPool",
-    "RankProcess",
-    "RankStartError",
-    "Ranks",
-    "start_worker",
-]
-
 _SERVE = "from commhooks.cluster.worker import serve"
 _LOG_LINES = 30
 _START_SECONDS = 120.0  # to start a process and import torch on a slow, busy machine

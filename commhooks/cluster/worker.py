@@ -24,8 +24,6 @@ from typing import Any
 
 from commhooks.errors import CommHookError
 
-__all__ = ["READY", "Call", "CallResult", "RankError", "serve"]
-
 READY = b"ready"
 
 

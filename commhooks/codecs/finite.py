@@ -2,11 +2,13 @@
 
 Note [All finite]
 ~~~~~~~~~~~~~~~~~
-All ranks derive the same answer, ``all_finite``, from the messages that they have received: a ()
-bool tensor on the gradients' device. A hook may change its state only if it is true. If it is
-false, the result is NaN. On the CPU the answer is known at once, and :func:`is_known_false` lets a
-hook skip the rest of its work. On a GPU the host does not wait for it: the hook continues, sends
-what it always sends, and passes the answer to the operations that write.
+Hooks encode numbers so that one that is not finite makes its message not finite. So all ranks
+derive the same answer, ``all_finite``, from the messages that they have received: a () bool tensor
+on the gradients' device. Until then the state keeps its values. A hook may change it only if the
+answer is true; if it is false, the result is NaN. On the CPU the answer is known at once, and
+:func:`is_known_false` lets a hook skip the rest of its work. On a GPU the host does not wait for
+it: the hook continues, sends what it always sends, and passes the answer to the operations that
+write.
 """
 
 import torch

@@ -36,8 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
+from commhooks import native
 from commhooks.errors import CommHookPeerError
-from commhooks.native import join_works, ring_gather
 
 __all__ = [
     "BrokenConnectionError",
@@ -47,6 +47,7 @@ __all__ = [
     "send_and_receive",
 ]
 
+_IS_COMPILED = hasattr(native, "ring_gather")
 _TAG = 0
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -56,8 +57,12 @@ class BrokenConnectionError(CommHookPeerError):
 
 
 def is_possible(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Return whether these collectives work for ``tensor`` on ``group``: CPU memory on Gloo."""
-    return isinstance(group, ProcessGroupGloo) and tensor.device.type == "cpu"
+    """Return whether these collectives work for ``tensor`` on ``group``: CPU memory on Gloo.
+
+    They need the compiled extension. All ranks have it, or none: see ``handle.register``.
+    """
+    is_on_host = isinstance(group, ProcessGroupGloo) and tensor.device.type == "cpu"
+    return is_on_host and _IS_COMPILED
 
 
 def all_to_all(
@@ -83,7 +88,7 @@ def all_gather(group: dist.ProcessGroup, tensor: Tensor, gathered: Tensor) -> Wo
     own = gathered[group.rank()]
     own.copy_(tensor)
     try:
-        return ring_gather(group, gathered.unbind())
+        return native.ring_gather(group, gathered.unbind())
     except RuntimeError as error:
         broken = str(error)  # the error itself refers to this frame, which keeps the group
     raise BrokenConnectionError(broken)
@@ -116,7 +121,7 @@ def send_and_receive(
     except Exception as error:
         broken = error.with_traceback(None)  # which would keep this frame, and so the group
     if broken is None:
-        return join_works(works)
+        return native.join_works(works)
     _end(works)
     raise BrokenConnectionError(str(broken)) if isinstance(broken, RuntimeError) else broken
 

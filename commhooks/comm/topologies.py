@@ -24,7 +24,7 @@ Sources: GossipGraD, https://arxiv.org/abs/1803.05880; exponential graphs in tra
 """
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -69,57 +69,32 @@ def round_at(topology: str, size: int, step: int, seed: int = 0) -> Round:
     """Return the round of ``step``, counted from 0, in a topology that passed check_topology."""
     if size == 1:
         return Round((0,))
-    return _ROUNDS[topology](size, step, seed)
-
-
-def _shift(size: int, distance: int) -> Round:
-    return Round(tuple((rank + distance) % size for rank in range(size)))
-
-
-def _ring(size: int, step: int, seed: int) -> Round:  # noqa: ARG001
-    return _shift(size, 1 if step % 2 == 0 else -1)
-
-
-def _exponential(size: int, step: int, seed: int) -> Round:  # noqa: ARG001
-    return _shift(size, 2 ** (step % cycle_length(size)))
-
-
-def _hypercube(size: int, step: int, seed: int) -> Round:  # noqa: ARG001
-    side = 2 ** (step % cycle_length(size))
-    return Round(tuple(rank ^ side for rank in range(size)))
-
-
-def _dissemination(size: int, step: int, seed: int) -> Round:
-    cycle = step // cycle_length(size)
-    return _relabeled(_exponential(size, step, seed), _shuffled(size, f"{seed}:{cycle}"))
-
-
-def _random(size: int, step: int, seed: int) -> Round:
-    return _relabeled(_shift(size, 1), _shuffled(size, f"{seed}:{step}"))
-
-
-def _uniform(size: int, step: int, seed: int) -> Round:
-    draw = random.Random(f"{seed}:{step}")
-    return Round(tuple((rank + draw.randrange(1, size)) % size for rank in range(size)))
-
-
-def _relabeled(round_: Round, ranks: list[int]) -> Round:
-    """Return the round in which ``ranks[i]`` takes the part of rank i."""
-    targets = [0] * len(ranks)
-    for label, target in enumerate(round_.targets):
-        targets[ranks[label]] = ranks[target]
+    cycle = cycle_length(size)
+    shift = 2 ** (step % cycle)
+    match topology:
+        case "ring":
+            targets = _shifted(range(size), 1 if step % 2 == 0 else -1)
+        case "exponential":
+            targets = _shifted(range(size), shift)
+        case "hypercube":
+            targets = [rank ^ shift for rank in range(size)]
+        case "dissemination":
+            targets = _shifted(_shuffled(size, f"{seed}:{step // cycle}"), shift)
+        case "random":
+            targets = _shifted(_shuffled(size, f"{seed}:{step}"), 1)
+        case _:
+            draw = random.Random(f"{seed}:{step}")
+            targets = [(rank + draw.randrange(1, size)) % size for rank in range(size)]
     return Round(tuple(targets))
+
+
+def _shifted(ranks: Sequence[int], distance: int) -> list[int]:
+    """Return the targets by rank, if each rank sends to the one ``distance`` behind it."""
+    targets = [0] * len(ranks)
+    for place, rank in enumerate(ranks):
+        targets[rank] = ranks[(place + distance) % len(ranks)]
+    return targets
 
 
 def _shuffled(size: int, seed: str) -> list[int]:
     return random.Random(seed).sample(range(size), size)
-
-
-_ROUNDS: Mapping[str, Callable[[int, int, int], Round]] = {
-    "ring": _ring,
-    "exponential": _exponential,
-    "hypercube": _hypercube,
-    "dissemination": _dissemination,
-    "random": _random,
-    "uniform": _uniform,
-}

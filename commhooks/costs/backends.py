@@ -43,9 +43,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import Collective
-
-__all__ = ["NCCL", "Backend", "Cost", "Gloo"]
+from commhooks.costs.step_trace import Collective, Members
 
 _RING_SECONDS, _RING_INNER, _RING_OUTER = 8.4e-6, 3.4e-6, 9.6e-6
 _TREE_SECONDS, _TREE_INNER, _TREE_OUTER = 4.4e-6, 0.52e-6, 5.0e-6
@@ -92,6 +90,62 @@ class Backend(Protocol):
 
 
 @dataclass(frozen=True)
+class _Traffic:
+    """What one rank sends, and the hops of the longest chain of messages.
+
+    ``link_bytes`` are those of all members on a node; everything else is of one rank.
+    """
+
+    sent_bytes: float
+    inner_hops: float
+    """Hops inside nodes."""
+    outer_hops: float
+    link_bytes: float
+    node_bytes: float
+    messages: float
+
+    def latency(self, network: Network, inner_seconds: float, outer_seconds: float) -> float:
+        """Return the seconds of all hops, which take these seconds besides those of the links."""
+        inner = self.inner_hops * (inner_seconds + network.node_link.latency_seconds)
+        return inner + self.outer_hops * (outer_seconds + network.link.latency_seconds)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The nodes of a collective, and its members on each."""
+
+    per_node: int
+    nodes: int
+
+    @classmethod
+    def of(cls, members: Members, network: Network) -> "_Shape":
+        return cls(members.per_node, members.nodes(network.nodes))
+
+    @property
+    def size(self) -> int:
+        return self.per_node * self.nodes
+
+    def chain(self, sent: float, inner: float, outer: float, messages: float = 0) -> _Traffic:
+        """Pass all bytes on from neighbor to neighbor, over each link of a node once."""
+        link_bytes = sent if self.nodes > 1 else 0.0
+        node_bytes = sent if self.per_node > 1 else 0.0
+        return _Traffic(sent, inner, outer, link_bytes, node_bytes, messages)
+
+    def pairs(self, sent: float, peers: int, hops: int = 1) -> _Traffic:
+        """Send an equal part to each of ``peers`` peers.
+
+        A single peer is assumed to be on another node.
+        """
+        outside = 0.0
+        if self.nodes > 1:
+            outside = 1.0 if peers == 1 else (self.size - self.per_node) / (self.size - 1)
+        inner, outer = (0, hops) if outside else (hops, 0)
+        return _Traffic(
+            sent, inner, outer, sent * outside * self.per_node, sent * (1 - outside), peers
+        )
+
+
+@dataclass(frozen=True)
 class Gloo:
     """The rates of a machine, as :mod:`commhooks.lab.simulation.measurements` measures them."""
 
@@ -109,99 +163,41 @@ class Gloo:
     def cost(self, collective: Collective, network: Network) -> Cost:
         """See Note [Costs in Gloo]."""
         members = collective.members
-        traffic = _traffic(
-            collective.operation,
-            collective.tensor_bytes,
-            members.per_node,
-            members.nodes(network.nodes),
-        )
+        traffic = self._traffic(collective, _Shape.of(members, network))
         waiting = max(0.0, self.round_seconds - self.message_cpu_seconds)
         return Cost(
-            latency_seconds=(traffic.inner_rounds + traffic.outer_rounds) * waiting
-            + traffic.inner_rounds * network.node_link.latency_seconds
-            + traffic.outer_rounds * network.link.latency_seconds,
+            latency_seconds=traffic.latency(network, waiting, waiting),
             link_bytes=traffic.link_bytes * members.parallel,
             node_bytes=traffic.node_bytes,
             cpu_seconds=traffic.messages * self.message_cpu_seconds
             + traffic.sent_bytes * self.byte_cpu_seconds,
         )
 
+    def _traffic(self, collective: Collective, shape: _Shape) -> _Traffic:
+        nbytes, size = collective.tensor_bytes, shape.size
 
-@dataclass(frozen=True)
-class _Traffic:
-    """``link_bytes`` are those of all members on a node; everything else is of one rank."""
+        def ring(part_bytes: float, rounds: int) -> _Traffic:
+            """Pass a part on in every round; each part leaves every node once."""
+            outer = rounds * shape.nodes / size if shape.nodes > 1 else 0.0
+            return shape.chain(part_bytes * rounds, rounds - outer, outer, rounds)
 
-    sent_bytes: float
-    messages: float
-    inner_rounds: float
-    outer_rounds: float
-    link_bytes: float
-    node_bytes: float
-
-
-def _traffic(operation: str, nbytes: float, per_node: int, nodes: int) -> _Traffic:
-    size = per_node * nodes
-    match operation:
-        case "all_reduce" | "reduce_scatter":
-            return _ring(nbytes / size, 2 * (size - 1), per_node, nodes)
-        case "all_gather":
-            return _ring(nbytes, size - 1, per_node, nodes)
-        case "all_to_all":
-            return _pairs(nbytes / size, size - 1, per_node, nodes)
-        case "exchange" | "push":
-            return _pairs(nbytes, 1, per_node, nodes)
-        case "broadcast":
-            return _tree(nbytes, per_node, nodes)
-        case "vote":
-            return _tree(0.0, per_node, nodes)
-    raise ValueError(f"the cost of the collective {operation!r} is unknown")
-
-
-def _ring(part_bytes: float, rounds: int, per_node: int, nodes: int) -> _Traffic:
-    """Pass ``part_bytes`` on in every round; each part leaves every node once."""
-    size = per_node * nodes
-    sent = part_bytes * rounds
-    outer_rounds = rounds * nodes / size if nodes > 1 else 0.0
-    return _Traffic(
-        sent_bytes=sent,
-        messages=rounds,
-        inner_rounds=rounds - outer_rounds,
-        outer_rounds=outer_rounds,
-        link_bytes=sent if nodes > 1 else 0.0,
-        node_bytes=sent if per_node > 1 else 0.0,
-    )
-
-
-def _pairs(part_bytes: float, peers: int, per_node: int, nodes: int) -> _Traffic:
-    """Send a part to each of ``peers`` peers at once.
-
-    A single peer is assumed to be on another node.
-    """
-    outside = peers
-    if peers > 1 or nodes == 1:
-        outside = peers * (per_node * nodes - per_node) // (per_node * nodes - 1)
-    return _Traffic(
-        sent_bytes=part_bytes * peers,
-        messages=peers,
-        inner_rounds=1.0 if nodes == 1 else 0.0,
-        outer_rounds=1.0 if nodes > 1 else 0.0,
-        link_bytes=part_bytes * outside * per_node,
-        node_bytes=part_bytes * (peers - outside),
-    )
-
-
-def _tree(nbytes: float, per_node: int, nodes: int) -> _Traffic:
-    """Send ``nbytes`` down a binomial tree of nodes, and of the ranks in each node."""
-    inner = math.ceil(math.log2(per_node))
-    outer = math.ceil(math.log2(per_node * nodes)) - inner
-    return _Traffic(
-        sent_bytes=nbytes * (inner + outer),
-        messages=inner + outer,
-        inner_rounds=inner,
-        outer_rounds=outer,
-        link_bytes=nbytes * outer,
-        node_bytes=nbytes * inner,
-    )
+        match collective.operation:
+            case "all_reduce" | "reduce_scatter":
+                return ring(nbytes / size, 2 * (size - 1))
+            case "all_gather":
+                return ring(nbytes, size - 1)
+            case "all_to_all":
+                return shape.pairs((size - 1) / size * nbytes, size - 1)
+            case "exchange" | "push":
+                return shape.pairs(nbytes, 1)
+            case "broadcast" | "vote":  # a vote has no bytes
+                inner = math.ceil(math.log2(shape.per_node))
+                outer = math.ceil(math.log2(size)) - inner
+                rounds = inner + outer
+                return _Traffic(
+                    nbytes * rounds, inner, outer, nbytes * outer, nbytes * inner, rounds
+                )
+        raise _unknown(collective)
 
 
 @dataclass(frozen=True)
@@ -215,82 +211,53 @@ class NCCL:
     def cost(self, collective: Collective, network: Network) -> Cost:
         """See Note [Costs in NCCL]."""
         members = collective.members
-        shape = _Shape(members.per_node, members.nodes(network.nodes), members.parallel, network)
-        nbytes, size = collective.tensor_bytes, shape.size
+        shape = _Shape.of(members, network)
+        nbytes, size, nodes = collective.tensor_bytes, shape.size, shape.nodes
+
+        def cost(traffic: _Traffic, seconds: float, inner: float, outer: float) -> Cost:
+            return Cost(
+                latency_seconds=seconds + traffic.latency(network, inner, outer),
+                link_bytes=traffic.link_bytes * members.parallel,
+                node_bytes=traffic.node_bytes,
+            )
+
+        def ring(sent: float, passes: int = 1) -> Cost:
+            """Pass a message around all ranks in order, ``passes`` times."""
+            traffic = shape.chain(sent, passes * (size - nodes), passes * (nodes - 1))
+            return cost(traffic, _RING_SECONDS, _RING_INNER, _RING_OUTER)
+
+        def tree() -> Cost:
+            """Send all bytes up and down a chain in each node and a tree of nodes."""
+            hops = 2 * (shape.per_node - 1), 2 * math.ceil(math.log2(nodes))
+            traffic = shape.chain(2 * nbytes / _TREE_EFFICIENCY, *hops)
+            return cost(traffic, _TREE_SECONDS, _TREE_INNER, _TREE_OUTER)
+
+        def pairs(sent: float, peers: int) -> Cost:
+            traffic = shape.pairs(sent, peers, math.ceil(peers / _PEERS_AT_ONCE))
+            return cost(traffic, _RING_SECONDS, _RING_INNER, _RING_OUTER)
+
+        def alone(cost: Cost) -> float:
+            """Return the time of a collective that has the network to itself."""
+            return cost.latency_seconds + max(
+                cost.link_bytes / network.link.bytes_per_second,
+                cost.node_bytes / network.node_link.bytes_per_second,
+            )
+
         match collective.operation:
             case "all_reduce":
-                ring = shape.ring(2 * (size - 1) / size * nbytes, passes=2)
-                return min(ring, shape.tree(nbytes), key=shape.seconds)
+                return min(ring(2 * (size - 1) / size * nbytes, passes=2), tree(), key=alone)
             case "reduce_scatter":
-                return shape.ring((size - 1) / size * nbytes)
+                return ring((size - 1) / size * nbytes)
             case "all_gather":
-                return shape.ring((size - 1) * nbytes)
+                return ring((size - 1) * nbytes)
             case "broadcast":
-                return shape.ring(nbytes)
+                return ring(nbytes)
             case "all_to_all":
-                return shape.pairs((size - 1) / size * nbytes, size - 1)
+                return pairs((size - 1) / size * nbytes, size - 1)
             case "exchange" | "push":
-                return shape.pairs(nbytes, 1)
-        raise ValueError(f"the cost of the collective {collective.operation!r} is unknown")
+                return pairs(nbytes, 1)
+        raise _unknown(collective)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The members of a collective, and the network between them."""
-
-    per_node: int
-    nodes: int
-    parallel: int
-    network: Network
-
-    @property
-    def size(self) -> int:
-        return self.per_node * self.nodes
-
-    def ring(self, sent: float, passes: int = 1) -> Cost:
-        """Pass a message around all ranks in order, ``passes`` times."""
-        inner, outer = passes * (self.size - self.nodes), passes * (self.nodes - 1)
-        return self._cost(
-            _RING_SECONDS + inner * _RING_INNER + outer * _RING_OUTER, inner, outer, sent
-        )
-
-    def tree(self, nbytes: float) -> Cost:
-        """Send ``nbytes`` up and down a chain in each node and a tree of nodes."""
-        inner, outer = 2 * (self.per_node - 1), 2 * math.ceil(math.log2(self.nodes))
-        return self._cost(
-            _TREE_SECONDS + inner * _TREE_INNER + outer * _TREE_OUTER,
-            inner,
-            outer,
-            2 * nbytes / _TREE_EFFICIENCY,
-        )
-
-    def pairs(self, sent: float, peers: int) -> Cost:
-        """Send to ``peers`` peers. A single peer is assumed to be on another node."""
-        outside = 0.0
-        if self.nodes > 1:
-            outside = 1.0 if peers == 1 else (self.size - self.per_node) / (self.size - 1)
-        hops = math.ceil(peers / _PEERS_AT_ONCE)
-        hop = _RING_OUTER + self.network.link.latency_seconds if outside else _RING_INNER
-        return Cost(
-            latency_seconds=_RING_SECONDS + hops * hop,
-            link_bytes=sent * outside * self.per_node * self.parallel,
-            node_bytes=sent * (1 - outside),
-        )
-
-    def seconds(self, cost: Cost) -> float:
-        """Return the time of a collective that has the network to itself."""
-        return cost.latency_seconds + max(
-            cost.link_bytes / self.network.link.bytes_per_second,
-            cost.node_bytes / self.network.node_link.bytes_per_second,
-        )
-
-    def _cost(self, seconds: float, inner: int, outer: int, sent: float) -> Cost:
-        wires = (
-            inner * self.network.node_link.latency_seconds
-            + outer * self.network.link.latency_seconds
-        )
-        return Cost(
-            latency_seconds=seconds + wires,
-            link_bytes=sent * self.parallel if self.nodes > 1 else 0.0,
-            node_bytes=sent if self.per_node > 1 else 0.0,
-        )
+def _unknown(collective: Collective) -> ValueError:
+    return ValueError(f"the cost of the collective {collective.operation!r} is unknown")

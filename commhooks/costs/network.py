@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from commhooks.errors import CommHookOptionError
 
-__all__ = ["Link", "Network"]
-
 ETHERNET_SHARE = 1448 / 1514
 """The share of payload in a full Ethernet frame: IPv4, TCP with time stamps, 1500 bytes."""
 

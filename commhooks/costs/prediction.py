@@ -9,8 +9,8 @@ each rank. Local work grows with N when something is done for each peer.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, StepTrace, merged
 from commhooks.costs.timeline import replay
 from commhooks.errors import CommHookError
-
-__all__ = ["DryRuns", "Prediction", "bytes_at", "dry_run_sizes", "predict", "seconds_at"]
 
 _TERMS: tuple[Callable[[float], float], ...] = (lambda _: 1.0, lambda n: 1 / n, lambda n: n)
 _FORMS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))  # simplest first
@@ -45,9 +43,11 @@ class DryRuns:
 
     by_size: Mapping[int, Sequence[tuple[float, StepTrace]]]
     ranks_per_node: int
-    _extrapolated: dict[int, list[tuple[float, StepTrace]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+
+    @cached_property
+    def _extrapolated(self) -> dict[int, list[tuple[float, StepTrace]]]:
+        """Extrapolations so far, by size: every rate of the links needs them."""
+        return {}
 
     def at(self, size: int) -> list[tuple[float, StepTrace]]:
         """Return the shares and traces for ``size`` ranks, a multiple of ``ranks_per_node``.
@@ -56,7 +56,7 @@ class DryRuns:
         """
         if size in self.by_size:
             return list(self.by_size[size])
-        if size not in self._extrapolated:  # kept, because every rate of the links needs it
+        if size not in self._extrapolated:
             self._extrapolated[size] = self._extrapolate(size)
         return self._extrapolated[size]
 
@@ -70,25 +70,6 @@ class DryRuns:
             extrapolated = tuple(_bucket(size, sizes, known) for known in buckets)
             found.append((share, replace(trace, buckets=extrapolated)))
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the dry runs in JSON's types."""
-        return {
-            "ranks_per_node": self.ranks_per_node,
-            "by_size": {
-                str(size): [[share, trace.to_json()] for share, trace in kinds]
-                for size, kinds in self.by_size.items()
-            },
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "DryRuns":
-        """Read the output of :meth:`to_json`."""
-        by_size = {
-            int(size): [(share, StepTrace.from_json(trace)) for share, trace in kinds]
-            for size, kinds in data["by_size"].items()
-        }
-        return cls(by_size, data["ranks_per_node"])
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@ rank passes to a collective. Both may be fractions, because they may be means or
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from commhooks.comm import wire
-
-__all__ = ["BucketTrace", "Collective", "ExchangeTrace", "Members", "StepTrace", "merged"]
 
 _WIRE_BYTES: Mapping[str, Callable[[Any, int], float]] = {
     "all_reduce": wire.all_reduce_bytes,
@@ -161,16 +159,6 @@ class StepTrace:
         )
         return replace(self, buckets=buckets, forward_seconds=self.forward_seconds / factor)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the trace in JSON's types."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "StepTrace":
-        """Read the output of :meth:`to_json`."""
-        buckets = tuple(_bucket(bucket) for bucket in data["buckets"])
-        return cls(buckets, data["forward_seconds"], data["is_native"])
-
 
 _Part = TypeVar("_Part", BucketTrace, ExchangeTrace)
 
@@ -199,16 +187,3 @@ def merged(
 
     exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
     return replace(merge(traces), exchanges=tuple(map(merge, exchanges)))
-
-
-def _bucket(data: dict[str, Any]) -> BucketTrace:
-    exchanges = tuple(ExchangeTrace(**_part(entry)) for entry in data.get("exchanges", ()))
-    return BucketTrace(**_part(data) | {"exchanges": exchanges})
-
-
-def _part(data: dict[str, Any]) -> dict[str, Any]:
-    collectives = tuple(
-        Collective(**entry | {"members": Members(**entry["members"])})
-        for entry in data["collectives"]
-    )
-    return data | {"local_seconds": tuple(data["local_seconds"]), "collectives": collectives}

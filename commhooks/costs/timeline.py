@@ -25,8 +25,6 @@ from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
 from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
 
-__all__ = ["Clock", "Resource", "Span", "Timing", "replay"]
-
 _CROWDED = 0.9
 """The usable share of cores that have more threads than they can run at once. On 2 cores, backward
 passes of 3 and of 4 ranks took 1.11 and 1.10 times as long as equal shares of the cores predict."""

@@ -2,8 +2,9 @@
 
 :mod:`commhooks.native` takes it where ``commhooks._C`` is not compiled, and tests compare both with
 vectors from the formulas of the papers. It has the same names, except for the products of low-rank
-compression, which go through torch; the types are in ``_C.pyi``. The formulas are those of
-kernels/codecs/*.h, under the same names.
+compression, which go through torch, and the collectives made of messages, in whose place Gloo's own
+are used; the types are in ``_C.pyi``. The formulas are those of kernels/codecs/*.h, under the same
+names.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from commhooks.fallback.codecs import CpuBlockCodec, rotate
+from commhooks.fallback.completion_queue import CompletionQueue
 from commhooks.fallback.sparse import (
     draw_indices,
     pack_indices,
@@ -22,7 +24,6 @@ from commhooks.fallback.sparse import (
     select_largest_of_chunks,
     unpack_indices,
 )
-from commhooks.fallback.works import CompletionQueue, join_works, ring_gather
 
 __all__ = [
     "CompletionQueue",
@@ -30,10 +31,8 @@ __all__ = [
     "all_finite",
     "draw_indices",
     "instruction_sets",
-    "join_works",
     "locks_taken_with_gil",
     "pack_indices",
-    "ring_gather",
     "rotate",
     "scatter_add",
     "select_above",

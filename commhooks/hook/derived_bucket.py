@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["BucketPart", "Progress", "bucket_with", "bucket_without"]
+__all__ = ["BucketPart", "Progress", "bucket_with"]
 
 
 def bucket_with(
@@ -16,35 +16,22 @@ def bucket_with(
     buffer: Tensor,
     *,
     parameters: Sequence[Tensor] | None = None,
+    index: int | None = None,
     step: int | None = None,
+    withheld: Sequence[str] = (),
 ) -> GradBucket:
     """Return the same bucket with another buffer, which may have another dtype.
 
-    ``parameters`` and ``step`` replace those of the bucket, if they are given.
+    ``parameters``, ``index`` and ``step`` replace those of the bucket, if they are given.
+    ``withheld``: parameters whose buckets the hook does not get in this step.
     """
     return GradBucket(
         buffer,
         bucket.parameters() if parameters is None else list(parameters),
         bucket.names,
-        index=bucket.index(),
+        index=bucket.index() if index is None else index,
         is_last=bucket.is_last(),
         step=bucket.step if step is None else step,
-        left_out=bucket.left_out,
-    )
-
-
-def bucket_without(bucket: GradBucket, withheld: Sequence[str], index: int) -> GradBucket:
-    """Return the same bucket for a hook from which other buckets of the step are withheld.
-
-    ``withheld`` are the names of their parameters.
-    """
-    return GradBucket(
-        bucket.buffer(),
-        bucket.parameters(),
-        bucket.names,
-        index=index,
-        is_last=bucket.is_last(),
-        step=bucket.step,
         left_out=[*bucket.left_out, *withheld],
     )
 

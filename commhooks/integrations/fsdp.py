@@ -6,7 +6,7 @@ The quantized reduce-scatter between the ranks that a model is sharded over::
     received = all_to_all(messages)
     shard = mean([decode(message) for message in received])    # in float32
 
-That is the first half of the two-shot all-reduce in algorithms/quantized/two_shot.py: each number
+That is the first half of the two-shot all-reduce in algorithms/quantized/base.py: each number
 is rounded once, and the mean is not. Nothing is remembered. Error feedback would need an error for
 each parameter of the *whole* model on each rank, which is what sharding avoids.
 """

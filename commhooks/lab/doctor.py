@@ -27,8 +27,6 @@ from commhooks.lab.interfaces import (
 )
 from reducer.extension import REMEDY, Extension
 
-__all__ = ["Finding", "Health", "diagnose"]
-
 _PYTHON = ((3, 11), (3, 13))
 _TORCH = ((2, 11), (2, 15))
 _CUPY = "cupy-cuda"

@@ -10,8 +10,6 @@ from torch._C._distributed_c10d import HashStore
 
 from commhooks.lab.units import format_rate
 
-__all__ = ["describe_interface", "gloo_addresses", "interface_of", "interfaces", "is_down"]
-
 
 def gloo_addresses() -> list[str]:
     """Return the addresses at which torch's Gloo backend listens here, one per connection.

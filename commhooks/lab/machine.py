@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["MemoryPeak", "available_bytes", "cores", "describe_machine", "free_memory"]
-
 
 def cores() -> int:
     """Return the number of cores that this process may use."""

@@ -193,8 +193,7 @@ _sides: list[_Side] = []  # at most one
 def _prepare(rank: int, planned: PlanningJob) -> tuple[tuple[Group, ...], StepTrace]:
     side = _Side(rank, planned)
     _sides[:] = [side]
-    step = StepTrace(side.step.bucket_traces(), side.step.forward_seconds, is_native=False)
-    return side.groups, step
+    return side.groups, side.step.trace
 
 
 def _measure(

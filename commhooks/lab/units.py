@@ -3,8 +3,6 @@
 import math
 import re
 
-__all__ = ["format_duration", "format_rate", "parse_duration", "parse_rate"]
-
 _BITS_PER_SECOND = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 # A capital B stands for bytes.
 _RATE = re.compile(r"([0-9.e+-]+?)\s*([kKmMgGtT]?)(?:(?i:bit(?:/s|ps)?)|bps|b/s)")

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping
 from commhooks.hook.fidelity import fidelity_of
 from commhooks.lab.units import format_duration
 
-__all__ = ["CAUTIOUS", "cost_of_measuring", "fidelity_text", "kept", "verdict"]
-
 CAUTIOUS = "bf16"
 """The hook to keep if no other one helps, unless it does not help either."""
 _NEVER = {"bare", "torch", "allreduce", "noop"}

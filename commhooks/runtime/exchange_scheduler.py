@@ -3,6 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from torch import Tensor
+
+from commhooks.comm.communicator import PendingCollective
+from commhooks.comm.exchange import Exchange
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
@@ -11,7 +15,7 @@ from commhooks.runtime.executor import Executor, Watch
 __all__ = ["ExchangeScheduler"]
 
 
-class ExchangeScheduler(Executor):
+class ExchangeScheduler:
     """Runs exchanges in the order in which they begin.
 
     Args:
@@ -26,7 +30,8 @@ class ExchangeScheduler(Executor):
         watch: Watch,
         on_end: Callable[[ExchangeExecution], None],
     ) -> None:
-        super().__init__(rank, groups, watch)
+        self.executor = Executor(rank, groups, watch, self)
+        self._groups = groups
         self._on_end = on_end
         self._failure: CommHookError | None = None  # since the last step that failed
         self._when_idle: list[Callable[[], None]] = []
@@ -34,12 +39,10 @@ class ExchangeScheduler(Executor):
     def begin(self, executions: Sequence[ExchangeExecution]) -> None:
         """Begin the exchanges that a step has handed over, in the order of its buckets."""
         for execution in executions:
-            execution.failure = self._failure
             if self._failure is None:
-                self._run(execution)
+                self.executor.run(execution)
             else:
-                self._unfinished.append(execution)
-                self._set_error(execution, self._failure)
+                self.executor.refuse(execution, self._failure)
 
     def when_idle(self, function: Callable[[], None]) -> None:
         """Call ``function`` once no exchange is unfinished."""
@@ -52,50 +55,41 @@ class ExchangeScheduler(Executor):
             self._failure = error
             self._groups.publish(str(error))
             self._groups.disconnect()
-        self._end_all(error)
+        self.executor.fail_all(error)
 
-    def drop(self, error: CommHookError) -> None:
+    def drop_all(self, error: CommHookError) -> None:
         """End all exchanges because of the ``error`` of a step, which fails on all ranks."""
-        self._end_all(error)
-        self._unfinished.clear()  # those that are still pending must not hold up later ones
+        self.executor.fail_all(error)
+        # Those that are still pending must not hold up later ones.
+        self.executor.unfinished.clear()
         self._groups.abandon()
         self._failure = None
         self._tell_idle()
 
-    def _needs_all_peers(self) -> bool:
+    def needs_all_peers(self) -> bool:
+        """Exchanges have no vote."""
         return True
 
-    def _end_all(self, error: CommHookError) -> None:
-        for execution in self._unfinished:
-            exchange = cast("ExchangeExecution", execution)
-            exchange.failure = exchange.failure or error
-        super()._end_all(error)
+    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:  # noqa: ARG002
+        """Issue everything."""
+        return True
 
-    def _failure_of(self, execution: HookExecution) -> CommHookError | None:
-        return cast("ExchangeExecution", execution).failure
+    def take(self, execution: HookExecution, exchange: Exchange) -> bool:  # noqa: ARG002
+        """Fail: exchanges end in any order."""
+        self.fail(execution.error("an exchange cannot await another exchange"))
+        return False
 
-    def _advance(self, execution: HookExecution) -> None:
-        try:
-            result = execution.step()
-        except CommHookError as error:
-            self.fail(error)
-            return
-        if execution.exchange is not None:
-            self.fail(execution.error("an exchange cannot await another exchange"))
-        elif result is not None:
-            self._unfinished.remove(execution)
-            execution.future.set_result(result)
-            self._end_one(execution)
+    def finish(self, execution: HookExecution, result: Tensor) -> None:
+        """Set the result, and tell who waits for it."""
+        self.executor.unfinished.remove(execution)
+        execution.future.set_result(result)
+        self.drop(execution)
 
-    def _set_error(self, execution: HookExecution, error: CommHookError) -> None:
-        execution.close()
-        super()._set_error(execution, error)
-        self._end_one(execution)
-
-    def _end_one(self, execution: HookExecution) -> None:
+    def drop(self, execution: HookExecution) -> None:
+        """Tell who waits for the exchange, which has ended."""
         self._on_end(cast("ExchangeExecution", execution))
         self._tell_idle()
 
     def _tell_idle(self) -> None:
-        while self._when_idle and not self._unfinished:
+        while self._when_idle and not self.executor.unfinished:
             self._when_idle.pop()()

@@ -39,6 +39,7 @@ class HookExecution:
         pending: The collective that the hook awaits and that has not been issued.
         exchange: The exchange that the hook awaits.
         work: The collective under way.
+        failure: Why it must end, if it must.
         issued: How many collectives have been issued, by the ranks that take part: Note [Subgroups]
             in comm/stage_groups.py.
         completed: How many of them have completed, or were sent between two ranks.
@@ -55,6 +56,7 @@ class HookExecution:
         self.issued: dict[tuple[int, ...], int] = {}
         self.completed: dict[tuple[int, ...], int] = {}
         self.work: Work | None = None
+        self.failure: CommHookError | None = None
         self.exchange: Exchange | None = None
         self._stages: list[Stage] = []
         self._start_ns = self._awaited_ns = self.comm.launched = time.monotonic_ns()
@@ -246,16 +248,12 @@ class HookExecution:
 
 
 class ExchangeExecution(HookExecution):
-    """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py.
-
-    ``failure``: why it must end, if it must.
-    """
+    """The coroutine of an exchange: Note [Exchanges between steps] in comm/exchange.py."""
 
     def __init__(
         self, hook: CommHook, exchange: Exchange, bucket: GradBucket, group: dist.ProcessGroup
     ) -> None:
         self._function = exchange.run
-        self.failure: CommHookError | None = None
         super().__init__(hook, bucket, group)
         exchange.future = self.future
 

@@ -1,25 +1,49 @@
 """Runs executions side by side on one thread, and issues their collectives in turn."""
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
+from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from commhooks.comm.communicator import PendingCollective
+from commhooks.comm.exchange import Exchange
 from commhooks.comm.issue_order import in_turn
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.runtime.execution import HookExecution
 
-__all__ = ["Executor", "Watch"]
+__all__ = ["Executor", "Owner", "Watch"]
 
 Watch = Callable[[Work, Callable[[], None], int], None]
 """Called with a work, a function and a stage. Must arrange that the function is called on the
 executor's thread when the work has completed, with or without an error."""
 
 
-class Executor(ABC):
+class Owner(Protocol):
+    """What an executor asks its owner, a scheduler, which decides what results and errors mean."""
+
+    def fail(self, error: CommHookError) -> None:
+        """Fail what is unfinished on all ranks, here by :meth:`Executor.fail_all`."""
+
+    def needs_all_peers(self) -> bool:
+        """Return whether pending collectives fail on all ranks if a peer has gone."""
+
+    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:
+        """Return whether to issue a collective; otherwise the execution continues without it."""
+
+    def take(self, execution: HookExecution, exchange: Exchange) -> bool:
+        """Return whether an exchange that an execution awaits has a result, or fail."""
+
+    def finish(self, execution: HookExecution, result: Tensor) -> None:
+        """Set the result of an execution."""
+
+    def drop(self, execution: HookExecution) -> None:
+        """Note that the error of an execution has been set."""
+
+
+class Executor:
     """Advances each execution when its collective has completed, and issues collectives in turn.
 
     It has no thread and blocks only where it connects a new stage group. All methods must be called
@@ -29,45 +53,63 @@ class Executor(ABC):
         rank: This rank in the model's process group.
         groups: The stage groups to send through.
         watch: Tells when a collective has completed.
+        owner: The scheduler that has the executor.
     """
 
-    def __init__(self, rank: int, groups: StageGroups, watch: Watch) -> None:
+    def __init__(self, rank: int, groups: StageGroups, watch: Watch, owner: Owner) -> None:
+        self.unfinished: list[HookExecution] = []
+        """The executions that were run and have neither a result nor an error, in bucket order."""
         self._rank = rank
         self._groups = groups
         self._watch = watch
+        self._owner = owner
         self._under_way: list[HookExecution] = []  # with a collective under way
         self._given_up: list[HookExecution] = []  # under way when connections were closed
-        self._unfinished: list[HookExecution] = []  # in bucket order
 
-    def _complete(self, execution: HookExecution) -> None:
-        """Continue ``execution``, whose collective has completed."""
-        if execution not in self._under_way:
-            return  # it had been given up
-        self._under_way.remove(execution)
-        error = execution.end_collective()
-        failure = self._failure_of(execution)
-        if failure is not None:
-            self._set_error(execution, failure)
-        elif error is not None:
-            self.fail(self._peer_error(execution, error))
-        else:
-            self._issue_in_turn()  # so that the stage group is in use while the hook computes
-            if self._failure_of(execution) is None:
+    def run(self, execution: HookExecution) -> None:
+        """Run an execution, after those that have been run before."""
+        self.unfinished.append(execution)
+        self._advance(execution)
+        self._issue_in_turn()
+
+    def resume(self) -> None:
+        """Continue the executions that wait for an exchange, if it has a result now."""
+        for execution in list(self.unfinished):
+            awaited = execution.exchange
+            if awaited is None or execution.failure is not None:
+                continue
+            if self._owner.take(execution, awaited):
                 self._advance(execution)
-                self._issue_in_turn()
+        self._issue_in_turn()
+
+    def fail_all(self, error: CommHookError) -> None:
+        """Fail what is unfinished. If a collective is under way, its end sets the error."""
+        for execution in list(self.unfinished):
+            execution.failure = execution.failure or error
+            execution.close()
+            if execution.work is None:
+                self.refuse(execution, execution.failure)
+
+    def refuse(self, execution: HookExecution, error: CommHookError) -> None:
+        """Set the error of an execution that has nothing under way."""
+        execution.close()
+        if execution in self.unfinished:
+            self.unfinished.remove(execution)
+        execution.fail(error)
+        self._owner.drop(execution)
 
     def fail_without(self, epoch: int) -> None:
         """Fail because a peer has gone: Note [Messages that never end] in comm/peer_watch.py.
 
         Nothing happens if that has been noticed, or if all ranks may succeed nevertheless.
         """
-        if epoch != self._groups.epoch or not self._needs_all_peers() or not self._under_way:
+        if epoch != self._groups.epoch or not self._under_way or not self._owner.needs_all_peers():
             return
         self._given_up = list(self._under_way)
         error = RuntimeError("Connection closed by peer in the middle of a message")
         failure = self._peer_error(self._under_way[0], error)
         self._groups.close_connections()
-        self.fail(failure)
+        self._owner.fail(failure)
 
     def give_up(self) -> bool:
         """Set the error where a message has not ended since :meth:`fail_without`.
@@ -77,47 +119,58 @@ class Executor(ABC):
         given_up = [each for each in self._given_up if each in self._under_way]
         for execution in given_up:
             self._under_way.remove(execution)
-            failure = self._failure_of(execution)
-            assert failure is not None
-            self._set_error(execution, failure)
+            assert execution.failure is not None
+            self.refuse(execution, execution.failure)
         self._given_up.clear()
         return bool(given_up)
 
-    @abstractmethod
-    def _needs_all_peers(self) -> bool:
-        """Return whether pending collectives fail on all ranks if a peer has gone."""
-
-    @abstractmethod
-    def fail(self, error: CommHookError) -> None:
-        """Fail what is unfinished, on all ranks."""
-
-    def error(self, what: str, cause: BaseException) -> CommHookError:
-        """Return an error of this rank that says ``what`` happened because of ``cause``."""
+    def fail_because(self, what: str, cause: BaseException) -> None:
+        """Fail with an error of this rank that says ``what`` happened because of ``cause``."""
         error = CommHookError(f"[rank {self._rank}] {what}: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
-        return error
+        self._owner.fail(error)
 
-    @abstractmethod
-    def _failure_of(self, execution: HookExecution) -> CommHookError | None:
-        """Return why ``execution`` must end, if it must."""
+    def _complete(self, execution: HookExecution) -> None:
+        """Continue ``execution``, whose collective has completed."""
+        if execution not in self._under_way:
+            return  # it had been given up
+        self._under_way.remove(execution)
+        error = execution.end_collective()
+        if execution.failure is not None:
+            self.refuse(execution, execution.failure)
+        elif error is not None:
+            self._owner.fail(self._peer_error(execution, error))
+        else:
+            self._issue_in_turn()  # so that the stage group is in use while the hook computes
+            if execution.failure is None:
+                self._advance(execution)
+                self._issue_in_turn()
 
-    @abstractmethod
     def _advance(self, execution: HookExecution) -> None:
-        """Run the coroutine to its next await or to its end."""
-
-    def _run(self, execution: HookExecution) -> None:
-        """Run an execution, after those that have been run before."""
-        self._unfinished.append(execution)
-        self._advance(execution)
-        self._issue_in_turn()
+        """Run the coroutine to its next collective or unfinished exchange, or to its end."""
+        while True:
+            try:
+                result = execution.step()
+            except CommHookError as error:
+                self._owner.fail(error)
+                return
+            if execution.exchange is None:
+                break
+            if not self._owner.take(execution, execution.exchange):
+                return
+        if result is not None:
+            self._owner.finish(execution, result)
 
     def _issue_in_turn(self) -> None:
         """Issue what may be issued now: see Note [Order of collectives] in comm/issue_order.py."""
-        for execution in in_turn(list(self._unfinished)):
+        for execution in in_turn(list(self.unfinished)):
             collective, execution.pending = execution.pending, None
             assert collective is not None
-            self._issue(execution, collective)
-            if self._failure_of(execution) is not None:
+            if self._owner.may_issue(execution, collective):
+                self._issue(execution, collective)
+            else:
+                self._advance(execution)
+            if execution.failure is not None:
                 return
 
     def _issue(self, execution: HookExecution, collective: PendingCollective) -> None:
@@ -128,26 +181,14 @@ class Executor(ABC):
             # No local variable may hold the stage group: abandon() has to drop its last reference.
             execution.work = collective.start(self._groups.open(stage, collective.members))
         except CommHookPeerError as error:
-            self.fail(self._peer_error(execution, error.with_traceback(None)))
+            self._owner.fail(self._peer_error(execution, error.with_traceback(None)))
             return
         except Exception as error:
-            self.fail(execution.refuse(error.with_traceback(None)))
+            self._owner.fail(execution.refuse(error.with_traceback(None)))
             return
         self._under_way.append(execution)
         self._watch(execution.work, functools.partial(self._complete, execution), stage)
         execution.count_bytes(collective)
-
-    def _end_all(self, error: CommHookError) -> None:
-        """Set ``error`` where nothing is under way; :meth:`_complete` does so for the others."""
-        for execution in list(self._unfinished):
-            execution.close()
-            if execution.work is None:
-                self._set_error(execution, error)
-
-    def _set_error(self, execution: HookExecution, error: CommHookError) -> None:
-        if execution in self._unfinished:
-            self._unfinished.remove(execution)
-        execution.fail(error)
 
     def _peer_error(self, execution: HookExecution, error: Exception) -> CommHookError:
         return execution.peer_error(self._groups.published(), error)

@@ -27,6 +27,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from commhooks.comm.communicator import PendingCollective
 from commhooks.comm.exchange import NOT_BEGUN, Exchange
@@ -123,7 +124,7 @@ class Exchanges(Protocol):
         """Wait until those that were dropped have ended, and no longer change the hook's state."""
 
 
-class HookScheduler(Executor):
+class HookScheduler:
     """Runs the executions of step after step.
 
     Args:
@@ -145,13 +146,15 @@ class HookScheduler(Executor):
         watch: Watch,
         exchanges: Exchanges,
     ) -> None:
-        super().__init__(group.rank(), groups, watch)
+        self.executor = Executor(group.rank(), groups, watch, self)
         self._hook = hook
         self._group = group
+        self._groups = groups
         self._stream = stream
         self._collector = collector
         self._exchanges = exchanges
         self._state = StepState()
+        self._has_voted = False  # in this step
         self._handed_over: list[HookExecution] = []  # executions of this step, with exchanges
         self._begun: weakref.WeakSet[Exchange] = weakref.WeakSet()  # and not dropped
 
@@ -160,24 +163,15 @@ class HookScheduler(Executor):
         if execution.bucket.index() == 0 or self._state.phase is Phase.IDLE:
             self._begin_step()
         if self._state.failure is not None:
-            execution.close()
-            execution.fail(self._state.failure)
+            self.executor.refuse(execution, self._state.failure)
             return
         self._stream.follow(execution.mark, execution.bucket.buffer())
-        self._run(execution)
+        self.executor.run(execution)
 
     def continue_after(self, exchange: ExchangeExecution) -> None:
         """Continue the executions that wait for an exchange, which has ended."""
         exchange.record(self._collector)
-        for execution in list(self._unfinished):
-            awaited = execution.exchange
-            if (
-                awaited is not None
-                and self._state.failure is None
-                and self._take(execution, awaited)
-            ):
-                self._advance(execution)
-        self._issue_in_turn()
+        self.executor.resume()
 
     def end_early(self) -> None:
         """End the step although buckets are missing: those on their way fail, on all ranks.
@@ -185,7 +179,7 @@ class HookScheduler(Executor):
         Nothing happens if no bucket has been launched, because then no peer waits for this rank.
         """
         if self._state.phase in (Phase.OPEN, Phase.SENDING):
-            text = f"[rank {self._rank}] the backward pass ended before its last bucket"
+            text = f"[rank {self._group.rank()}] the backward pass ended before its last bucket"
             self.fail(CommHookError(text))
 
     def fail(self, error: CommHookError) -> None:
@@ -197,59 +191,25 @@ class HookScheduler(Executor):
                 self._groups.publish(str(error))
                 self._groups.abandon()
                 self._exchanges.drop(error)
+                self._stream.synchronize()  # Note [Streams and lifetimes] in side_stream.py, 5
         finally:
-            self._end_all(error)
+            self.executor.fail_all(error)
 
-    def _needs_all_peers(self) -> bool:
+    def needs_all_peers(self) -> bool:
         """No rank gets past the vote before this one has issued it."""
-        has_voted = any(each.operation == "vote" for each in self._under_way)
-        return self._state.phase is Phase.SENDING and not has_voted
+        return self._state.phase is Phase.SENDING and not self._has_voted
 
-    def _begin_step(self) -> None:
-        self._handed_over.clear()
-        if not self._state.begin():
-            return
-        self._exchanges.settle()
-        try:
-            self._hook.recover()
-        except BaseException as error:
-            self.fail(self.error(f"recover() of hook {self._hook!r} failed", error))
+    def may_issue(self, execution: HookExecution, collective: PendingCollective) -> bool:
+        """Leave out the vote of a step in which nothing was sent, awaited or handed over."""
+        if collective.is_vote and self._state.phase is Phase.OPEN and not execution.comm.begun:
+            return False
+        self._state.send()
+        self._has_voted = self._has_voted or collective.is_vote
+        return True
 
-    def _failure_of(self, execution: HookExecution) -> CommHookError | None:  # noqa: ARG002
-        return self._state.failure
-
-    def _advance(self, execution: HookExecution) -> None:
-        while True:
-            try:
-                result = execution.step()
-            except CommHookError as error:
-                self.fail(error)
-                return
-            if execution.exchange is None:
-                break
-            self._state.send()
-            if not self._take(execution, execution.exchange):
-                return
-        if execution.comm.begun:
-            self._state.send()  # so that all ranks learn whether the step has succeeded
-        if result is not None:
-            execution.record(self._collector)  # if it raises, the step fails
-            self._unfinished.remove(execution)
-            if execution.comm.begun:
-                self._handed_over.append(execution)
-            if execution.bucket.is_last():
-                self._state.finish()
-                self._begin_exchanges()
-            execution.future.set_result(result)
-
-    def _set_error(self, execution: HookExecution, error: CommHookError) -> None:
-        # An error in a future orders no streams. Backward raises, and memory that the hook works
-        # on may be freed: parameters, if the model is dropped. So the device finishes first.
-        self._stream.synchronize()
-        super()._set_error(execution, error)
-
-    def _take(self, execution: HookExecution, exchange: Exchange) -> bool:
-        """Return whether ``exchange``, which ``execution`` awaits, has a result."""
+    def take(self, execution: HookExecution, exchange: Exchange) -> bool:
+        """Fail unless the exchange began in an earlier step. The step ends with a vote."""
+        self._state.send()
         if exchange not in self._begun and not exchange.is_saved:
             self.fail(execution.error(NOT_BEGUN))
         elif exchange.is_over:
@@ -261,6 +221,32 @@ class HookScheduler(Executor):
                 return True
         return False
 
+    def finish(self, execution: HookExecution, result: Tensor) -> None:
+        """Record what the execution has cost, and end the step after its last one."""
+        execution.record(self._collector)  # if it raises, the step fails
+        self.executor.unfinished.remove(execution)
+        if execution.comm.begun:
+            self._state.send()  # so that all ranks learn whether the step has succeeded
+            self._handed_over.append(execution)
+        if execution.bucket.is_last():
+            self._state.finish()
+            self._begin_exchanges()
+        execution.future.set_result(result)
+
+    def drop(self, execution: HookExecution) -> None:
+        """Do nothing: the future has the error."""
+
+    def _begin_step(self) -> None:
+        self._has_voted = False
+        self._handed_over.clear()
+        if not self._state.begin():
+            return
+        self._exchanges.settle()
+        try:
+            self._hook.recover()
+        except BaseException as error:
+            self.executor.fail_because(f"recover() of hook {self._hook!r} failed", error)
+
     def _begin_exchanges(self) -> None:
         if not self._handed_over:
             return
@@ -271,10 +257,3 @@ class HookScheduler(Executor):
                 begun.append(ExchangeExecution(self._hook, exchange, execution.bucket, self._group))
         self._handed_over.clear()
         self._exchanges.begin(begun)
-
-    def _issue(self, execution: HookExecution, collective: PendingCollective) -> None:
-        if collective.is_vote and self._state.phase is Phase.OPEN:
-            self._advance(execution)
-            return
-        self._state.send()
-        super()._issue(execution, collective)

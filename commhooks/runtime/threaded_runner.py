@@ -78,8 +78,10 @@ class ThreadedRunner:
         self._scheduler = scheduler = HookScheduler(
             hook, group, groups, self._stream, self.collector, thread.watch, self._exchanges
         )
-        groups.on_loss = functools.partial(_end_without_peer, thread, scheduler, _GRACE_SECONDS)
-        thread.executor = scheduler
+        groups.on_loss = functools.partial(
+            _end_without_peer, thread, scheduler.executor, _GRACE_SECONDS
+        )
+        thread.executor = scheduler.executor
         self._finalizer = weakref.finalize(
             self, _stop, (thread, self._exchanges.thread), os.getpid()
         )
@@ -144,9 +146,9 @@ class _Exchanges:
         self.thread = thread = _Thread("commhooks-exchange", groups, stream)
         self._scheduler = scheduler = ExchangeScheduler(group.rank(), groups, thread.watch, on_end)
         groups.on_loss = functools.partial(
-            _end_without_peer, thread, scheduler, _EXCHANGE_GRACE_SECONDS
+            _end_without_peer, thread, scheduler.executor, _EXCHANGE_GRACE_SECONDS
         )
-        thread.executor = scheduler
+        thread.executor = scheduler.executor
         self._are_dropped = threading.Event()
         self._are_dropped.set()
 
@@ -159,7 +161,7 @@ class _Exchanges:
             self._are_dropped.clear()
             self.thread.call(lambda: self._drop(error))
         else:
-            self._scheduler.drop(error)
+            self._scheduler.drop_all(error)
 
     def settle(self) -> None:
         while self.thread.is_alive() and not self._are_dropped.wait(1.0):
@@ -167,7 +169,7 @@ class _Exchanges:
 
     def _drop(self, error: CommHookError) -> None:
         try:
-            self._scheduler.drop(error)
+            self._scheduler.drop_all(error)
         finally:
             self._are_dropped.set()
 
@@ -236,7 +238,7 @@ class _Thread:
                     self._functions.pop(token)()  # no variable may hold it while the thread waits
                 except BaseException as error:
                     # A bug of ours. If this thread ended, all ranks would wait forever.
-                    self.executor.fail(self.executor.error("the runner failed", error))
+                    self.executor.fail_because("the runner failed", error)
         self.groups.abandon()
 
     def _token_of(self, function: Callable[[], None]) -> int:

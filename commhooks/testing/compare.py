@@ -8,15 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "differences",
-    "disagreement",
-    "layout_of",
-    "mean_over_ranks",
-    "same_bits",
-    "through_file",
-]
-
 Gradients = Mapping[str, Tensor]
 
 # Nearly all normally distributed numbers have a magnitude below this.

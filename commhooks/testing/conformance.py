@@ -20,9 +20,6 @@ from commhooks.hook.base import CommHook, has_consensus, is_lossless
 from commhooks.testing.ranks import run_ranks
 from commhooks.testing.rules import RULES, Factory, RuleContext
 
-__all__ = ["ConformanceError", "check_hook"]
-
-
 _HOOKS = str(Path("commhooks", "algorithms"))
 _FRAMEWORK = tuple(each.__path__[0] for each in (commhooks, reducer, torch))
 

@@ -12,8 +12,6 @@ from commhooks.adapters.wrapper import wrap
 from commhooks.hook.base import CommHook
 from commhooks.runtime.side_stream import record_on_current_stream
 
-__all__ = ["GradientProbe", "Trainer", "draw_gradients", "probe_parameters"]
-
 # Small enough to make several buckets of `probe_parameters`.
 _BUCKET_MB = 0.0003
 

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks.cluster import RankError, RankPool
+from commhooks.cluster import RankPool
 from commhooks.cluster.group import join_group, local_store
-
-__all__ = ["RankError", "close_ranks", "run_ranks"]
 
 _SEED = 20190530  # the same on all ranks; tests that need different inputs add the rank
 

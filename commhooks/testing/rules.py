@@ -28,8 +28,6 @@ from commhooks.testing.compare import (
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
 
-__all__ = ["RULES", "Factory", "Problems", "RuleContext"]
-
 Factory = Callable[[], CommHook]
 Problems = Iterator[str]
 """Descriptions of what was expected and what was found."""

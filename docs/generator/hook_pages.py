@@ -148,7 +148,7 @@ def fidelity(name: str) -> str:
         ["bytes sent", *(share_in_percent(row.byte_share) for row in found)],
     ]
     text = (
-        f"{trained} against plain averaging, warm-ups included "
+        f"{trained}, warm-ups included "
         "([how this was measured](index.md#how-fidelity-was-measured)):"
     )
     return "\n".join([text, "", summary.table(["", *by_task], rows)])

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
+from commhooks.algorithms import AllReduce
 from commhooks.hook.options import Ge
+from reducer.native import NativeHook
 
 WRAPPERS = {False: commhooks.DistributedDataParallel, True: TorchDistributedDataParallel}
 both_wrappers = pytest.mark.parametrize("torch_ddp", [False, True])
@@ -67,6 +69,26 @@ def scaled_function(factor: float, *, group: Any = None) -> Callable[..., Any]:
 
 
 # --------------------------------------------------------------------------- register and replace
+
+
+@dataclass
+class CountsNative(AllReduce):
+    made: int = field(default=0, init=False)
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook:
+        self.made += 1
+        return super().native(group)
+
+
+def count_native_hooks(rank: int, size: int) -> int:
+    hook = CountsNative()
+    handle = commhooks.register(make_model(False), hook)
+    assert isinstance(handle.stats().total.wire_bytes, int | float)
+    return hook.made
+
+
+def test_one_hook_in_cpp_is_made(run_ranks: Any) -> None:
+    assert run_ranks(count_native_hooks, 2) == [1, 1]
 
 
 def replace_and_remove(rank: int, size: int, torch_ddp: bool) -> None:

@@ -1,5 +1,6 @@
 """Hooks that cannot work raise at registration, on every rank, and the model works afterwards."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from torch import nn
 
 import commhooks
 import reducer.agreement
+from commhooks import extensions
+from commhooks.adapters import handle
 
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "option out of range": ("powersgd", {"rank": 0}, "'rank'.*>= 1; found 0"),
@@ -157,3 +160,18 @@ def test_a_rank_that_waits_for_others_says_for_which(run_ranks: Any) -> None:
     assert text.startswith("[rank 0] the comparison of the ranks' hook and options, which all")
     assert "has waited 0.01 s for ranks [1]. If their program leaves it out, call it on all" in text
     assert others == [[]]
+
+
+def mix_installations(rank: int, size: int) -> None:
+    if rank == 1:
+        handle.KERNELS = SimpleNamespace(is_compiled=False)
+    try:
+        with pytest.raises(commhooks.CommHookMismatchError, match=r"int8.*in NumPy"):
+            commhooks.register(commhooks.DistributedDataParallel(nn.Linear(2, 2)), "int8")
+    finally:
+        handle.KERNELS = extensions.KERNELS
+
+
+def test_all_ranks_have_the_extension_or_none(run_ranks: Any) -> None:
+    """They send in different ways, so a job of both would hang."""
+    run_ranks(mix_installations, 2)

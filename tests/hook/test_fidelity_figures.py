@@ -27,7 +27,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 def test_figures_are_those_of_the_file() -> None:
-    assert fidelity_of("int8") == Fidelity(digits=0.06, bytes=-0.4, gpt=2.0, seeds=3)
+    assert fidelity_of("int8") == Fidelity({"digits": 0.06, "bytes": -0.4, "gpt": 2.0}, 3)
     assert fidelity_of("noop") is None
 
 

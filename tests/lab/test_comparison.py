@@ -39,8 +39,7 @@ from commhooks.lab.comparison.compare import check_limits
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import timing_tasks
 from commhooks.lab.comparison.hosts import pairs_of_hosts
-from commhooks.lab.comparison.remote import Turn
-from commhooks.lab.comparison.training import TrainingError
+from commhooks.lab.comparison.remote import TrainingError, Turn
 from commhooks.lab.models import ModelError, Workload
 
 GRADIENT_BYTES = 4 * PARAMETERS

@@ -89,6 +89,10 @@ def test_quantized(hook_benchmark):
 LINK = """
 def test_over_a_link(hook_benchmark):
     hook_benchmark("bf16", link="100mbit", **PLACE)
+
+
+def test_on_one_node(hook_benchmark):
+    hook_benchmark("bf16", link="1mbit", hosts_per_node=2, **PLACE)
 """
 
 
@@ -180,6 +184,9 @@ def test_over_a_link(session: tuple[str, dict[str, Any]]) -> None:
     over_link = found["test_over_a_link"]
     assert over_link["group"] != found["test_torch"]["group"]
     assert over_link["extra_info"]["floor_seconds"] > 0
+    on_one_node = found["test_on_one_node"]
+    assert "2 ranks, 2 on each node, 1 Mbit/s" in on_one_node["group"]
+    assert on_one_node["stats"]["min"] < on_one_node["extra_info"]["floor_seconds"]
 
 
 @pytest.mark.parametrize(

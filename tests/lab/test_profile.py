@@ -35,8 +35,9 @@ def _buckets(rank: int, world_size: int, config: dict[str, object]) -> tuple[lis
     for bucket in step.buckets:
         for name, view in zip(bucket.names, bucket.gradients(), strict=True):
             assert torch.equal(view, gradients[name])
-    assert list(step.launches) == sorted(step.launches)
-    assert 0 < step.launches[0] <= step.launches[-1] < step.backward_seconds
+    traces = step.trace.buckets
+    assert [trace.gradient_bytes for trace in traces] == [b.buffer().nbytes for b in step.buckets]
+    assert all(trace.backward_seconds > 0 and trace.unpack_seconds > 0 for trace in traces)
     assert [bucket.is_last() for bucket in step.buckets] == [False] * (len(rows) - 1) + [True]
     return [bucket.names for bucket in step.buckets], [row["names"] for row in rows]
 

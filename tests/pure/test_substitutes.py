@@ -22,7 +22,7 @@ from reducer.extension import REMEDY
 from reducer.native import GradBucket
 
 SUBSTITUTES = {KERNELS: commhooks.fallback, ENGINE: reducer.fallback}
-THROUGH_TORCH = {"project_left", "project_right", "apply_factors"}
+THROUGH_TORCH = {"project_left", "project_right", "apply_factors", "join_works", "ring_gather"}
 ONLY_OF_THE_REDUCER = {"any_requires_grad", "last_change", "pack", "unpack"}
 
 
@@ -161,50 +161,6 @@ def test_the_threads_of_a_queue_end_with_it() -> None:
     work.may_end.set()
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_joined_works_wait_for_all_and_keep_the_first_error() -> None:
-    works = [Work(), Work(RuntimeError("first")), Work(RuntimeError("second"))]
-    for work in works:
-        work.may_end.set()
-    joined: Any = commhooks.fallback.join_works(works)  # type: ignore[arg-type]
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="first"):
-            joined.wait()
-    assert [len(work.timeouts) for work in works] == [1, 1, 1]
-
-
-class Group:
-    """A process group of three ranks, seen from rank 0, whose first receive fails."""
-
-    def __init__(self) -> None:
-        self.receives = [Work(RuntimeError("lost")), Work()]
-        self.sends: list[Work] = []
-        for work in self.receives:
-            work.may_end.set()
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 3
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
-        return self.receives[tag - 1]
-
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
-        self.sends.append(Work())
-        self.sends[-1].may_end.set()
-        return self.sends[-1]
-
-
-def test_a_ring_waits_for_all_that_is_posted_after_an_error() -> None:
-    group: Any = Group()
-    gathering = commhooks.fallback.ring_gather(group, list(torch.ones(3, 2)))
-    with pytest.raises(RuntimeError, match="lost"):
-        gathering.wait()
-    assert len(group.sends) == 1  # nothing is passed on after the error
-    assert [len(work.timeouts) for work in [*group.receives, *group.sends]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("module", [native, commhooks.fallback], ids=["in use", "fallback"])

@@ -346,14 +346,16 @@ class _Exchanges(_Actor):
 
     @property
     def is_finished(self) -> bool:
-        return not (self.calls or self.completed or self.is_paused or self.scheduler._unfinished)
+        return not (
+            self.calls or self.completed or self.is_paused or self.scheduler.executor.unfinished
+        )
 
     def begin(self, exchanges: Sequence[ExchangeExecution]) -> None:
         self.calls.append(lambda: self.scheduler.begin(exchanges))
 
     def drop(self, error: commhooks.CommHookError) -> None:
         self.groups.publish(str(error))
-        self.calls.append(lambda: self.scheduler.drop(error))
+        self.calls.append(lambda: self.scheduler.drop_all(error))
 
     def settle(self) -> None:
         """Do nothing: exchanges here have no state that recover() changes."""

@@ -113,26 +113,18 @@ class DiLoCo(KnowsModel, LocalSteps):
     """Average gradients among this many ranks in each local step. 0: the number of ranks per node
     that the launcher gives, which the option has once the hook is registered."""
 
-    _turns: "Turns" = field(init=False, repr=False, compare=False)
-    _pending: "dict[str, Pending]" = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _progress: Progress = field(
-        default_factory=lambda: Progress(set()), init=False, repr=False, compare=False
-    )
-    _step: int = field(default=-1, init=False, repr=False, compare=False)
-    _has_common_anchor: dict[str, HostCopy] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """With ``eager``, whether the last average of a parameter was finite, () bool."""
-    _has_recovered: bool = field(default=False, init=False, repr=False, compare=False)
-
     wire = "nothing, except what the inner hook sends for the parameters once per period"
     paper = "https://arxiv.org/abs/2311.08105"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._turns = Turns(self.start_step, self.period, self.fragments)
+        self._pending: dict[str, Pending] = {}
+        self._progress = Progress(set())
+        self._step = -1
+        # With `eager`, whether the last average of a parameter was finite, () bool.
+        self._has_common_anchor: dict[str, HostCopy] = {}
+        self._has_recovered = False
         if self.delay > self.period:
             raise CommHookOptionError(
                 f"option 'delay' of hook {self.name!r}: expected at most the period, "
@@ -360,7 +352,7 @@ class DiLoCo(KnowsModel, LocalSteps):
 
     def synchronization_bytes(self, bucket: GradBucket, size: int) -> int | None:
         if bucket.step == self.start_step:
-            return self.average_bytes(bucket, size)
+            return self.mean_bytes(bucket, size)
         parameters = zip(bucket.names, parameters_of(bucket), strict=True)
         due = {n: p for n, p in parameters if self._turns.is_due(n, bucket.step)}
         if not due:

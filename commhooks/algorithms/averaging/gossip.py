@@ -31,11 +31,9 @@ from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
 from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
 from commhooks.comm.communicator import Communicator, PendingCollective
 from commhooks.comm.topologies import Permutation, Push, Round, check_topology, round_at
-from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
-from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["Gossip", "PeerToPeer"]
@@ -98,7 +96,9 @@ class Gossip(PeerToPeer):
             received = await self._exchange(buffer.div_(2), bucket, comm)
             buffer += received
         if self._averages_in(bucket.step):
-            await self._average_parameters(bucket, comm)
+            parameters = parameters_of(bucket)
+            _, mean = await self.mean_of(parameters, bucket.step, comm)
+            store(mean, parameters)
         elif self.what == "parameters":
             await self._mix_parameters(bucket, comm)
         return buffer
@@ -111,13 +111,6 @@ class Gossip(PeerToPeer):
         difference = (await self._exchange(own, bucket, comm)).sub_(own)
         self.measure(bucket.step, difference, partner_of=comm.size)
         store(own.add_(difference, alpha=0.5), parameters_of(bucket))
-
-    async def _average_parameters(self, bucket: GradBucket, comm: Communicator) -> None:
-        own = pack(parameters_of(bucket))
-        own = own.to(at_least_float32(own.dtype))
-        mean = await comm.all_reduce(own / comm.size)
-        self.measure(bucket.step, own.sub_(mean))
-        store(mean, parameters_of(bucket))
 
     def _exchange(
         self, tensor: Tensor, bucket: GradBucket, comm: Communicator
@@ -133,9 +126,7 @@ class Gossip(PeerToPeer):
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
         if size == 1:
             return 0
-        parameters = parameters_of(bucket)
         sent = bucket.buffer().nbytes if self.what == "gradients" else 0
         if self._averages_in(bucket.step):
-            exact = sum(p.numel() * at_least_float32(p.dtype).itemsize for p in parameters)
-            return sent + all_reduce_bytes(exact, size)
-        return sent or sum(parameter.nbytes for parameter in parameters)
+            return sent + self.mean_bytes(bucket, size)
+        return sent or sum(parameter.nbytes for parameter in parameters_of(bucket))

@@ -38,7 +38,7 @@ the state of a hook would be on the wrong rank; and low-rank hooks would find no
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, NamedTuple, cast
 
@@ -102,12 +102,6 @@ class Hierarchical(CommHook):
     """Whether all ranks of a node send to other nodes, each a shard, or the first rank sends
     everything."""
 
-    _local_rank: int = field(default=0, init=False, repr=False, compare=False)
-    """The number of this rank in its node. The first one sends the most."""
-    _shards: "PerBucketCache[BucketShards]" = field(
-        default_factory=PerBucketCache, init=False, repr=False, compare=False
-    )
-
     lossless = True
     spreads_parameters = True
     state_fields = no_state
@@ -116,6 +110,8 @@ class Hierarchical(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._local_rank = 0  # in its node, whose first rank sends the most
+        self._shards: PerBucketCache[BucketShards] = PerBucketCache()
         if any_declares(self.inner, "changes_parameters"):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "

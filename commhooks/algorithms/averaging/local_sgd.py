@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
-from commhooks.algorithms.bucket_parameters import pack, parameters_of, store
+from commhooks.algorithms.bucket_parameters import parameters_of, store
 from commhooks.codecs.finite import all_finite, nan_unless, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
@@ -32,7 +32,6 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.options import Ge
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
-from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 __all__ = ["LocalSGD", "LocalSteps"]
@@ -90,21 +89,10 @@ class LocalSteps(WithoutConsensus):
 
         If it is not, nothing changes, on any rank.
         """
-        own = pack(parameters)
-        own = own.to(at_least_float32(own.dtype))
-        mean = await comm.all_reduce(own / comm.size)
+        own, mean = await self.mean_of(parameters, step, comm)
         finite = all_finite(mean)
-        self.measure(step, own - mean)
         store(select(finite, mean, own), parameters)
         return finite
-
-    def average_bytes(self, bucket: GradBucket, size: int) -> int:
-        """Return the bytes that :meth:`average` sends for all parameters of a bucket."""
-        sent_bytes = sum(
-            parameter.numel() * at_least_float32(parameter.dtype).itemsize
-            for parameter in parameters_of(bucket)
-        )
-        return all_reduce_bytes(sent_bytes, size)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         gradient_bytes = bucket.buffer().nbytes
@@ -153,7 +141,7 @@ class LocalSGD(LocalSteps):
         return await self.average(parameters_of(bucket), bucket.step, comm)
 
     def synchronization_bytes(self, bucket: GradBucket, size: int) -> int:
-        return self.average_bytes(bucket, size) if self._is_due(bucket.step) else 0
+        return self.mean_bytes(bucket, size) if self._is_due(bucket.step) else 0
 
     def _is_due(self, step: int) -> bool:
         return (step - self.start_step) % self.period == 0

@@ -1,14 +1,19 @@
 """Base class of hooks under which each rank has a model of its own."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.bucket_parameters import pack, parameters_of
 from commhooks.algorithms.host_copy import HostCopy
+from commhooks.comm.communicator import Communicator
+from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
+from reducer import GradBucket
 
 __all__ = ["WithoutConsensus"]
 
@@ -24,12 +29,14 @@ class WithoutConsensus(CommHook):
     expectation over random partners, while that of a single rank may be off with every partner.
     """
 
-    _measured_step: int = field(default=-1, init=False, repr=False, compare=False)
-    _squares: list[HostCopy] = field(default_factory=list, init=False, repr=False, compare=False)
-    """One of each bucket. On the host, because an exchange may measure while metrics are read."""
-
     consensus = False
     gets_each_once = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._measured_step = -1
+        # One of each bucket. On the host, because an exchange may measure while metrics are read.
+        self._squares: list[HostCopy] = []
 
     def measure(self, step: int, difference: Tensor, *, partner_of: int = 0) -> None:
         """Add one bucket's difference from the mean or, of ``partner_of`` ranks, from a partner."""
@@ -41,6 +48,22 @@ class WithoutConsensus(CommHook):
         if step != self._measured_step:
             self._measured_step, self._squares = step, []
         self._squares.append(HostCopy(square))
+
+    async def mean_of(
+        self, parameters: Sequence[Tensor], step: int, comm: Communicator
+    ) -> tuple[Tensor, Tensor]:
+        """Return this rank's parameters and their mean over the ranks, both flat. Measures."""
+        own = pack(parameters)
+        own = own.to(at_least_float32(own.dtype))
+        mean = await comm.all_reduce(own / comm.size)
+        self.measure(step, own - mean)
+        return own, mean
+
+    def mean_bytes(self, bucket: GradBucket, size: int) -> int:
+        """Return the bytes that :meth:`mean_of` sends for all parameters of a bucket."""
+        parameters = parameters_of(bucket)
+        sent = sum(each.numel() * at_least_float32(each.dtype).itemsize for each in parameters)
+        return all_reduce_bytes(sent, size)
 
     def metrics(self) -> dict[str, float]:
         """Return ``consensus_distance`` once it has been measured."""

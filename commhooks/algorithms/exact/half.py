@@ -9,7 +9,7 @@ gradients do. In float16, numbers beyond 65504 become infinite on all ranks, as 
 expects; bfloat16 has the range of float32, and 2 digits.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -38,15 +38,16 @@ class _Half(CommHook):
     """Average in ``wire_dtype``; the base class of the hooks below."""
 
     wire_dtype: ClassVar[torch.dtype]
-    _large: PerBucketCache[Tensor] = field(
-        default_factory=PerBucketCache, init=False, repr=False, compare=False
-    )
-    """Memory for the messages of large buckets on the CPU."""
 
     capturable = True
     tells_contribution = True
     state_fields = no_state
     wire = "one all-reduce of 2 bytes per element"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Memory for the messages of large buckets on the CPU.
+        self._large: PerBucketCache[Tensor] = PerBucketCache()
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()

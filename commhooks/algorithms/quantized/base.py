@@ -1,14 +1,24 @@
 """The base class of hooks that quantize: they choose a format, and whether errors are fed back.
 
-A step with error feedback, where ``quantize`` is what a hook documents::
+It is a two-shot all-reduce, whose bytes per rank do not grow with the number of ranks. A step of
+rank r of N, where ``encode`` and ``decode`` are those of the format::
 
-    x = gradient + error
-    error = x - quantize(x)
-    y = mean_over_ranks(quantize(x)) + average_error    # all-to-all: rank j averages part j
-    average_error = y - quantize(y)
-    return quantize(y)                                  # all-gather
+    values = gradient + error
+    messages = [encode(part) for part in values.split(n / N)]
+    error = values - cat([decode(message) for message in messages])
+    received = all_to_all(messages)                     # part r of all N ranks
+    average = mean([decode(message) for message in received]) + average_error
+    message = encode(average)
+    average_error = average - decode(message)
+    return cat([decode(message) for message in all_gather(message)])
 
-Without it both errors are zero: see two_shot.py.
+A rank sends (N-1) messages of n/N numbers twice, as many numbers as in a ring all-reduce. Gathering
+the gradients of all ranks instead would take (N-1) messages of n numbers. Without error feedback
+both errors are zero.
+
+A block with a number that is not finite has a scale that is not finite. It passes from the rank's
+message into the average, and from there to all ranks: Note [All finite] in codecs/finite.py. Until
+they have looked at it, the gradients' memory holds the residuals.
 
 Note [Errors that do not grow]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -26,15 +36,17 @@ left out, then
     q = c + c·(1 + c) = (1 + c)² - 1    which is below 1 for c < √2 - 1
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.quantized.error_memory import ErrorMemory
-from commhooks.algorithms.quantized.two_shot import average_quantized, wire_bytes
+from commhooks.algorithms.quantized.error_memory import ErrorMemory, part_length, part_of
 from commhooks.codecs.block import BlockCodec, BlockSize
+from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.state import StateField
@@ -105,25 +117,53 @@ class Quantized(CommHook):
         self._errors.keep_average(mean, own)
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int:
-        """Return the bytes that each of ``size`` ranks sends for ``bucket``."""
-        return wire_bytes(bucket.buffer().numel(), size, self._codec, self._average_codec)
+        numel = bucket.buffer().numel()
+        codecs, length = (self._codec, self._average_codec), part_length(numel, size)
+        return (size - 1) * sum(codec.encoded_bytes(length) for codec in codecs) if numel else 0
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
         return {(): 2}
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Average by a two-shot all-reduce of codes, see two_shot.py."""
         buffer = bucket.buffer()
         values = buffer.to(at_least_float32(buffer.dtype))
-        await average_quantized(
-            values,
-            comm,
-            self._codec,
-            self._average_codec,
-            seed=f"{self.seed}:{bucket.key}",
-            errors=self._errors.of(bucket, comm, self.state) if self.error_feedback else None,
-            tells_contribution=comm.wants_contribution and self.tells_contribution,
+        tells_contribution = comm.wants_contribution and self.tells_contribution
+        if tells_contribution:
+            comm.contribution = values.clone()
+        if values.numel() == 0:
+            return buffer
+        own_error = average_error = None
+        if self.error_feedback:
+            own_error, average_error = self._errors.of(bucket, comm, self.state)
+        keep_residual = self.error_feedback or tells_contribution
+        seed = f"{self.seed}:{bucket.key}:{comm.step}:{comm.rank}"
+        length = part_length(values.numel(), comm.size)
+        part = part_of(values.numel(), comm.size, comm.rank)  # the part that this rank averages
+
+        messages = _room(values, comm.size, self._codec.encoded_bytes(length))
+        number = _bits(f"{seed}:own")
+        self._codec.encode(
+            values, messages, length, error=own_error, seed=number, keep_residual=keep_residual
         )
+        received = await comm.all_to_all(messages)
+
+        average = values.new_empty(part.stop - part.start, dtype=torch.float32)
+        self._codec.average(received, average, length)
+        message = _room(values, 1, self._average_codec.encoded_bytes(length))
+        number = _bits(f"{seed}:average")
+        self._average_codec.encode(
+            average, message, length, error=average_error, seed=number, keep_residual=keep_residual
+        )
+        gathered = await comm.all_gather(message[0])
+
+        # `values` and `average` now hold the residuals.
+        if tells_contribution:
+            assert comm.contribution is not None
+            comm.contribution -= values
+            comm.contribution[part] -= comm.size * average  # its error counts as this rank's own
+        finite = self._average_codec.assemble(gathered, values, length, kept=own_error)
+        if average_error is not None:
+            copy_if(finite, average, average_error)
         return buffer if values is buffer else buffer.copy_(values)
 
 
@@ -133,3 +173,13 @@ class Biased(Quantized):
 
     error_feedback: bool = True
     """Add the error of a step to the next gradient. Without it, the result is biased."""
+
+
+def _room(values: Tensor, count: int, nbytes: int) -> Tensor:
+    """Return memory for messages."""
+    return values.new_empty((count, nbytes), dtype=torch.uint8)
+
+
+def _bits(seed: str) -> int:
+    """Return 64 bits for a seed."""
+    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,12 @@
-"""The quantization errors that a hook has yet to send, by parameter name."""
+"""The quantization errors that a hook has yet to send, by parameter name.
+
+Numbers are quantized twice: each rank's own numbers, and the average of the part that it owns. With
+error feedback, both errors are added to the numbers that are encoded at the same position in the
+next step (Tang et al. 2019, DoubleSqueeze, algorithm 1). Then, summed over any number of steps, and
+with means over the ranks:
+
+    results + mean of own errors + errors of averages = mean gradients
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,17 +15,30 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.bucket_memory import BucketMemory, PerBucketCache
-from commhooks.algorithms.quantized.two_shot import Errors, part_of
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import TensorState
 from commhooks.hook.state import StateField
 from reducer import GradBucket
 
-__all__ = ["ErrorMemory"]
+__all__ = ["ErrorMemory", "part_length", "part_of"]
+
+
+def part_length(numel: int, size: int) -> int:
+    """Return the length of the first part of ``size``; the last parts may be shorter, or empty.
+
+    It is ⌈numel / size⌉, rounded up to a multiple of 32 so that no two parts share a cache line.
+    """
+    return min(-(-numel // (32 * size)) * 32, numel)
+
+
+def part_of(numel: int, size: int, rank: int) -> slice:
+    """Return the elements that ``rank`` averages."""
+    length = part_length(numel, size)
+    return slice(min(rank * length, numel), min((rank + 1) * length, numel))
 
 
 class ErrorMemory:
-    """Keep both errors of each bucket, see Note [Two errors] in two_shot.py.
+    """Keep both errors of each bucket.
 
     ``state[parameter]["error"]`` is this rank's own error, in the parameter's shape. If this rank
     averages elements of the parameter, ``"average_error"`` is the flat error of these averages, and
@@ -30,7 +51,7 @@ class ErrorMemory:
 
     def __init__(self) -> None:
         self._own = BucketMemory("error")
-        self._cache: PerBucketCache[tuple[slice, Errors]] = PerBucketCache()
+        self._cache: PerBucketCache[tuple[slice, Tensor]] = PerBucketCache()
 
     def fields(self, gradient: Tensor) -> Sequence[StateField]:
         """Return the declaration of the errors for :meth:`CommHook.state_fields`."""
@@ -55,15 +76,21 @@ class ErrorMemory:
             start = int(own["average_start"])
             flat[start : start + average.numel()] += average
 
-    def of(self, bucket: GradBucket, comm: Communicator, state: TensorState) -> Errors:
-        """Return the errors of a bucket, which are zeros at first."""
+    def of(
+        self, bucket: GradBucket, comm: Communicator, state: TensorState
+    ) -> tuple[Tensor, Tensor]:
+        """Return the errors of a bucket, zeros at first, in which a step may store new ones.
+
+        This rank's own: (numel,), in float32, or float64 for float64 gradients. That of averages:
+        float32, one number per element of the part that this rank averages.
+        """
         own = self._own.of(bucket, state)
         part = part_of(own.numel(), comm.size, comm.rank)
-        cached_part, errors = self._cache.get(bucket, state) or (None, None)
-        if errors is None or cached_part != part:
-            errors = Errors(own, _rebuild_average_errors(bucket, comm, part, state, own))
-            self._cache.put(bucket, (part, errors))
-        return errors
+        cached_part, average = self._cache.get(bucket, state) or (None, None)
+        if average is None or cached_part != part:
+            average = _rebuild_average_errors(bucket, comm, part, state, own)
+            self._cache.put(bucket, (part, average))
+        return own, average
 
 
 def _rebuild_average_errors(

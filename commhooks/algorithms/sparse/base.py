@@ -16,10 +16,9 @@ With the gradients G, the error E of earlier steps and M = G + E:
     all ranks:    result = mean of all S_i
     rank i:       E_i = M_i - S_i
 
-M is computed in the bucket's buffer. E changes only after the messages of all ranks have arrived
-and all values in them are finite. A non-finite element counts as larger than any number, so it is
-always sent, and no separate flag has to tell the other ranks. All ranks then return NaN and keep E
-bit for bit: see Note [All finite] in codecs/finite.py.
+M is computed in the bucket's buffer. A non-finite element counts as larger than any number, so it
+is always sent, and no separate flag has to tell the other ranks: Note [All finite] in
+codecs/finite.py.
 """
 
 import math
@@ -60,14 +59,22 @@ __all__ = [
 
 @dataclass
 class SparseHook(CommHook):
-    """Base of hooks that send some elements of each bucket and can keep the others for later."""
+    """Base of hooks that send some elements of each bucket and can keep the others for later.
+
+    What they keep is as large as the gradients, in float32 (float64 for float64 gradients). If an
+    element of a bucket is not finite on any rank, sent or not, the bucket averages to NaN on all
+    ranks and what is kept does not change: see Note [Sparse commit].
+    """
 
     error_feedback: bool = field(default=True, kw_only=True)
     """Add what a step does not send to the next gradient. Otherwise small elements are lost."""
 
-    _errors: BucketMemory = field(
-        default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
-    )
+    keeps = "error"
+    """The name, in the state, of what the hook keeps of each element."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._errors = BucketMemory(self.keeps)
 
     @property
     def tells_contribution(self) -> bool:

@@ -30,7 +30,6 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.bucket_memory import BucketMemory
 from commhooks.algorithms.sparse.base import (
     SparseHook,
     SparseVector,
@@ -44,7 +43,6 @@ from commhooks.comm.communicator import Communicator
 from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
-from commhooks.hook.state import StateField
 from reducer import GradBucket
 
 __all__ = ["DeMo", "dct_matrix", "from_frequencies", "to_frequencies"]
@@ -62,13 +60,9 @@ class DeMo(SparseHook):
     Momenta are transformed in tiles of matrices, as in the paper, and k coefficients are sent of
     each ``tile * tile``. The average is over all ranks, also for frequencies that only some sent.
 
-    Wire, per bucket and step: one all-gather of k values in the bucket's dtype and their indices of
-    about 2 + log2(1/density) bits each. Memory: the momentum, as large as the gradients, in float32
-    (float64 for float64 gradients), and during a step four more copies of a bucket.
-
-    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
-    the momentum does not change. Results are the same bits on all ranks if these compute products
-    of matrices with the same bits: on CPUs or GPUs of one kind, with one version of torch.
+    The hook keeps the momentum, and during a step four more copies of a bucket. Results are the
+    same bits on all ranks if these compute products of matrices with the same bits: on CPUs or GPUs
+    of one kind, with one version of torch.
     """
 
     density: Annotated[float, Gt(0), Le(1)] = 1 / 128
@@ -81,22 +75,16 @@ class DeMo(SparseHook):
     """Return the signs of the result, as the paper does. The learning rate is then that of Adam.
     Neither a GradScaler nor clipping by norm has a meaning for signs."""
 
-    _momenta: BucketMemory = field(
-        default_factory=lambda: BucketMemory("momentum"), init=False, repr=False, compare=False
-    )
-
     error_feedback: bool = field(default=True, init=False, repr=False)
 
+    keeps = "momentum"
     gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/2411.19870"
 
-    def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
-        return (self._momenta.field(gradient),)
-
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        momentum = self._momenta.of(bucket, self.state)
+        momentum = self._errors.of(bucket, self.state)
         total = to_memory_dtype(buffer).add_(momentum, alpha=self.decay)
         coefficients = to_frequencies(bucket_with(bucket, total).gradients(), self.tile)
         indices = select_largest_of_chunks(coefficients, None, self.tile**2, self._per_tile)

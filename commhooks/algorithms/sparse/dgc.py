@@ -64,12 +64,7 @@ class DGC(WarmedUp):
     In a warm-up much is sent, so velocities are reset too often to build up; docs/hooks/dgc.md says
     what that costs.
 
-    Wire, per bucket and step: as ``topk``, one all-gather of k values in the bucket's dtype and
-    their indices of about 2 + log2(1/density) bits each. Memory: velocity and error, each as large
-    as the gradients, in float32 (float64 for float64 gradients), and one more copy during a step.
-
-    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks,
-    and velocity and error do not change. See Note [Sparse commit] in algorithms/sparse/base.py.
+    The hook keeps velocity and error, and one more copy of a bucket during a step.
     """
 
     density: Annotated[float, Gt(0), Le(1)] = 0.01
@@ -85,13 +80,14 @@ class DGC(WarmedUp):
     """Reset the velocity of the elements that were sent, so that old gradients do not add to it."""
 
     error_feedback: bool = field(default=True, init=False, repr=False)
-    _velocities: BucketMemory = field(
-        default_factory=lambda: BucketMemory("velocity"), init=False, repr=False, compare=False
-    )
 
     gets_each_once = True
     wire = "one all-gather of k values and their indices of about 2 + log2(1/density) bits"
     paper = "https://arxiv.org/abs/1712.01887"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._velocities = BucketMemory("velocity")
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return *super().state_fields(gradient), self._velocities.field(gradient)

@@ -52,12 +52,6 @@ class RandomK(SparseHook):
 
     SGD with momentum diverges or learns less with either form at the learning rate of plain
     averaging; AdamW works with the unbiased form. See docs/hooks/randomk.md.
-
-    Wire, per bucket and step: one all-reduce of k numbers in the bucket's dtype. Memory: with error
-    feedback, the error, as large as the gradients, in float32 (float64 for float64 gradients).
-
-    If an element of a bucket is not finite on any rank, sent or not, the bucket averages to NaN on
-    all ranks and the error does not change.
     """
 
     density: Annotated[float, Gt(0), Le(1)] = 0.25

@@ -61,13 +61,6 @@ class SharedTopK(WarmedUp):
     The ranks take turns in choosing the largest elements of a part of the bucket, and all ranks
     send the chosen ones. The bytes per rank stay below twice those of one message of ``topk`` at
     any number of ranks. At least one element of each part is sent.
-
-    Wire, per bucket and step: an all-gather of k/N of the indices, of about 2 + log2(1/density)
-    bits each, then an all-reduce of the k values in the bucket's dtype. Memory: the error, as large
-    as the gradients, in float32 (float64 for float64 gradients).
-
-    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
-    the error does not change.
     """
 
     beta: Annotated[float, Gt(0), Le(1)] = 1.0

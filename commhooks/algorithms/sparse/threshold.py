@@ -37,16 +37,9 @@ class Threshold(SparseHook):
     """Average the elements that reach a threshold; add the others to the next gradient.
 
     The number of elements sent follows the gradients: more early in training, fewer later. It may
-    differ between ranks, and each rank sends as many bytes as the rank with the most elements.
-
-    Wire, per bucket and step: an all-gather of the counts, 8 bytes from each rank. Then, unless all
-    counts are zero, an all-gather of values in the bucket's dtype and their indices, padded to the
-    largest count. Memory: the error, as in ``topk``. On CUDA the host waits for this rank's count
-    and for the counts of the other ranks, because the memory needed depends on them.
-
-    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
-    the error does not change: a non-finite element reaches any threshold, so Note [Sparse commit]
-    in algorithms/sparse/base.py holds.
+    differ between ranks, and each rank sends as many bytes as the rank with the most elements, or
+    only the counts if all are zero. A non-finite element reaches any threshold. On CUDA the host
+    waits for this rank's count and for those of the others, on which the memory needed depends.
     """
 
     value: Annotated[float, Gt(0), Lt(math.inf)] = 0.0005

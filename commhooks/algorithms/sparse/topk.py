@@ -47,13 +47,6 @@ class TopK(WarmedUp):
     The largest elements are selected from the whole bucket, not per parameter. This leaves the
     smallest error for the bytes sent, and parameters with small gradients are sent once their error
     has grown. At least one element of each bucket is sent.
-
-    Wire, per bucket and step: one all-gather of k values in the bucket's dtype and their indices of
-    about 2 + log2(1/density) bits each. Memory: the error, as large as the gradients, in float32
-    (float64 for float64 gradients).
-
-    If an element of a bucket is not finite on any rank, the bucket averages to NaN on all ranks and
-    the error does not change. See Note [Sparse commit] in algorithms/sparse/base.py.
     """
 
     chunk: Annotated[int, Ge(1), Le(1 << 20)] | None = None

@@ -31,8 +31,7 @@ class Cast(CommHook):
     Numbers beyond the range of ``dtype`` become infinite on all ranks. Inside ``error_feedback``
     they are clamped to half of the range instead, and the rest is sent later.
 
-    Wire: that of the inner hook for gradients of ``dtype``. Memory: a copy of the bucket in
-    ``dtype`` until its average has arrived.
+    Memory: a copy of the bucket in ``dtype`` until its average has arrived.
 
     Raises:
         CommHookOptionError: collectives cannot add numbers of ``dtype``.

@@ -23,7 +23,7 @@ to the gradients' dtype: rounding errors, and numbers beyond the range.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -55,8 +55,8 @@ class ErrorFeedback(CommHook):
     ``randomk``: errors would grow, see Note [Errors that do not grow] in
     algorithms/quantized/base.py.
 
-    Wire: that of the inner hook. Memory: the errors, as large as the gradients in float32 (float64
-    for float64 gradients), and a work buffer of the same size.
+    Memory: the errors, as large as the gradients in float32 (float64 for float64 gradients), and a
+    work buffer of the same size.
 
     If the average of a bucket is not finite, the errors of its parameters do not change. Does not
     synchronize the device.
@@ -71,21 +71,14 @@ class ErrorFeedback(CommHook):
     """The factor of the error when it is added to the gradient. Below 1, what could not be sent for
     many steps is forgotten, and averages are biased."""
 
-    _memory: BucketMemory = field(
-        default_factory=lambda: BucketMemory("error"), init=False, repr=False, compare=False
-    )
-
-    _sums: BucketMemory = field(
-        default_factory=lambda: BucketMemory("sum"), init=False, repr=False, compare=False
-    )
-    _unsaved: TensorState = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The state of ``_sums``, a work buffer that steps reuse; it is not saved."""
-
     wire = "what the inner hook sends"
     paper = "https://arxiv.org/abs/1901.09847"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._memory = BucketMemory("error")
+        self._sums = BucketMemory("sum")  # work buffers, which steps reuse
+        self._unsaved: TensorState = {}  # their state
         for hook in tree(self.inner):
             if not declares(hook, "tells_contribution"):
                 raise CommHookOptionError(

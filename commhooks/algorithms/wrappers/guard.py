@@ -10,7 +10,7 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -71,22 +71,6 @@ class Guard(KnowsModel, CommHook):
     cooldown: Annotated[int, Ge(1)] | None = None
     """Steps after which the inner hook is measured again; never, if None."""
 
-    _table: HookTable = field(init=False, repr=False, compare=False)
-    _trial: Trial = field(init=False, repr=False, compare=False)
-    _names: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
-    _step: int = field(default=-1, init=False, repr=False, compare=False)
-    _buckets: int = field(default=0, init=False, repr=False, compare=False)
-    """The number of buckets of this step so far."""
-    _turn: int = field(default=0, init=False, repr=False, compare=False)
-    """The index of the bucket that is measured in this step, if any."""
-    _found: dict[int, HostCopy] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What all ranks have measured, by step: the squares of a trial from each rank."""
-    _last_error: float = field(default=0.0, init=False, repr=False, compare=False)
-    _fallbacks: int = field(default=0, init=False, repr=False, compare=False)
-    _notes: list[tuple[int, str]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-
     lossless = True
     wire = "what the hook in use sends, and in some steps a sample"
 
@@ -96,6 +80,14 @@ class Guard(KnowsModel, CommHook):
         check_candidate(self.fallback, f"option 'fallback' of hook {self.name!r}")
         self._table = HookTable([self.inner, self.fallback], {})
         self._trial = Trial(self.inner)
+        self._names: tuple[str, ...] = ()
+        self._step = -1
+        self._buckets = 0  # of this step, so far
+        self._turn = 0  # the index of the bucket that is measured in this step, if any
+        self._found: dict[int, HostCopy] = {}  # by step: the squares of a trial from each rank
+        self._last_error = 0.0
+        self._fallbacks = 0
+        self._notes: list[tuple[int, str]] = []
 
     @property
     def checks_finite(self) -> bool:

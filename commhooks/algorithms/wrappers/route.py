@@ -13,7 +13,7 @@ import importlib
 import operator
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Annotated, TypeAlias, cast
@@ -80,8 +80,7 @@ class Route(KnowsModel, CommHook):
     the hook of the model's last bucket is sure to see the mark. Inside ``skip_nonfinite`` no bucket
     is marked if the last one is dropped.
 
-    Wire: that of each hook for its parameters. Memory: a copy of each bucket with several routes
-    until its average has arrived.
+    Memory: a copy of each bucket with several routes until its average has arrived.
 
     Raises:
         CommHookOptionError: a predicate cannot be found, or there is no such role.
@@ -94,11 +93,6 @@ class Route(KnowsModel, CommHook):
     default: CommHook | None = None
     """The hook for parameters that no rule matches."""
 
-    _routing: "Routing" = field(
-        default_factory=lambda: Routing({}), init=False, repr=False, compare=False
-    )
-    """The position of each parameter's hook in ``_hooks``."""
-
     capturable = True
     lossless = True
     tells_contribution = True
@@ -107,6 +101,7 @@ class Route(KnowsModel, CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._routing = Routing({})  # the position of each parameter's hook in _hooks
         self._matchers()
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -4,7 +4,7 @@ start, hook = max((start, hook) for start, hook in stages if start <= step)
 result = hook(gradient)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
@@ -37,8 +37,6 @@ class Schedule(CommHook):
     at the end of each of the hook's stages. State that stages should share, such as an error,
     belongs to a wrapper of the schedule: ``error_feedback(schedule(...))``.
 
-    Wire: that of the hook of the step.
-
     Raises:
         CommHookOptionError: steps do not ascend from 0, or the last stage begins after the end of
             the ``cycle``; or a hook under which models differ precedes a hook that averages
@@ -54,8 +52,6 @@ class Schedule(CommHook):
     keep_state: bool = True
     """With a ``cycle``, keep the state of a hook for its next turn."""
 
-    _last_used: CommHook | None = field(default=None, init=False, repr=False, compare=False)
-
     lossless = True
     tells_contribution = True
     state_fields = no_state
@@ -63,6 +59,7 @@ class Schedule(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._last_used: CommHook | None = None
         steps = [step for step, _ in self.stages]
         if steps[0] != 0 or any(a >= b for a, b in pairwise(steps)):
             raise CommHookOptionError(

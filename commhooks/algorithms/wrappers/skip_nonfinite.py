@@ -41,7 +41,7 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares
-from commhooks.hook.derived_bucket import bucket_without
+from commhooks.hook.derived_bucket import bucket_with
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
@@ -76,9 +76,9 @@ class SkipNonfinite(CommHook):
     Raises:
         CommHookOptionError: ``whole_steps`` around a hook whose exchanges take several steps.
 
-    Wire: an all-reduce of 4 bytes per bucket, and that of the inner hook. On CUDA the host waits
-    for the device only when metrics or ``last_step_was_skipped`` are read, and once in each step
-    with ``whole_steps``; dropped buckets are sent too. See Note [Dropped steps].
+    On CUDA the host waits for the device only when metrics or ``last_step_was_skipped`` are read,
+    and once in each step with ``whole_steps``; dropped buckets are sent too. See Note [Dropped
+    steps].
     """
 
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
@@ -88,16 +88,6 @@ class SkipNonfinite(CommHook):
     also for the other buckets. Copies the whole state in each step. Use it if the training loop
     skips the optimizer's step; otherwise the averages of the other buckets have been applied."""
 
-    _skips: "_Skips" = field(
-        default_factory=lambda: _Skips(), init=False, repr=False, compare=False
-    )
-    _passed_on: int = field(default=0, init=False, repr=False, compare=False)
-    """Number of buckets of this step that the inner hook got."""
-    _withheld: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Parameters of the buckets that it did not get."""
-    _before: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
-    """The inner hook's state before this step, with ``whole_steps``."""
-
     lossless = True
     checks_finite = True
     skips_steps = True
@@ -106,6 +96,10 @@ class SkipNonfinite(CommHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._skips = _Skips()
+        self._passed_on = 0  # buckets of this step that the inner hook got
+        self._withheld: list[str] = []  # parameters of the buckets that it did not get
+        self._before: dict[str, Any] | None = None  # its state before this step, with `whole_steps`
         if self.whole_steps and any_declares(self.inner, "has_exchanges"):
             raise CommHookOptionError(
                 f"option 'whole_steps' of hook {self.name!r}: {self.inner!r} begins exchanges that "
@@ -183,7 +177,9 @@ class SkipNonfinite(CommHook):
         """Return the bucket, numbered without the buckets that the inner hook does not get."""
         index = self._passed_on
         self._passed_on += 1
-        return bucket_without(bucket, self._withheld, index) if self._withheld else bucket
+        if not self._withheld:
+            return bucket
+        return bucket_with(bucket, bucket.buffer(), index=index, withheld=self._withheld)
 
     def _drop(self, bucket: GradBucket, finite: Tensor) -> Tensor:
         self._skips.of_buckets.append(finite)

@@ -17,22 +17,19 @@ from commhooks.hook.base import is_lossless
 from commhooks.hook.spec import HookLike, HookSpec, hook_spec, parse_hook_specs
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment, Figures, ProgressCallback, Setting
+from commhooks.lab.comparison.remote import load_training_function
 from commhooks.lab.comparison.result import (
-    LOOPBACK,
     Comparison,
     ComparisonError,
     ComparisonInterrupted,
     Failure,
     Row,
 )
-from commhooks.lab.comparison.training import load_training_function
 from commhooks.lab.machine import available_bytes, cores, describe_machine
 from commhooks.lab.models import Workload, name_of
 from commhooks.lab.simulation import Link, Measurements, Network, Study
 from commhooks.lab.units import format_rate
 from commhooks.lab.verdict import CAUTIOUS
-
-__all__ = ["Report", "check_limits", "check_model", "compare"]
 
 _RANKS_PER_CORE = 8
 _PROCESS_BYTES = 400_000_000  # of a process that has imported torch
@@ -76,7 +73,7 @@ def compare(
             or pairs of a name and a dict of options. Rank processes make hooks of their own.
         input: a function that returns a batch, or its name, see
             :class:`commhooks.lab.models.Workload`.
-        train: a function or its name, see :mod:`commhooks.lab.comparison.training`.
+        train: a function or its name, see Note [Training functions] in remote.py.
         world_size: number of ranks; :func:`check_limits` limits it.
         links: rates in bits per second.
         steps: number of timed steps for each entry and link.
@@ -258,71 +255,69 @@ class Report:
             return []  # interrupted
         seconds = {name: found.step_seconds for name, found in figures.items()}
         return [
-            replace(
-                row,
+            self._row(
+                name,
+                seconds,
+                setting.bits_per_second,
                 link=setting.name,
                 measured=True,
-                step_spread_seconds=figures[row.hook].step_spread_seconds,
-                exposed_seconds=figures[row.hook].exposed_seconds,
-                waited_seconds=figures[row.hook].waited_seconds,
-                training=tuple(setting.training.get(row.hook, ())),
+                step_spread_seconds=found.step_spread_seconds,
+                exposed_seconds=found.exposed_seconds,
+                waited_seconds=found.waited_seconds,
+                training=tuple(setting.training.get(name, ())),
             )
-            for row in self._rows(setting.bits_per_second, seconds)
+            for name, found in figures.items()
         ]
 
     def _predicted(self, rate: float) -> list[Row]:
         """Return rows with the training of the first setting, at the predicted times."""
         left_out = {failure.hook for failure in self.experiment.failures} | self._unpredicted.keys()
         names = [entry.name for entry in self.experiment.entries if entry.name not in left_out]
-        rows = self._rows(rate, {name: self._step_seconds(name, rate) for name in names})
+        seconds = {name: self._step_seconds(name, rate) for name in names}
         trained = self.experiment.settings[0].training
         return [
-            replace(
-                row,
+            self._row(
+                name,
+                seconds,
+                rate,
+                link=format_rate(rate),
+                measured=False,
+                exposed_seconds=seconds[name] - self._local[BARE.name].step_seconds,
                 training=tuple(
-                    replace(point, seconds=point.step * row.step_seconds)
-                    for point in trained.get(row.hook, ())
+                    replace(point, seconds=point.step * seconds[name])
+                    for point in trained.get(name, ())
                 ),
             )
-            for row in rows
+            for name in names
         ]
 
-    def _rows(self, rate: float | None, seconds: Mapping[str, float]) -> list[Row]:
-        """Return a row for each hook that has a time, as it is if nothing else is measured.
+    def _row(
+        self, name: str, seconds: Mapping[str, float], rate: float | None, **figures: Any
+    ) -> Row:
+        """Return the row of an entry over one link, with what is the same over all links.
 
-        ``rate`` is None for the first setting, unless that is a link.
+        ``seconds``: those of a step, by entry. ``rate``: None unless the link is a rate.
         """
+        first_steps = self.experiment.settings[0].first_steps[name]
+        wire_bytes = self._local[name].wire_bytes
         bare = self._local[BARE.name].step_seconds
         plain_bytes = all_reduce_bytes(self.gradient_bytes, self.experiment.world_size)
-        rows = []
-        for name in seconds:
-            first_steps = self.experiment.settings[0].first_steps[name]
-            wire_bytes = self._local[name].wire_bytes
-            is_simulated = self._study is not None and name in {BARE.name, *self._study.hooks}
-            rows.append(
-                Row(
-                    hook=name,
-                    link=LOOPBACK if rate is None else format_rate(rate),
-                    bits_per_second=rate,
-                    measured=False,
-                    step_seconds=seconds[name],
-                    step_spread_seconds=None,
-                    to_torch=seconds[name] / seconds[TORCH.name],
-                    exposed_seconds=seconds[name] - bare,
-                    waited_seconds=None,
-                    floor_seconds=None if rate is None else 8 * wire_bytes / rate + bare,
-                    predicted_seconds=(
-                        self._step_seconds(name, rate) if rate and is_simulated else None
-                    ),
-                    gradient_bytes=self.gradient_bytes,
-                    wire_bytes=wire_bytes,
-                    ratio=plain_bytes / wire_bytes if wire_bytes else None,
-                    error=first_steps.error,
-                    peak_bytes=first_steps.peak_bytes,
-                    break_even_bits_per_second=self._break_even.get(name),
-                )
-            )
-        return rows
+        is_simulated = self._study is not None and name in {BARE.name, *self._study.hooks}
+        return Row(
+            hook=name,
+            bits_per_second=rate,
+            step_seconds=seconds[name],
+            to_torch=seconds[name] / seconds[TORCH.name],
+            floor_seconds=8 * wire_bytes / rate + bare if rate else None,
+            predicted_seconds=self._step_seconds(name, rate) if rate and is_simulated else None,
+            gradient_bytes=self.gradient_bytes,
+            wire_bytes=wire_bytes,
+            ratio=plain_bytes / wire_bytes if wire_bytes else None,
+            error=first_steps.error,
+            peak_bytes=first_steps.peak_bytes,
+            break_even_bits_per_second=self._break_even.get(name),
+            **figures,
+        )
 
     def _figures(self, setting: Setting) -> dict[str, Figures]:
         names = [entry.name for entry in self.experiment.entries]

@@ -14,8 +14,6 @@ from commhooks.hook.capabilities import any_declares
 from commhooks.hook.registry import create
 from commhooks.lab.simulation import BASELINE
 
-__all__ = ["BARE", "TORCH", "Entry"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -32,15 +32,6 @@ from commhooks.lab.models import Workload
 from commhooks.lab.simulation import Job, Measurements, measure
 from commhooks.lab.units import format_rate
 
-__all__ = [
-    "Experiment",
-    "Figures",
-    "ProgressCallback",
-    "Setting",
-    "Task",
-    "timing_tasks",
-]
-
 _ROUNDINGS = 100  # an error of up to this many units of precision counts as rounding
 _LEAST, _MOST = 12, 50
 """Timed steps in a block: warm-ups take little of the time, and an interrupt finds some."""

@@ -35,8 +35,6 @@ from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
 
-__all__ = ["HookBenchmarks", "ModuleBenchmarks"]
-
 _BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry("noop", {"name": "noop"}))}
 
 
@@ -47,14 +45,16 @@ class _Place:
     workload: Workload
     world_size: int
     link: str
+    hosts_per_node: int
     steps: int
 
     def __str__(self) -> str:
+        nodes = f", {self.hosts_per_node} on each node" if self.hosts_per_node > 1 else ""
         wrapper = "".join(f", {name}={value}" for name, value in self.workload.wrapper)
         wrapper += "" if self.workload.set_to_none else ", gradients set to zero"
         return (
-            f"{self.workload.model}, {self.world_size} ranks, {self.link}, {self.steps} steps"
-            f"{wrapper}"
+            f"{self.workload.model}, {self.world_size} ranks{nodes}, {self.link}, "
+            f"{self.steps} steps{wrapper}"
         )
 
 
@@ -192,7 +192,10 @@ class ModuleBenchmarks:
                 if place.link != LOOPBACK:
                     rate = parse_rate(place.link)
                     try:
-                        link = stack.enter_context(shaped_link(place.world_size, rate))
+                        hosts = shaped_link(
+                            place.world_size, rate, hosts_per_node=place.hosts_per_node
+                        )
+                        link = stack.enter_context(hosts)
                     except LinkError as error:
                         pytest.skip(str(error))
                 ranks = _RanksOfModule(self.name, self.path, place, link)
@@ -231,6 +234,7 @@ class HookBenchmarks:
         batch: str | Callable[[], Any] | None = None,
         world_size: int = 2,
         link: str = LOOPBACK,
+        hosts_per_node: int = 1,
         steps: int = 50,
         wrapper: Mapping[str, Any] | None = None,
         set_to_none: bool = True,
@@ -252,6 +256,7 @@ class HookBenchmarks:
             world_size: number of ranks.
             link: "loopback", or the rate of each rank's link, as in "1gbit", which needs root; the
                 test is skipped without it.
+            hosts_per_node: number of consecutive ranks that send to each other at any rate.
             steps: number of timed steps.
             wrapper: options of the wrappers, such as ``{"bucket_cap_mb": 8}``.
             set_to_none: how gradients are cleared between steps, as by ``zero_grad()``.
@@ -271,7 +276,7 @@ class HookBenchmarks:
             chosen["link"] = format_rate(parse_rate(chosen["link"]))
         options = tuple(sorted((wrapper or {}).items()))
         workload = Workload(model, batch, options, set_to_none)
-        place = _Place(workload, **chosen)
+        place = _Place(workload, hosts_per_node=hosts_per_node, **chosen)
         entry = _entry(hook, hook_options)
         group = self.module.group(place)
         self.benchmark.group = str(place)

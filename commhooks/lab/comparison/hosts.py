@@ -24,8 +24,6 @@ import torch.distributed as dist
 from commhooks.cluster import RankCaller
 from commhooks.lab.comparison.result import HostPair
 
-__all__ = ["measure_pairs", "pairs_of_hosts"]
-
 _ROUND_TRIPS = 30
 _FIRST_BYTES, _MOST_BYTES = 1 << 20, 1 << 28
 _SECONDS = 0.25
@@ -44,7 +42,12 @@ def measure_pairs(ranks: RankCaller, pairs: Sequence[tuple[int, int]]) -> Iterat
     """Measure the pairs one after the other."""
     names = ranks(_name)
     for a, b in pairs:
-        latency, rate = ranks(_measure, a, b)[a]
+
+        def round_trip(there: int, back: int, a: int = a, b: int = b) -> float:
+            return float(ranks(_round_trip, a, b, there, back)[a])
+
+        latency = statistics.median(round_trip(1, 1) for _ in range(_ROUND_TRIPS)) / 2
+        rate = min(_rate(lambda n: round_trip(n, 1)), _rate(lambda n: round_trip(1, n)))
         yield HostPair(names[a], names[b], rate, latency)
 
 
@@ -56,22 +59,8 @@ def _name(rank: int) -> str:
     return f"{platform.node()} (rank {rank})"
 
 
-def _measure(rank: int, a: int, b: int) -> tuple[float, float] | None:
-    """Return seconds and bits per second on rank ``a``; None on others."""
-    if rank == b:
-        _answer(a)
-    if rank != a:
-        return None
-    trips = [_round_trip(b, 1, 1) for _ in range(_ROUND_TRIPS)]
-    rate = min(
-        _rate(lambda nbytes: _round_trip(b, nbytes, 1)),
-        _rate(lambda nbytes: _round_trip(b, 1, nbytes)),
-    )
-    _announce(b, 0, 0)
-    return statistics.median(trips) / 2, rate
-
-
 def _rate(seconds_for: Callable[[int], float]) -> float:
+    """Return bits per second; all ranks see the same seconds, so they send the same sizes."""
     nbytes = _FIRST_BYTES
     seconds_for(nbytes)
     while (seconds := seconds_for(nbytes)) < _SECONDS and nbytes < _MOST_BYTES:
@@ -79,28 +68,17 @@ def _rate(seconds_for: Callable[[int], float]) -> float:
     return 8 * nbytes / seconds
 
 
-def _round_trip(peer: int, there: int, back: int) -> float:
-    """Send some bytes and receive some; return the seconds."""
-    message, answer = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (there, back))
-    _announce(peer, there, back)
+def _round_trip(rank: int, a: int, b: int, there: int, back: int) -> float:
+    """Send some bytes from ``a`` to ``b`` and some back; return the seconds on ``a``."""
+    ready, message, answer = (torch.zeros(n, dtype=torch.uint8) for n in (1, there, back))
+    if rank == b:
+        dist.send(ready, a)
+        dist.recv(message, a)
+        dist.send(answer, a)
+    if rank != a:
+        return 0.0
+    dist.recv(ready, b)
     start = time.perf_counter()
-    dist.send(message, peer)
-    dist.recv(answer, peer)
+    dist.send(message, b)
+    dist.recv(answer, b)
     return time.perf_counter() - start
-
-
-def _answer(peer: int) -> None:
-    """Answer messages until the peer announces none."""
-    sizes = torch.zeros(2, dtype=torch.int64)
-    while True:
-        dist.recv(sizes, peer)
-        there, back = sizes.tolist()
-        if there == 0:
-            return
-        message, answer = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (there, back))
-        dist.recv(message, peer)
-        dist.send(answer, peer)
-
-
-def _announce(peer: int, there: int, back: int) -> None:
-    dist.send(torch.tensor([there, back]), peer)

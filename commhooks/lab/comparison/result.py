@@ -11,19 +11,6 @@ from commhooks.errors import CommHookError
 from commhooks.lab.units import format_duration, format_rate
 from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
 
-__all__ = [
-    "HOSTS",
-    "LOOPBACK",
-    "Comparison",
-    "ComparisonError",
-    "ComparisonInterrupted",
-    "Failure",
-    "HostPair",
-    "Row",
-    "Table",
-    "TrainingPoint",
-]
-
 LOOPBACK = "loopback"
 HOSTS = "network of these hosts"
 _EXACT = 1e-5  # a relative error that is only rounding, in float32
@@ -60,7 +47,7 @@ class TrainingPoint:
     validation_loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One entry over one link. Times are those of the slowest rank, bytes those of rank 0."""
 
@@ -74,13 +61,13 @@ class Row:
     """True if times are measured, False if they are predicted from loopback."""
     step_seconds: float
     """Forward and backward; the median over steps."""
-    step_spread_seconds: float | None
+    step_spread_seconds: float | None = None
     """The distance between the quartiles over steps; None if not measured."""
     to_torch: float
     """``step_seconds`` divided by that of torch DDP with its plain average."""
     exposed_seconds: float
     """The time that the entry adds to a step of the bare model; the median over blocks of steps."""
-    waited_seconds: float | None
+    waited_seconds: float | None = None
     """The mean time in which backward only waited for communication; None if not known."""
     floor_seconds: float | None
     """Bytes on the wire divided by the rate, plus the bare step; None for loopback."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 
-__all__ = ["GPT2Small", "LSTMLanguageModel", "ResNet50", "Transformer"]
-
 _GPT_LAYERS, _GPT_WIDTH, _GPT_HEADS, _GPT_CONTEXT, _GPT_VOCABULARY = 12, 768, 12, 1024, 50257
 _LSTM_VOCABULARY, _LSTM_WIDTH, _LSTM_LAYERS = 28869, 650, 3
 _RESNET_BLOCKS = (3, 4, 6, 3)  # per stage; the width is 64, and doubles from stage to stage
@@ -30,42 +28,26 @@ class _Conv1D(nn.Module):
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
 
 
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_attn = _Conv1D(_GPT_WIDTH, 3 * _GPT_WIDTH)
-        self.c_proj = _Conv1D(_GPT_WIDTH, _GPT_WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.c_attn(x).unflatten(-1, (3, _GPT_HEADS, -1))  # (B, T, 3, H, C / H)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, C / H)
-        mixed: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
-        return mixed
-
-
-class _MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_fc = _Conv1D(_GPT_WIDTH, 4 * _GPT_WIDTH)
-        self.c_proj = _Conv1D(4 * _GPT_WIDTH, _GPT_WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        narrow: Tensor = self.c_proj(gelu(self.c_fc(x), approximate="tanh"))
-        return narrow
-
-
 class _GPTBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(_GPT_WIDTH)
-        self.attn = _Attention()
-        self.ln_2 = nn.LayerNorm(_GPT_WIDTH)
-        self.mlp = _MLP()
+        width = _GPT_WIDTH
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.ModuleDict(
+            {"c_attn": _Conv1D(width, 3 * width), "c_proj": _Conv1D(width, width)}
+        )
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.ModuleDict(
+            {"c_fc": _Conv1D(width, 4 * width), "c_proj": _Conv1D(4 * width, width)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        y: Tensor = x + self.mlp(self.ln_2(x))
+        attn, mlp = self.attn, self.mlp
+        heads = attn["c_attn"](self.ln_1(x)).unflatten(-1, (3, _GPT_HEADS, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # from (B, T, 3, H, C / H) to (3, B, H, T, C / H)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + attn["c_proj"](mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + mlp["c_proj"](gelu(mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
         return y
 
 

@@ -16,15 +16,6 @@ from commhooks.errors import CommHookError
 from commhooks.hook.references import load_reference, reference_to
 from commhooks.lab.models.networks import GPT2Small, LSTMLanguageModel, ResNet50, Transformer
 
-__all__ = [
-    "ModelError",
-    "Workload",
-    "built_in_models",
-    "load_callable",
-    "load_model",
-    "name_of",
-]
-
 _SEED = 20190530
 _BUILT_IN: dict[str, Callable[[], nn.Module]] = {
     "gpt2-small": GPT2Small,

@@ -46,8 +46,6 @@ from commhooks.hook.registry import create
 from commhooks.hook.roles import prepare
 from reducer import GradBucket
 
-__all__ = ["FakeGroup", "as_launched", "dry_run", "usual_ratio"]
-
 _FEWEST, _MOST, _SECONDS = 2, 3, 2.0
 """Timed runs; no more than the fewest after the seconds. Another one warms up before: it allocates
 memory and makes the hook's state."""

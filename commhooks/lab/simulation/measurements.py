@@ -23,6 +23,7 @@ from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.backends import Gloo
 from commhooks.costs.prediction import DryRuns
+from commhooks.costs.records import from_json
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import bucket_key_of, native_of
@@ -35,16 +36,6 @@ from commhooks.lab.simulation.dry_run import FakeGroup, as_launched, dry_run
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
-
-__all__ = [
-    "Job",
-    "Measurements",
-    "RankSide",
-    "dry_run_hook",
-    "measure",
-    "measure_gloo",
-    "prepare_dry_runs",
-]
 
 _TIMEOUT_SECONDS = 1800.0  # for a large model on a small machine
 _STAGES = 100
@@ -104,21 +95,14 @@ class Measurements:
 
     def save(self, path: Path) -> None:
         """Write the file that :meth:`load` reads."""
-        data = {
-            "machine": self.machine,
-            "job": asdict(self.job),
-            "gloo": asdict(self.gloo),
-            "dry_runs": {key: runs.to_json() for key, runs in self.dry_runs.items()},
-        }
+        data = asdict(replace(self, reasons={}))
         path.write_text(json.dumps(data, indent=1))
 
     @classmethod
     def load(cls, path: Path) -> "Measurements":
         """Read a file of :meth:`save`. Raises CommHookError if it is not such a file."""
         try:
-            data = json.loads(path.read_text())
-            dry_runs = {key: DryRuns.from_json(runs) for key, runs in data["dry_runs"].items()}
-            return cls(data["machine"], Job(**data["job"]), Gloo(**data["gloo"]), dry_runs)
+            return from_json(cls, json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CommHookError(
                 f"{path}: expected measurements that `commhooks simulate` has saved, found "
@@ -233,7 +217,7 @@ def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> 
     side.begin_together()
     by_size = {
         size: [
-            (share, step.with_engine(trace, is_native=is_native))
+            (share, step.with_hook(trace, is_native=is_native))
             for share, trace in dry_run(
                 config,
                 step.buckets,

@@ -17,46 +17,26 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import bucket_key_of
 from reducer import GradBucket
 
-__all__ = ["StepProfile", "profile"]
-
 _WARM_UP = 2  # buckets are rebuilt after the first step
 _FEWEST, _MOST, _SECONDS = 2, 5, 5.0  # timed steps; no more than the fewest after the seconds
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """A step without communication; times in seconds."""
+    """A step without communication."""
 
     buckets: tuple[GradBucket, ...]
     """All buckets in order, with copies of their gradients."""
-    launches: tuple[float, ...]
-    """The time from the start of backward until each bucket was passed to the hook."""
-    backward_seconds: float
-    forward_seconds: float
+    trace: StepTrace
+    """The engine's time before and after each bucket, without a hook."""
 
-    def bucket_traces(self) -> tuple[BucketTrace, ...]:
-        """Return the engine's time before and after each bucket, without a hook."""
-        sizes = [bucket.buffer().nbytes for bucket in self.buckets]
-        total = max(1, sum(sizes))
-        unpacking = max(0.0, self.backward_seconds - self.launches[-1])
-        return tuple(
-            BucketTrace(nbytes, launch - start, unpacking * nbytes / total)
-            for nbytes, start, launch in zip(
-                sizes, (0.0, *self.launches[:-1]), self.launches, strict=True
-            )
-        )
-
-    def with_engine(self, hook: StepTrace, *, is_native: bool) -> StepTrace:
-        """Return the trace of a hook alone with this engine's time before and after each bucket."""
+    def with_hook(self, hook: StepTrace, *, is_native: bool) -> StepTrace:
+        """Return the trace of a hook alone with this engine's time around each bucket."""
         buckets = tuple(
-            replace(
-                trace,
-                backward_seconds=times.backward_seconds,
-                unpack_seconds=times.unpack_seconds,
-            )
-            for trace, times in zip(hook.buckets, self.bucket_traces(), strict=True)
+            replace(trace, backward_seconds=own.backward_seconds, unpack_seconds=own.unpack_seconds)
+            for trace, own in zip(hook.buckets, self.trace.buckets, strict=True)
         )
-        return StepTrace(buckets, self.forward_seconds, is_native)
+        return StepTrace(buckets, self.trace.forward_seconds, is_native)
 
 
 def profile(
@@ -78,51 +58,51 @@ def profile(
     adapter.regroup(partial(bucket_key_of, hook))
     for _ in range(_WARM_UP):
         _step(wrapped, forward, recorder)
-    steps: list[StepProfile] = []
+    steps: list[StepTrace] = []
     end = time.monotonic() + _SECONDS
     while len(steps) < _FEWEST or (len(steps) < _MOST and time.monotonic() < end):
         steps.append(_step(wrapped, forward, recorder))
-    recorder.keeps_gradients = True
-    kept = _step(wrapped, forward, recorder)
+    recorder.kept = []
+    _step(wrapped, forward, recorder)
     # In the fastest step the machine was least busy with other work.
     fastest = min(steps, key=lambda step: step.backward_seconds)
-    return replace(
-        fastest,
-        buckets=kept.buckets,
-        forward_seconds=min(step.forward_seconds for step in steps),
-    )
+    forward_seconds = min(step.forward_seconds for step in steps)
+    return StepProfile(tuple(recorder.kept), replace(fastest, forward_seconds=forward_seconds))
 
 
 def _step(
     model: nn.Module, forward: Callable[[nn.Module], Tensor], recorder: "_Recorder"
-) -> StepProfile:
+) -> StepTrace:
     model.zero_grad(set_to_none=True)
-    recorder.clear()
+    recorder.launches.clear()
     start = time.perf_counter()
     loss = forward(model)
     between = time.perf_counter()
     loss.backward()  # type: ignore[no-untyped-call]
     end = time.perf_counter()
-    launches = tuple(launch - between for launch in recorder.launches)
-    return StepProfile(tuple(recorder.buckets), launches, end - between, between - start)
+    moments, sizes = zip(*recorder.launches, strict=True)
+    unpacking = (end - moments[-1]) / max(1, sum(sizes))  # per byte
+    buckets = tuple(
+        BucketTrace(nbytes, moment - before, unpacking * nbytes)
+        for nbytes, before, moment in zip(sizes, (between, *moments[:-1]), moments, strict=True)
+    )
+    return StepTrace(buckets, between - start, is_native=False)
 
 
 class _Recorder:
     """A torch-style hook that returns each bucket unchanged and notes when it was called."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.keeps_gradients = False
+        self.launches: list[tuple[float, int]] = []
+        """The moment and the bytes of each bucket of the current step."""
+        self.kept: list[GradBucket] | None = None
+        """Copies of the buckets, unless None."""
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.clear()
-
-    def clear(self) -> None:
-        self.launches: list[float] = []
-        self.buckets: list[GradBucket] = []
 
     def __call__(self, bucket: TorchBucket) -> Future[Tensor]:
-        self.launches.append(time.perf_counter())
-        if self.keeps_gradients:
-            self.buckets.append(self._copy(bucket))
+        self.launches.append((time.perf_counter(), bucket.buffer().nbytes))
+        if self.kept is not None:
+            self.kept.append(self._copy(bucket))
         future: Future[Tensor] = Future()
         future.set_result(bucket.buffer())
         return future

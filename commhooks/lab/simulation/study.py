@@ -12,8 +12,6 @@ from commhooks.costs.prediction import DryRuns, Prediction, predict
 from commhooks.lab.units import format_rate
 from commhooks.lab.verdict import verdict
 
-__all__ = ["BASELINE", "BreakEvenRates", "Study", "break_even_rates"]
-
 BASELINE = "allreduce"
 """The hook that others are compared with, because it is exact."""
 
