@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, final
 
 import torch

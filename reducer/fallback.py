@@ -138,6 +138,9 @@ class Transport:
 class HostGroup(Transport):
     """Is there for annotations."""
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        ENGINE.require("reducer.HostGroup")
+
 
 class NoopHook(NativeHook):
     """Stands for no communication."""

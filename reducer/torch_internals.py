@@ -135,6 +135,8 @@ def _logging_data(model: TorchNames) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
         "dtypes": ", ".join(sorted({_name_in_cpp(p.dtype) for p in parameters})),
     }
+    if reducer.transport is not None:
+        data["transport"] = reducer.transport.name
     if model.hook_registration.name is not None:
         data["comm_hook"] = model.hook_registration.name
     if reducer.last_error:

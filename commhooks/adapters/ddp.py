@@ -137,7 +137,9 @@ class DDPAdapter(Adapter):
         ]
         steps = max((counts["steps"] for counts in of_buckets), default=0)
         all_steps = max(steps, self.steps - self._first_step)
-        return HookStats.of(steps, buckets, size, all_steps - steps)
+        transport = self._reducer.transport if self._is_native else None
+        name = "process group" if transport is None else transport.name
+        return HookStats.of(steps, buckets, size, left_out=all_steps - steps, transport=name)
 
     def start_recording(self) -> None:
         super().start_recording()

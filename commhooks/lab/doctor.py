@@ -26,6 +26,7 @@ from commhooks.lab.interfaces import (
     is_down,
 )
 from reducer.extension import REMEDY, Extension
+from reducer.native import HostGroup
 
 _PYTHON = ((3, 11), (3, 13))
 _TORCH = ((2, 11), (2, 15))
@@ -87,6 +88,7 @@ def _checks() -> dict[str, Callable[[], Result]]:
         "C++ compiler": _compiler,
         "nvcc": _nvcc,
         "shaped links": _links,
+        "host memory": _host_memory,
     }
 
 
@@ -232,3 +234,14 @@ def _links() -> Result:
             return Health.FINE, "can be made"
     except LinkError as error:
         return Health.ABSENT, str(error), "`commhooks compare` predicts links instead"
+
+
+def _host_memory() -> Result:
+    """Connect this process with itself."""
+    try:
+        group = HostGroup(0, 1)
+        group.connect([group.card])
+    except (RuntimeError, OSError) as error:
+        return Health.ABSENT, f"{reason_of(error)}; ranks of a host average over the network"
+    state = "in use" if os.environ.get("COMMHOOKS_HOST_MEMORY") == "1" else "not in use"
+    return Health.FINE, f"available, {state} (COMMHOOKS_HOST_MEMORY=1 on every rank)"

@@ -58,12 +58,14 @@ class HookStats:
     """Values that the hook itself reports: :meth:`CommHook.metrics`."""
     left_out: int = 0
     """The number of steps before buckets were last rebuilt, which are not in the means."""
+    transport: str = "process group"
+    """The way that the hook averages: "process group" or "host memory"."""
 
     @classmethod
     def of(
-        cls, steps: int, buckets: Iterable[BucketStats], world_size: int, left_out: int = 0
+        cls, steps: int, buckets: Iterable[BucketStats], world_size: int, **others: Any
     ) -> "HookStats":
-        """Return the statistics of ``buckets`` with their total."""
+        """Return the statistics of ``buckets`` with their total; ``others`` are further fields."""
         buckets = tuple(buckets)
         plain = sum(all_reduce_bytes(bucket.gradient_bytes, world_size) for bucket in buckets)
         wire = _sum([bucket.wire_bytes for bucket in buckets])
@@ -76,7 +78,7 @@ class HookStats:
             hook_seconds=math.fsum(bucket.hook_seconds for bucket in buckets),
             exposed_seconds=_sum([bucket.exposed_seconds for bucket in buckets]),
         )
-        return cls(steps, total, buckets, left_out=left_out)
+        return cls(steps, total, buckets, **others)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return a row per bucket and one for the total, for ``pandas.DataFrame(rows)``.
@@ -96,7 +98,7 @@ class HookStats:
     def __str__(self) -> str:
         before = f"; {self.left_out} before buckets were rebuilt left out" if self.left_out else ""
         lines = [
-            f"means per step over {self.steps} steps{before}",
+            f"means per step over {self.steps} steps, through the {self.transport}{before}",
             "bucket   gradient MB      wire MB    ratio     hook ms  exposed ms",
         ]
         lines += [_line(bucket) for bucket in (*self.buckets, self.total)]

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,10 +20,8 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import DistributedDataParallel
 from commhooks.testing import run_ranks
-from reducer.host_memory import connect_host
 from reducer.native import HostGroup
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Odd sizes: less than a page, no whole number of pages, fewer pages than ranks, none at all.
 SIZES = [1, 7, 1023, 0, 1025, 5000, 70_001]
@@ -44,12 +43,9 @@ def gradients_of(rank: int, dtype: torch.dtype, step: int = 0) -> list[Tensor]:
     return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
 
 
-def without_host_memory(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    os.environ["COMMHOOKS_HOST_MEMORY"] = "0"
-    try:
+def on_host(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    with patch.dict(os.environ, COMMHOOKS_HOST_MEMORY="1"):
         return DistributedDataParallel(model, **options)
-    finally:
-        del os.environ["COMMHOOKS_HOST_MEMORY"]
 
 
 def uses_host_memory(model: DistributedDataParallel) -> bool:
@@ -63,8 +59,8 @@ def averages(
     rank: int, world_size: int, dtype: torch.dtype, hook: str, options: dict[str, Any]
 ) -> tuple[list[Tensor], list[Tensor]]:
     models = [
+        on_host(Many(dtype), bucket_cap_mb=0.02, **options),
         DistributedDataParallel(Many(dtype), bucket_cap_mb=0.02, **options),
-        without_host_memory(Many(dtype), bucket_cap_mb=0.02, **options),
     ]
     assert [uses_host_memory(model) for model in models] == [True, False]
     for step in range(4):  # buckets are rebuilt after the first
@@ -104,9 +100,10 @@ def test_more_ranks_sum_in_the_order_of_ranks(dtype: torch.dtype, world_size: in
 def several_models(rank: int, world_size: int) -> None:
     """Under one backward, and in the other order on the other half of the ranks."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    whole = DistributedDataParallel(Many())
-    half = DistributedDataParallel(Many(), process_group=halves[rank // 2])
-    assert uses_host_memory(whole) and uses_host_memory(half)
+    whole = on_host(Many())
+    half = on_host(Many(), process_group=halves[rank // 2])
+    assert uses_host_memory(whole)
+    assert uses_host_memory(half)
     for step in range(5):
         whole.zero_grad()
         half.zero_grad()
@@ -126,7 +123,7 @@ def test_several_models_and_subgroups() -> None:
 
 def other_hooks(rank: int, world_size: int) -> None:
     """The memory serves hooks that send by other ways, too."""
-    model = DistributedDataParallel(Many())
+    model = on_host(Many())
     handle = commhooks.register(model, "int8")
     for hook in ("int8", "bf16", "noop", "allreduce", "topk"):
         handle.replace(hook)
@@ -184,7 +181,7 @@ def slowed_down() -> Iterator[None]:
 def overwrite_at_once(
     rank: int, world_size: int, options: dict[str, Any], in_backward: bool, accumulate: bool
 ) -> None:
-    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
+    model = on_host(Overwriting(), bucket_cap_mb=1, **options)
     assert uses_host_memory(model)
     parameters = list(model.parameters())
     seen: list[int] = []
@@ -234,26 +231,25 @@ def test_gradients_may_be_overwritten_at_once(
 # ------------------------------------------------------------------------------- who shares a host
 
 
-def switched_off(rank: int, world_size: int) -> bool:
-    wrap = without_host_memory if rank == 1 else DistributedDataParallel
-    model = wrap(Many())
+def one_without(rank: int, world_size: int) -> bool:
+    model = (DistributedDataParallel if rank == 1 else on_host)(Many())
     model(gradients_of(rank, torch.float32)).backward()
     return uses_host_memory(model)
 
 
-def test_one_rank_turns_it_off_for_all() -> None:
-    assert run_ranks(switched_off, 3) == [False] * 3
+def test_one_rank_without_it_is_enough() -> None:
+    assert run_ranks(one_without, 3) == [False] * 3
 
 
 def other_network(rank: int, world_size: int) -> bool:
     dist.barrier()  # connects Gloo
     libc = ctypes.CDLL(None, use_errno=True)
     clone_newnet = 0x40000000
-    with open("/proc/self/ns/net") as before:
+    with Path("/proc/self/ns/net").open() as before:
         if rank == 1:
             assert libc.unshare(clone_newnet) == 0
         try:
-            return connect_host(dist.group.WORLD, CPU) is not None  # type: ignore[arg-type]
+            return uses_host_memory(on_host(Many()))
         finally:
             libc.setns(before.fileno(), clone_newnet)
 
@@ -282,15 +278,15 @@ def test_memory_is_known_by_a_nonce() -> None:
 def shared_bytes(model: DistributedDataParallel) -> int:
     transport = model.reducer.transport
     assert isinstance(transport, HostGroup)
-    return os.stat(f"/proc/self/fd/{transport.card[1]}").st_blocks * 512
+    return Path(f"/proc/self/fd/{transport.card[1]}").stat().st_blocks * 512
 
 
 def memory_of_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
-    empty = DistributedDataParallel(nn.Linear(1, 1))
+    empty = on_host(nn.Linear(1, 1))
     before = shared_bytes(empty)
-    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, **options)
+    model = on_host(Overwriting(), bucket_cap_mb=1, **options)
     found = []
-    for step in range(4):
+    for _ in range(4):
         model(1.0).backward()
         found.append(shared_bytes(model) - before)
     dist.barrier()
@@ -311,10 +307,12 @@ def test_memory_is_that_of_the_buckets_and_is_given_back(lazy: bool) -> None:
 
 
 def nothing_in_the_file_system(rank: int, world_size: int) -> list[str]:
-    model = DistributedDataParallel(Overwriting())
+    model = on_host(Overwriting())
     model(1.0).backward()
-    own = f"/proc/self/fd/{model.reducer.transport.card[1]}"  # type: ignore[union-attr]
-    return [os.readlink(own), *(path.name for path in Path("/dev/shm").glob("*commhooks*"))]
+    transport = model.reducer.transport
+    assert isinstance(transport, HostGroup)
+    own = Path(f"/proc/self/fd/{transport.card[1]}").readlink()
+    return [str(own), *(path.name for path in Path("/dev/shm").glob("*commhooks*"))]
 
 
 def test_no_file_is_left_behind() -> None:
@@ -323,7 +321,7 @@ def test_no_file_is_left_behind() -> None:
 
 
 def forked_child(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(Overwriting(), gradient_as_bucket_view=True)
+    model = on_host(Overwriting(), gradient_as_bucket_view=True)
     model(rank).backward()
     child = os.fork()
     if child == 0:
@@ -350,7 +348,7 @@ def patient(rank: int, world_size: int) -> float:
     HostGroup.set_look_around(timedelta(minutes=1))
     try:
         models = [
-            DistributedDataParallel(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
+            on_host(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
             for views in (False, True)
         ]
         gradients = gradients_of(rank, torch.float32)
@@ -369,7 +367,7 @@ def test_no_wake_up_is_lost() -> None:
 
 def fails_alone(rank: int, world_size: int) -> tuple[str, str]:
     """The first rank fails after its first bucket; the other one waits for the rest."""
-    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1, broadcast_buffers=False)
+    model = on_host(Overwriting(), bucket_cap_mb=1, broadcast_buffers=False)
     model(1.0).backward()
     model(1.0)  # rebuilds buckets
     model.reducer.abandon()
@@ -396,7 +394,7 @@ def test_steps_that_do_not_match_are_an_error() -> None:
 
 
 def fails_together(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(Overwriting(), bucket_cap_mb=1)
+    model = on_host(Overwriting(), bucket_cap_mb=1)
     model(1.0).backward()
     parameter = list(model.parameters())[1]
     removable = parameter.register_hook(lambda _: 1 / 0)
