@@ -97,8 +97,9 @@ class HookStats:
 
     def __str__(self) -> str:
         before = f"; {self.left_out} before buckets were rebuilt left out" if self.left_out else ""
+        way = "" if self.transport == "process group" else f", through {self.transport}"
         lines = [
-            f"means per step over {self.steps} steps, through the {self.transport}{before}",
+            f"means per step over {self.steps} steps{before}{way}",
             "bucket   gradient MB      wire MB    ratio     hook ms  exposed ms",
         ]
         lines += [_line(bucket) for bucket in (*self.buckets, self.total)]
@@ -220,7 +221,7 @@ class StatsCollector:
                 )
             )
         left_out = self._left_out if last is None else 0
-        return HookStats.of(steps or self._steps or 0, buckets, world_size, left_out)
+        return HookStats.of(steps or self._steps or 0, buckets, world_size, left_out=left_out)
 
     def _window(self, entry: _Entry, last: int | None) -> tuple[int, _Costs]:
         """Return the number of the steps, and the sums over them."""

@@ -82,7 +82,8 @@ size_t round_up_to_pages(size_t bytes) {
 Arena::Arena(File file)
     : process_(getpid()),
       file_(std::move(file)),
-      first_page_((extend(file_.descriptor(), 0, page_bytes()), file_.descriptor()), 0, page_bytes()),
+      first_page_(
+          (extend(file_.descriptor(), 0, page_bytes()), file_.descriptor()), 0, page_bytes()),
       end_(static_cast<int64_t>(page_bytes())) {}
 
 std::shared_ptr<Arena> Arena::of_process() {

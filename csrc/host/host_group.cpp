@@ -27,8 +27,6 @@ namespace {
 
 using std::chrono::milliseconds;
 
-std::atomic<milliseconds> look_around{milliseconds(20)};
-
 // Where the threads of a process sleep, in the first page of its arena.
 struct Doorbell {
   std::atomic<uint32_t> rings{0};
@@ -163,7 +161,7 @@ struct HostGroup::Control {
   alignas(64) Counter summed{0};
   alignas(64) Counter copied{0};
   alignas(64) Counter read{0};
-  std::atomic<uint32_t> is_closed{0};   // the rank takes part in nothing more
+  std::atomic<uint32_t> is_closed{0};  // the rank takes part in nothing more
   std::array<Place, 256> places = {};  // of the last operations, by number modulo the size
 
   Place& place(int64_t number) {
@@ -281,10 +279,7 @@ class HostGroup::Result final : public PendingResult {
       : operation_(std::move(operation)), tensor_(std::move(tensor)), timeout_(timeout) {}
 
   bool is_complete() override {
-    if (!completed_) {
-      progress_all();
-      note_completion();
-    }
+    note_completion();
     return completed_.has_value();
   }
 
@@ -367,8 +362,7 @@ void HostGroup::connect(const std::vector<Card>& cards) {
     Window first_page(arena.descriptor(), 0, page_bytes());
     Window control(arena.descriptor(), card.offset, control_piece_->bytes());
     peers.push_back(
-        {std::move(arena), watch_process(card.process), std::move(first_page),
-         std::move(control)});
+        {std::move(arena), watch_process(card.process), std::move(first_page), std::move(control)});
     // Another process may have got this id in another namespace of processes.
     TORCH_CHECK(
         peers.back().control().nonce == card.nonce, "Process ", card.process,
@@ -535,10 +529,6 @@ void HostGroup::ring() const {
 
 // ---------------------------------------------------------------------------------------- waiting
 
-void HostGroup::set_look_around(milliseconds interval) {
-  look_around = interval;
-}
-
 void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeout) {
   Doorbell& doorbell = doorbell_in(arena_->first_page());
   const auto deadline = Clock::now() + timeout;
@@ -562,7 +552,7 @@ void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeou
       const Lock lock(mutex_);
       check_failed_locked();
     }
-    looks_around = doorbell.sleep(seen, std::min(left, look_around.load()));
+    looks_around = doorbell.sleep(seen, std::min(left, look_around_.load()));
   }
 }
 

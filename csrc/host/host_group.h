@@ -42,8 +42,8 @@ namespace commhooks {
 //
 // No thread is needed: whoever adds an operation or waits for one does what can be done for all of
 // them. A rank that has nothing to do sleeps on its doorbell, a futex in its own memory, which its
-// peers ring whenever a counter of theirs changes. They skip the call to the kernel if nobody sleeps
-// there. The sleeper wakes up now and then to see whether a peer has died.
+// peers ring whenever a counter of theirs changes. They skip the call to the kernel if nobody
+// sleeps there. The sleeper wakes up now and then to see whether a peer has died.
 class HostGroup final : public Transport, public std::enable_shared_from_this<HostGroup> {
  public:
   // What peers need to know of a rank.
@@ -72,7 +72,9 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
 
   // How often a sleeping thread sees whether its peers live. Tests make it long, so that a lost
   // wake-up shows.
-  static void set_look_around(std::chrono::milliseconds interval);
+  void set_look_around(std::chrono::milliseconds interval) {
+    look_around_ = interval;
+  }
 
  private:
   struct Control;
@@ -108,7 +110,9 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   Control& control_;
   std::vector<Peer> peers_;  // one per rank, this one included
 
-  mutable std::mutex mutex_;  // guards what follows
+  std::atomic<std::chrono::milliseconds> look_around_{std::chrono::milliseconds(20)};
+
+  mutable std::mutex mutex_;                           // guards what follows
   std::deque<std::shared_ptr<Operation>> operations_;  // not copied yet, the oldest first
   size_t summed_ = 0;                                  // of these
   std::vector<std::shared_ptr<Memory>> unread_;  // may still be read by peers, since `end_step`

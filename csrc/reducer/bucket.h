@@ -123,7 +123,7 @@ class Bucket {
   struct Reduction {
     std::unique_ptr<PendingResult> pending;
     PendingResult::Clock::time_point handed_over;  // zero if the hook did not get it
-    BucketStats stats;  // of this step only
+    BucketStats stats;                             // of this step only
   };
   Reduction reduction;
 

@@ -499,8 +499,7 @@ void BucketPipeline::drain() {
     state_.finish();
   }
   clear_step();
-  with_peers(
-      default_group(), [] { return "the end of a step"; }, [&] { groups_.end_step(); });
+  with_peers(default_group(), [] { return "the end of a step"; }, [&] { groups_.end_step(); });
 }
 
 void BucketPipeline::drain_buckets() {

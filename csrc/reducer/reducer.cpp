@@ -115,8 +115,8 @@ std::shared_ptr<Reducer> Reducer::create(
     ReducerOptions options,
     GroupPtr process_group,
     TransportPtr transport) {
-  std::shared_ptr<Reducer> reducer(new Reducer(
-      std::move(parameters), std::move(options), process_group, std::move(transport)));
+  std::shared_ptr<Reducer> reducer(
+      new Reducer(std::move(parameters), std::move(options), process_group, std::move(transport)));
   reducer->attach();
   return reducer;
 }

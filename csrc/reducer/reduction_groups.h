@@ -37,8 +37,8 @@ struct ReductionGroup {
 class ReductionGroups {
  public:
   // `key_groups`: the process groups of keys whose parameters are averaged over other ranks.
-  // `transport`: between the ranks of `process_group`; may be null. Every group starts with the hook
-  // that averages.
+  // `transport`: between the ranks of `process_group`; may be null. Every group starts with the
+  // hook that averages.
   ReductionGroups(
       const GroupPtr& process_group,
       const std::map<int64_t, GroupPtr>& key_groups,

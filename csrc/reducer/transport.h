@@ -10,8 +10,8 @@
 
 namespace commhooks {
 
-// Connects the ranks of one process group. Every rank makes the same calls of `average`, in the same
-// order.
+// Connects the ranks of one process group. Every rank makes the same calls of `average`, in the
+// same order.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -19,8 +19,8 @@ class Transport {
   // For messages and logging data.
   virtual const char* name() const = 0;
 
-  // Returns uninitialized memory, flat, that `average` need not copy. With `in_place` the average is
-  // written there; the caller may then overwrite it as soon as it is complete.
+  // Returns uninitialized memory, flat, that `average` need not copy. With `in_place` the average
+  // is written there; the caller may then overwrite it as soon as it is complete.
   virtual at::Tensor allocate(int64_t numel, c10::ScalarType dtype, bool in_place) = 0;
 
   // Starts to compute the sum over ranks of `tensor`, whose numbers have been divided already. It

@@ -7,19 +7,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-ENGINE = {"bindings/reducer", "packing", "packing/cuda", "reducer"}
+ENGINE = {"bindings/reducer", "host", "packing", "packing/cuda", "reducer"}
 KERNELS = {"bindings/commhooks", "codecs", "comm", "lowrank", "sparse"}
 MAY_INCLUDE = {
     "shared": set(),
     "packing": {"packing/cuda", "shared"},
     "packing/cuda": {"packing"},
     "reducer": {"packing", "shared"},
+    "host": {"packing", "reducer", "shared"},
     "codecs": {"kernels/codecs", "shared"},
     "sparse": {"kernels/codecs", "shared"},
     "lowrank": {"shared"},
     "comm": {"shared"},
     "bindings": {"shared"},
-    "bindings/reducer": {"bindings", "packing", "reducer", "shared"},
+    "bindings/reducer": {"bindings", "host", "packing", "reducer", "shared"},
     "bindings/commhooks": {"bindings", "codecs", "comm", "lowrank", "shared", "sparse"},
 }
 FILES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h"))

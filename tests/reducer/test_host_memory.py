@@ -48,6 +48,11 @@ def on_host(model: nn.Module, **options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(model, **options)
 
 
+def on_gloo(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    with patch.dict(os.environ, COMMHOOKS_HOST_MEMORY="0"):
+        return DistributedDataParallel(model, **options)
+
+
 def uses_host_memory(model: DistributedDataParallel) -> bool:
     return model.reducer.transport is not None
 
@@ -60,7 +65,7 @@ def averages(
 ) -> tuple[list[Tensor], list[Tensor]]:
     models = [
         on_host(Many(dtype), bucket_cap_mb=0.02, **options),
-        DistributedDataParallel(Many(dtype), bucket_cap_mb=0.02, **options),
+        on_gloo(Many(dtype), bucket_cap_mb=0.02, **options),
     ]
     assert [uses_host_memory(model) for model in models] == [True, False]
     for step in range(4):  # buckets are rebuilt after the first
@@ -232,7 +237,7 @@ def test_gradients_may_be_overwritten_at_once(
 
 
 def one_without(rank: int, world_size: int) -> bool:
-    model = (DistributedDataParallel if rank == 1 else on_host)(Many())
+    model = (on_gloo if rank == 1 else on_host)(Many())
     model(gradients_of(rank, torch.float32)).backward()
     return uses_host_memory(model)
 
@@ -344,21 +349,21 @@ def test_a_forked_process_reads_gradients_and_takes_nothing_with_it() -> None:
 
 
 def patient(rank: int, world_size: int) -> float:
-    """Many small steps in which a lost wake-up would take a minute."""
-    HostGroup.set_look_around(timedelta(minutes=1))
-    try:
-        models = [
-            on_host(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
-            for views in (False, True)
-        ]
-        gradients = gradients_of(rank, torch.float32)
-        start = time.monotonic()
-        for _ in range(200):
-            for model in models:
-                model(gradients).backward()
-        return time.monotonic() - start
-    finally:
-        HostGroup.set_look_around(timedelta(milliseconds=20))
+    """Take many small steps, in which a lost wake-up would cost a minute."""
+    models = [
+        on_host(Many(), bucket_cap_mb=0.01, gradient_as_bucket_view=views)
+        for views in (False, True)
+    ]
+    for model in models:
+        transport = model.reducer.transport
+        assert isinstance(transport, HostGroup)
+        transport.set_look_around(timedelta(minutes=1))
+    gradients = gradients_of(rank, torch.float32)
+    start = time.monotonic()
+    for _ in range(200):
+        for model in models:
+            model(gradients).backward()
+    return time.monotonic() - start
 
 
 def test_no_wake_up_is_lost() -> None:

@@ -200,7 +200,7 @@ describes how. Raises RuntimeError if the system lacks what is needed.)")
           },
           "What the other ranks need to know to connect.")
       .def("connect", &connect, py::arg("cards"), "Connect with the ranks that have these cards.")
-      .def_static("set_look_around", &HostGroup::set_look_around, py::arg("interval"));
+      .def("set_look_around", &HostGroup::set_look_around, py::arg("interval"));
 
   py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(
 Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")
@@ -218,12 +218,12 @@ bucket order, and writes the averages back into `.grad`. csrc/reducer/reducer.h 
 csrc/reducer/bucket_pipeline.h describe the methods.)")
       .def(
           py::init(&make_reducer), py::arg("parameters"), py::arg("process_group"), py::kw_only(),
-          py::arg("transport") = nullptr,
-          py::arg("names"), py::arg("keys"), py::arg("sparse"), py::arg("key_groups"),
-          py::arg("late_key"), py::arg("bucket_bytes"), py::arg("small_last_bucket") = false,
-          py::arg("find_unused_parameters") = false, py::arg("static_graph") = false,
-          py::arg("gradient_as_bucket_view") = false, py::arg("stable_buckets") = false,
-          py::arg("skip_unused_buckets") = false, py::arg("release_buckets") = false)
+          py::arg("transport") = nullptr, py::arg("names"), py::arg("keys"), py::arg("sparse"),
+          py::arg("key_groups"), py::arg("late_key"), py::arg("bucket_bytes"),
+          py::arg("small_last_bucket") = false, py::arg("find_unused_parameters") = false,
+          py::arg("static_graph") = false, py::arg("gradient_as_bucket_view") = false,
+          py::arg("stable_buckets") = false, py::arg("skip_unused_buckets") = false,
+          py::arg("release_buckets") = false)
       .def(
           "prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
           py::arg("scale") = 1.0, release_gil())
