@@ -108,9 +108,7 @@ class Guard(KnowsModel, CommHook):
         sample = None
         if comm.size > 1 and bucket.index() == self._turn and self._measures(bucket.step):
             sample = self._sample(bucket, comm.size)
-        ((i, part),) = self._table.parts(bucket)
-        own = self._table.next_bucket(i, part)
-        average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
+        average = await self._table.reduce(bucket, comm)
         if sample is not None:
             squares = await self._trial.run(sample, comm)
             self._found[bucket.step] = HostCopy(await comm.all_gather(squares))
