@@ -32,7 +32,7 @@ from commhooks.algorithms.adaptive.control import Controller, Decision
 from commhooks.algorithms.adaptive.groups import exact_names, group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.knowledge import Candidates
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
 from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
