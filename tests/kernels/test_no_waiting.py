@@ -18,7 +18,7 @@ from torch import nn
 import commhooks
 from commhooks import CommHook, algorithms
 from commhooks.hook.roles import prepare
-from commhooks.lab.simulation.dry_run import FakeGroup
+from commhooks.lab.simulation.dry_run import fake_group
 from commhooks.testing.probe import draw_gradients, probe_parameters
 from reducer import GradBucket
 
@@ -86,7 +86,7 @@ def take_steps(
         for _ in hooks
     ]
     for hook, parameters in zip(hooks, models, strict=True):
-        prepare(hook, parameters, FakeGroup(SIZE), None)  # type: ignore[arg-type]
+        prepare(hook, parameters, fake_group(SIZE), None)
     for step in range(8):
         buckets = [bucket_of(rank, step, model) for rank, model in enumerate(models)]
         with no_waiting() if step >= 4 else nullcontext():
