@@ -164,16 +164,10 @@ class Measurement:
                 await self._try(group, sample, comm, is_last=step == agenda.report - 1)
             if agenda.is_check(step):
                 self._measure_norms(bucket, average)
-                # Backward has ended: where it shares cores with the backend, messages would seem
-                # slower.
+                # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
-                    where = (
-                        bucket.buffer().device,
-                        comm,
-                        self._clock,
-                        self.control.candidates.backend,
-                    )
-                    self._probe = await probe(agenda.probe, *where)
+                    device, backend = bucket.buffer().device, self.control.candidates.backend
+                    self._probe = await probe(agenda.probe, device, comm, self._clock, backend)
         self._ends[step] = self._clock.now()
         return average
 
