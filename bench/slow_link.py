@@ -30,7 +30,6 @@ from bench import files
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.costs.records import from_json
-from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import TrainingPoint, remote
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.machine import describe_machine
@@ -144,10 +143,9 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 
 def race(hook: str, ranks: Ranks, steps: int, seconds: float, goal: float) -> Course:
     """Train with one hook from the first step, until a limit or the validation loss ``goal``."""
-    spec = hook_spec(hook)
     ranks(remote.prepare, Workload(MODEL))
     before = _bare_step_seconds(ranks), os.getloadavg()[0]
-    ranks(remote.begin_training, Entry(spec.text, spec.config), TRAINING)
+    ranks(remote.begin_training, Entry.of(hook), TRAINING)
     points: list[TrainingPoint] = []
     is_over = False
     while not is_over:

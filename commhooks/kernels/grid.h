@@ -53,14 +53,20 @@ __device__ inline u64 sum_before(u64 value, u64* total) {
   return before;
 }
 
+// Returns the sum of `value` over a warp, always added in the same order. All lanes call it.
+__device__ inline double sum_over_warp(double value) {
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(~0u, value, distance);
+  }
+  return value;
+}
+
 // Returns the sum of `value` over all `threads` of a block, always added in the same order. All
 // threads have to call it.
 template <int threads>
 __device__ inline double sum_over(double value) {
   __shared__ double of_warps[threads / 32];
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(~0u, value, distance);
-  }
+  value = sum_over_warp(value);
   if (threadIdx.x % 32 == 0) {
     of_warps[threadIdx.x / 32] = value;
   }

@@ -14,6 +14,20 @@
 // Sums over the first spans are written to the place of the factors, those over further spans
 // behind everything that is sent, and `message` adds them up, span by span: without atomics, and
 // always in the same order.
+//
+// Note [Tall factors]
+// ~~~~~~~~~~~~~~~~~~~
+// Householder's QR goes over a factor once per column, each time in need of a sum, and one block
+// has few threads. So the rows of a tall factor are divided into panels, and three launches replace
+// one (TSQR: Demmel, Grigori, Hoemmen and Langou, SIAM J. Sci. Comput. 34(1), 2012):
+//
+//   orthonormalize    factor of panel i = Qᵢ·Rᵢ          a block: a panel
+//   orthonormalize    R₀, R₁, ... below each other = S·R    a block: the stack of one factor
+//   combine           basis of panel i = Qᵢ·Sᵢ           a block: a panel
+//
+// It is as stable as the QR of the whole factor, dependent columns included, and sums are always in
+// the same order. Vectors of the basis may have other signs, which products with them do not show.
+// Panels of √(rows·rank) rows are about as tall as the stack of their triangles.
 
 #include "codecs/portable.h"
 #include "grid.h"
@@ -54,6 +68,32 @@ struct Matrix {
   Factor factors[2];  // (rows, rank) and (rank, columns)
 };
 
+// A factor, or some of its rows, as `orthonormalize` sees it: a tall matrix (rows, rank). For the
+// right factor of a matrix, these are columns.
+struct Panel {
+  i64 start;  // where it begins among the factors of its side
+  i64 row_stride;
+  i64 column_stride;
+  i64 rows;
+  i64 rank;
+  i64 work;      // where its columns are in `work`
+  i64 triangle;  // where its triangle is in `triangles`, if it is a part of a factor, else -1
+
+  __device__ bool is_part() const {
+    return triangle >= 0;
+  }
+
+  // Calls `body(row, column, place among the factors)` for each number, in the threads of a block.
+  template <typename Body>
+  __device__ void for_each(const Body& body) const {
+    for (i64 column = 0; column < rank; ++column) {
+      for (i64 row = threadIdx.x; row < rows; row += kBasisThreads) {
+        body(row, column, start + row * row_stride + column * column_stride);
+      }
+    }
+  }
+};
+
 // Returns the last of `count` matrices with `begins(matrix) <= place`; they are sorted by it.
 template <typename Begins>
 __device__ inline const Matrix& find_matrix(
@@ -66,69 +106,62 @@ __device__ inline const Matrix& find_matrix(
   return matrices[low];
 }
 
-// One column of a matrix in memory.
+// Applies the reflection I - tau·v·vᵀ with v = (1, elements of the column `v` below `pivot`) to the
+// elements of `column` from `pivot` on. A warp calls it.
 template <typename T>
-struct Column {
-  T* base;
-  i64 stride;
-
-  __device__ T& operator[](i64 row) const {
-    return base[row * stride];
-  }
-};
-
-// Applies the reflection I - tau·v·vᵀ with v = (1, elements below `pivot` of the column v) to the
-// rows of `column` from `pivot` on. All threads of a block call it.
-template <typename T>
-__device__ void reflect(Column<T> v, double tau, Column<T> column, i64 pivot, i64 rows) {
-  double product = threadIdx.x == 0 ? (double)column[pivot] : 0;
-  for (i64 row = pivot + 1 + threadIdx.x; row < rows; row += kBasisThreads) {
+__device__ void reflect(const T* v, double tau, T* column, i64 pivot, i64 rows) {
+  const int lane = threadIdx.x % 32;
+  double product = lane == 0 ? (double)column[pivot] : 0;
+  for (i64 row = pivot + 1 + lane; row < rows; row += 32) {
     product += (double)v[row] * column[row];
   }
-  const double factor = tau * sum_over<kBasisThreads>(product);
-  for (i64 row = pivot + 1 + threadIdx.x; row < rows; row += kBasisThreads) {
+  const double factor = tau * sum_over_warp(product);
+  for (i64 row = pivot + 1 + lane; row < rows; row += 32) {
     column[row] = (T)(column[row] - factor * v[row]);
   }
-  if (threadIdx.x == 0) {
+  if (lane == 0) {
     column[pivot] = (T)(column[pivot] - factor);
+  }
+}
+
+// As `reflect`, for the columns after `pivot`, one per warp. All threads of a block call it.
+template <typename T>
+__device__ void reflect_later_columns(double tau, T* columns, i64 pivot, i64 rows, i64 rank) {
+  const T* const v = columns + pivot * rows;
+  for (i64 other = pivot + 1 + threadIdx.x / 32; other < rank; other += kBasisThreads / 32) {
+    reflect(v, tau, columns + other * rows, pivot, rows);
   }
   __syncthreads();
 }
 
-// Computes orthonormal bases of the columns of left factors, or of the rows of right ones, by
-// Householder's QR as in LAPACK's geqr2 and org2r, with sums in float64. Where columns depend on
-// each other the basis is completed with other directions. One block per matrix.
+// Computes orthonormal bases of panels by Householder's QR as in LAPACK's geqr2 and org2r, with
+// sums in float64. Where columns depend on each other the basis is completed with other directions.
+// The basis of a whole factor goes to `basis`; that of a part stays in `work`, column by column,
+// and the triangle goes to `triangles`. One block per panel. See Note [Tall factors].
 template <typename T>
 __global__ void __launch_bounds__(kBasisThreads)
-    orthonormalize(const Matrix* matrices, i64 side, const T* factors, T* basis) {
+    orthonormalize(const Panel* panels, const T* factors, T* work, T* triangles, T* basis) {
   __shared__ double taus[kMaxRank];
-  const Matrix& matrix = matrices[blockIdx.x];
-  const i64 rank = matrix.rank;
-  const bool is_left = side == kLeft;
-  const i64 rows = is_left ? matrix.rows : matrix.columns;
-  const i64 row_stride = is_left ? rank : 1;
-  const i64 column_stride = is_left ? 1 : rows;
-  factors += matrix.factors[side].start;
-  basis += matrix.factors[side].start;
-  const auto column = [&](i64 index) {
-    return Column<T>{basis + index * column_stride, row_stride};
-  };
-  for (i64 i = threadIdx.x; i < rows * rank; i += kBasisThreads) {
-    basis[i] = factors[i];
-  }
+  const Panel panel = panels[blockIdx.x];
+  const i64 rows = panel.rows;
+  const i64 rank = panel.rank;
+  T* const columns = work + panel.work;
+  panel.for_each(
+      [&](i64 row, i64 column, i64 place) { columns[column * rows + row] = factors[place]; });
   __syncthreads();
   for (i64 pivot = 0; pivot < rank; ++pivot) {
-    const Column<T> own = column(pivot);
+    T* const own = columns + pivot * rows;
     double squares = 0;
     for (i64 row = pivot + 1 + threadIdx.x; row < rows; row += kBasisThreads) {
       squares += (double)own[row] * own[row];
     }
     squares = sum_over<kBasisThreads>(squares);
     const double top = own[pivot];
+    double image = top;
     double tau = 0;  // no reflection where there is nothing below the pivot
     if (squares != 0) {
       const double norm = sqrt(top * top + squares);
-      const double image = top > 0 ? -norm : norm;
+      image = top > 0 ? -norm : norm;
       tau = (image - top) / image;
       for (i64 row = pivot + 1 + threadIdx.x; row < rows; row += kBasisThreads) {
         own[row] = (T)(own[row] / (top - image));
@@ -137,23 +170,51 @@ __global__ void __launch_bounds__(kBasisThreads)
     __syncthreads();
     if (threadIdx.x == 0) {
       taus[pivot] = tau;
+      own[pivot] = (T)image;
     }
-    for (i64 other = pivot + 1; other < rank; ++other) {
-      reflect(own, tau, column(other), pivot, rows);
-    }
+    reflect_later_columns(tau, columns, pivot, rows, rank);
   }
-  __syncthreads();
-  for (i64 pivot = rank - 1; pivot >= 0; --pivot) {
-    const Column<T> own = column(pivot);
-    const double tau = taus[pivot];
-    for (i64 other = pivot + 1; other < rank; ++other) {
-      reflect(own, tau, column(other), pivot, rows);
+  if (panel.is_part()) {
+    for (i64 i = threadIdx.x; i < rank * rank; i += kBasisThreads) {
+      const i64 row = i / rank;
+      const i64 column = i % rank;
+      triangles[panel.triangle + i] = row <= column ? columns[column * rows + row] : (T)0;
     }
+    __syncthreads();
+  }
+  for (i64 pivot = rank - 1; pivot >= 0; --pivot) {
+    const double tau = taus[pivot];
+    reflect_later_columns(tau, columns, pivot, rows, rank);
+    T* const own = columns + pivot * rows;
     for (i64 row = threadIdx.x; row < rows; row += kBasisThreads) {
       own[row] = row < pivot ? (T)0 : row == pivot ? (T)(1 - tau) : (T)(-tau * own[row]);
     }
     __syncthreads();
   }
+  if (!panel.is_part()) {
+    panel.for_each(
+        [&](i64 row, i64 column, i64 place) { basis[place] = columns[column * rows + row]; });
+  }
+}
+
+// Multiplies the bases of panels, in `work`, with their rows of the bases of the stacked triangles.
+// One block per panel. See Note [Tall factors].
+template <typename T>
+__global__ void __launch_bounds__(kBasisThreads)
+    combine(const Panel* panels, const T* work, const T* triangles, T* basis) {
+  const Panel panel = panels[blockIdx.x];
+  if (!panel.is_part()) {
+    return;
+  }
+  const T* const columns = work + panel.work;
+  const T* const of_panel = triangles + panel.triangle;
+  panel.for_each([&](i64 row, i64 column, i64 place) {
+    double sum = 0;
+    for (i64 f = 0; f < panel.rank; ++f) {
+      sum += (double)columns[f * panel.rows + row] * of_panel[f * panel.rank + column];
+    }
+    basis[place] = (T)sum;
+  });
 }
 
 // Loads a vector of M = E + G. `error` may be null.
@@ -393,26 +454,29 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Copies each vector of `fresh`, except vectors of zeros, to `kept` if `all_finite` is true. One
-// block per matrix and vector: a column of a left factor, a row of a right one.
+// Copies each vector of `fresh`, except vectors of zeros, to `kept` if `all_finite` is true. The
+// blocks (x, y, *) handle vector y of matrix x: a column of a left factor, a row of a right one.
+// Each looks for a number other than zero from the start, and soon finds one, unless there is none.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     keep(const u8* all_finite, const Matrix* matrices, i64 side, const T* fresh, T* kept) {
   const Matrix& matrix = matrices[blockIdx.x];
-  if (blockIdx.y >= matrix.rank) {
+  const i64 length = side == kLeft ? matrix.rows : matrix.columns;
+  if (blockIdx.y >= matrix.rank || (i64)blockIdx.z * kThreads >= length) {
     return;
   }
-  const i64 length = side == kLeft ? matrix.rows : matrix.columns;
   const i64 stride = side == kLeft ? matrix.rank : 1;
   const i64 start = matrix.factors[side].start + blockIdx.y * (side == kLeft ? 1 : length);
   bool is_alive = false;
-  for (i64 i = threadIdx.x; i < length; i += kThreads) {
-    is_alive |= fresh[start + i * stride] != 0;
+  for (i64 first = 0; first < length && !is_alive; first += kThreads) {
+    const i64 i = first + threadIdx.x;
+    is_alive = __syncthreads_or(i < length && fresh[start + i * stride] != 0);
   }
-  if (!__syncthreads_or(is_alive) || !*all_finite) {
+  if (!is_alive || !*all_finite) {
     return;
   }
-  for (i64 i = threadIdx.x; i < length; i += kThreads) {
+  const i64 step = (i64)gridDim.z * kThreads;
+  for (i64 i = (i64)blockIdx.z * kThreads + threadIdx.x; i < length; i += step) {
     kept[start + i * stride] = fresh[start + i * stride];
   }
 }

@@ -4,6 +4,7 @@ Letters as in algorithms/lowrank/compressor.py. Errors and factors are float32 o
 one dtype; the bucket may also be in half precision.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ _RANKS = {  # the highest ranks that kernels for products are compiled for; abov
     torch.float32: (8, 16),
     torch.float64: (16,),
 }
-_OF_FACTORS = ("orthonormalize", "message", "average", "keep")
+_OF_FACTORS = ("orthonormalize", "combine", "message", "average", "keep")
 _PROJECT = ("project_left", "project_right")
 
 
@@ -49,6 +50,9 @@ _BASIS_THREADS = 512
 _ROWS = 4
 _SPANS = (1024, 64)  # columns that a sum for a left factor is over, rows for a right one
 _MOST_SPANS = 128  # of a matrix, however long
+_TALL = 4096  # rows of a factor, or columns, above which several blocks compute its basis
+_KEPT_PER_BLOCK = 1024  # numbers of one vector that a block of `keep` copies,
+_MOST_KEEPERS = 64  # unless so many blocks do not suffice
 
 
 class Matrix(NamedTuple):
@@ -67,7 +71,9 @@ class Matrix(NamedTuple):
 
 
 class MatrixKernels:
-    """The kernels for the matrices of one bucket, of whatever shapes; each method is one launch.
+    """The kernels for the matrices of one bucket, of whatever shapes.
+
+    Each method is one launch, except :meth:`orthonormalize` if a factor is tall.
 
     ``bucket``: the bucket, flat. ``like``: a tensor of the dtype to work in. The factors of one
     ``side``, LEFT or RIGHT, of all matrices are one flat tensor, which the exact ranges may follow.
@@ -92,10 +98,8 @@ class MatrixKernels:
             head = (self._blocks, matrix.gradient, matrix.error, *matrix[-3:])
             rows.append((*head, *self._factor(LEFT, matrix), *self._factor(RIGHT, matrix)))
             self._blocks += blocks_for(-(-matrix.rows // _ROWS) * self._vectors(matrix))
-        table = torch.tensor(rows, dtype=torch.int64)
-        if like.is_cuda:
-            table = table.pin_memory()  # or the host would wait for the copy
-        self._table = table.to(like.device, non_blocking=True)
+        self._table = _on_device(rows, like)
+        self._bases = [_Bases(side, matrices[: self._count], like) for side in (LEFT, RIGHT)]
         type_, element = TYPES[like.dtype], ELEMENTS[bucket.dtype]
         self._names = {name: kernel_name(name, type_) for name in _OF_FACTORS}
         self._names["apply"] = kernel_name("apply", type_, element)
@@ -128,13 +132,26 @@ class MatrixKernels:
     def orthonormalize(self, side: int, factors: Tensor) -> Tensor:
         """Return orthonormal bases of the columns of each P, or of the rows of each Q.
 
-        Ranks may not be above :data:`MAX_RANK`.
+        Ranks may not be above :data:`MAX_RANK`. If a factor is tall there are three launches, and
+        vectors of its basis may have other signs than LAPACK's: Note [Tall factors].
         """
+        where, name = self._bases[side], self._names["orthonormalize"]
         basis = factors.new_empty(self._factors[side])
-        arguments = (self._table, side, factors, basis)
-        launch(
-            SOURCE, self._names["orthonormalize"], arguments, grid=self._count, block=_BASIS_THREADS
-        )
+        work = torch.empty_like(basis)
+        triangles = factors.new_empty(where.triangles)
+        arguments = (where.panels, factors, work, triangles, basis)
+        launch(SOURCE, name, arguments, grid=len(where.panels), block=_BASIS_THREADS)
+        if where.triangles > 0:
+            stacks = (where.stacks, triangles, torch.empty_like(triangles), None, triangles)
+            launch(SOURCE, name, stacks, grid=len(where.stacks), block=_BASIS_THREADS)
+            panels = (where.panels, work, triangles, basis)
+            launch(
+                SOURCE,
+                self._names["combine"],
+                panels,
+                grid=len(where.panels),
+                block=_BASIS_THREADS,
+            )
         return basis
 
     def project(
@@ -174,7 +191,10 @@ class MatrixKernels:
     def keep(self, side: int, fresh: Tensor, kept: Tensor, all_finite: Tensor) -> None:
         """Copy vectors of ``fresh``, except zeros, to ``kept`` if ``all_finite`` is true."""
         arguments = (all_finite, self._table, side, fresh, kept)
-        launch(SOURCE, self._names["keep"], arguments, grid=(self._count, self._largest_rank, 1))
+        parts = min(_MOST_KEEPERS, blocks_for(self._bases[side].longest, _KEPT_PER_BLOCK))
+        launch(
+            SOURCE, self._names["keep"], arguments, grid=(self._count, self._largest_rank, parts)
+        )
 
     def apply(
         self,
@@ -206,3 +226,54 @@ class MatrixKernels:
         if len(factors) == 1:
             return factors[0]
         return torch.cat([flat[: self._factors[side]] for flat in factors])
+
+
+class _Panel(NamedTuple):
+    """The struct Panel of lowrank.cu."""
+
+    start: int
+    row_stride: int
+    column_stride: int
+    rows: int
+    rank: int
+    work: int
+    triangle: int = -1
+
+
+class _Bases:
+    """Which panels :meth:`MatrixKernels.orthonormalize` divides the factors of a side into."""
+
+    def __init__(self, side: int, matrices: Sequence[Matrix], like: Tensor) -> None:
+        panels: list[_Panel] = []
+        stacks: list[_Panel] = []
+        self.longest = 0
+        """Rows of the tallest factor."""
+        self.triangles = 0
+        """Elements of the triangles of all tall factors."""
+        for matrix in matrices:
+            rank, start = matrix.rank, matrix[2 + side]
+            rows, strides = (
+                (matrix.rows, (rank, 1)) if side == LEFT else (matrix.columns, (1, matrix.columns))
+            )
+            self.longest = max(rows, self.longest)
+            if rows <= _TALL:
+                panels.append(_Panel(start, *strides, rows, rank, start))
+                continue
+            parts = rows // math.isqrt(rows * rank)  # each has as many rows as columns, or more
+            stacks.append(_Panel(self.triangles, rank, 1, parts * rank, rank, self.triangles))
+            for part in range(parts):
+                begin, end = (rows * i // parts for i in (part, part + 1))
+                places = start + begin * rank, self.triangles
+                panels.append(
+                    _Panel(start + begin * strides[0], *strides, end - begin, rank, *places)
+                )
+                self.triangles += rank * rank
+        self.panels = _on_device(panels, like)
+        self.stacks = _on_device(stacks, like)
+
+
+def _on_device(rows: Sequence[Sequence[int]], like: Tensor) -> Tensor:
+    table = torch.tensor(rows, dtype=torch.int64)
+    if like.is_cuda:
+        table = table.pin_memory()  # or the host would wait for the copy
+    return table.to(like.device, non_blocking=True)

@@ -68,6 +68,37 @@ def test_it_falls_back_and_returns(run_ranks: Any) -> None:
     run_ranks(fall_back, 2)
 
 
+def switch_without_numbers(rank: int, size: int) -> None:
+    """In the step of the switch, step 5, a gradient of one rank is not finite."""
+    hook = Guard(LOW_RANK, max_error=0.1, every=4)  # type: ignore[arg-type]
+    trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.003)
+    sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in PARAMETERS.items()}
+    for step in range(8):
+        of_ranks = [gradients(peer, step, low_rank=step < 4) for peer in range(size)]
+        if step == 5:
+            of_ranks[0] = {n: torch.full_like(g, torch.nan) for n, g in of_ranks[0].items()}
+        found = trainer.step(of_ranks[rank])
+        assert hook.is_fallback == (step >= 5)
+        if step == 5:
+            assert all(average.isnan().all() for average in found.values())
+        else:
+            exact = mean_over_ranks(of_ranks, PARAMETERS)
+            for name in PARAMETERS:
+                sums[name] += found[name].double() - exact[name].double()
+        errors = [e["error"] for e in hook.inner.state.values() if "error" in e]
+        assert len(errors) == (2 if step < 7 else 0)  # the host learns that one step later
+        if step >= 6:  # a checkpoint would have nothing that was sent
+            assert not any(error.any() for error in errors)
+            assert all(total.norm() < 1e-4 for total in sums.values())
+        elif step >= 4:
+            assert all(error.any() for error in errors)
+            assert any(total.norm() > 1 for total in sums.values())
+
+
+def test_what_was_not_sent_waits_for_a_step_with_numbers(run_ranks: Any) -> None:
+    run_ranks(switch_without_numbers, 2)
+
+
 async def fail(*_: object) -> Tensor:
     raise ValueError("by the test")
 

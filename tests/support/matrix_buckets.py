@@ -149,7 +149,7 @@ def check_apply(bucket: Bucket, sides: list[Side], finite: bool) -> None:
 
 def every_kernel() -> None:
     """Small, with memory that ends where tensors do."""
-    bucket = Bucket([(1, 1, 1, 1), (2, 7, 33, 5), (1, 130, 68, 3)], torch.float32)
+    bucket = Bucket([(1, 1, 1, 1), (2, 7, 33, 5), (1, 130, 68, 3), (1, 4100, 5, 2)], torch.float32)
     compressor = bucket.compressor()
     half = bucket.half_step(Side.RIGHT)
     finite = None

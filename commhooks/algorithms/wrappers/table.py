@@ -12,33 +12,41 @@ the gradient makes up for a hook that is no longer used, whatever hook is used t
 are no residuals, are lost.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.route import Routing
 from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.capabilities import KeepsOwn, any_declares
+from commhooks.hook.capabilities import Flag, KeepsOwn, any_declares
 from reducer import GradBucket
-
-__all__ = ["HookTable", "check_candidate", "residual_of"]
 
 _ALL = slice(None)
 _FIELD = "error"
 _CHOOSERS = {"auto", "guard"}
+_REFUSED: Mapping[Flag, str] = {
+    "changes_parameters": "changes parameters",
+    "skips_steps": "skips steps of the training loop",
+    "spreads_parameters": "keeps state of other parameters on other ranks",
+    "has_exchanges": "goes on with exchanges between steps",
+}
+"""What keeps a hook from being a candidate, and why."""
 
 
 class HookTable(Routing):
     """A table of parameters and hooks. Residuals follow a parameter to its next hook.
 
     A parameter *moves* in the first step in which a hook gets it while another one still has state
-    of it. The residual is added to its gradient, and dropped when the new hook has returned finite
-    numbers; until then it stays where it was, so that no failure loses it. So nothing but the table
-    and the states of the hooks needs to be saved. See Note [Residuals].
+    of it. The residual is added to its gradient, and becomes zero on the device when the new hook
+    has returned finite numbers; until then it stays where it was, so that no failure loses it. The
+    host learns of it in the next step, and drops the state then. So nothing but the table and the
+    states of the hooks needs to be saved. See Note [Residuals].
     """
 
     def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
@@ -46,6 +54,19 @@ class HookTable(Routing):
         self._hooks = hooks
         self._moving: dict[str, list[int]] = {}
         """The hooks that still have state of a parameter which is another one's now."""
+        self._sent: list[tuple[HostCopy, list[dict[str, Tensor]]]] = []
+        """For each bucket of the last step in which parameters moved: whether their residuals have
+        been sent, and the states of them that go then."""
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        sent, self._sent = self._sent, []
+        gone = {id(entry) for is_sent, entries in sent if is_sent.read() for entry in entries}
+        if gone:
+            for each in chain.from_iterable(map(tree, self._hooks)):
+                # A new dict tells the hook's caches of buckets that the state has changed.
+                each.state = {n: entry for n, entry in each.state.items() if id(entry) not in gone}
+            self.refresh()
 
     def change(self, table: Mapping[str, int]) -> None:
         """Use another table from the next step on."""
@@ -85,12 +106,13 @@ class HookTable(Routing):
             return await self._hooks[i].reduce(bucket, comm)
         self._add_residuals(bucket, moving, comm.size)
         average = await self._hooks[i].reduce(bucket, comm)
-        if bool(all_finite(average)):  # waits for the device, in this step only
-            for j, hook in enumerate(self._hooks):
-                if names := [name for name, former in moving.items() if j in former]:
-                    _forget(hook, names)
-            for name in moving:
-                self._moving.pop(name, None)
+        is_sent, entries = all_finite(average), []
+        for gradient, name in zip(bucket.gradients(), bucket.names, strict=True):
+            for former in (self._hooks[j] for j in moving.get(name, ())):
+                for tensor in _residual_tensors(former, name, gradient):
+                    tensor.masked_fill_(is_sent, 0)
+                entries += [each.state[name] for each in tree(former) if name in each.state]
+        self._sent.append((HostCopy(is_sent), entries))
         return average
 
     def _add_residuals(
@@ -100,9 +122,10 @@ class HookTable(Routing):
         every = zip(bucket.names, bucket.offsets, bucket.lengths, strict=True)
         for (name, offset, length), gradient in zip(every, bucket.gradients(), strict=True):
             for i in moving.get(name, ()):
+                _move_state(self._hooks[i], name, flat.device)
                 residual = residual_of(self._hooks[i], name, gradient, size)
                 if residual is not None:
-                    flat[offset : offset + length] += residual.to(flat.device)
+                    flat[offset : offset + length] += residual
 
 
 def check_candidate(hook: CommHook, where: str) -> None:
@@ -110,19 +133,11 @@ def check_candidate(hook: CommHook, where: str) -> None:
 
     ``where``: what the user has set to this hook.
     """
-    problem = ""
+    problem = next((text for flag, text in _REFUSED.items() if any_declares(hook, flag)), "")
     if not has_consensus(hook):
         problem = "does not return the same on all ranks"
-    elif any_declares(hook, "changes_parameters"):
-        problem = "changes parameters"
-    elif any_declares(hook, "skips_steps"):
-        problem = "skips steps of the training loop"
-    elif any_declares(hook, "spreads_parameters"):
-        problem = "keeps state of other parameters on other ranks"
-    elif any_declares(hook, "has_exchanges"):
-        problem = "goes on with exchanges between steps"
     elif choosers := sorted(_CHOOSERS & {each.name for each in tree(hook)}):
-        problem = f"chooses hooks itself, in {choosers[0]!r}"
+        problem = problem or f"chooses hooks itself, in {choosers[0]!r}"
     if problem:
         raise CommHookOptionError(
             f"{where}: expected hooks that average gradients in the same step, such as int8 or "
@@ -139,27 +154,43 @@ def residual_of(
     of ranks. ``where``: the elements that are wanted.
     """
     total = None
+    for each, entry, shared in _residuals(hook, parameter, gradient):
+        residual = _flat(entry[_FIELD])[where].clone()
+        own = {name: value for name, value in entry.items() if name not in shared}
+        if own and isinstance(each, KeepsOwn):
+            of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
+            each.keep_own(of_mean, own)
+            residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)
+        total = residual if total is None else total.add_(residual)
+    return total
+
+
+def _residuals(
+    hook: CommHook, parameter: str, gradient: Tensor
+) -> Iterator[tuple[CommHook, dict[str, Tensor], set[str]]]:
+    """Yield each hook with a residual of the parameter, its state, and the averageable fields."""
     for each in tree(hook):
         entry = each.state.get(parameter, {})
         fields = each.state_fields(gradient) if _FIELD in entry else ()
         shared = {field.name for field in fields or () if field.across_ranks == "averageable"}
         if _FIELD in shared:
-            residual = _flat(entry[_FIELD])[where].clone()
-            own = {name: value for name, value in entry.items() if name not in shared}
-            if own and isinstance(each, KeepsOwn):
-                of_mean = {name: torch.zeros_like(entry[name]) for name in shared if name in entry}
-                each.keep_own(of_mean, own)
-                residual.add_(_flat(of_mean[_FIELD])[where], alpha=size)
-            total = residual if total is None else total.add_(residual)
-    return total
+            yield each, entry, shared
 
 
-def _forget(hook: CommHook, parameters: Iterable[str]) -> None:
-    """Drop the state of some parameters."""
-    dropped = set(parameters)
+def _residual_tensors(hook: CommHook, parameter: str, gradient: Tensor) -> Iterator[Tensor]:
+    """Yield what is zero if there is no residual: see Note [Residuals]."""
+    for each, entry, shared in _residuals(hook, parameter, gradient):
+        is_own = isinstance(each, KeepsOwn)
+        yield from (
+            t for name, t in entry.items() if name == _FIELD or (is_own and name not in shared)
+        )
+
+
+def _move_state(hook: CommHook, parameter: str, device: torch.device) -> None:
+    """Move what was loaded, and never used, to the device."""
     for each in tree(hook):
-        # A new dict tells the hook's caches of buckets that the state has changed.
-        each.state = {key: entry for key, entry in each.state.items() if key not in dropped}
+        entry = each.state.get(parameter, {})
+        entry.update({name: tensor.to(device) for name, tensor in entry.items()})
 
 
 def _flat(tensor: Tensor) -> Tensor:
