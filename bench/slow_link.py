@@ -7,8 +7,8 @@ any time.
 
 The model is the demo's GPT, enlarged. It and its training are also for
 
-    commhooks compare --model bench.slow_link:make_gpt --train bench.slow_link:train \\
-        --link 100mbit --hooks ...
+    commhooks compare --model bench.slow_link:make_gpt --input bench.slow_link:make_batch \\
+        --train bench.slow_link:train --link 100mbit --hooks ...
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ def courses_of(document: dict[str, Any]) -> dict[str, Course]:
 def make_gpt() -> GPT:
     """Create the GPT, with 10.8 million parameters."""
     return GPT(GPTConfig(layers=6, heads=6, width=384, block_size=LENGTH))
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first batch."""
+    return train_batch(load_corpus().train, SEQUENCES, LENGTH, seed=0, step=0, rank=0)
 
 
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:

@@ -191,6 +191,7 @@ class HookScheduler:
                 self._groups.publish(str(error))
                 self._groups.abandon()
                 self._exchanges.drop(error)
+                self._stream.synchronize()  # Note [Streams and lifetimes] in side_stream.py, 5
         finally:
             self.executor.fail_all(error)
 

@@ -13,6 +13,9 @@ stream has yet to read it. Therefore:
    waits for that stream before the tensor is freed. Futures do this for results.
 4. Exchanges run on a second stream, after the steps before them. The hook refers to an exchange,
    and so to what its coroutine uses, until a step has waited for its result.
+5. An error in a future orders no streams. On Gloo the host waits for the side stream before it sets
+   one, as the model may be dropped next. On NCCL, where peers may be missing, it does not wait; the
+   job ends.
 """
 
 import threading

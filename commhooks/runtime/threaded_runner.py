@@ -106,16 +106,12 @@ class ThreadedRunner:
         self._thread.call(self._scheduler.end_early)
 
     def flush(self) -> None:
-        """Wait until the exchanges that have begun are over, with or without an error.
-
-        The current stream waits for what a step that failed has left to do.
-        """
+        """Wait until the exchanges that have begun are over, with or without an error."""
         exchanges, thread, over = self._exchanges, self._thread, threading.Event()
         if thread.is_alive():
             # A round trip, so that this thread has recorded them before it returns.
             thread.call(lambda: exchanges.when_idle(lambda: thread.call(over.set)))
             over.wait()
-        self._stream.join()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

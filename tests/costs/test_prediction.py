@@ -61,7 +61,7 @@ def test_a_field_that_an_older_file_lacks_has_its_default():
     data = asdict(trace)
     del data["exchanges"]
     assert from_json(BucketTrace, data) == trace
-    with pytest.raises(TypeError, match="seconds_of_old"):
+    with pytest.raises(KeyError, match="seconds_of_old"):
         from_json(BucketTrace, data | {"seconds_of_old": 1.0})
 
 

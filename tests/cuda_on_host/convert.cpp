@@ -40,3 +40,11 @@ EXPORT int convert_strided(
       pieces, count, static_cast<Element>(from), static_cast<Element>(to), scale, finite, nullptr);
   return error == nullptr ? commhooks::cuda::launches : -1;
 }
+
+// Tells whether there is an image, on a device for which there is machine code or not.
+EXPORT bool has_image(bool has_code) {
+  has_machine_code = has_code;
+  const bool found = commhooks::cuda::has_image();
+  has_machine_code = true;
+  return found;
+}

@@ -334,3 +334,14 @@ def test_more_strided_pieces_than_a_table() -> None:
     found = [torch.empty(8, 8) for _ in range(2 * STRIDED_TABLE + 1)]
     assert run([strided_piece(source, one) for one in found], *2 * [torch.float32], 1.0) == 3
     assert all(torch.equal(one, source) for one in found)
+
+
+def test_a_device_without_an_image_is_found_before_a_launch_fails():
+    """Torch's operations pack there, and no later launch reports the error."""
+    has_image = library().has_image
+    has_image.restype = ctypes.c_bool
+    assert has_image(True)
+    assert not has_image(False)
+    bucket = Bucket([5], torch.float32, torch.float32)
+    assert run(bucket.pieces(), torch.float32, torch.float32, 1.0) == 1
+    bucket.check(1.0)

@@ -1,5 +1,7 @@
 """Hooks and runners keep Note [Streams and lifetimes] in side_stream.py, on a simulated device."""
 
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -9,10 +11,14 @@ import torch
 from emulation import emulated
 from support.conforming_hooks import OPTIONS, OWN_HOOKS
 from support.simulated_streams import Simulation, simulated
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import commhooks
 from commhooks.adapters import adapter
+from commhooks.adapters.ddp import DDPAdapter
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import any_declares
@@ -22,6 +28,7 @@ from commhooks.runtime.threaded_runner import ThreadedRunner
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 
 RUNNERS = {"stream": StreamRunner, "threaded": ThreadedRunner}
+WRAPPERS = {"ours": commhooks.DistributedDataParallel, "torch's": TorchDistributedDataParallel}
 Found = tuple[list[str], set[str]]
 """Problems, and the calls that order streams."""
 # One of each family; the others run in `make test-all`.
@@ -57,11 +64,19 @@ def train(trainer: Trainer, rank: int, simulation: Simulation, *steps: int) -> N
 
 
 def life(
-    rank: int, size: int, runner: str, name: str, options: dict[str, Any], ignored: str = ""
+    rank: int,
+    size: int,
+    runner: str,
+    name: str,
+    options: dict[str, Any],
+    ignored: str = "",
+    *,
+    torch_ddp: bool = False,
 ) -> Found:
     """Use a hook in every way that touches what it keeps."""
     with device(runner, ignored) as simulation:
-        trainer = Trainer(make(name, options), stable_buckets=True)
+        wrapper = {"torch_ddp": True} if torch_ddp else {"stable_buckets": True}
+        trainer = Trainer(make(name, options), **wrapper)
         handle = trainer.handle
         train(trainer, rank, simulation, 0, 1, 2)
         saved = copied(handle.state_dict())  # in the middle of an exchange
@@ -71,8 +86,9 @@ def life(
         if not any_declares(trainer.hook, "has_exchanges"):  # the new runner would not know them
             handle.replace(handle.hook)
         train(trainer, rank, simulation, 7, 8)
-        assert handle.adapter._registration.on_overwrite is not None
-        handle.adapter._registration.on_overwrite()  # which calls recover()
+        if isinstance(handle.adapter, DDPAdapter):
+            assert handle.adapter._registration.on_overwrite is not None
+            handle.adapter._registration.on_overwrite()  # which calls recover()
         train(trainer, rank, simulation, 9, 10)
         handle.stats()
         handle.replace(make(name, options))
@@ -83,11 +99,78 @@ def life(
 
 
 def failure(rank: int, size: int, runner: str, ignored: str = "") -> Found:
-    """Drop a model, or remove the hook, after a step in which the hook has failed."""
+    """Drop a model, or remove the hook, after a step, in which the hook has failed or not."""
     with device(runner, ignored) as simulation:
+        train(Trainer(make("int8", {}), stable_buckets=True), rank, simulation, 0)
         fail(rank, simulation, "int8")
+        fail(rank, simulation, "local_sgd", period=1)  # writes to the parameters
         if runner == "threaded":  # on NCCL the hook keeps failing
             fail(rank, simulation, "local_sgd", period=1).handle.remove()  # averages the models
+    return list(simulation.problems), simulation.calls
+
+
+def train_shards(model: Any, optimizer: Any, rank: int, *steps: int) -> None:
+    for step in steps:
+        model(torch.full((3, 20), float(rank + step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shards(
+    rank: int, size: int, runner: str, name: str, options: dict[str, Any], ignored: str = ""
+) -> Found:
+    """As :func:`life`, between the replicas of a sharded model."""
+    with device(runner, ignored) as simulation:
+        mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 10))
+        for module in (model[0], model):
+            fully_shard(module, mesh=mesh)
+        handle = commhooks.register(model, make(name, options))
+        optimizer = torch.optim.SGD(model.parameters())
+
+        steps = functools.partial(train_shards, model, optimizer, rank)
+        steps(0, 1, 2)
+        saved = copied(handle.state_dict())
+        steps(3)
+        handle.load_state_dict(saved)
+        steps(4, 5)
+        handle.replace(handle.hook)
+        steps(6)
+        handle.replace(make(name, options))
+        steps(7, 8)
+        handle.remove()
+        del model, handle, optimizer, steps, module
+    return list(simulation.problems), simulation.calls
+
+
+class Words(nn.Module):
+    """Has a sparse gradient beside dense ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4, sparse=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.words(words)).square().sum()
+
+
+def rows(rank: int, size: int, runner: str, wrapper: str) -> Found:
+    """Train with sparse gradients, which no hook gets."""
+    with device(runner) as simulation, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of sparse gradients, at registration
+        model = WRAPPERS[wrapper](Words())
+        handle = commhooks.register(model, make("int8", {}))
+        for step in range(4):
+            model(torch.tensor([rank, 3, step])).backward()
+            simulation.unpack()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.sub_(parameter.grad.to_dense(), alpha=0.1)
+                    parameter.grad = None
+        handle.remove()
+        del model, handle, parameter
     return list(simulation.problems), simulation.calls
 
 
@@ -137,6 +220,46 @@ def test_nothing_is_used_too_early_or_freed_too_soon(run_ranks, runner, name, op
         assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("runner", "name", "options"),
+    [
+        pytest.param(
+            runner, name, options, marks=[pytest.mark.exhaustive] if runner == "threaded" else []
+        )
+        for runner in RUNNERS
+        for name, options in (
+            ("int8", {}),
+            ("powersgd", OPTIONS["powersgd"][0]),
+            ("diloco", WITH_EXCHANGES),
+        )
+    ],
+)
+def test_nor_in_torchs_wrapper(run_ranks, runner, name, options):
+    for problems, _ in run_ranks(life, 2, runner, name, options, torch_ddp=True):
+        assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("runner", "name"),
+    [
+        ("stream", "int8"),
+        pytest.param("threaded", "int8", marks=[pytest.mark.exhaustive]),
+        pytest.param("stream", "powersgd", marks=[pytest.mark.exhaustive]),
+    ],
+)
+def test_nor_between_replicas_of_shards(run_ranks, runner, name):
+    for problems, _ in run_ranks(shards, 2, runner, name, OPTIONS.get(name, [{}])[0]):
+        assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nor_with_sparse_gradients(run_ranks, runner, wrapper):
+    for problems, calls in run_ranks(rows, 2, runner, wrapper):
+        assert not problems, "\n".join(problems)
+        assert calls
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_nor_after_a_failure(run_ranks, runner):
     for problems, _ in run_ranks(failure, 2, runner):
@@ -162,7 +285,6 @@ CALLS = {
         "record: record_on_current_stream < HookHandle.state_dict",
         "wait: follow < HookScheduler.launch",
         "wait: follow < forked < ThreadedRunner.between_steps",
-        "wait: join < ThreadedRunner.flush",
         "wait: join < forked < ThreadedRunner.between_steps",
     },
 }

@@ -15,10 +15,19 @@ problems, whatever the streams' speeds:
   must have waited for it.
 
 Collectives are operations on the stream that awaits them, as on NCCL. A host that reads a number
-waits for the stream. Not seen are accesses by raw pointers outside of :mod:`commhooks.native`,
-launches of kernels and collectives: packing and unpacking in C++, for which :func:`simulated`
-stands in where a runner is called and where backward has ended, and what torch's autograd does
-without its dispatcher. All tensors are taken for tensors of the device.
+waits for the stream. All tensors are taken for tensors of the device. Of torch's wrapper and of
+FSDP, only what they call is simulated: a bucket is packed on the stream of backward, FSDP averages
+between replicas on a stream of its own, and both wait for the results.
+
+Not seen:
+
+- accesses by raw pointers in C++: packing and unpacking, for which :func:`simulated` stands in
+  where a runner is called and where backward has ended, and hooks that run there. Launches of
+  kernels and calls of :mod:`commhooks.native` are seen, as if they wrote to all their tensors;
+- what callbacks of torch's futures do on threads of a backend, such as the average of a sparse
+  gradient, which stays on the streams that torch gives to the callback;
+- what torch's autograd does without its dispatcher, and FSDP's own streams;
+- torchft, whose managers are not simulated.
 """
 
 import gc
@@ -35,14 +44,17 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import commhooks
 from commhooks import native
+from commhooks.adapters.fsdp import FSDPAdapter
+from commhooks.adapters.torch_ddp import TorchAdapter
 from commhooks.comm import exchange
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookError
 from commhooks.runtime import execution, side_stream, stream_runner, threaded_runner
+from reducer import native as reducer_native
 
 __all__ = ["Simulation", "simulated"]
 
@@ -131,6 +143,13 @@ class Simulation:
             if block is not None and self.counts("record"):
                 block.recorded.add(stream)
 
+    def own(self, tensor: Tensor) -> None:
+        """Let memory belong to the current stream."""
+        with self._lock:
+            block = self._block(tensor)
+            if block is not None:
+                block.owner = self.current
+
     def wait_on_host(self, stream: int) -> None:
         with self._lock:
             self._check_freed()
@@ -180,10 +199,7 @@ class Simulation:
 
     def _block(self, tensor: Tensor) -> _Block | None:
         """Return the block of a tensor, a new one of the current stream if it is not known."""
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # sparse
-            return None
+        storage = tensor.untyped_storage()
         if storage.nbytes() == 0 or storage.device.type != "cpu":
             return None
         key = storage._cdata
@@ -326,19 +342,47 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     yield exchange, "new_future", lambda _: DeviceFuture()
     yield execution, "new_future", lambda _: DeviceFuture()
 
+    backward = Stream()
+
     def packing(launch: Any, runner: Any, bucket: Any) -> Any:
-        simulation.access("packing", written=bucket.buffer())
         # No variable may hold a future, which may have an error that refers to this frame.
         launched = simulation.launched
-        launched.append(launch(runner, bucket))
+        caller = simulation.current
+        simulation.wait(backward.stream_id, simulation.position(caller))
+        with backward:
+            simulation.own(bucket.buffer())
+            simulation.record(bucket.buffer(), caller)  # as the reducer does before it unpacks
+            simulation.access("packing", written=bucket.buffer())
+            launched.append(launch(runner, bucket))
         try:
             return launched[-1]
         finally:
             if bucket.is_last():  # the reducer waits for all right after this one
-                try:
-                    simulation.unpack()
-                except CommHookError as error:
-                    error.__traceback__ = None  # the future holds the error
+                wait_for_all()
+
+    def torchs_bucket(run: Any, adapter: Any, bucket: Any) -> Any:
+        try:
+            return run(adapter, bucket)
+        finally:
+            if bucket.is_last():  # it may be a sparse one, which no runner gets
+                wait_for_all()
+
+    def all_reduce_of_fsdp(exchange: Any, *args: Any) -> None:
+        main, own = simulation.current, simulation.new_stream()
+        simulation.wait(own, simulation.position(main))
+        simulation.current = own
+        try:
+            exchange(*args)
+        finally:
+            simulation.current = main
+            simulation.wait(main, simulation.position(own))
+            simulation.launched.clear()  # the adapter has waited
+
+    def wait_for_all() -> None:
+        try:
+            simulation.unpack()
+        except CommHookError as error:
+            error.__traceback__ = None  # the future holds the error
 
     def collective(pending: Any, comm: Any, operation: str, start: Any, *rest: Any) -> Any:
         def run(group: Any, *options: Any) -> Any:
@@ -362,8 +406,11 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
 
     yield wrapped(stream_runner.StreamRunner, "__call__", packing)
     yield wrapped(threaded_runner.ThreadedRunner, "__call__", packing)
+    yield wrapped(TorchAdapter, "run", torchs_bucket)
+    yield wrapped(FSDPAdapter, "_exchange", all_reduce_of_fsdp)
     yield wrapped(Communicator, "_pending", collective)
     yield wrapped(threaded_runner._Thread, "_main", watched)
+    yield wrapped(reducer_native, "pack", native_call)
     for name, function in vars(native).items():
         if callable(function) and not isinstance(function, type):
             yield wrapped(native, name, native_call)
@@ -375,7 +422,10 @@ def _advance(clock: Clock, other: Mapping[int, int]) -> None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.is_sparse:
+        with _disable_current_modes():
+            yield from (value._indices(), value._values())
+    elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:

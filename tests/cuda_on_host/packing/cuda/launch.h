@@ -19,7 +19,8 @@ cudaError_t launch(
     bool* finite) {
   ++launches;
   emulation::machine.kernel = [&] { kernel(table, scale, finite); };
-  return emulation::run_grid({blocks, 1, 1}, {threads, 1, 1}, 0) ? cudaSuccess : cudaErrorUnknown;
+  const bool has_run = emulation::run_grid({blocks, 1, 1}, {threads, 1, 1}, 0);
+  return has_run ? cudaGetLastError() : cudaErrorUnknown;
 }
 
 }  // namespace commhooks::cuda
