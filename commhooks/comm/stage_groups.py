@@ -48,7 +48,7 @@ _POLL_SECONDS = 0.001  # between two looks for peers; doubles up to 16 times thi
 class StageGroups:
     """Gloo process groups, one per stage and subgroup, connected on first use.
 
-    Gloo completes the collectives of one group in any order, hence one group per stage: see
+    Gloo completes the collectives of one group in any order, so there is one group per stage: see
     Note [Order of collectives]. After a failure all groups are dropped: what peers have pending on
     them fails when every rank has dropped them, and the next ``epoch`` starts with new ones.
 

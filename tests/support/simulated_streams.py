@@ -407,7 +407,7 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     yield wrapped(stream_runner.StreamRunner, "__call__", packing)
     yield wrapped(threaded_runner.ThreadedRunner, "__call__", packing)
     yield wrapped(TorchAdapter, "run", torchs_bucket)
-    yield wrapped(FSDPAdapter, "_exchange", all_reduce_of_fsdp)
+    yield wrapped(FSDPAdapter, "_reduce", all_reduce_of_fsdp)
     yield wrapped(Communicator, "_pending", collective)
     yield wrapped(threaded_runner._Thread, "_main", watched)
     yield wrapped(reducer_native, "pack", native_call)
