@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.cluster import Ranks
-from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.remote import StepTimes
@@ -108,7 +107,7 @@ def entry_of(name: str) -> Entry:
     """Return what a name stands for: "bare", "torch", a hook of torch's, or a hook of ours."""
     if name in (BARE.name, TORCH.name):
         return BARE if name == BARE.name else TORCH
-    return _TORCHS.get(name) or Entry(name, hook_spec(name).config)
+    return _TORCHS.get(name) or Entry.of(name)
 
 
 def backwards(ranks: Ranks, entry: Entry, done: int, steps: int) -> tuple[list[float], list[float]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from commhooks.lab.models import Transformer
+from commhooks.lab.networks import Transformer
 
 
 class ManySmall(nn.Module):

@@ -6,7 +6,7 @@ well. matplotlib is imported when the first one is drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,14 @@ def label_points(
 
     axes.figure.canvas.draw()
     frame = axes.get_window_extent().padded(6)
-    taken = [*_boxes(axes.lines), *(text.get_window_extent() for text in axes.texts)]
+    taken = [text.get_window_extent() for text in axes.texts]
     for name, x, y, color in points:
         for place in places:
             text = _annotate(axes, name, (x, y), place, color=color, fontsize=8)
             box = text.get_window_extent().padded(1)
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 <= frame.y1
-            if inside and not any(box.overlaps(other) for other in taken):
+            covers = any(box.overlaps(other) for other in taken)
+            if inside and not covers and not any(_touches(line, box) for line in axes.lines):
                 break
             text.remove()
         else:
@@ -110,19 +111,12 @@ def _annotate(
     return text
 
 
-def _boxes(lines: Iterable[Any]) -> Iterator[Any]:
-    """Yield boxes around the markers of lines, and around the lines, one every three pixels."""
-    import numpy as np
-    from matplotlib.transforms import Bbox
-
-    for line in lines:
-        path = line.get_transform().transform(np.column_stack(line.get_data()))
-        if line.get_linestyle() != "None" and len(path):
-            lengths = np.abs(np.diff(path, axis=0)).max(axis=1)
-            ends = np.append(0, np.cumsum(lengths))
-            at = np.arange(0, ends[-1], 3)
-            between = np.column_stack([np.interp(at, ends, values) for values in path.T])
-            path = np.append(path, between, axis=0)
-        half = 1 + line.get_markersize() / 2 if line.get_marker() != "None" else 2
-        for x, y in path:
-            yield Bbox.from_extents(x - half, y - half, x + half, y + half)
+def _touches(line: Any, box: Any) -> bool:
+    """Return whether a box is on a line or closer than a point to one of its markers."""
+    path = line.get_transform().transform_path(line.get_path())
+    has_markers, is_drawn = (s != "None" for s in (line.get_marker(), line.get_linestyle()))
+    around = box.padded(1 + line.get_markersize() / 2)
+    return bool(
+        (has_markers and around.count_contains(path.vertices))
+        or (is_drawn and path.intersects_bbox(box.padded(2), filled=False))
+    )

@@ -7,8 +7,8 @@ any time.
 
 The model is the demo's GPT, enlarged. It and its training are also for
 
-    commhooks compare --model bench.slow_link:make_gpt --train bench.slow_link:train \\
-        --link 100mbit --hooks ...
+    commhooks compare --model bench.slow_link:make_gpt --input bench.slow_link:make_batch \\
+        --train bench.slow_link:train --link 100mbit --hooks ...
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from bench import files
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import shaped_link
 from commhooks.costs.records import from_json
-from commhooks.hook.spec import hook_spec
 from commhooks.lab.comparison import TrainingPoint, remote
 from commhooks.lab.comparison.entry import BARE, Entry
 from commhooks.lab.machine import describe_machine
@@ -103,6 +102,11 @@ def make_gpt() -> GPT:
     return GPT(GPTConfig(layers=6, heads=6, width=384, block_size=LENGTH))
 
 
+def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first batch."""
+    return train_batch(load_corpus().train, SEQUENCES, LENGTH, seed=0, step=0, rank=0)
+
+
 def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[], float]]:
     """Train with the demo's AdamW, at a constant learning rate after a linear warm-up.
 
@@ -144,10 +148,9 @@ def train(model: nn.Module, rank: int, world_size: int) -> Iterator[Callable[[],
 
 def race(hook: str, ranks: Ranks, steps: int, seconds: float, goal: float) -> Course:
     """Train with one hook from the first step, until a limit or the validation loss ``goal``."""
-    spec = hook_spec(hook)
     ranks(remote.prepare, Workload(MODEL))
     before = _bare_step_seconds(ranks), os.getloadavg()[0]
-    ranks(remote.begin_training, Entry(spec.text, spec.config), TRAINING)
+    ranks(remote.begin_training, Entry.of(hook), TRAINING)
     points: list[TrainingPoint] = []
     is_over = False
     while not is_over:

@@ -19,7 +19,7 @@ from bench.models import ThreeLayers, two_layers
 from commhooks.cluster import Ranks
 from commhooks.comm.stage_groups import StageGroups
 from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
-from commhooks.lab.models import Transformer
+from commhooks.lab.networks import Transformer
 from reducer import DistributedDataParallel, GradBucket
 
 STEPS = 24  # two blocks in turn

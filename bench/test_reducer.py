@@ -14,7 +14,7 @@ from bench.measured_hooks import NOOP_COPYING, entry_of
 from bench.models import ManySmall
 from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.comparison.hook_benchmarks import HookBenchmarks
-from commhooks.lab.models import Transformer
+from commhooks.lab.networks import Transformer
 
 STEPS = 24
 # "noop" tells the engine that nothing changes, so nothing is packed. "noop, copying" is torch's own

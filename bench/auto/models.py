@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.slow_link import LENGTH, make_gpt
-from commhooks.lab.models import LSTMLanguageModel, ResNet50
+from commhooks.lab.networks import LSTMLanguageModel, ResNet50
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_corpus, train_batch
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
-from commhooks.lab.models import GPT2Small
+from commhooks.lab.networks import GPT2Small
 from reducer import native
 
 

@@ -17,7 +17,7 @@ from bench.copies import against_copy, against_other
 from bench.models import parameter_shapes
 from bench.test_host_time import SUBJECTS, measure, runner_and_bucket
 from commhooks.algorithms.sparse.selection import select_largest
-from commhooks.lab.models import GPT2Small
+from commhooks.lab.networks import GPT2Small
 from reducer import DistributedDataParallel
 
 

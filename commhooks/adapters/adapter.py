@@ -1,5 +1,6 @@
 """The base of adapters, which put hooks on one kind of wrapped model each."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +16,11 @@ from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.roles import roles_of
 from commhooks.precision import at_least_float32
-from commhooks.runtime.recording import Recording
+from commhooks.runtime.recording import Recording, Span
 from commhooks.runtime.runner import Runner, make_runner
 from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats, StatsCollector
+from reducer import GradBucket
 from reducer.peers import collective
 
 __all__ = ["Adapter", "TorchHook"]
@@ -44,6 +46,9 @@ class Adapter(ABC):
 
     A resumed run sets it.
     """
+
+    shard_groups: Sequence[dist.ProcessGroup] = ()
+    """The groups of ranks that share parameters with this one; none if ranks have whole ones."""
 
     sparse: Sequence[str] = ()
     """The names of parameters whose sparse gradients are averaged exactly, whatever the hook."""
@@ -86,11 +91,6 @@ class Adapter(ABC):
         """The names of each bucket's parameters, if buckets never change; otherwise None."""
         return None
 
-    @property
-    def rows(self) -> Sequence[dist.ProcessGroup]:
-        """The ranks that share parameters with this one; none if ranks have whole ones."""
-        return ()
-
     def whole(self, name: str) -> tuple[torch.Size, int] | None:  # noqa: ARG002
         """Return the shape of a shared parameter, and the dimension that it is cut in."""
         return None
@@ -102,7 +102,7 @@ class Adapter(ABC):
         """
         return check_agreement(self.group, self.device, what, value)
 
-    def any_of_rows(self, problem: str | None) -> str | None:
+    def problem_of_any(self, problem: str | None) -> str | None:
         """Return ``problem``, or that of a rank that shares the model, but not the group.
 
         Collective over all ranks; ``problem`` is the same on all ranks of :attr:`group`.
@@ -195,6 +195,20 @@ class Adapter(ABC):
     def between_steps(self) -> AbstractContextManager[None]:
         """Read or change what the hook keeps inside this context: Runner.between_steps."""
         return nullcontext() if self._runner is None else self._runner.between_steps()
+
+    def _add_span(
+        self,
+        activity: str,
+        index: int,
+        start_ns: int,
+        bucket: GradBucket | None = None,
+        hook: str = "",
+    ) -> None:
+        """Record an activity that ends now; for one of a hook, with its bucket and name."""
+        if self.recording is not None:
+            of_bucket = ("", ()) if bucket is None else (bucket.key, tuple(bucket.names))
+            now = time.monotonic_ns()
+            self.recording.spans.append(Span(activity, index, start_ns, now, *of_bucket, hook))
 
     def _listen(self) -> None:
         self._collector.listener = None if self.recording is None else self.recording.runs.append

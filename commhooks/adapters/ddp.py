@@ -43,13 +43,17 @@ class DDPAdapter(Adapter):
                 "replaced nor removed; use commhooks.register() instead"
             )
         self._reducer = model.reducer
-        rows = self._reducer.bucket_stats()
-        reduced = {name for row in rows if row["group"] == 0 for name in row["names"]}
+        of_buckets = self._reducer.bucket_stats()
+        reduced = {
+            name for counts in of_buckets if counts["group"] == 0 for name in counts["names"]
+        }
         names = model.parameter_names.items()
         parameters: dict[str, Tensor] = {name: p for p, name in names if name in reduced}
         all_names = list(model.parameter_names.values())
         super().__init__(model.module, model.device, parameters, all_names)
-        self.sparse = [name for row in rows if row["is_sparse"] for name in row["names"]]
+        self.sparse = [
+            name for counts in of_buckets if counts["is_sparse"] for name in counts["names"]
+        ]
         self._keys = [0] * len(self._names)
         self._has_own_keys = model.options.group_keys.are_given
         self._registration = model.hook_registration
@@ -88,7 +92,7 @@ class DDPAdapter(Adapter):
                 before_step=before_step,
             )
         else:
-            self.regroup(_no_key)
+            self.regroup(lambda _: None)
             if hook is None:
                 self._registration.reset()
             else:
@@ -118,20 +122,20 @@ class DDPAdapter(Adapter):
 
     def stats(self) -> HookStats:
         size = self.group.size()
-        rows = self._reducer.bucket_stats()
+        of_buckets = self._reducer.bucket_stats()
         buckets = [
             bucket_stats(
-                row["ranks"],
-                index=row["index"],
-                names=row["names"],
-                gradient_bytes=row["gradient_bytes"],
-                wire_bytes=self._wire_bytes(row),
-                hook_seconds=row["hook_seconds"] / max(row["steps"], 1),
-                exposed_seconds=row["exposed_seconds"] / max(row["steps"], 1),
+                counts["ranks"],
+                index=counts["index"],
+                names=counts["names"],
+                gradient_bytes=counts["gradient_bytes"],
+                wire_bytes=self._wire_bytes(counts),
+                hook_seconds=counts["hook_seconds"] / max(counts["steps"], 1),
+                exposed_seconds=counts["exposed_seconds"] / max(counts["steps"], 1),
             )
-            for row in rows
+            for counts in of_buckets
         ]
-        steps = max((row["steps"] for row in rows), default=0)
+        steps = max((counts["steps"] for counts in of_buckets), default=0)
         all_steps = max(steps, self.steps - self._first_step)
         return HookStats.of(steps, buckets, size, all_steps - steps)
 
@@ -154,33 +158,29 @@ class DDPAdapter(Adapter):
 
     def _runs_in_cpp(self, recording: Recording) -> Iterator[Run]:
         """Yield the runs of native hooks, which are one collective from beginning to end."""
-        rows = {row["key"]: row for row in self._reducer.bucket_stats()}
+        of_buckets = {counts["key"]: counts for counts in self._reducer.bucket_stats()}
         for span in recording.spans:
-            row = rows.get(span.key)
-            if row is None or not (self._is_native or row["group"]) or recording.run_of(span):
+            counts = of_buckets.get(span.key)
+            if counts is None or not (self._is_native or counts["group"]) or recording.run_of(span):
                 continue
-            sent = self._wire_bytes(row)
-            operation = "all_gather" if row["is_sparse"] else "all_reduce"
+            sent = self._wire_bytes(counts)
+            operation = "all_gather" if counts["is_sparse"] else "all_reduce"
             stage = Stage(operation, (), span.start_ns, span.start_ns, span.end_ns, int(sent or 0))
-            yield Run(span.key, row["index"], sent, span.start_ns, span.end_ns, (stage,))
+            yield Run(span.key, counts["index"], sent, span.start_ns, span.end_ns, (stage,))
 
-    def _wire_bytes(self, row: dict[str, Any]) -> float | None:
-        packed = row["packed_bytes"] // max(row["steps"], 1)
-        if row["is_sparse"]:  # each rank sends its rows to all others
-            return all_gather_bytes(packed, row["ranks"])
-        if row["group"] != 0:
-            return all_reduce_bytes(packed, row["ranks"])
+    def _wire_bytes(self, counts: dict[str, Any]) -> float | None:
+        packed = counts["packed_bytes"] // max(counts["steps"], 1)
+        if counts["is_sparse"]:  # each rank sends its rows to all others
+            return all_gather_bytes(packed, counts["ranks"])
+        if counts["group"] != 0:
+            return all_reduce_bytes(packed, counts["ranks"])
         if self._is_native:  # one all-reduce of what was packed, or nothing was packed
-            return all_reduce_bytes(packed, row["ranks"])
+            return all_reduce_bytes(packed, counts["ranks"])
         if self._runner is not None:
-            return self._collector.wire_bytes(row["key"])
+            return self._collector.wire_bytes(counts["key"])
         return None
 
 
 def _recover(hook: CommHook, target: Runner | NativeHook) -> None:
     with nullcontext() if isinstance(target, NativeHook) else target.between_steps():
         hook.recover()
-
-
-def _no_key(name: str) -> None:
-    """Return the same key for all parameters, so that they may share buckets."""

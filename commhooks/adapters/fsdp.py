@@ -21,14 +21,14 @@ from commhooks.adapters.fsdp_units import (
     units_of,
 )
 from commhooks.algorithms.bucket_parameters import real_view
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 from commhooks.comm.agreement import check_agreement, values_of_ranks
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import declares
 from commhooks.hook.derived_bucket import BucketPart
-from commhooks.runtime.recording import Run, Span
+from commhooks.runtime.recording import Run
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.construction import sparse_parameters
@@ -44,27 +44,28 @@ class FSDPAdapter(Adapter):
     that have a gradient on some rank. How many come in a step is not known in advance, so none is
     marked as the last.
 
-    Note [Rows and columns]
-    ~~~~~~~~~~~~~~~~~~~~~~~
-    Ranks are arranged as replicas times shards. A rank exchanges with the replicas of its shards,
-    its *column*; a hook's communicator has these ranks. FSDP itself exchanges with the shards of
-    its replica, its *row*. A hook that fails does so in its whole column, while the other columns
-    know nothing and go on. If the failed ranks raised at once, their rows would wait for them.
-    Therefore an error is kept until the end of backward, where all ranks of a row compare notes,
-    after the vote in the columns; all ranks then raise. The same comparison follows whatever else
-    the ranks of a column agree on. (Not in steps on NCCL, where the host does not wait.)
+    Note [Replicas and shards]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Ranks are arranged as replicas times shards. A hook averages over the replicas of this rank's
+    shards, its *replica group*, whose ranks its communicator has. FSDP itself reduces over the
+    shards of this rank's replica, its *shard group*. A hook that fails does so in its whole replica
+    group, while the others know nothing and go on. If the failed ranks raised at once, their shard
+    groups would wait for them. Therefore an error is kept until the end of backward. There, after
+    the vote in the replica groups, all ranks of a shard group compare their errors, and all ranks
+    raise. The same comparison follows everything else that a replica group agrees on. (Not in steps
+    on NCCL, where the host does not wait.)
 
     Note [Several reductions in a step]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
     A unit is reduced several times between two steps of the optimizer if its modules have backward
     passes of their own, or run several times in one. FSDP fills in zeros for parameters without a
-    gradient. A hook that got them would exchange them, or let momenta fade, once more. Therefore
+    gradient. A hook that got them would average them, or let momenta fade, once more. Therefore
 
     1. a hook gets only parameters that have a gradient on some rank. A rank on which all have one
-       knows that without asking: it sends a flag per parameter, to its row and to its column, and
-       goes on. Only a rank that lacks a gradient waits for the flags of the others.
+       knows that without asking: it sends a flag per parameter to both groups, and goes on. Only a
+       rank that lacks a gradient waits for the flags of the others.
     2. a step begins when an optimizer has stepped, or gradients were removed, since the last
-       exchange: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
+       reduction: :meth:`Unit.has_moved_on`. All ranks find the same, because all run the same
        program.
     3. a parameter that is reduced again in the same step is averaged exactly, or refused if the
        hook says ``gets_each_once = True``. FSDP adds the average to the gradient that is there.
@@ -86,21 +87,21 @@ class FSDPAdapter(Adapter):
         found = replicas or self._units[0].replicas
         assert found is not None
         self._group = found
-        self._rows = _distinct([unit.shards for unit in self._units])
+        self.shard_groups = _distinct([unit.shards for unit in self._units])
         parameters = self._present_parameters()
         super().__init__(model, self._units[0].device, parameters, list(parameters))
         self.steps = 0
         self._step = 0  # the number of the step under way
         self._buckets = 0  # in this step
-        self._exchanged: set[str] = set()  # parameters, in this step
-        self._last: Unit | None = None  # the unit that was exchanged last; None: a step begins
+        self._reduced: set[str] = set()  # parameters, in this step
+        self._last: Unit | None = None  # the unit that was reduced last; None: a step begins
         self._launched = 0  # buckets, in this backward
         self._error: BaseException | None = None  # of the runner, in this backward
         self._strict: CommHook | None = None  # which gets each parameter once per step
         self._is_attached = False
-        self._rows_wait = all(
-            row._get_backend(self.device).name() == "gloo"  # noqa: SLF001
-            for row in self._rows
+        self._host_waits = all(
+            group._get_backend(self.device).name() == "gloo"  # noqa: SLF001
+            for group in self.shard_groups
         )
         on_end_of_backward(model, self._end_backward)
         on_optimizer_step(self, self._units)
@@ -111,42 +112,38 @@ class FSDPAdapter(Adapter):
 
     @property
     def rank(self) -> int:
-        return self.group.rank() * self._row_size + self._row_rank
+        return self.group.rank() * self._shards + self._shard
 
     @property
     def world_size(self) -> int:
-        return self.group.size() * self._row_size
+        return self.group.size() * self._shards
 
     @property
     def units(self) -> list[list[str]]:
         return [list(unit.parameters()) for unit in self._units]
 
-    @property
-    def rows(self) -> list[dist.ProcessGroup]:
-        return self._rows
-
     def whole(self, name: str) -> tuple[torch.Size, int] | None:
         return next(unit.wholes()[name] for unit in self._units if name in unit.wholes())
 
     def agree(self, what: str, value: str) -> int:
-        """Check a column, then the rows: see Note [Rows and columns]."""
+        """Check the replica group, then the shard groups: Note [Replicas and shards]."""
         try:
             token, failure = super().agree(what, f"{value}; shards {self._layout()}"), None
         except CommHookError as error:
             token, failure = 0, error
-        for row in self._rows:
+        for group in self.shard_groups:
             try:
-                check_agreement(row, self.device, what, str(failure or value))
+                check_agreement(group, self.device, what, str(failure or value))
             except CommHookError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
         return token
 
-    def any_of_rows(self, problem: str | None) -> str | None:
-        for row in self._rows:
-            of_row = values_of_ranks(problem, row, self.device, "the comparison of a row of shards")
-            problem = problem or next((other for other in of_row if other), None)
+    def problem_of_any(self, problem: str | None) -> str | None:
+        for group in self.shard_groups:
+            found = values_of_ranks(problem, group, self.device, "the comparison of a shard group")
+            problem = problem or next((each for each in found if each), None)
         return problem
 
     def check(self, hook: CommHook | TorchHook) -> None:
@@ -158,10 +155,10 @@ class FSDPAdapter(Adapter):
                 "or a CommHook"
             )
         for each in tree(hook):
-            if declares(each, "skips_steps") and self._row_size > 1:
+            if declares(each, "skips_steps") and self._shards > 1:
                 raise CommHookError(
                     f"hook {each!r} tells the training loop which steps to skip, but each of the "
-                    f"{self._row_size} ranks of a sharded replica sees other gradients, and would "
+                    f"{self._shards} ranks of a sharded replica sees other gradients, and would "
                     "skip other steps. Check the norm that clip_grad_norm_() returns instead: it "
                     "is the same on all ranks"
                 )
@@ -181,12 +178,12 @@ class FSDPAdapter(Adapter):
         self._last = None
         for unit in self._units:
             if not self._is_attached:
-                unit.attach(self.group, functools.partial(self._exchange, unit))
+                unit.attach(self.group, functools.partial(self._reduce, unit))
             unit.fill_unused(target is not None and target is not hook)
         self._is_attached = True
 
-    def _exchange(self, unit: Unit, flat: Tensor, operation: Any) -> None:
-        """Average or sum ``flat`` over the column. Complex numbers come as pairs of real ones."""
+    def _reduce(self, unit: Unit, flat: Tensor, operation: Any) -> None:
+        """Average or sum ``flat`` over the replicas. Complex numbers come as pairs of real ones."""
         flat = flat.view(-1)
         unit.ensure_end(self._end_backward)
         own, shards = unit.take_gradients(), unit.parameters()
@@ -196,12 +193,12 @@ class FSDPAdapter(Adapter):
             self._average(self._part(unit, flat, shards, names), operation)
             return
         try:
-            self._exchange_by_hook(self._runner, unit, own, flat, shards, operation)
-        except BaseException as error:  # see Note [Rows and columns]
+            self._reduce_by_hook(self._runner, unit, own, flat, shards, operation)
+        except BaseException as error:  # see Note [Replicas and shards]
             self._launched += 1
             self._error = self._error or error.with_traceback(None)  # which has this frame
 
-    def _exchange_by_hook(
+    def _reduce_by_hook(
         self,
         runner: Runner,
         unit: Unit,
@@ -238,8 +235,8 @@ class FSDPAdapter(Adapter):
         return set(itertools.compress(names, found))
 
     def _follow_step(self, unit: Unit, names: set[str]) -> set[str]:
-        """Begin a step if it is time; return which ``names`` were exchanged in it before."""
-        again = self._exchanged & names
+        """Begin a step if it is time; return which ``names`` were reduced in it before."""
+        again = self._reduced & names
         last = None if self._launched else self._last  # no optimizer steps within a backward
         if (
             self._last is None
@@ -247,11 +244,11 @@ class FSDPAdapter(Adapter):
             or (again and unit.has_moved_on())
         ):
             self._step, self._buckets = self.steps, 0
-            self._exchanged, again = set(), set()
+            self._reduced, again = set(), set()
             self._collector.begin_step()
         self._last = unit
-        self._exchanged |= names
-        unit.is_exchanged = True
+        self._reduced |= names
+        unit.is_reduced = True
         return again
 
     def _part(
@@ -285,7 +282,7 @@ class FSDPAdapter(Adapter):
             average = average * self.group.size()
         if average.data_ptr() != part.whole.buffer().data_ptr():
             part.store(average, part.whole.buffer())
-        self._record_span(bucket, runner.name, start_ns)
+        self._add_span("hook", bucket.index(), start_ns, bucket, runner.name)
 
     def _average(self, part: BucketPart, operation: Any) -> None:
         """Average or sum ``part`` exactly."""
@@ -297,14 +294,7 @@ class FSDPAdapter(Adapter):
         sent = all_reduce_bytes(bucket.buffer().nbytes, self.group.size())
         times = start_ns, time.monotonic_ns()
         self._collector.record(Run(bucket.key, bucket.index(), sent, *times), bucket)
-        self._record_span(bucket, AllReduce.name, start_ns)
-
-    def _record_span(self, bucket: GradBucket, hook: str, start_ns: int) -> None:
-        if self.recording is not None:
-            ns = start_ns, time.monotonic_ns()
-            self.recording.spans.append(
-                Span("hook", bucket.index(), *ns, bucket.key, tuple(bucket.names), hook)
-            )
+        self._add_span("hook", bucket.index(), start_ns, bucket, AllReduce.name)
 
     def _end_backward(self, *, succeeded: bool) -> None:
         launched, self._launched = self._launched, 0
@@ -318,7 +308,8 @@ class FSDPAdapter(Adapter):
         if self._runner is not None:
             self._end_step(self._runner)
         if self.recording is not None:
-            self.recording.spans.append(_backward(self.recording.spans[-launched:], self._step))
+            first = self.recording.spans[-launched]
+            self._add_span("backward", self._step, first.start_ns)
         self.steps = self._step + 1
 
     def _end_step(self, runner: Runner) -> None:
@@ -328,16 +319,16 @@ class FSDPAdapter(Adapter):
         except BaseException as error:
             self._error = self._error or error.with_traceback(None)
         failure, self._error = self._error, None
-        if self._rows_wait:
-            failure = self._failure_of_rows(failure)
+        if self._host_waits:
+            failure = self._failure_of_any(failure)
         if failure is not None:
             self._last = None
             raise failure
 
-    def _failure_of_rows(self, failure: BaseException | None) -> BaseException | None:
-        """Return ``failure``, or that of a rank in another column."""
+    def _failure_of_any(self, failure: BaseException | None) -> BaseException | None:
+        """Return ``failure``, or that of a rank in another replica group."""
         try:
-            problem = self.any_of_rows(None if failure is None else str(failure))
+            problem = self.problem_of_any(None if failure is None else str(failure))
         except CommHookError as error:
             return failure or error
         if problem and failure is None:
@@ -348,17 +339,17 @@ class FSDPAdapter(Adapter):
         return {name: shard for unit in self._units for name, shard in unit.parameters().items()}
 
     def _layout(self) -> str:
-        """Return a text that is the same on all ranks of a column, whose buckets match then."""
+        """Return a text that is the same on ranks whose buckets match."""
         units = [{n: list(s.shape) for n, s in u.parameters().items()} for u in self._units]
         return hashlib.blake2b(json.dumps(units).encode(), digest_size=8).hexdigest()
 
     @property
-    def _row_size(self) -> int:
-        return self._rows[0].size() if self._rows else 1
+    def _shards(self) -> int:
+        return self.shard_groups[0].size() if self.shard_groups else 1
 
     @property
-    def _row_rank(self) -> int:
-        return self._rows[0].rank() if self._rows else 0
+    def _shard(self) -> int:
+        return self.shard_groups[0].rank() if self.shard_groups else 0
 
 
 def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:
@@ -375,7 +366,7 @@ def _check_dense(model: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _replicated(units: Sequence[Unit], replicas: dist.ProcessGroup | None) -> list[Unit]:
-    """Return the units to exchange, or raise CommHookError if there is no one group for them."""
+    """Return the units to reduce, or raise CommHookError if there is no one group for them."""
     found = _distinct([unit.replicas for unit in units])
     if replicas is not None:
         if found:
@@ -415,8 +406,3 @@ def _refusal(rank: int, again: set[str], hook: CommHook) -> CommHookError:
         f"one of {', '.join(sorted(again))}. Call set_requires_gradient_sync(False) before all "
         "backward passes of a step but the last, or use a hook that only averages gradients"
     )
-
-
-def _backward(hooks: Sequence[Span], step: int) -> Span:
-    """Return the span from the first exchange of a backward to its end."""
-    return Span("backward", step, hooks[0].start_ns, time.monotonic_ns())

@@ -10,7 +10,7 @@ are reduced together. If the unit's mesh info has a group of replicas, then FSDP
     3. scales ``flat``, and makes it the gradients of the shards.
 
 :meth:`Unit.attach` gives a unit a copy of its mesh info in which the group of replicas is an object
-of ours, whose all-reduce calls back. Everything else stays torch's: when to exchange and when to
+of ours, whose all-reduce calls back. Everything else stays torch's: when to reduce and when to
 accumulate, dtypes, scaling, streams, and who holds memory until when. The same works for a unit
 that has no replicas yet, and for one that is replicated and not sharded.
 
@@ -65,8 +65,8 @@ class Unit:
         self._torchs_unused = getattr(group, "reduce_scatter_unused_params", None)
         self._fills = False  # here, because torch cannot
         self._with_gradient: set[str] = set()  # not yet reduced over the replicas
-        self.is_exchanged = False
-        """Whether the reduction that goes on has exchanged gradients. The adapter sets it."""
+        self.is_reduced = False
+        """Whether this reduction has averaged gradients over replicas. The adapter sets it."""
         self._marks: list[tuple[int, _Mark]] = []  # by position, after the last such reduction
         self._has_stepped = False  # an optimizer, since then
 
@@ -156,7 +156,7 @@ class Unit:
             self._has_stepped |= any(found)
 
     def has_moved_on(self) -> bool:
-        """Return whether training has moved on since gradients of the unit were exchanged.
+        """Return whether training has moved on since gradients of the unit were averaged.
 
         Then an optimizer has stepped, or parameters or gradients were changed or removed by other
         code than FSDP and hooks. Fused optimizers leave no other trace than their step.
@@ -198,9 +198,9 @@ class Unit:
                 elif self._fills:
                     parameter.grad = torch.zeros_like(parameter)
         names = self._names if self.is_filled else self._with_gradient
-        self.is_exchanged = False
+        self.is_reduced = False
         type(group).post_backward(group)
-        if self.is_exchanged:
+        if self.is_reduced:
             self._has_stepped = False
             self._marks = [
                 (position, _mark(each))

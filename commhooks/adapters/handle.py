@@ -52,7 +52,7 @@ def register(model: nn.Module, hook: AnyHook, /, **options: Any) -> "HookHandle"
         model: A model wrapped in ``commhooks.DistributedDataParallel`` or in torch's own, also
             inside what ``torch.compile``, Fabric's ``setup`` or Accelerate's ``prepare`` returned;
             a module that torch's ``replicate`` was applied to; or one that ``fully_shard`` has
-            sharded over a mesh of two dimensions, whose replicas exchange gradients.
+            sharded over a mesh of two dimensions, whose replicas average gradients.
         hook: The name of a hook, a config, a :class:`CommHook`, or a torch-style function
             ``fn(state, bucket)`` that returns a future of the average.
         **options: The options of a named hook. For a function only ``state``.

@@ -1,6 +1,5 @@
 """The adapter of torch's own ``DistributedDataParallel``, and what runs hooks on its buckets."""
 
-import functools
 import time
 import weakref
 from abc import abstractmethod
@@ -21,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from commhooks.adapters.adapter import Adapter, TorchHook
 from commhooks.adapters.sparse_gradients import SparseGradients, average_rows, completed
 from commhooks.algorithms.bucket_parameters import real_view
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 from commhooks.errors import CommHookError, CommHookResultError
 from commhooks.hook.base import CommHook
-from commhooks.runtime.recording import Recording, Run, Span, Stage
+from commhooks.runtime.recording import Recording, Run, Stage
 from commhooks.runtime.runner import Runner
 from reducer import GradBucket
 from reducer.peers import peer_error
@@ -99,7 +98,7 @@ class TorchAdapter(Adapter):
         super().start_recording()
         self._gradient_hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._record_gradient, index)
+                lambda _, index=index: self._add_span("gradient", index, time.monotonic_ns())
             )
             for index, parameter in enumerate(self._trained)
         ]
@@ -159,8 +158,8 @@ class TorchAdapter(Adapter):
         run = Run(own.key, own.index(), sent, *times, stages)
         if self._runner is None or sent is not None:
             self._runs.append((run, own))
-        if self.recording is not None:
-            self.recording.spans.append(self._span(run, own))
+        name = AllReduce.name if sent is not None else getattr(self.hook, "name", "")
+        self._add_span("hook", own.index(), start_ns, own, name)
         try:
             return future.value()
         except BaseException as error:
@@ -184,8 +183,11 @@ class TorchAdapter(Adapter):
             raise peer_error(self.group, f"the average at step {self.steps}", error)
         for run, bucket in runs:
             self._collector.record(run, bucket)
-        if self.recording is not None:
-            self.recording.spans.append(self._backward(self.recording))
+        if self.recording is not None:  # backward began with its first gradient
+            spans = self.recording.spans
+            last_end = max((s.end_ns for s in spans if s.activity == "backward"), default=0)
+            start = min(s.start_ns for s in spans if s.start_ns > last_end)
+            self._add_span("backward", self.steps, start)
         self.steps += 1
 
     def _vote(self, runner: Runner) -> None:
@@ -194,23 +196,6 @@ class TorchAdapter(Adapter):
             runner.end_step(self._launched, self.steps).wait()
         except BaseException as error:
             self._error = self._error or error
-
-    def _record_gradient(self, index: int, _: Tensor) -> None:
-        if self.recording is not None:
-            now = time.monotonic_ns()
-            self.recording.spans.append(Span("gradient", index, now, now))
-
-    def _span(self, run: Run, bucket: GradBucket) -> Span:
-        is_rows = run.wire_bytes is not None
-        name = AllReduce.name if is_rows else getattr(self.hook, "name", "")
-        names = tuple(bucket.names)
-        return Span("hook", run.index, run.start_ns, run.end_ns, run.key, names, name)
-
-    def _backward(self, recording: Recording) -> Span:
-        """Return the span from the first gradient of this backward to its end."""
-        last_end = max((s.end_ns for s in recording.spans if s.activity == "backward"), default=0)
-        start = min(s.start_ns for s in recording.spans if s.start_ns > last_end)
-        return Span("backward", self.steps, start, time.monotonic_ns())
 
     def _with_names(self, bucket: TorchBucket) -> GradBucket:
         """Return our bucket for torch's.

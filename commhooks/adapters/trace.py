@@ -35,7 +35,9 @@ _EXCHANGES = 1_000_000  # track of those that began on bucket 0
 @contextmanager
 def trace(adapter: Adapter, path: str | os.PathLike[str], about: Event) -> Iterator[Path]:
     """See :meth:`HookHandle.trace`. ``about``: additional metadata of the file."""
-    target = _path_of_rank(Path(path), adapter.rank)
+    target = Path(path)
+    if adapter.rank > 0:
+        target = target.with_suffix(f".rank{adapter.rank}{target.suffix}")
     if not target.parent.is_dir():
         raise CommHookError(f"cannot write {target}: there is no directory {target.parent}")
     if adapter.recording is not None:
@@ -80,10 +82,6 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], target: str | os.PathL
     ranks = [document["otherData"] for document in documents]
     merged = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": ranks}}
     Path(target).write_text(json.dumps(merged))
-
-
-def _path_of_rank(path: Path, rank: int) -> Path:
-    return path if rank == 0 else path.with_suffix(f".rank{rank}{path.suffix}")
 
 
 def _document(recording: Recording, rank: int, size: int, about: Event) -> Event:

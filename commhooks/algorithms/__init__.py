@@ -6,9 +6,7 @@ from commhooks.algorithms.averaging.gossip import Gossip
 from commhooks.algorithms.averaging.hierarchical import Hierarchical
 from commhooks.algorithms.averaging.local_sgd import LocalSGD
 from commhooks.algorithms.averaging.push_sum import PushSum
-from commhooks.algorithms.exact.allreduce import AllReduce
-from commhooks.algorithms.exact.half import Bfloat16, Float16
-from commhooks.algorithms.exact.noop import Noop
+from commhooks.algorithms.exact import AllReduce, Bfloat16, Float16, Noop
 from commhooks.algorithms.lowrank.batched_powersgd import BatchedPowerSGD
 from commhooks.algorithms.lowrank.powersgd import PowerSGD
 from commhooks.algorithms.quantized.floats import Fp4, Fp8

@@ -24,7 +24,7 @@ from commhooks.cli.common import (
 )
 from commhooks.errors import CommHookError
 from commhooks.hook.spec import HookSpec, hook_spec
-from commhooks.lab.planning import PlanningJob, measure_groups
+from commhooks.lab.planning import measure_groups
 from commhooks.lab.simulation import BASELINE, NCCL, Job
 from commhooks.lab.verdict import cost_of_measuring
 from commhooks.planning import merged, solve
@@ -96,20 +96,17 @@ def plan(
     if isinstance(error, HookSpec):
         check_candidate(error.create(), "--error")
     network = cluster.network
-    job = PlanningJob(
-        Job(
-            model,
-            input_factory,
-            ranks_per_node=cluster.ranks_per_node,
-            bucket_cap_mb=cluster.bucket_cap_mb,
-        ),
-        hooks=(*specs, error) if isinstance(error, HookSpec) else tuple(specs),
-        exact=tuple(rule.strip() for rule in exact.split(",") if rule.strip()),
-        world_size=cluster.world_size,
+    job = Job(
+        model,
+        input_factory,
+        ranks_per_node=cluster.ranks_per_node,
+        bucket_cap_mb=cluster.bucket_cap_mb,
     )
+    hooks = [*specs, error] if isinstance(error, HookSpec) else specs
+    rules = [rule.strip() for rule in exact.split(",") if rule.strip()]
     start = time.monotonic()
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):
-        measured = measure_groups(job)
+        measured = measure_groups(job, hooks, rules, cluster.world_size)
     measuring_seconds = time.monotonic() - start
     speed = cluster.speed_for(measured.alone_seconds)
     if isinstance(error, HookSpec) and len(specs) in measured.reasons:

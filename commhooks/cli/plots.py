@@ -1,8 +1,8 @@
 """Plots of comparisons and predictions, with one color per hook."""
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from commhooks.costs.timeline import Span
-from commhooks.lab.comparison import Comparison, Row, TrainingPoint
+from commhooks.lab.comparison import Comparison, Row
 from commhooks.lab.simulation import Study
 from commhooks.lab.units import format_rate
 from commhooks.planning import Plan, Problem, timelines
@@ -73,11 +73,11 @@ def panels(comparison: Comparison) -> list[Panel]:
     trained = [
         link for link in comparison.links if any(row.training for row in _rows(comparison, link))
     ]
-    found: list[Panel] = [functools.partial(_draw_times, comparison=comparison)]
-    found += [functools.partial(_draw_losses, comparison=comparison, link=link) for link in trained]
+    found: list[Panel] = [partial(_draw_times, comparison=comparison)]
+    found += [partial(_draw_training, comparison=comparison, link=link) for link in trained]
     if trained:
         found.append(
-            functools.partial(_draw_losses_by_bytes, comparison=comparison, link=trained[-1])
+            partial(_draw_training, comparison=comparison, link=trained[-1], by_bytes=True)
         )
     return found
 
@@ -173,30 +173,23 @@ def _draw_times(axes: Axes, comparison: Comparison) -> None:
     axes.legend(title="link")
 
 
-def _draw_losses(axes: Axes, comparison: Comparison, link: str) -> None:
-    _draw_training(axes, comparison, link, lambda point: point.seconds)
-    axes.xaxis.set_major_formatter(EngFormatter("s"))
-    predicted = ", predicted" if comparison.kind_of(link) == "predicted" else ""
-    axes.set_xlabel(f"training time over {link}{predicted}")
-
-
-def _draw_losses_by_bytes(axes: Axes, comparison: Comparison, link: str) -> None:
-    _draw_training(axes, comparison, link, lambda point: point.wire_bytes)
-    axes.xaxis.set_major_formatter(EngFormatter("B"))
-    axes.set_xlabel("bytes sent per rank")
-
-
 def _draw_training(
-    axes: Axes, comparison: Comparison, link: str, along: Callable[[TrainingPoint], float]
+    axes: Axes, comparison: Comparison, link: str, *, by_bytes: bool = False
 ) -> None:
+    """Draw the loss against the time over a link, or against the bytes sent."""
     styles = line_styles(comparison.hooks)
     for row in _rows(comparison, link):
         if row.training:
+            xs = [point.wire_bytes if by_bytes else point.seconds for point in row.training]
             losses = [point.validation_loss for point in row.training]
-            xs = [along(point) for point in row.training]
             axes.plot(xs, losses, marker="o", ms=3, label=row.hook, **styles[row.hook])
-    axes.set_xscale("log")
-    axes.set_ylabel("validation loss")
+    predicted = ", predicted" if comparison.kind_of(link) == "predicted" else ""
+    axes.set(
+        xscale="log",
+        xlabel="bytes sent per rank" if by_bytes else f"training time over {link}{predicted}",
+        ylabel="validation loss",
+    )
+    axes.xaxis.set_major_formatter(EngFormatter("B" if by_bytes else "s"))
     axes.legend(title="hook")
 
 

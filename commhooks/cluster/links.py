@@ -22,6 +22,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import string
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,8 @@ def shaped_link(
         raise LinkError(f"expected 1 to {_MAX_HOSTS} hosts, found {world_size}")
     if reason := unavailable():
         raise LinkError(reason)
-    base = f"ch{os.getpid()}{_letters(next(_counter))}"  # interface names have 15 characters
+    # Interface names have 15 characters. A digit would run into those of the process ID.
+    base = f"ch{os.getpid()}{string.ascii_lowercase[next(_counter) % 26]}"
     hosts = [f"{base}h{index}" for index in range(world_size)]
     with _removal(base, hosts):
         _run("ip", "link", "add", f"{base}b", "type", "bridge")
@@ -167,9 +169,3 @@ def _run(*command: str) -> None:
         raise LinkError(
             f"cannot make a shaped link: `{' '.join(command)}` failed: {result.stderr.strip()}"
         )
-
-
-def _letters(number: int) -> str:
-    """Return a, b, ..., ba for 0, 1, ..., 26: digits would run into those of the process ID."""
-    last = chr(ord("a") + number % 26)
-    return last if number < 26 else _letters(number // 26) + last

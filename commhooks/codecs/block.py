@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks import native
 from commhooks.hook.options import Ge, Le, MultipleOf
-from commhooks.kernels import backend_of, require
+from commhooks.kernels import backend_of
 from commhooks.kernels.block_codec import BlockKernels, Format
 from commhooks.kernels.rotation import rotate as rotate_on_gpu
 
@@ -53,10 +53,6 @@ class BlockCodec:
         )
         self._gpu = BlockKernels(number_format, block_size)
         self._rotated = rotated
-
-    def require(self, device: torch.device) -> None:
-        """Raise CommHookError, which says what to install, if ``device`` cannot run the kernels."""
-        require(device)
 
     def encoded_bytes(self, part_length: int) -> int:
         """Return the length of a message.

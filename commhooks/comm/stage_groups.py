@@ -91,7 +91,8 @@ class StageGroups:
         self._prefix = f"commhooks/{token:x}/{purpose}"
         self._rank = group.rank()
         self._size = group.size()
-        self._epoch = 0
+        self.epoch = 0
+        """The number of failures so far."""
         self._groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
         self._watches: list[PeerWatch] = []
         self._closed = threading.Event()
@@ -145,11 +146,6 @@ class StageGroups:
         """Wait until :meth:`close` is called. Return whether it was, within these ``seconds``."""
         return self._closed.wait(seconds)
 
-    @property
-    def epoch(self) -> int:
-        """The number of failures so far."""
-        return self._epoch
-
     def _make_group(self, store: Store, ranks: tuple[int, ...]) -> Any:
         """Return a new group, which has a process group's methods for collectives."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -175,7 +171,7 @@ class StageGroups:
 
     def abandon(self) -> None:
         """Drop all groups and start the next epoch. Does not block."""
-        self._epoch += 1
+        self.epoch += 1
         self.disconnect()
 
     def disconnect(self) -> None:
@@ -216,7 +212,7 @@ class StageGroups:
             self._make_group(PrefixStore(f"watch {pair}", store), pair)
             for pair in ring_pairs(self._rank, ranks)
         ]
-        self._watches.append(PeerWatch(pairs, functools.partial(on_loss, self._epoch)))
+        self._watches.append(PeerWatch(pairs, functools.partial(on_loss, self.epoch)))
 
     def _meet(self, stage: int, name: str, ranks: tuple[int, ...]) -> None:
         """Wait for ``ranks`` in the store: see Note [Meeting before connecting]."""
@@ -244,7 +240,7 @@ class StageGroups:
             raise CommHookPeerError(self.published())
 
     def _key(self, name: str) -> str:
-        return f"{self._epoch}/{name}"
+        return f"{self.epoch}/{name}"
 
 
 def _clone(store: Store) -> Store:

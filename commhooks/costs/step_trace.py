@@ -11,7 +11,7 @@ rank passes to a collective. Both may be fractions, because they may be means or
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from commhooks.comm import wire
 
@@ -160,7 +160,37 @@ class StepTrace:
         return replace(self, buckets=buckets, forward_seconds=self.forward_seconds / factor)
 
 
-_Part = TypeVar("_Part", BucketTrace, ExchangeTrace)
+class Work(Protocol):
+    """A dataclass of local work and collectives."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def local_seconds(self) -> tuple[float, ...]: ...
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+
+
+_Work = TypeVar("_Work", bound=Work)
+
+
+def merged_work(
+    parts: Sequence[_Work],
+    seconds: Callable[[Sequence[float]], float],
+    nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
+) -> _Work:
+    """Merge work of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
+
+    Both get the numbers of all parts. Everything else is that of the first part.
+    """
+    return replace(
+        parts[0],
+        local_seconds=tuple(map(seconds, zip(*(p.local_seconds for p in parts), strict=True))),
+        collectives=tuple(
+            replace(each[0], tensor_bytes=nbytes([c.tensor_bytes for c in each]))
+            for each in zip(*(part.collectives for part in parts), strict=True)
+        ),
+    )
 
 
 def merged(
@@ -168,22 +198,9 @@ def merged(
     seconds: Callable[[Sequence[float]], float],
     nbytes: Callable[[Sequence[float]], float] = lambda known: known[0],
 ) -> BucketTrace:
-    """Merge traces of one structure: ``seconds`` of local work, and ``nbytes`` of tensors.
-
-    Both get the numbers of all traces. Everything else is that of the first trace.
-    """
-
-    def merge(parts: Sequence[_Part]) -> _Part:
-        local = zip(*(part.local_seconds for part in parts), strict=True)
-        collectives = zip(*(part.collectives for part in parts), strict=True)
-        return replace(
-            parts[0],
-            local_seconds=tuple(map(seconds, local)),
-            collectives=tuple(
-                replace(each[0], tensor_bytes=nbytes([c.tensor_bytes for c in each]))
-                for each in collectives
-            ),
-        )
-
+    """Merge traces of one structure, their exchanges included: see :func:`merged_work`."""
     exchanges = zip(*(trace.exchanges for trace in traces), strict=True)
-    return replace(merge(traces), exchanges=tuple(map(merge, exchanges)))
+    return replace(
+        merged_work(traces, seconds, nbytes),
+        exchanges=tuple(merged_work(each, seconds, nbytes) for each in exchanges),
+    )

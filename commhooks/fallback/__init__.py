@@ -2,9 +2,9 @@
 
 :mod:`commhooks.native` takes it where ``commhooks._C`` is not compiled, and tests compare both with
 vectors from the formulas of the papers. It has the same names, except for the products of low-rank
-compression, which go through torch, and the collectives made of messages, in whose place Gloo's own
-are used; the types are in ``_C.pyi``. The formulas are those of kernels/codecs/*.h, under the same
-names.
+compression, which go through torch, the collectives made of messages, in whose place Gloo's own are
+used, and what tests ask of compiled code; the types are in ``_C.pyi``. The formulas are those of
+kernels/codecs/*.h, under the same names.
 """
 
 import ctypes
@@ -30,8 +30,6 @@ __all__ = [
     "CpuBlockCodec",
     "all_finite",
     "draw_indices",
-    "instruction_sets",
-    "locks_taken_with_gil",
     "pack_indices",
     "rotate",
     "scatter_add",
@@ -39,7 +37,6 @@ __all__ = [
     "select_largest",
     "select_largest_of_chunks",
     "unpack_indices",
-    "use_instruction_set",
     "write_arguments",
 ]
 
@@ -49,21 +46,6 @@ def all_finite(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     return torch.stack(torch.aminmax(tensor)).isfinite().all()
-
-
-def instruction_sets() -> list[str]:
-    """Return no names: NumPy chooses its instructions."""
-    return []
-
-
-def use_instruction_set(name: str) -> None:
-    """Raise RuntimeError: there is nothing to choose."""
-    raise RuntimeError(f"Expected one of [], found '{name}': NumPy chooses its instructions.")
-
-
-def locks_taken_with_gil() -> int:
-    """Return 0: there are no locks in C++."""
-    return 0
 
 
 _MOST_ARGUMENTS = 32

@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -207,15 +207,11 @@ def _check_class(name: str, kind: Any) -> None:
             f"hook {name!r}: expected {kind.__qualname__} to have a method `async def reduce(self, "
             "bucket, comm)` that returns the average, found none"
         )
-    if inspect.get_annotations(kind) and not _is_own_dataclass(kind):
+    if inspect.get_annotations(kind) and "__dataclass_fields__" not in kind.__dict__:
         raise CommHookError(
             f"hook {name!r}: the annotations of {kind.__qualname__} are not options yet; put "
             "@dataclass below @register_hook"
         )
-
-
-def _is_own_dataclass(kind: type) -> bool:
-    return is_dataclass(kind) and "__dataclass_fields__" in kind.__dict__
 
 
 def _is_same(taken: type, kind: type) -> bool:

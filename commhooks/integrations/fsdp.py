@@ -12,9 +12,8 @@ each parameter of the *whole* model on each rank, which is what sharding avoids.
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from commhooks.comm.agreement import check_agreement
 from commhooks.comm.wire import all_to_all_bytes, reduce_scatter_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.registry import create
+from commhooks.kernels import require
 from reducer.peers import collective
 
 __all__ = ["QuantizedReduceScatter", "quantize_reduce_scatter", "register"]
@@ -134,27 +134,16 @@ class QuantizedReduceScatter:
             unit.reduce_scatter = unit_comm
 
 
-class _Format(ABC):
-    """The format in which numbers are sent."""
-
-    @abstractmethod
-    def encode(self, values: Tensor, size: int, seed: str) -> Tensor:
-        """Return a (size, bytes) tensor: the message for each rank."""
-
-    @abstractmethod
-    def average(self, messages: Tensor, average: Tensor) -> None:
-        """Write the mean of the decoded messages, in float32."""
-
-
-class _Codes(_Format):
-    """The codes of a hook that quantizes."""
+class _Codes:
+    """Numbers as the codes of a hook that quantizes."""
 
     def __init__(self, codec: BlockCodec, units: Sequence[Unit]) -> None:
         for device in {unit.device for unit in units}:
-            codec.require(device)
+            require(device)
         self._codec = codec
 
     def encode(self, values: Tensor, size: int, seed: str) -> Tensor:
+        """Return a (size, bytes) tensor: the message for each rank."""
         length = values.numel() // size
         messages = values.new_empty((size, self._codec.encoded_bytes(length)), dtype=torch.uint8)
         number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
@@ -162,10 +151,11 @@ class _Codes(_Format):
         return messages
 
     def average(self, messages: Tensor, average: Tensor) -> None:
+        """Write the mean of the decoded messages, in float32."""
         self._codec.average(messages, average, average.numel())
 
 
-class _Bfloat16(_Format):
+class _Bfloat16:
     """Numbers cast to bfloat16."""
 
     def encode(self, values: Tensor, size: int, seed: str) -> Tensor:  # noqa: ARG002
@@ -174,6 +164,9 @@ class _Bfloat16(_Format):
     def average(self, messages: Tensor, average: Tensor) -> None:
         numbers = messages.view(torch.bfloat16)
         torch.sum(numbers, 0, dtype=torch.float32, out=average).div_(messages.shape[0])
+
+
+_Format: TypeAlias = _Codes | _Bfloat16
 
 
 class _Encoded(ReduceScatter):

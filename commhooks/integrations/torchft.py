@@ -188,7 +188,7 @@ class _Averager(TorchDDPAdapter):
         return self._collector.stats(1 if self._members is None else self._replicas.size())
 
     def _launch(self, bucket: TorchBucket, own: GradBucket) -> Future[Tensor]:
-        self._reports(lambda: self._exchange(own))
+        self._reports(lambda: self._run_hook(own))
         return completed(bucket.buffer())
 
     def _reports(self, step: Callable[[], None]) -> None:
@@ -199,7 +199,7 @@ class _Averager(TorchDDPAdapter):
             except Exception as error:
                 self._manager.report_error(error)
 
-    def _exchange(self, bucket: GradBucket) -> None:
+    def _run_hook(self, bucket: GradBucket) -> None:
         flat = bucket.buffer()
         if not self._manager.is_participating():
             flat.zero_()

@@ -9,7 +9,7 @@ as are planned for show seconds and bytes.
 """
 
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from commhooks.comm.exchange import Exchange
 from commhooks.costs.backends import Backend, Gloo
 from commhooks.costs.network import Network
 from commhooks.costs.prediction import DryRuns, dry_run_sizes
-from commhooks.costs.step_trace import BucketTrace, StepTrace
+from commhooks.costs.step_trace import BucketTrace, StepTrace, merged_work
 from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
@@ -33,28 +33,12 @@ from commhooks.hook.registry import create
 from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
-from commhooks.planning import Group, Outcome, Problem
+from commhooks.planning import Choice, Group, Problem
 from commhooks.planning.problem import overheads_of
 from reducer import GradBucket
 
-__all__ = ["Measured", "PlanningJob", "measure_groups"]
-
 _RANKS = 2
 _TIMEOUT_SECONDS = 1800.0
-
-
-@dataclass(frozen=True)
-class PlanningJob:
-    """What to measure: ``hooks``, and the rules for parameters averaged exactly."""
-
-    job: Job
-    hooks: tuple[HookLike, ...]
-    """Plain averaging first."""
-    exact: tuple[str, ...]
-    world_size: int
-
-    def __post_init__(self) -> None:
-        exact_names(self.exact, {}, None)  # raises CommHookOptionError before processes start
 
 
 @dataclass(frozen=True)
@@ -62,7 +46,7 @@ class Measured:
     """The measurements of a job."""
 
     groups: tuple[Group, ...]
-    outcomes: Mapping[tuple[int, int], Outcome]
+    outcomes: Mapping[tuple[int, int], Choice]
     """What hooks do with groups, by the positions of both; without those that cannot average it."""
     step: StepTrace
     """A step without hooks."""
@@ -102,26 +86,21 @@ class Measured:
 
         The ranks compute ``speed`` times as fast as this machine.
         """
+        step = self.step.faster(speed)
         outcomes = {
-            key: replace(each, local_seconds=tuple(s / speed for s in each.local_seconds))
+            key: merged_work([each], lambda seconds: seconds[0] / speed)
             for key, each in self.outcomes.items()
         }
-        overheads, step = overheads_of([*outcomes.values()], len(hooks)), self.step.faster(speed)
-        groups = [
-            replace(
-                group,
-                choices=tuple(
-                    outcomes[i, hook].choice(group.elements, overhead, outcomes[i, hook].error)
-                    for hook, overhead in enumerate(overheads)
-                    if (i, hook) in outcomes and not (group.is_exact and hook > 0)
-                ),
-            )
-            for i, group in enumerate(self.groups)
-        ]
+        overheads = overheads_of(outcomes, len(hooks))
+        choices: dict[int, list[Choice]] = {i: [] for i in range(len(self.groups))}
+        for (i, hook), outcome in sorted(outcomes.items()):
+            group = self.groups[i]
+            if hook == 0 or (hook < len(hooks) and not group.is_exact):
+                choices[i].append(outcome.scaled(group.elements, overheads[hook]))
         return Problem(
             hooks=tuple(hooks),
             overheads=overheads,
-            groups=tuple(groups),
+            groups=tuple(replace(self.groups[i], choices=tuple(choices[i])) for i in choices),
             buckets=step.buckets,
             forward_seconds=step.forward_seconds,
             network=network,
@@ -131,31 +110,45 @@ class Measured:
         )
 
 
-def measure_groups(job: PlanningJob) -> Measured:
+def measure_groups(
+    job: Job, hooks: Sequence[HookLike], exact: Sequence[str], world_size: int
+) -> Measured:
     """Measure with two ranks on this machine, which takes seconds to minutes.
 
-    A candidate that fails, or refuses all groups, is left out, with the reason. Raises ModelError,
-    and the error of the first candidate, plain averaging.
+    A candidate that fails, or refuses all groups, is left out, with the reason.
+
+    Args:
+        job: The model, and how it is trained.
+        hooks: Hooks to measure, plain averaging first.
+        exact: Rules for parameters that are averaged exactly.
+        world_size: The number of ranks to plan for.
+
+    Raises:
+        CommHookOptionError: a rule is invalid.
+        ModelError: the model cannot be made or run.
+        CommHookError: plain averaging fails.
     """
+    exact_names(exact, {}, None)  # before processes start
+    planned = job, tuple(exact), world_size
     reasons: dict[int, str] = {}
-    outcomes: dict[tuple[int, int], Outcome] = {}
+    outcomes: dict[tuple[int, int], Choice] = {}
     norms: dict[int, float] = {}
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
-        groups, step = ranks(_prepare, job)[0]
-        for hook, config in enumerate(map(config_of, job.hooks)):
+        groups, step = ranks(_prepare, *planned)[0]
+        for hook, config in enumerate(map(config_of, hooks)):
             try:
                 found, refusal = ranks(_measure, hook, config)[0]
-                outcomes |= {(i, hook): outcome for i, (outcome, _) in found.items()}
-                norms |= {i: norm for i, (_, norm) in found.items()}
-                if not found:
-                    reasons[hook] = refusal
             except Exception as error:
                 if hook == 0:
                     raise
-                reasons[hook] = reason_of(error)
+                found, refusal = {}, reason_of(error)
                 ranks.restart()
-                ranks(_prepare, job)
+                ranks(_prepare, *planned)
+            outcomes |= {(i, hook): outcome for i, (outcome, _) in found.items()}
+            norms |= {i: norm for i, (_, norm) in found.items()}
+            if not found:
+                reasons[hook] = refusal
     known = (replace(group, norm=norms[i]) for i, group in enumerate(groups))
     return Measured(tuple(known), outcomes, step, gloo, reasons)
 
@@ -170,28 +163,13 @@ class _Apart(CommHook):
         return parameter in self.exact
 
 
-class _Side:
-    """The model on this rank, one step of it, and its groups."""
-
-    def __init__(self, rank: int, planned: PlanningJob) -> None:
-        self.planned = planned
-        side = RankSide(rank, planned.job, _RANKS)
-        self.roles = side.roles
-        exact = exact_names(planned.exact, side.parameters, side.roles)
-        self.step = side.profile(_Apart(exact))
-        names = [bucket.names for bucket in self.step.buckets]
-        self.groups = group_parameters(names, side.parameters, exact, side.roles)
-        known = dry_run_sizes([planned.world_size], planned.job.ranks_per_node)
-        self.sizes = [planned.world_size] if planned.world_size in known else known
-        self.traces: dict[object, BucketTrace] = {}
-        """Of dry runs, which groups of the same shapes share."""
+_sides: list["_Side"] = []  # at most one
 
 
-_sides: list[_Side] = []  # at most one
-
-
-def _prepare(rank: int, planned: PlanningJob) -> tuple[tuple[Group, ...], StepTrace]:
-    side = _Side(rank, planned)
+def _prepare(
+    rank: int, job: Job, exact: Sequence[str], world_size: int
+) -> tuple[tuple[Group, ...], StepTrace]:
+    side = _Side(rank, job, exact, world_size)
     _sides[:] = [side]
     return side.groups, side.step.trace
 
@@ -200,82 +178,101 @@ def _measure(
     rank: int,  # noqa: ARG001
     hook: int,
     config: Mapping[str, Any],
-) -> tuple[dict[int, tuple[Outcome, float]], str]:
-    """Return what a hook does with each group that it can average, and the norm of its average.
+) -> tuple[dict[int, tuple[Choice, float]], str]:
+    return _sides[0].measure(hook, config)
 
-    The text says why it cannot average the others.
-    """
-    side, found, refusal = _sides[0], dict[int, tuple[Outcome, float]](), ""
-    for i, group in enumerate(side.groups):
-        bucket = side.step.buckets[group.bucket]
-        members = [bucket.names.index(name) for name in group.names]
-        gradients = BucketPart(bucket, members).bucket(0, is_last=True)
-        try:
-            with torch.no_grad():
+
+class _Side:
+    """The model on this rank, one step of it, and its groups."""
+
+    def __init__(self, rank: int, job: Job, exact: Sequence[str], world_size: int) -> None:
+        self._job, self._world_size = job, world_size
+        side = RankSide(rank, job, _RANKS)
+        self._roles = side.roles
+        apart = exact_names(exact, side.parameters, side.roles)
+        self.step = side.profile(_Apart(apart))
+        names = [bucket.names for bucket in self.step.buckets]
+        self.groups = group_parameters(names, side.parameters, apart, side.roles)
+        known = dry_run_sizes([world_size], job.ranks_per_node)
+        self._sizes = [world_size] if world_size in known else known
+        self._traces: dict[object, BucketTrace] = {}
+        """Traces of dry runs, which groups of the same shapes share."""
+
+    def measure(
+        self, hook: int, config: Mapping[str, Any]
+    ) -> tuple[dict[int, tuple[Choice, float]], str]:
+        """Return what a hook does with each group that it can average, and the norm of its average.
+
+        The text says why it cannot average the others.
+        """
+        found, refusal = dict[int, tuple[Choice, float]](), ""
+        for i, group in enumerate(self.groups):
+            bucket = self.step.buckets[group.bucket]
+            members = [bucket.names.index(name) for name in group.names]
+            gradients = BucketPart(bucket, members).bucket(0, is_last=True)
+            parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
+            try:
                 made = create(config)
-                wrong, right = _squares(made, gradients, side)
-                trace = _trace(config, gradients, side)
-        except CommHookError as failure:  # on all ranks alike
-            refusal = refusal or reason_of(failure)
-            continue
-        error = 0.0 if is_lossless(made) else relative_error(wrong, right)
-        done = trace.local_seconds, trace.collectives
-        found[i] = Outcome(i, hook, group.elements, *done, error), math.sqrt(right)
-    return found, refusal
+                with torch.no_grad():
+                    wrong, right = self._squares(made, gradients, parameters)
+                    trace = self._trace(config, gradients, parameters)
+            except CommHookError as failure:  # on all ranks alike
+                refusal = refusal or reason_of(failure)
+                continue
+            error = 0.0 if is_lossless(made) else relative_error(wrong, right)
+            done = trace.local_seconds, trace.collectives
+            found[i] = Choice(hook, *done, error, group.elements), math.sqrt(right)
+        return found, refusal
 
+    def _squares(
+        self, hook: CommHook, gradients: GradBucket, parameters: Mapping[str, Tensor]
+    ) -> tuple[float, float]:
+        """Average a bucket, which does not change, and return the squared norms of a trial.
 
-def _squares(hook: CommHook, gradients: GradBucket, side: _Side) -> tuple[float, float]:
-    """Average a bucket, which does not change, and return the squared norms of a trial.
+        Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
+        """
+        together = cast("dist.ProcessGroup", dist.group.WORLD)
+        trial, step = Trial(hook), self._job.first_step
+        trial.prepare(parameters, together, self._roles)
+        sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
+        coroutine = trial.run(sample, Communicator(together, step=step, key=sample.key, seed=0))
+        while True:
+            try:
+                pending = coroutine.send(None)
+            except StopIteration as stop:
+                wrong, right = stop.value.tolist()
+                return wrong, right
+            if isinstance(pending, Exchange) or pending.members:
+                coroutine.close()
+                raise CommHookError(
+                    f"hook {hook!r} cannot be planned: expected a hook that averages among all "
+                    "ranks in the same step"
+                )
+            pending.run(together)
 
-    Raises CommHookError if the hook cannot average it.
-    """
-    together = cast("dist.ProcessGroup", dist.group.WORLD)
-    trial, step = Trial(hook), side.planned.job.first_step
-    parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
-    trial.prepare(parameters, together, side.roles)
-    sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
-    comm = Communicator(together, step=step, key=sample.key, seed=0)
-    wrong, right = _finish(trial.run(sample, comm), hook, together).tolist()
-    return wrong, right
-
-
-def _finish(
-    coroutine: Coroutine[Any, Any, Tensor], hook: CommHook, group: dist.ProcessGroup
-) -> Tensor:
-    """Run a trial to its end, one collective after the other."""
-    while True:
-        try:
-            pending = coroutine.send(None)
-        except StopIteration as stop:
-            squares: Tensor = stop.value
-            return squares
-        if isinstance(pending, Exchange) or pending.members:
-            coroutine.close()
-            raise CommHookError(
-                f"hook {hook!r} cannot be planned: expected a hook that averages among all ranks "
-                "in the same step"
-            )
-        pending.run(group)
-
-
-def _trace(config: Mapping[str, Any], gradients: GradBucket, side: _Side) -> BucketTrace:
-    """Return what the hook does with a bucket in a typical step."""
-    key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
-    if key not in side.traces:
-        job = side.planned.job
-        by_size = {
-            size: dry_run(
-                config,
-                [gradients],
-                dict(zip(gradients.names, gradients.parameters(), strict=True)),
-                side.roles,
-                size=size,
-                ranks_per_node=job.ranks_per_node,
-                first_step=job.first_step,
-            )
-            for size in side.sizes
-        }
-        kinds = DryRuns(by_size, job.ranks_per_node).at(side.planned.world_size)
-        _, typical = max(kinds, key=lambda kind: kind[0])
-        side.traces[key] = typical.buckets[0]
-    return side.traces[key]
+    def _trace(
+        self,
+        config: Mapping[str, Any],
+        gradients: GradBucket,
+        parameters: Mapping[str, Tensor],
+    ) -> BucketTrace:
+        """Return what the hook does with a bucket in a typical step."""
+        key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
+        if key not in self._traces:
+            job = self._job
+            by_size = {
+                size: dry_run(
+                    config,
+                    [gradients],
+                    parameters,
+                    self._roles,
+                    size=size,
+                    ranks_per_node=job.ranks_per_node,
+                    first_step=job.first_step,
+                )
+                for size in self._sizes
+            }
+            kinds = DryRuns(by_size, job.ranks_per_node).at(self._world_size)
+            _, typical = max(kinds, key=lambda kind: kind[0])
+            self._traces[key] = typical.buckets[0]
+        return self._traces[key]

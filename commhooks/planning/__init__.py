@@ -9,13 +9,12 @@ docs/design/2026-11-22-auto.md.
 """
 
 from commhooks.planning.plan import Plan, Row, merged
-from commhooks.planning.problem import Choice, Group, Outcome, Problem
+from commhooks.planning.problem import Choice, Group, Problem
 from commhooks.planning.solver import solve, timelines
 
 __all__ = [
     "Choice",
     "Group",
-    "Outcome",
     "Plan",
     "Problem",
     "Row",

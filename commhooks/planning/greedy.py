@@ -17,16 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from commhooks.planning.problem import (
-    Assignment,
-    Problem,
-    exact,
-    latency_seconds,
-    loss,
-    sending_seconds,
-)
-
-__all__ = ["proposals"]
+from commhooks.planning.problem import Assignment, Choice, Problem
 
 _KEPT = 16
 """Assignments of each way that the timeline compares."""
@@ -42,11 +33,11 @@ def proposals(problem: Problem) -> list[Assignment]:
 
 
 class _Move(NamedTuple):
-    """Other choices for some groups of a bucket, by the positions of both."""
+    """Other choices for some groups of a bucket, by the positions of the groups."""
 
     saved: float
     loss: float
-    picks: Mapping[int, int]
+    picks: Mapping[int, Choice]
 
 
 _Value = Callable[[_Move], tuple[float, float]]
@@ -65,58 +56,59 @@ class _Bucket:
     """The groups of a bucket by their positions, and the choices picked for them."""
 
     def __init__(self, problem: Problem, index: int) -> None:
-        groups = {i: g for i, g in enumerate(problem.groups) if g.bucket == index}
-        self._choices = {i: group.choices for i, group in groups.items()}
-        self._loss = {i: [loss(g, choice) for choice in g.choices] for i, g in groups.items()}
-        self._seconds = {
-            i: [sending_seconds(problem, c) + math.fsum(c.local_seconds) for c in group.choices]
-            for i, group in groups.items()
-        }
+        self._groups = {i: g for i, g in enumerate(problem.groups) if g.bucket == index}
+        self.picked = {i: group.exact for i, group in self._groups.items()}
+        self._growing: dict[tuple[int, int], float] = {}
         self._fixed: dict[int, float] = {}
-        for choice in (choice for group in groups.values() for choice in group.choices):
-            fixed = problem.overheads[choice.hook] + latency_seconds(problem, choice)
+        for i, choice in ((i, c) for i, group in self._groups.items() for c in group.choices):
+            self._growing[i, choice.hook] = problem.sending_seconds(choice) + choice.seconds
+            fixed = problem.fixed_seconds(choice)
             self._fixed[choice.hook] = max(fixed, self._fixed.get(choice.hook, 0.0))
-        self.picked = {i: group.choices.index(group.exact) for i, group in groups.items()}
 
-    def seconds(self, picked: Mapping[int, int]) -> float:
-        hooks = {self._choices[i][position].hook for i, position in picked.items()}
-        growing = math.fsum(self._seconds[i][position] for i, position in picked.items())
-        return growing + math.fsum(self._fixed[hook] for hook in hooks)
+    def seconds(self, picked: Mapping[int, Choice]) -> float:
+        growing = math.fsum(self._growing[i, choice.hook] for i, choice in picked.items())
+        return growing + math.fsum(self._fixed[h] for h in {c.hook for c in picked.values()})
 
     def moves(self) -> Iterator[_Move]:
         """Yield the moves that save seconds."""
         before = self.seconds(self.picked)
         for picks in self._changes():
-            given = math.fsum(self._loss[i][p] - self._loss[i][self.picked[i]] for i, p in picks)
-            saved = before - self.seconds(self.picked | dict(picks))
+            given = math.fsum(
+                self._groups[i].loss(choice) - self._groups[i].loss(self.picked[i])
+                for i, choice in picks.items()
+            )
+            saved = before - self.seconds(self.picked | picks)
             if saved > 0:
-                yield _Move(saved, given, dict(picks))
+                yield _Move(saved, given, picks)
 
-    def _changes(self) -> Iterator[list[tuple[int, int]]]:
+    def _changes(self) -> Iterator[dict[int, Choice]]:
         """Yield other choices for each group alone, and one hook for all or those of one hook."""
         others = [
-            (i, position, choice.hook)
-            for i, choices in self._choices.items()
-            for position, choice in enumerate(choices)
-            if choice.error < 1 and position != self.picked[i]
+            (i, choice)
+            for i, group in self._groups.items()
+            for choice in group.choices
+            if choice.error < 1 and choice.hook != self.picked[i].hook
         ]
-        yield from ([(i, position)] for i, position, _ in others)
-        former = {i: self._choices[i][position].hook for i, position in self.picked.items()}
-        kinds = sorted(set(former.values()))
+        yield from ({i: choice} for i, choice in others)
+        kinds = sorted({choice.hook for choice in self.picked.values()})
         for hook in self._fixed:
             for only in (None, *(kinds if len(kinds) > 1 else ())):
-                some = [(i, p) for i, p, h in others if h == hook and only in (None, former[i])]
+                some = {
+                    i: choice
+                    for i, choice in others
+                    if choice.hook == hook and only in (None, self.picked[i].hook)
+                }
                 if len(some) > 1:
                     yield some
 
 
 def _way(problem: Problem, by: _Value) -> Iterator[Assignment]:
     """Yield exact averages, and the assignment after each move."""
-    left = problem.error**2 * math.fsum(group.norm**2 for group in problem.groups)
+    left = problem.allowed_loss
     buckets = [_Bucket(problem, i) for i in range(len(problem.buckets))]
     moves = [sorted(bucket.moves(), key=by, reverse=True) for bucket in buckets]
-    assignment = list(exact(problem))
-    yield tuple(assignment)
+    assignment = dict(enumerate(problem.exact))
+    yield problem.exact
     for _ in range(4 * len(problem.groups)):  # each is moved a few times at most
         late = range(_first_late(problem, buckets), len(buckets))
         best = {i: next((m for m in moves[i] if m.loss <= left), None) for i in late}
@@ -127,9 +119,8 @@ def _way(problem: Problem, by: _Value) -> Iterator[Assignment]:
         buckets[i].picked |= move.picks
         moves[i] = sorted(buckets[i].moves(), key=by, reverse=True)
         left -= move.loss
-        for group, position in move.picks.items():
-            assignment[group] = position
-        yield tuple(assignment)
+        assignment |= move.picks
+        yield tuple(assignment.values())
 
 
 def _first_late(problem: Problem, buckets: list[_Bucket]) -> int:

@@ -4,20 +4,17 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
+from commhooks.costs.records import from_json
 from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookStateError
-from commhooks.hook.options import convert
-
-__all__ = ["Plan", "Row", "label_of", "merged", "table_of"]
 
 _FORMAT = 1
 """The version of the JSON that :meth:`Plan.to_json` returns."""
-_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,10 @@ class Plan:
     reason: str
     """Why this plan and no other, in a sentence."""
 
+    def __post_init__(self) -> None:
+        if len(self.hook_of()) < sum(len(row.names) for row in self.rows):
+            raise ValueError("a parameter is in two rows")
+
     def hook_of(self) -> dict[str, str]:
         """Return the spec of each parameter's hook, by the parameter's name."""
         return {name: row.hook for row in self.rows for name in row.names}
@@ -95,29 +96,21 @@ class Plan:
     def from_json(cls, data: Any) -> "Plan":
         """Read what :meth:`to_json` returned. Raises CommHookStateError for anything else."""
         try:
-            return cls._read(data)
+            fields = dict(data)
+            if (found := fields.pop("format")) != _FORMAT:
+                raise CommHookStateError(
+                    f"expected a plan of format {_FORMAT}, found format {found!r}; make it again "
+                    "with this version of commhooks"
+                )
+            return from_json(cls, fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, CommHookError):
                 raise
+            text = repr(data)
             raise CommHookStateError(
-                f"expected a plan as `commhooks plan --save` writes it, found {_brief(data)} "
+                f"expected a plan as `commhooks plan --save` writes it, found {text[:60]} "
                 f"({type(error).__name__}: {error}); make it again"
             ) from error
-
-    @classmethod
-    def _read(cls, data: dict[str, Any]) -> "Plan":
-        fields = dict(data)
-        if (found := fields.pop("format")) != _FORMAT:
-            raise CommHookStateError(
-                f"expected a plan of format {_FORMAT}, found format {found!r}; make it again with "
-                "this version of commhooks"
-            )
-        rows = tuple(_instance(Row, row) for row in fields.pop("rows"))
-        times = {name: _instance(Timing, fields.pop(name)) for name in ("before", "after")}
-        plan = _instance(cls, fields, rows=rows, **times)
-        if len(plan.hook_of()) < sum(len(row.names) for row in plan.rows):
-            raise ValueError("a parameter is in two rows")
-        return plan
 
     def save(self, path: Path | str) -> None:
         """Write the plan to a file."""
@@ -202,21 +195,3 @@ def _one(rows: Sequence[Row]) -> Row:
 
 def _pattern(name: str) -> str:
     return re.sub(r"\d+", "*", name)
-
-
-def _instance(kind: type[_Kind], data: Mapping[str, Any], **made: Any) -> _Kind:
-    """Return an instance of a dataclass from JSON's types. Its fields in ``made`` are not read."""
-    hints, fields = get_type_hints(kind), dict(made)
-    if wrong := hints.keys() ^ (data.keys() | made.keys()):
-        raise ValueError(f"missing or unknown: {', '.join(sorted(wrong))}")
-    for name, value in data.items():
-        try:
-            fields[name] = convert(hints[name], value, name)
-        except ValueError as error:
-            raise ValueError(f"{name}: found {value!r}") from error
-    return kind(**fields)
-
-
-def _brief(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 60 else f"{text[:60]}..."

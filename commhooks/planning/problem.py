@@ -1,41 +1,26 @@
 """What there is to choose from, in numbers, and what a choice for each group costs."""
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from commhooks.costs.backends import Backend
 from commhooks.costs.network import Network
-from commhooks.costs.step_trace import BucketTrace, Collective, Members, StepTrace
+from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace, merged_work
+from commhooks.costs.timeline import Span, Timing, replay
 from commhooks.errors import CommHookOptionError
 from commhooks.planning.plan import label_of
 
-__all__ = [
-    "Assignment",
-    "Choice",
-    "Group",
-    "Outcome",
-    "Problem",
-    "chosen",
-    "exact",
-    "latency_seconds",
-    "loss",
-    "overheads_of",
-    "relative_error",
-    "sending_seconds",
-    "squared_error",
-    "step_trace",
-    "uniform",
-]
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one hook does with one group of parameters.
+    """What one hook does with one group of parameters, or has done with a sample of it.
 
-    ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`, but only the part of the
-    hook's own work that grows with the group; the rest is in ``Problem.overheads``.
+    ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`: of a sample, all of the
+    hook's own work; in ``Group.choices``, the part that grows with the group.
     """
 
     hook: int
@@ -47,48 +32,42 @@ class Choice:
 
     0 for an exact hook, and infinity for a hook that cannot average this group.
     """
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a hook has done with a group, or with a sample of it: all of its own work."""
-
-    group: int
-    """The position of the group."""
-    hook: int
-    elements: int
-    local_seconds: tuple[float, ...]
-    collectives: tuple[Collective, ...]
-    error: float
+    elements: int = 0
+    """The number of elements that it was done with."""
 
     @property
     def seconds(self) -> float:
         """The hook's own work."""
         return math.fsum(self.local_seconds)
 
-    def choice(
-        self, elements: int, overhead: float, error: float, sent: float | None = None
-    ) -> Choice:
-        """Return the choice of a group of ``elements``.
+    def scaled(self, elements: int, overhead: float, sent: float | None = None) -> "Choice":
+        """Return what grows with a group of ``elements``, given what was done with a sample.
 
-        Args:
-            elements: Number of elements of the group.
-            overhead: Seconds of a run of the hook on nothing.
-            error: Of the choice.
-            sent: Bytes sent for the group, relative to those of this outcome; by default as for the
-                elements.
+        ``overhead``: seconds of a run of the hook on nothing. ``sent``: bytes sent for the group,
+        relative to those of the sample; by default as for the elements.
         """
         more = elements / max(self.elements, 1)
         growing = max(0.0, self.seconds - overhead) / (self.seconds or 1.0) * more
-        return Choice(
-            self.hook,
-            tuple(seconds * growing for seconds in self.local_seconds),
-            tuple(
-                replace(each, tensor_bytes=each.tensor_bytes * (more if sent is None else sent))
-                for each in self.collectives
-            ),
-            error,
-        )
+        factor = more if sent is None else sent
+        scaled = merged_work([self], lambda each: each[0] * growing, lambda each: each[0] * factor)
+        return replace(scaled, elements=elements)
+
+
+def overheads_of(outcomes: Mapping[tuple[int, int], Choice], hooks: int) -> tuple[float, ...]:
+    """Return the seconds of a run of each hook on nothing, by what it has done with samples.
+
+    On a line through the fewest and the most elements. If there are not twice as many, which does
+    not tell the costs apart, half of the time counts.
+    """
+    found = []
+    for hook in range(hooks):
+        points = [(c.elements, c.seconds) for c in outcomes.values() if c.hook == hook]
+        (least, shortest), (most, longest) = min(points or [(0, 0.0)]), max(points or [(0, 0.0)])
+        at_zero = shortest / 2
+        if most > 0 and most >= 2 * least:
+            at_zero = shortest - (longest - shortest) * least / (most - least)
+        found.append(min(shortest, max(0.0, at_zero)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -101,7 +80,7 @@ class Group:
     is_exact: bool = False
     """Whether only plain averaging is allowed."""
     norm: float = math.nan
-    """Of the average gradient, if it is known."""
+    """The norm of the average gradient, if it is known."""
     choices: tuple[Choice, ...] = ()
     """At most one per hook; at least one has an error of 0."""
 
@@ -115,30 +94,32 @@ class Group:
         """The first exact choice: plain averaging."""
         return next(choice for choice in self.choices if choice.error == 0)
 
+    def loss(self, choice: Choice) -> float:
+        """Return the group's part of the sum of squared errors."""
+        return squared_error(choice.error, self.norm)
 
-def overheads_of(outcomes: Sequence[Outcome], hooks: int) -> tuple[float, ...]:
-    """Return the seconds of a run of each hook on nothing.
 
-    On a line through the fewest and the most elements. If there are not twice as many, which does
-    not tell the costs apart, half of the time counts.
+def squared_error(error: float, norm: float) -> float:
+    """Return |average - exact|^2 of a hook with error feedback, after many steps.
+
+    It averages p = g + r, where r is the error of the step before, so |r| = ``error`` |p|. If r
+    does not depend on the gradient g, whose average has this ``norm``, |p|^2 = |g|^2 + |r|^2.
     """
-    found = []
-    for hook in range(hooks):
-        points = sorted((each.elements, each.seconds) for each in outcomes if each.hook == hook)
-        (least, shortest), (most, longest) = (points or [(0, 0.0)])[0], (points or [(0, 0.0)])[-1]
-        at_zero = shortest / 2
-        if most > 0 and most >= 2 * least:
-            at_zero = shortest - (longest - shortest) * least / (most - least)
-        found.append(min(shortest, max(0.0, at_zero)))
-    return tuple(found)
+    if norm == 0 or error == 0:
+        return 0.0
+    return (error * norm) ** 2 / (1 - error**2) if error < 1 else math.inf
+
+
+Assignment: TypeAlias = tuple[Choice, ...]
+"""One of its choices for each group."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """Choose a hook for each group so that a step is short and its average is close enough.
 
-    The limit on errors is ``sum(loss(group, choice)) <= limit**2 * sum(norm**2)`` over all groups,
-    where ``limit`` is the ``error`` of the problem; see :func:`loss`.
+    The limit on errors is ``sum(group.loss(choice)) <= error**2 * sum(group.norm**2)`` over all
+    groups.
 
     Raises CommHookOptionError for numbers that do not belong together.
     """
@@ -158,22 +139,20 @@ class Problem:
     error: float
 
     def __post_init__(self) -> None:
-        if not self.error >= 0:
-            raise CommHookOptionError(f"error: expected a limit of at least 0, found {self.error}")
-        if len(self.overheads) != len(self.hooks):
-            raise CommHookOptionError(
-                f"expected one overhead per hook, found {len(self.overheads)} for "
-                f"{len(self.hooks)} hooks"
-            )
         names = [name for group in self.groups for name in group.names]
-        if len(set(names)) < len(names):
+        wrong = ""
+        if not self.error >= 0:
+            wrong = f"error: expected a limit of at least 0, found {self.error}"
+        elif len(self.overheads) != len(self.hooks):
+            wrong = f"expected one overhead for each of {self.hooks}, found {self.overheads}"
+        elif len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise CommHookOptionError(f"parameter {twice!r} is in two groups")
-        for group in self.groups:
-            self._check(group)
+            wrong = f"parameter {twice!r} is in two groups"
+        if wrong := wrong or next(filter(None, map(self._wrong_in, self.groups)), ""):
+            raise CommHookOptionError(wrong)
 
-    def _check(self, group: Group) -> None:
-        hooks = [choice.hook for choice in group.choices]
+    def _wrong_in(self, group: Group) -> str:
+        hooks, errors = [c.hook for c in group.choices], [c.error for c in group.choices]
         wrong = ""
         if not 0 <= group.bucket < len(self.buckets):
             wrong = f"expected a bucket below {len(self.buckets)}, found {group.bucket}"
@@ -181,111 +160,100 @@ class Problem:
             wrong = f"expected a finite norm, found {group.norm}"
         elif not set(hooks) <= set(range(len(self.hooks))) or len(set(hooks)) < len(hooks):
             wrong = f"expected choices of different hooks of {len(self.hooks)}, found {hooks}"
-        elif not all(choice.error >= 0 for choice in group.choices):
-            wrong = "expected errors of at least 0"
-        elif all(choice.error > 0 for choice in group.choices):
-            wrong = "expected an exact choice, found none"
+        elif 0 not in errors or not all(error >= 0 for error in errors):
+            wrong = f"expected errors of at least 0, one of them 0, found {errors}"
         elif any(len(c.local_seconds) != len(c.collectives) + 1 for c in group.choices):
             wrong = "expected local seconds before, between and after the collectives"
-        if wrong:
-            raise CommHookOptionError(f"group {group.label!r}: {wrong}")
+        return wrong and f"group {group.label!r}: {wrong}"
 
+    @property
+    def exact(self) -> Assignment:
+        """Plain averaging."""
+        return tuple(group.exact for group in self.groups)
 
-Assignment: TypeAlias = tuple[int, ...]
-"""For each group, the position of its choice in ``Group.choices``."""
+    @property
+    def allowed_loss(self) -> float:
+        """The largest sum of squared errors within the limit."""
+        total = math.fsum(group.norm**2 for group in self.groups)
+        return (self.error * (1 + _ROUNDING)) ** 2 * total
 
-
-def chosen(problem: Problem, assignment: Assignment) -> Iterator[tuple[Group, Choice]]:
-    """Yield each group with its choice."""
-    for group, position in zip(problem.groups, assignment, strict=True):
-        yield group, group.choices[position]
-
-
-def exact(problem: Problem) -> Assignment:
-    """Return plain averaging."""
-    return tuple(group.choices.index(group.exact) for group in problem.groups)
-
-
-def uniform(problem: Problem, hook: int) -> Assignment:
-    """Return one hook for all groups that it contracts; the others are averaged exactly."""
-    return tuple(
-        next(
-            (i for i, choice in enumerate(g.choices) if choice.hook == hook and choice.error < 1),
-            g.choices.index(g.exact),
+    def uniform(self, hook: int) -> Assignment:
+        """Return one hook for all groups that it contracts; the others are averaged exactly."""
+        return tuple(
+            next((c for c in g.choices if c.hook == hook and c.error < 1), g.exact)
+            for g in self.groups
         )
-        for g in problem.groups
-    )
 
+    def assignment(self, hooks: Mapping[str, str]) -> Assignment | None:
+        """Return the assignment in which parameters have these hooks; None if there is none.
 
-def loss(group: Group, choice: Choice) -> float:
-    """Return the group's part of the sum of squared errors."""
-    return squared_error(choice.error, group.norm)
+        Parameters that are not in it are averaged exactly.
+        """
+        found = []
+        for group in self.groups:
+            specs = {hooks.get(name, self.hooks[group.exact.hook]) for name in group.names}
+            found += [c for c in group.choices if {self.hooks[c.hook]} == specs]
+        return tuple(found) if len(found) == len(self.groups) else None
 
+    def error_of(self, assignment: Assignment) -> float:
+        """Return |average - exact| over all groups, relative to the norm of the average."""
+        total = math.fsum(group.norm**2 for group in self.groups)
+        lost = math.fsum(map(Group.loss, self.groups, assignment))
+        return math.sqrt(lost / total) if total else 0.0
 
-def squared_error(error: float, norm: float) -> float:
-    """Return |average - exact|^2 of a hook with error feedback, after many steps.
+    def allows(self, assignment: Assignment) -> bool:
+        """Return whether the error is allowed, and that of each group is below 1."""
+        lost = math.fsum(map(Group.loss, self.groups, assignment))
+        return lost <= self.allowed_loss and all(choice.error < 1 for choice in assignment)
 
-    It averages p = g + r, where r is the error of the step before, so |r| = ``error`` |p|. If r
-    does not depend on the gradient g, whose average has this ``norm``, |p|^2 = |g|^2 + |r|^2.
-    """
-    if norm == 0 or error == 0:
-        return 0.0
-    return (error * norm) ** 2 / (1 - error**2) if error < 1 else math.inf
+    def fixed_seconds(self, choice: Choice) -> float:
+        """Return the seconds of a run that do not depend on its groups."""
+        return self.overheads[choice.hook] + math.fsum(
+            self._seconds(replace(each, tensor_bytes=0.0)) for each in choice.collectives
+        )
 
+    def sending_seconds(self, choice: Choice) -> float:
+        """Return the time that the bytes of a group add to its collectives."""
+        return math.fsum(
+            self._seconds(each) - self._seconds(replace(each, tensor_bytes=0.0))
+            for each in choice.collectives
+        )
 
-def relative_error(problem: Problem, assignment: Assignment) -> float:
-    """Return |average - exact| over all groups, relative to the norm of the average gradient."""
-    total = math.fsum(group.norm**2 for group in problem.groups)
-    lost = math.fsum(loss(*pair) for pair in chosen(problem, assignment))
-    return math.sqrt(lost / total) if total else 0.0
+    def _seconds(self, collective: Collective) -> float:
+        """Return the time of a collective that shares nothing with others."""
+        network, cost = self.network, self.backend.cost(collective, self.network)
+        return cost.latency_seconds + max(
+            cost.link_bytes / network.link.bytes_per_second,
+            cost.node_bytes / network.node_link.bytes_per_second,
+            cost.cpu_seconds,
+        )
 
+    def replay(self, assignment: Assignment, spans: list[Span] | None = None) -> Timing:
+        """Return the time of a step on the timeline; append what happens in it to ``spans``."""
+        trace = self.step_trace(assignment)
+        return replay(trace, self.network, self.backend, self.cores, spans)
 
-def step_trace(problem: Problem, assignment: Assignment) -> StepTrace:
-    """Return what a rank does in a step.
+    def step_trace(self, assignment: Assignment) -> StepTrace:
+        """Return what a rank does in a step.
 
-    The hooks of a bucket run one after the other, in the order of ``Problem.hooks``. A hook that
-    several groups of a bucket chose runs once, with the sum of their bytes.
-    """
-    runs: dict[tuple[int, int, Hashable], list[Choice]] = {}
-    for group, choice in chosen(problem, assignment):
-        alike = tuple((each.operation, each.members) for each in choice.collectives)
-        runs.setdefault((group.bucket, choice.hook, alike), []).append(choice)
-    in_order = sorted(runs.items(), key=lambda run: run[0][:2])
-    buckets = []
-    for index, bucket in enumerate(problem.buckets):
-        local, collectives, hooks = [0.0], list[Collective](), set[int]()
-        for (_, hook, _), choices in (run for run in in_order if run[0][0] == index):
-            local[-1] += 0.0 if hook in hooks else problem.overheads[hook]
-            hooks.add(hook)
-            first, *others = map(sum, zip(*(c.local_seconds for c in choices), strict=True))
-            local[-1] += first
-            local += others
-            collectives += [
-                replace(each[0], tensor_bytes=math.fsum(c.tensor_bytes for c in each))
-                for each in zip(*(c.collectives for c in choices), strict=True)
-            ]
-        buckets.append(replace(bucket, local_seconds=tuple(local), collectives=tuple(collectives)))
-    return StepTrace(tuple(buckets), problem.forward_seconds, is_native=False)
-
-
-def latency_seconds(problem: Problem, choice: Choice) -> float:
-    """Return the seconds of the collectives of a choice if they sent nothing."""
-    return math.fsum(_seconds(problem, c.operation, 0.0, c.members) for c in choice.collectives)
-
-
-def sending_seconds(problem: Problem, choice: Choice) -> float:
-    """Return the time that the bytes of a group add to its collectives."""
-    return math.fsum(
-        _seconds(problem, c.operation, c.tensor_bytes, c.members) for c in choice.collectives
-    ) - latency_seconds(problem, choice)
-
-
-def _seconds(problem: Problem, operation: str, tensor_bytes: float, members: Members) -> float:
-    """Return the time of a collective that shares nothing with others."""
-    network = problem.network
-    cost = problem.backend.cost(Collective(operation, tensor_bytes, members), network)
-    return cost.latency_seconds + max(
-        cost.link_bytes / network.link.bytes_per_second,
-        cost.node_bytes / network.node_link.bytes_per_second,
-        cost.cpu_seconds,
-    )
+        The hooks of a bucket run one after the other, in the order of ``hooks``. A hook that
+        several groups of a bucket chose runs once, with the sum of their bytes.
+        """
+        runs: dict[tuple[int, int, Hashable], list[Choice]] = {}
+        for group, choice in zip(self.groups, assignment, strict=True):
+            alike = tuple((each.operation, each.members) for each in choice.collectives)
+            runs.setdefault((group.bucket, choice.hook, alike), []).append(choice)
+        in_order = sorted(runs.items(), key=lambda run: run[0][:2])
+        buckets = []
+        for index, bucket in enumerate(self.buckets):
+            local, collectives, hooks = [0.0], list[Collective](), set[int]()
+            for (_, hook, _), choices in (run for run in in_order if run[0][0] == index):
+                together = merged_work(choices, math.fsum, math.fsum)
+                local[-1] += together.local_seconds[0]
+                local[-1] += 0.0 if hook in hooks else self.overheads[hook]
+                local += together.local_seconds[1:]
+                collectives += together.collectives
+                hooks.add(hook)
+            done = tuple(local), tuple(collectives)
+            buckets.append(replace(bucket, local_seconds=done[0], collectives=done[1]))
+        return StepTrace(tuple(buckets), self.forward_seconds, is_native=False)

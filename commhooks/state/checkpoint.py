@@ -76,8 +76,11 @@ class HookState:
             if path[0] in _FIELDS:
                 put(targets, path, None)
             elif path[1] in sources:
-                is_tensor = hasattr(it, "size")
-                put(targets, path, _empty(it, ranks.device) if is_tensor else None)
+                target = None
+                if hasattr(it, "size"):  # a tensor
+                    dtype = it.properties.dtype
+                    target = torch.empty(it.size, dtype=dtype, device=ranks.device)
+                put(targets, path, target)
         return targets
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -125,7 +128,3 @@ class HookState:
             for name, path in paths.items()
             if path[:start] == keys[key]
         }
-
-
-def _empty(stored: Any, device: torch.device) -> torch.Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)

@@ -1,4 +1,4 @@
-"""How ranks are arranged: as replicas times shards, of which there is one without sharding."""
+"""How ranks are arranged: as replicas times shards; one shard without sharding."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Ranks(Protocol):
     def group(self) -> dist.ProcessGroup: ...
 
     @property
-    def rows(self) -> Sequence[dist.ProcessGroup]: ...
+    def shard_groups(self) -> Sequence[dist.ProcessGroup]: ...
 
     def whole(self, name: str) -> tuple[torch.Size, int] | None: ...
 

@@ -132,8 +132,8 @@ class _Loading:
         found = {
             it.rank: it for it in values_of_ranks(self.outcome, ranks.group, ranks.device, what)
         }
-        for row in ranks.rows:
-            for others in values_of_ranks(found, row, ranks.device, what):
+        for group in ranks.shard_groups:
+            for others in values_of_ranks(found, group, ranks.device, what):
                 found |= others
         of_ranks = [found[rank] for rank in sorted(found)]
         if problem := self.outcome.failure or _mismatch(of_ranks, layout_of(ranks).shards):

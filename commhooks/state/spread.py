@@ -30,10 +30,11 @@ class Spread:
     """Converts a state that ranks in the layout ``old`` have saved."""
 
     def __init__(self, hook: CommHook, ranks: Ranks, old: Layout) -> None:
-        if len(ranks.rows) > 1:
+        if len(ranks.shard_groups) > 1:
             raise CommHookStateError(
-                f"expected the same shard group for all parameters, found {len(ranks.rows)}; only "
-                "the same ranks can load the states of hooks on such models"
+                f"expected the same shard group for all parameters, found "
+                f"{len(ranks.shard_groups)}; only the same ranks can load the states of hooks on "
+                "such models"
             )
         self._hook = hook
         self._ranks = ranks
@@ -67,7 +68,10 @@ class Spread:
             shape, dtype = sums[key]
             zeros = torch.zeros(shape, dtype=dtype, device=self._ranks.device)
             total = self._sums.pop(key, zeros).contiguous()
-            for group in [self._ranks.group, *([] if self._keeps_shards else self._ranks.rows)]:
+            for group in [
+                self._ranks.group,
+                *([] if self._keeps_shards else self._ranks.shard_groups),
+            ]:
                 with collective(group, "the sum of a saved state"):
                     dist.all_reduce(total, group=group)
             *path, name, field = key

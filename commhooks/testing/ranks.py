@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -76,12 +77,8 @@ def _run_in_group(
     torch.manual_seed(_SEED)
     torch.set_num_threads(1)
     join_group(rank, world_size, "127.0.0.1", port, timeout, backend=backend)
-    environment = dict(os.environ)
-    try:
+    with patch.dict(os.environ):  # the next call has the environment from before
         return fn(rank, world_size, *args, **kwargs)
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 def _leave_group() -> None:

@@ -60,6 +60,11 @@ class RuleContext:
         """Return the results of a step on this rank's gradients for these seeds."""
         return trainer.step(draw_gradients(trainer.parameters, self.rank, *seeds))
 
+    def train(self, trainer: Trainer, steps: int = _STEPS) -> None:
+        """Run the first steps, whose results do not matter."""
+        for step in range(steps):
+            self.step(trainer, step)
+
     def inexact(self, trainer: Trainer, found: Mapping[str, Tensor], step: int) -> list[str]:
         """Describe where the results of a step differ from the mean over ranks."""
         like = trainer.parameters
@@ -207,8 +212,7 @@ def non_finite(context: RuleContext) -> Problems:
     """
     trainer = context.trainer(bucket_cap_mb=25)
     agrees = has_consensus(trainer.hook)
-    for step in range(2):
-        context.step(trainer, step)
+    context.train(trainer, 2)
     for culprit in range(context.size):
         before = through_file(trainer.state())
         gradients = draw_gradients(trainer.parameters, context.rank, 2, culprit)
@@ -238,8 +242,7 @@ def non_finite(context: RuleContext) -> Problems:
 def keys(context: RuleContext) -> Problems:
     """Store state by parameter name, so that it does not depend on the buckets."""
     trainer = context.trainer()
-    for step in range(_STEPS):
-        context.step(trainer, step)
+    context.train(trainer)
     saved = through_file(trainer.handle.state_dict())
     fresh = context.trainer()
     # Raises if a key is neither a parameter name nor known to the hook.
@@ -252,8 +255,7 @@ def keys(context: RuleContext) -> Problems:
 def resume(context: RuleContext) -> Problems:
     """Continue from a saved state_dict() with the same bits."""
     trainer, resumed = (context.trainer(stable_buckets=True) for _ in range(2))
-    for step in range(_STEPS):
-        context.step(trainer, step)
+    context.train(trainer)
     resumed.handle.load_state_dict(through_file(trainer.handle.state_dict()))
     for step in range(_STEPS, 2 * _STEPS):
         if not same_bits(context.step(trainer, step), context.step(resumed, step)):
@@ -267,8 +269,7 @@ def resume(context: RuleContext) -> Problems:
 def wire(context: RuleContext) -> Problems:
     """Send through the communicator, on every rank."""
     trainer = context.trainer()
-    for step in range(2):
-        context.step(trainer, step)
+    context.train(trainer, 2)
     if not trainer.handle.stats().total.wire_bytes:
         yield f"expected bytes sent by every rank, found none sent by rank {context.rank}"
 
@@ -287,8 +288,7 @@ def cost(context: RuleContext) -> Problems:
 
     hook.reduce = note
     trainer = context.trainer(hook, stable_buckets=True)
-    for step in range(_STEPS):
-        context.step(trainer, step)
+    context.train(trainer)
     trainer.handle.adapter.flush()  # exchanges send as well
     for bucket in trainer.handle.stats().buckets:
         of_steps = expected[bucket.names]
@@ -386,8 +386,7 @@ def contribution(context: RuleContext) -> Problems:
     hook = context.make_hook()
     recorder = _Recorder(hook)
     trainer = context.trainer(recorder)
-    for step in range(_STEPS):
-        context.step(trainer, step)
+    context.train(trainer)
     of_ranks: list[Any] = [None] * context.size
     dist.all_gather_object(of_ranks, recorder.contributions)
     if not declares(hook, "tells_contribution"):

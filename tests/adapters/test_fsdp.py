@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import commhooks
 from commhooks.adapters.fsdp_units import _groups, units_of
 from commhooks.algorithms.averaging.diloco import DiLoCo
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 from commhooks.hook.base import has_consensus
 from commhooks.integrations import fsdp
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 
 HEAD = ["head.weight", "head.bias"]
 

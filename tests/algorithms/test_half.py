@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.algorithms.exact import half
+from commhooks.algorithms import exact
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from reducer import GradBucket
 
 
-@patch.object(half, "_LARGE", 1)
+@patch.object(exact, "_LARGE", 1)
 def keep_memory(rank: int, size: int, name: str) -> None:
     python: Any = commhooks.create(name)
     ours, torchs = Trainer(commhooks.create(name)), Trainer(python, torch_ddp=True)
@@ -39,7 +39,7 @@ def test_large_buckets_send_from_the_same_memory_in_each_step(run_ranks: Any, na
     run_ranks(keep_memory, 2, name)
 
 
-@patch.object(half, "_LARGE", 1)
+@patch.object(exact, "_LARGE", 1)
 def test_memory_of_another_shape_is_not_sent() -> None:
     """Names identify a bucket, and a parameter may change its shape."""
     hook: Any = commhooks.create("bf16")

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from commhooks.algorithms.adaptive import candidates
 from commhooks.cli import plan as command
 from commhooks.cli.commands import commands
-from commhooks.lab.planning import Measured, PlanningJob, measure_groups
+from commhooks.lab.planning import Measured, measure_groups
 from commhooks.lab.simulation import Job
 from commhooks.planning import Plan
 
@@ -36,8 +36,8 @@ def measured() -> Measured:
     """What one run of the command measures."""
     found: list[Measured] = []
 
-    def keep(job: command.PlanningJob) -> Measured:
-        found.append(measure_groups(job))
+    def keep(*arguments: Any) -> Measured:
+        found.append(measure_groups(*arguments))
         return found[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +49,7 @@ def measured() -> Measured:
 
 @pytest.fixture
 def _measured_before(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "measure_groups", lambda _: measured)
+    monkeypatch.setattr(command, "measure_groups", lambda *_: measured)
 
 
 def test_errors_are_those_of_averages_of_different_gradients(measured: Measured) -> None:
@@ -119,7 +119,7 @@ def test_candidates_that_end_their_process_or_refuse_all_groups() -> None:
         {"name": "failing", "how": "refuse"},
         {"name": "int8"},
     )
-    found = measure_groups(PlanningJob(Job("support.failing:net"), configs, (), world_size=4))
+    found = measure_groups(Job("support.failing:net"), configs, (), world_size=4)
     assert found.reasons[1] == "rank 1 of 2 died with exit code 7"
     assert found.reasons[2] == "not this model"
     assert list(found.reasons) == [1, 2]

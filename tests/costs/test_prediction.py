@@ -56,6 +56,15 @@ def test_dry_runs_survive_json():
     assert from_json(DryRuns, json.loads(json.dumps(asdict(runs)))) == runs
 
 
+def test_a_field_that_an_older_file_lacks_has_its_default():
+    trace = step_trace(2, "all_gather").buckets[0]
+    data = asdict(trace)
+    del data["exchanges"]
+    assert from_json(BucketTrace, data) == trace
+    with pytest.raises(KeyError, match="seconds_of_old"):
+        from_json(BucketTrace, data | {"seconds_of_old": 1.0})
+
+
 @pytest.mark.parametrize(
     ("size", "ranks_per_node", "expected"),
     [

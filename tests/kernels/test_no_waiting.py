@@ -1,11 +1,15 @@
 """No hook makes the host wait for the device: on a GPU, and on CPU tensors that stand for it."""
 
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from algorithms.adaptive.test_auto import FAST, Links
 from emulation import emulated
 from support.no_waiting import HostReads, waiting_is_an_error
 from support.simulated_ranks import simulate
@@ -14,7 +18,7 @@ from torch import nn
 import commhooks
 from commhooks import CommHook, algorithms
 from commhooks.hook.roles import prepare
-from commhooks.lab.simulation.dry_run import FakeGroup
+from commhooks.lab.simulation.dry_run import fake_group
 from commhooks.testing.probe import draw_gradients, probe_parameters
 from reducer import GradBucket
 
@@ -82,7 +86,7 @@ def take_steps(
         for _ in hooks
     ]
     for hook, parameters in zip(hooks, models, strict=True):
-        prepare(hook, parameters, FakeGroup(SIZE), None)  # type: ignore[arg-type]
+        prepare(hook, parameters, fake_group(SIZE), None)
     for step in range(8):
         buckets = [bucket_of(rank, step, model) for rank, model in enumerate(models)]
         with no_waiting() if step >= 4 else nullcontext():
@@ -106,3 +110,45 @@ def test_the_host_reads_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CONFIGS.keys() - WAITING))
 def test_no_operation_of_torch_waits(name: str) -> None:
     take_steps(CONFIGS[name], waiting_is_an_error, "cuda")
+
+
+class Group(dist.ProcessGroup):
+    """What `auto` needs of a group whose collectives are simulated."""
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: "gloo")
+
+
+def note_launches(hook: Any) -> None:
+    """Do what runners do for a hook that ``times_launches``."""
+    reduce = hook.reduce
+
+    async def launched(bucket: GradBucket, comm: commhooks.Communicator) -> torch.Tensor:
+        comm.launched = time.monotonic_ns()
+        average: torch.Tensor = await reduce(bucket, comm)
+        return average
+
+    hook.reduce = launched
+
+
+def test_auto_reads_in_a_later_step_what_it_measures() -> None:
+    """It times, probes, tries, reports, plans, checks, and plans again."""
+    parameters = {name: nn.Parameter(torch.zeros(64, 48)) for name in ("a", "b")}
+    with ExitStack() as stack:
+        stack.enter_context(emulated())
+        links = Links(stack)
+        candidates = ["int8:error_feedback=false", "topk:density=0.1,warmup_steps=0"]
+        hooks: list[Any] = []
+        for rank in range(SIZE):
+            hooks.append(commhooks.create("auto", error=9.0, candidates=candidates))
+            prepare(hooks[rank], parameters, Group(rank, SIZE), None)
+            note_launches(hooks[rank])
+        for step in range(40):
+            if step == 24:
+                assert set(hooks[1].plan.hook_of().values()) == {candidates[1]}
+                links.probe = FAST
+            buckets = [bucket_of(rank, step, parameters) for rank in range(SIZE)]
+            with HostReads(0):
+                simulate(hooks, buckets)
+        assert [len(hook.history) for hook in hooks] == [2, 2]
+        assert set(hooks[1].plan.hook_of().values()) == {"allreduce"}

@@ -13,7 +13,7 @@ from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import Members, StepTrace
 from commhooks.hook.capabilities import bucket_key_of
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.lab.simulation.dry_run import FakeGroup, dry_run
+from commhooks.lab.simulation.dry_run import dry_run, fake_group
 from commhooks.testing.probe import Trainer, draw_gradients, probe_parameters
 from commhooks.testing.ranks import run_ranks
 from reducer import GradBucket
@@ -70,7 +70,7 @@ def test_it_sends_the_bytes_of_the_formula(config, size):
     kinds = dry_run(config, buckets, parameters, size=size, first_step=STEP, is_timed=False)
     assert sum(share for share, _ in kinds) == pytest.approx(1.0)
     hook = commhooks.create(config)
-    hook.prepare(parameters, FakeGroup(size))
+    hook.prepare(parameters, fake_group(size))
     stated = [hook.wire_bytes(bucket, size) for bucket in buckets]
     if None not in stated and len(kinds) == 1:
         assert sent(kinds, size) == sum(stated)
@@ -116,7 +116,7 @@ def _dry_run_bytes(config: dict[str, Any], size: int) -> float:
     adapter = DDPAdapter(trainer.model)
     adapter.install(keep)
     hook = commhooks.create(config)
-    hook.prepare(trainer.parameters, FakeGroup(size))
+    hook.prepare(trainer.parameters, fake_group(size))
     adapter.regroup(partial(bucket_key_of, hook))
     trainer.step(draw_gradients(trainer.parameters, 1))
     kinds = dry_run(
@@ -220,7 +220,7 @@ def test_exchanges_send_the_bytes_of_the_formula_and_tell_their_delay(config, de
     # A step that only takes what arrives is a kind of its own.
     assert len(kinds) == (2 if delay == config["period"] else 3)
     hook = commhooks.create(config)
-    hook.prepare(parameters, FakeGroup(4))
+    hook.prepare(parameters, fake_group(4))
     of_steps = range(STEP, STEP + config["period"])
     stated = [
         hook.wire_bytes(bucket_with(bucket, bucket.buffer(), step=step), 4)

@@ -2,7 +2,13 @@
 
 import pytest
 
-from commhooks.lab.units import format_duration, format_rate, parse_duration, parse_rate
+from commhooks.lab.units import (
+    format_bytes,
+    format_duration,
+    format_rate,
+    parse_duration,
+    parse_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +43,13 @@ def test_format_rate() -> None:
     assert format_rate(999.6e6) == "1 Gbit/s"
     assert format_rate(5.0) == "5 bit/s"
     assert parse_rate(format_rate(25e9)) == 25e9
+    assert format_rate(float("inf")) == "inf"
+
+
+def test_format_bytes() -> None:
+    assert format_bytes(3_337_216) == "3.34 MB"
+    assert format_bytes(999_600) == "1 MB"
+    assert format_bytes(0) == "0 B"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +66,8 @@ def test_text_that_is_not_a_duration(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(2.0, "2 s"), (0.0123, "12.3 ms"), (2e-5, "20 us"), (0.0, "0 s")]
+    ("seconds", "text"),
+    [(2.0, "2 s"), (0.9996, "1 s"), (0.0123, "12.3 ms"), (2e-5, "20 us"), (0.0, "0 s")],
 )
 def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

@@ -1,16 +1,16 @@
-"""What outcomes of hooks say about other groups."""
+"""What hooks have done with samples says about groups."""
 
 import pytest
 from support.planning_problems import everyone
 
 from commhooks.costs.step_trace import Collective
-from commhooks.planning import Outcome
+from commhooks.planning import Choice
 from commhooks.planning.problem import overheads_of
 
 
-def outcome(elements: int, seconds: float, hook: int = 0) -> Outcome:
+def outcome(elements: int, seconds: float, hook: int = 0) -> Choice:
     sent = Collective("all_gather", 2.0 * elements, everyone)
-    return Outcome(0, hook, elements, (seconds / 4, 3 * seconds / 4), (sent,), 0.1)
+    return Choice(hook, (seconds / 4, 3 * seconds / 4), (sent,), 0.1, elements)
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ def outcome(elements: int, seconds: float, hook: int = 0) -> Outcome:
     ],
 )
 def test_the_time_of_a_run_on_nothing(points: list[tuple[int, float]], overhead: float) -> None:
-    outcomes = [outcome(*point, hook=1) for point in points]
+    outcomes = {(i, 1): outcome(*point, hook=1) for i, point in enumerate(points)}
     assert overheads_of(outcomes, 2) == (0.0, pytest.approx(overhead))
 
 
 def test_the_rest_grows_with_the_elements_and_bytes_as_the_formula_says() -> None:
-    choice = outcome(1000, 4e-3, hook=2).choice(3000, 1e-3, 0.2)
+    choice = outcome(1000, 4e-3, hook=2).scaled(3000, 1e-3)
     assert choice.local_seconds == pytest.approx((9e-3 / 4, 3 * 9e-3 / 4))
-    assert (choice.hook, choice.error, choice.collectives[0].tensor_bytes) == (2, 0.2, 6000.0)
-    other = outcome(1000, 4e-3).choice(3000, 9.0, 0.2, sent=0.5)
+    assert (choice.hook, choice.error, choice.collectives[0].tensor_bytes) == (2, 0.1, 6000.0)
+    other = outcome(1000, 4e-3).scaled(3000, 9.0, sent=0.5)
     assert other.local_seconds == (0.0, 0.0)
     assert other.collectives[0].tensor_bytes == 1000.0

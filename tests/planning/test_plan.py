@@ -30,16 +30,16 @@ def test_a_saved_plan_is_loaded_as_it_was(plan: Plan, tmp_path: Path):
     [
         (lambda data: [], "found \\[\\]"),
         (lambda data: data | {"format": 2}, "found format 2"),
-        (lambda data: {key: data[key] for key in data if key != "rows"}, "KeyError: 'rows'"),
+        (lambda data: {key: data[key] for key in data if key != "rows"}, "missing .*'rows'"),
         (lambda data: data | {"error": "much"}, "error: found 'much'"),
-        (lambda data: data | {"before": {}}, "missing or unknown: backward_seconds"),
+        (lambda data: data | {"before": {}}, "missing .*'backward_seconds'"),
         (lambda data: data | {"rows": data["rows"] * 2}, "a parameter is in two rows"),
         (lambda data: data | {"rows": [data["rows"][0] | {"names": "weight"}]}, "names: found"),
         (lambda data: data | {"rows": [data["rows"][0] | {"hook": 3}]}, "hook: found 3"),
-        (lambda data: data | {"rows": [data["rows"][0] | {"color": 3}]}, "unknown: color"),
+        (lambda data: data | {"rows": [data["rows"][0] | {"color": 3}]}, "KeyError: 'color'"),
         (lambda data: data | {"rows": [data["rows"][0] | {"elements": 1.5}]}, "elements: found 1"),
         (lambda data: data | {"limit": True}, "limit: found True"),
-        (lambda data: data | {"color": 3}, "unknown: color"),
+        (lambda data: data | {"color": 3}, "KeyError: 'color'"),
     ],
 )
 def test_a_damaged_plan_is_not_loaded(plan: Plan, tmp_path: Path, damage, found: str):

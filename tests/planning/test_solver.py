@@ -15,19 +15,22 @@ from commhooks.costs.step_trace import Collective
 from commhooks.costs.timeline import Span
 from commhooks.planning import Choice, Plan, Problem, solve
 from commhooks.planning.greedy import proposals
-from commhooks.planning.problem import Assignment, exact, relative_error, step_trace
-from commhooks.planning.solver import replayed, without_contention
+from commhooks.planning.problem import Assignment
+from commhooks.planning.solver import without_contention
 
 seeds = st.integers(0, 10_000)
 
 
 def assignments(problem: Problem, limit: float) -> Iterator[Assignment]:
     """All assignments with errors within ``limit``, those of each group below 1."""
-    for assignment in itertools.product(*(range(len(g.choices)) for g in problem.groups)):
-        choices = [g.choices[i] for g, i in zip(problem.groups, assignment, strict=True)]
-        contracts = all(choice.error < 1 for choice in choices)
-        if contracts and relative_error(problem, assignment) <= limit:
+    for assignment in itertools.product(*(g.choices for g in problem.groups)):
+        contracts = all(choice.error < 1 for choice in assignment)
+        if contracts and problem.error_of(assignment) <= limit:
             yield assignment
+
+
+def chosen(problem: Problem, *positions: int) -> Assignment:
+    return tuple(g.choices[i] for g, i in zip(problem.groups, positions, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -35,10 +38,10 @@ def test_what_the_greedy_rule_proposes_is_within_5_percent_of_the_best(seed: int
     problem = random_problem(seed, buckets=2, groups=2, hooks=4)
     allowed = set(assignments(problem, problem.error * (1 + 1e-9)))
     proposed = proposals(problem)
-    assert exact(problem) in proposed
+    assert problem.exact in proposed
     assert set(proposed) <= allowed
     best, found = (
-        min(replayed(problem, each).step_seconds for each in some) for some in (allowed, proposed)
+        min(problem.replay(each).step_seconds for each in some) for some in (allowed, proposed)
     )
     assert found <= 1.05 * best
 
@@ -48,7 +51,8 @@ def test_a_large_group_is_not_left_exact_because_small_ones_have_used_up_the_lim
     small = group("small", 10**5, half(10**5, 0.02, share=0.01))
     large = group("large", 10**7, half(10**7, 0.2))
     problem = problem_of(small, large, error=0.1444)
-    assert relative_error(problem, (1, 1)) > problem.error > relative_error(problem, (0, 1))
+    both, one = (problem.error_of(chosen(problem, i, 1)) for i in (1, 0))
+    assert both > problem.error > one
     assert specs(solve(problem)) == ["allreduce", "half"]
 
 
@@ -57,7 +61,7 @@ def test_plans_are_as_good_as_the_best_on_the_timeline_unless_that_saves_too_lit
     problem = random_problem(seed, buckets=2, groups=2, hooks=3)
 
     allowed = assignments(problem, problem.error)
-    best = min(replayed(problem, each).step_seconds for each in allowed)
+    best = min(problem.replay(each).step_seconds for each in allowed)
     assert solve(problem).after.step_seconds <= best * 1.01 / 0.95 * 1.001
 
 
@@ -143,13 +147,13 @@ def test_a_plan_in_use_goes_when_plain_averaging_is_as_fast():
     assert specs(solve(problem, {"one": "half", "last": "allreduce"})) == ["allreduce"] * 2
 
 
-@pytest.mark.parametrize("in_use", [None, {"a": "half", "b": "half"}])
+@pytest.mark.parametrize("in_use", [{}, {"a": "half", "b": "half"}])
 def test_launches_that_were_measured_beside_messages_are_not_slowed_down_twice(
-    in_use: dict[str, str] | None,
+    in_use: dict[str, str],
 ):
     def launches(problem: Problem, assignment: Assignment) -> list[float]:
         spans: list[Span] = []
-        replayed(problem, assignment, spans)
+        problem.replay(assignment, spans)
         return [span.end for span in spans if span.work == "backward"]
 
     two = (group(name, 10**7, half(10**7, 0.01), bucket=i) for i, name in enumerate("ab"))
@@ -158,15 +162,15 @@ def test_launches_that_were_measured_beside_messages_are_not_slowed_down_twice(
         backend=Gloo(0.0, 0.0, byte_cpu_seconds=5e-9),
         cores=1.0,
     )
-    assignment = (1, 1) if in_use else (0, 0)
-    first, last = launches(alone, assignment)
+    picked = (1, 1) if in_use else (0, 0)
+    first, last = launches(alone, chosen(alone, *picked))
     assert last > 2.2 * first  # the second bucket shares its core with the messages of the first
     measured = replace(
         alone,
         buckets=tuple(replace(bucket, backward_seconds=last / 2) for bucket in alone.buckets),
     )
     found = without_contention(measured, in_use)
-    assert launches(found, assignment)[-1] == pytest.approx(last, rel=0.01)
+    assert launches(found, chosen(found, *picked))[-1] == pytest.approx(last, rel=0.01)
     assert without_contention(replace(measured, cores=8.0), in_use).buckets == measured.buckets
     assert without_contention(measured, {"a": "unknown"}) == measured
 
@@ -174,10 +178,10 @@ def test_launches_that_were_measured_beside_messages_are_not_slowed_down_twice(
 def test_a_hook_that_several_groups_choose_runs_once():
     two = [group(name, 1000, half(1000, 0.01)) for name in "ab"]
     problem = replace(problem_of(*two, error=0.1), overheads=(0.5, 0.25))
-    (bucket,) = step_trace(problem, (1, 1)).buckets
+    (bucket,) = problem.step_trace(chosen(problem, 1, 1)).buckets
     assert bucket.collectives == (Collective("all_reduce", 4000, everyone),)
     assert bucket.local_seconds == (0.25, 0.0)
-    (bucket,) = step_trace(problem, (0, 1)).buckets
+    (bucket,) = problem.step_trace(chosen(problem, 0, 1)).buckets
     assert [each.tensor_bytes for each in bucket.collectives] == [4000, 2000]
     assert bucket.local_seconds == (0.5, 0.25, 0.0)
 

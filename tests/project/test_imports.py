@@ -30,7 +30,7 @@ FLOORS = """
     adapters
     integrations cluster
     commhooks
-    testing lab lab.models
+    testing lab
     lab.simulation
     lab.planning
     lab.comparison

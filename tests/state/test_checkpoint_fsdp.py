@@ -31,7 +31,7 @@ def sharded(shape: tuple[int, int], config: Any) -> tuple[Any, commhooks.HookHan
 def whole_state(handle: commhooks.HookHandle, shape: tuple[int, int]) -> State:
     """Put together the shards of a replica. Unsent averages count as errors."""
     net_shape, state = handle.adapter.whole, hook_state(handle)
-    row = next(iter(handle.adapter.rows), None)
+    row = next(iter(handle.adapter.shard_groups), None)
     whole: State = {}
     for name in sorted(state):
         entry = dict(state[name])

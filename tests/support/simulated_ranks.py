@@ -1,5 +1,6 @@
 """Runs one hook per rank inside this process, on real communicators: fast, for many ranks."""
 
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -105,6 +106,7 @@ def _complete(
         groups = [_RecordingGroup(position, len(ranks)) for position in range(len(ranks))]
         for rank, group in zip(ranks, groups, strict=True):
             collective = waiting.pop(rank)
+            collective.issued_ns = time.monotonic_ns()
             collective.start(group)  # type: ignore[arg-type]
             comms[rank].wire_bytes += collective.count()
         names = {group.call[0] for group in groups}

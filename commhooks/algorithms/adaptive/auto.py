@@ -12,9 +12,8 @@ place of ``auto``, if it has any.
 """
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -22,18 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.candidates import (
+    check_names,
     default_candidates,
     exact_plan,
     hook_of_spec,
     hooks_of_plan,
     plan_of,
-    positions_of,
 )
-from commhooks.algorithms.adaptive.control import Candidates, Controller
+from commhooks.algorithms.adaptive.control import Controller, Decision
 from commhooks.algorithms.adaptive.groups import exact_names, group_parameters, wire_bytes_of
+from commhooks.algorithms.adaptive.knowledge import Candidates
 from commhooks.algorithms.adaptive.measurement import Measurement
-from commhooks.algorithms.adaptive.messages import Decision
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
 from commhooks.algorithms.wrappers.table import HookTable, check_candidate
 from commhooks.algorithms.wrappers.timing import clock_of
@@ -44,13 +43,11 @@ from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import KnowsModel, declares, native_of
 from commhooks.hook.options import Ge, Made
 from commhooks.hook.registry import register_hook
-from commhooks.hook.spec import spec_of
+from commhooks.hook.spec import hook_spec, spec_of
 from commhooks.hook.state import StateField
 from commhooks.planning import Plan
 from reducer import GradBucket
 from reducer.native import NativeHook
-
-__all__ = ["Auto"]
 
 _STATE_KEY = "0000000000000000"
 """In the form of a bucket's key, because the state is that of no parameter."""
@@ -109,23 +106,14 @@ class Auto(KnowsModel, CommHook):
     replan: Annotated[int, Ge(1)] = 500
     """Make a new plan after at most this many steps."""
 
-    _is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
-    _hooks: list[CommHook] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Plain averaging, then the candidates."""
-    _table: HookTable = field(init=False, repr=False, compare=False)
-    _measuring: Measurement | None = field(default=None, init=False, repr=False, compare=False)
-    """Measures and plans; None before :meth:`prepare`, and if the plan is fixed."""
-    _make_measuring: Callable[[], Measurement] = field(init=False, repr=False, compare=False)
-    _parameters: Mapping[str, Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _exact_names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-
     wire = "what the chosen hooks send, and now and then samples and a report"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._is_frozen = self.plan is not None
+        self._measuring: Measurement | None = None  # before prepare(), and if the plan is fixed
+        self._parameters: Mapping[str, Tensor] = {}
+        self._exact_names: set[str] = set()
         if self.plan is not None:
             self.candidates = hooks_of_plan(self.plan, self.name)
         elif self.candidates is None:
@@ -138,7 +126,9 @@ class Auto(KnowsModel, CommHook):
             raise CommHookOptionError(
                 f"option 'error' of hook {self.name!r}: expected at least 0, found {self.error}"
             )
-        self._hooks = [AllReduce(), *(h for h in self.candidates if type(h) is not AllReduce)]
+        self._hooks: list[CommHook] = [AllReduce()]
+        self._hooks += [h for h in self.candidates if type(h) is not AllReduce]
+        self._specs = [spec_of(hook) for hook in self._hooks]
         self._table = HookTable(self._hooks, {})
         exact_names(self.exact, {}, self.roles)
 
@@ -171,19 +161,15 @@ class Auto(KnowsModel, CommHook):
         self._measuring = None
         self._parameters = parameters
         usable = self._prepare_candidates(parameters, group)
-        if self._is_frozen:
-            assert self.plan is not None
-            self._table.change(positions_of(self.plan, self._hooks, parameters, self.name))
-            return
-        self._table.change(dict.fromkeys(parameters, 0))
-        if group.size() == 1:
+        if self.plan is not None and self._is_frozen:
+            check_names(self.plan, parameters, self.name)
+        elif group.size() == 1:
             self.plan = exact_plan("Average exactly: there is one rank, so nothing is sent.")
-            return
-        self._make_measuring = partial(self._measurement, usable, parameters, group)
-        self._measuring = self._make_measuring()
-        if former is not None:
-            self._measuring.control.load(former.to_json())
-        self._use_plan(self._measuring.control)
+        else:
+            self._measuring = self._measurement(usable, parameters, group)
+            if former is not None:
+                self._measuring.load(former.to_json())
+        self._use_plan()
 
     def bucket_key(self, parameter: str) -> Hashable:
         """Return whether the parameter is always averaged exactly."""
@@ -193,7 +179,7 @@ class Auto(KnowsModel, CommHook):
         measuring = self._measuring
         if bucket.index() == 0:
             if measuring is not None and measuring.begin_step(bucket.step):
-                self._use_plan(measuring.control)
+                self._use_plan()
             self._table.begin_step()
         if measuring is None:
             return await self._run_parts(bucket, comm)
@@ -254,16 +240,14 @@ class Auto(KnowsModel, CommHook):
         if self._measuring is None:
             self._table.refresh()
             return
-        self._measuring = self._make_measuring()
-        if _STATE_KEY in self.state:
-            text = bytes(self.state[_STATE_KEY]["json"].tolist())
-            try:
-                self._measuring.control.load(json.loads(text))
-            except (KeyError, TypeError, ValueError) as error:
-                raise CommHookStateError(
-                    f"the saved plan of hook {self.name!r}: {error}"
-                ) from error
-        self._use_plan(self._measuring.control)
+        data: Mapping[str, Any] = {"plan": None, "history": []}
+        try:
+            if _STATE_KEY in self.state:
+                data = json.loads(bytes(self.state[_STATE_KEY]["json"].tolist()))
+            self._measuring.load(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CommHookStateError(f"the saved plan of hook {self.name!r}: {error}") from error
+        self._use_plan()
 
     def to_config(self) -> dict[str, Any]:
         plan = self.plan.to_json() if self._is_frozen and self.plan is not None else None
@@ -305,43 +289,43 @@ class Auto(KnowsModel, CommHook):
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
-        device = _device_of(parameters)
-        backend = group._get_backend(device).name()  # noqa: SLF001
-        control = Controller(
-            Candidates(
-                tuple(map(spec_of, self._hooks)),
-                tuple(map(is_lossless, hooks)),
-                tuple(tried),
-                limit,
-                lambda i, names: wire_bytes_of(hooks[i], names, parameters, group.size()),
-            ),
-            replan=self.replan,
-            backend=backend,
+        device = next((p.device for p in parameters.values()), torch.device("cpu"))
+        candidates = Candidates(
+            self._specs,
+            [is_lossless(hook) for hook in hooks],
+            tried,
+            limit,
             size=group.size(),
+            backend=group._get_backend(device).name(),  # noqa: SLF001
+            sent=lambda i, names: wire_bytes_of(hooks[i], names, parameters, group.size()),
         )
         trials = {i: Trial(hooks[i]) for i in tried}
         for trial in trials.values():
             trial.prepare(parameters, group, self.roles)
         return Measurement(
-            control,
+            Controller(candidates, replan=self.replan),
             trials,
             self._table,
-            sum(parameter.numel() for parameter in parameters.values()),
-            partial(
-                group_parameters,
-                parameters=parameters,
-                exact=self._exact_names,
-                roles=self.roles or {},
+            elements=sum(parameter.numel() for parameter in parameters.values()),
+            groups_of=lambda buckets: group_parameters(
+                buckets, parameters, self._exact_names, self.roles or {}
             ),
-            clock_of(device),
+            clock=clock_of(device),
+            rank=group.rank(),
         )
 
-    def _use_plan(self, control: Controller) -> None:
-        self.plan = control.plan or exact_plan("Average exactly: nothing has been measured yet.")
-        hook_of, specs = self.plan.hook_of(), control.candidates.specs
-        self._table.change(
-            {name: specs.index(hook_of.get(name, specs[0])) for name in self._parameters}
-        )
+    def _use_plan(self) -> None:
+        if self._control is not None:
+            not_yet = "Average exactly: nothing has been measured yet."
+            self.plan = self._control.plan or exact_plan(not_yet)
+        hook_of = {} if self.plan is None else self.plan.hook_of()
+        positions = {spec: self._position(spec) for spec in {*hook_of.values()}}
+        self._table.change({n: positions.get(hook_of.get(n, ""), 0) for n in self._parameters})
+
+    def _position(self, spec: str) -> int:
+        if spec in self._specs:
+            return self._specs.index(spec)
+        return self._hooks.index(hook_spec(spec).create())
 
     async def _run_parts(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Let each hook average its parameters."""
@@ -355,7 +339,3 @@ class Auto(KnowsModel, CommHook):
                 return found
             part.store(found, average)
         return average
-
-
-def _device_of(parameters: Mapping[str, Tensor]) -> torch.device:
-    return next((p.device for p in parameters.values()), torch.device("cpu"))

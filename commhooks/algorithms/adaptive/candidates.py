@@ -1,6 +1,6 @@
 """The hooks that plans choose from, and those that a given plan names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from commhooks.costs.timeline import Timing
@@ -9,17 +9,6 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.registry import declared_candidates
 from commhooks.hook.spec import hook_spec
 from commhooks.planning import Plan
-
-__all__ = [
-    "DEFAULT_CANDIDATES",
-    "default_candidates",
-    "default_specs",
-    "exact_plan",
-    "hook_of_spec",
-    "hooks_of_plan",
-    "plan_of",
-    "positions_of",
-]
 
 DEFAULT_CANDIDATES = (
     "allreduce",
@@ -34,7 +23,6 @@ DEFAULT_CANDIDATES = (
     "topk:density=0.05,warmup_steps=0",
 )
 """The exact one first. Without warm-ups, during which a hook has another error and other bytes."""
-_NO_TIME = Timing(0.0, 0.0, 0.0, 0)
 
 
 def default_specs() -> list[str]:
@@ -69,11 +57,12 @@ def plan_of(value: Any) -> Any:
 
 def exact_plan(reason: str) -> Plan:
     """Return a plan without groups: all parameters are averaged exactly."""
-    return Plan((), _NO_TIME, _NO_TIME, 0.0, 0.0, reason)
+    no_time = Timing(0.0, 0.0, 0.0, 0)
+    return Plan((), no_time, no_time, 0.0, 0.0, reason)
 
 
 def hooks_of_plan(plan: Plan, owner: str) -> list[CommHook]:
-    """Return a hook for each spec in a plan, in the order of the groups."""
+    """Return the hooks of a plan, in the order of the groups. Raises CommHookOptionError."""
     hooks: list[CommHook] = []
     for spec in dict.fromkeys(row.hook for row in plan.rows):
         try:
@@ -85,25 +74,16 @@ def hooks_of_plan(plan: Plan, owner: str) -> list[CommHook]:
     return hooks
 
 
-def positions_of(
-    plan: Plan, hooks: Sequence[CommHook], parameters: Mapping[str, Any], owner: str
-) -> dict[str, int]:
-    """Return the position in ``hooks`` of the hook of each parameter, 0 if the plan has no groups.
-
-    Raises CommHookError if the plan is for other parameters.
-    """
-    hook_of = plan.hook_of()
-    specs = {spec: hooks.index(hook_spec(spec).create()) for spec in set(hook_of.values())}
-    if not hook_of:
-        return dict.fromkeys(parameters, 0)
+def check_names(plan: Plan, parameters: Collection[str], owner: str) -> None:
+    """Raise CommHookError if a plan with groups is for other parameters."""
+    planned = set(plan.hook_of())
     for what, names in (
-        ("the model has no parameter", hook_of.keys() - parameters.keys()),
-        ("the plan has no parameter", parameters.keys() - hook_of.keys()),
+        ("the model has no parameter", planned - {*parameters}),
+        ("the plan has no parameter", {*parameters} - planned),
     ):
-        if names:
+        if names and planned:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CommHookError(
                 f"hook {owner!r}: expected a plan for the parameters of this model, but {what} "
                 f"{min(names)!r}{more}; make the plan again with this model"
             )
-    return {name: specs[spec] for name, spec in hook_of.items()}

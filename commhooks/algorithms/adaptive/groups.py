@@ -12,8 +12,6 @@ from commhooks.hook.capabilities import Role
 from commhooks.planning import Group
 from reducer import GradBucket
 
-__all__ = ["Buckets", "exact_names", "group_parameters", "wire_bytes_of"]
-
 _AFTER_WARM_UPS = 1 << 30
 """A step in which hooks send what they send for most of the training."""
 

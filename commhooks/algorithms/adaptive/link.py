@@ -1,5 +1,6 @@
 """The costs of messages, as a probe of the link shows them."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,6 @@ from commhooks.comm.communicator import Communicator
 from commhooks.costs.backends import NCCL, Backend, Gloo
 from commhooks.costs.network import Link, Network
 from commhooks.costs.step_trace import Collective, Members
-
-__all__ = ["ALL", "Probe", "backend_of", "link_of", "network_of", "probe", "tensor_bytes"]
 
 ALL = Members(1, spans_nodes=True)
 """All ranks, each on a node of its own."""
@@ -41,11 +40,11 @@ class Probe:
 
 
 async def probe(
-    elements: int, device: torch.device, comm: Communicator, clock: Clock
+    elements: int, device: torch.device, comm: Communicator, clock: Clock, backend: str
 ) -> Callable[[], Probe]:
     """Average zeros, so that the link can be seen. All ranks begin with the first round.
 
-    Returns what waits for the device, and returns the costs.
+    Returns what waits for the device, and returns the costs. ``backend``: its name.
     """
     zeros = torch.zeros(elements, device=device)
     moments = [clock.now()]
@@ -57,7 +56,6 @@ async def probe(
         await comm.all_reduce(zeros)
         moments.append(clock.now())
     cpu = time.process_time() - cpu
-    backend = comm.group._get_backend(device).name()  # noqa: SLF001
     return partial(probe_of, clock, moments, cpu, zeros.nbytes, backend, comm.size)
 
 
@@ -97,12 +95,13 @@ def link_of(probes: Sequence[Probe], before: Probe | None) -> Probe | None:
     )
 
 
-def probe_bytes(before: Probe | None, model_bytes: int) -> float:
-    """Return the bytes that a rank sends in each long message of the next probe."""
+def probe_elements(before: Probe | None, model_bytes: int, size: int) -> int:
+    """Return the elements of each long message of the next probe."""
     nbytes = model_bytes * _FIRST_SHARE
     if before is not None:
         nbytes = _LONG_SECONDS / max(before.byte_seconds, 1e-15)
-    return min(max(nbytes, _LONG_BYTES), _MOST_BYTES)
+    sent = min(max(nbytes, _LONG_BYTES), _MOST_BYTES)
+    return math.ceil(tensor_bytes("all_reduce", sent, size) / 4)
 
 
 def backend_of(name: str, byte_cpu_seconds: float = 0.0) -> Backend:

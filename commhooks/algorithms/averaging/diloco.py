@@ -107,11 +107,6 @@ class DiLoCo(KnowsModel, LocalSteps):
     stable: use a smaller ``outer_lr`` or ``outer_momentum``, see the hook's page."""
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that averages outer gradients."""
-    start_step: Annotated[int, Ge(0)] = 0
-    """Average gradients in the steps before this one."""
-    ranks_per_node: Annotated[int, Ge(0)] = 1
-    """Average gradients among this many ranks in each local step. 0: the number of ranks per node
-    that the launcher gives, which the option has once the hook is registered."""
 
     wire = "nothing, except what the inner hook sends for the parameters once per period"
     paper = "https://arxiv.org/abs/2311.08105"

@@ -17,7 +17,7 @@ were computed before the average.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import torch.distributed as dist
@@ -37,16 +37,18 @@ from reducer import GradBucket
 __all__ = ["LocalSGD", "LocalSteps"]
 
 
+@dataclass
 class LocalSteps(WithoutConsensus):
-    """Averages gradients before ``start_step``, and then at most among the ranks of a node.
+    """Base of hooks that average gradients before ``start_step``, and then at most inside nodes.
 
-    Subclasses declare the options ``period``, ``start_step`` and ``ranks_per_node``, and implement
-    :meth:`synchronize`.
+    Subclasses implement :meth:`synchronize`.
     """
 
-    period: int
-    start_step: int
-    ranks_per_node: int
+    start_step: Annotated[int, Ge(0)] = field(default=0, kw_only=True)
+    """Average gradients in the steps before this one."""
+    ranks_per_node: Annotated[int, Ge(0)] = field(default=1, kw_only=True)
+    """Average gradients among this many ranks in each local step. 0: the number of ranks per node
+    that the launcher gives, which the option has once the hook is registered."""
 
     changes_parameters = True
 
@@ -125,11 +127,6 @@ class LocalSGD(LocalSteps):
 
     period: Annotated[int, Ge(1)] = 8
     """H, steps from one average to the next. The longer it is, the more models differ."""
-    start_step: Annotated[int, Ge(0)] = 0
-    """Average gradients in the steps before this one."""
-    ranks_per_node: Annotated[int, Ge(0)] = 1
-    """Average gradients among this many ranks in each local step. 0: the number of ranks per node
-    that the launcher gives, which the option has once the hook is registered."""
 
     wire = "nothing, except one all-reduce of the parameters in float32 per period"
     paper = "https://arxiv.org/abs/1805.09767"

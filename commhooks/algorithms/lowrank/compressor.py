@@ -34,7 +34,6 @@ from commhooks.algorithms.bucket_memory import adopt
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
 from commhooks.codecs.finite import all_finite, nan_unless, zero_unless
 from commhooks.errors import CommHookError
-from commhooks.extensions import KERNELS
 from commhooks.hook.base import TensorState
 from commhooks.kernels import backend_of, require
 from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
@@ -53,6 +52,8 @@ __all__ = [
 # A tile of M, E and G fits in a core's second-level cache, so that the passes that make it and use
 # it read the main memory once.
 _TILE_ELEMENTS = 1 << 17
+
+_HAS_LOOPS = hasattr(native, "project_left")
 
 
 class HalfStep(NamedTuple):
@@ -327,7 +328,7 @@ def orthonormal_basis(side: Side, factor: Tensor) -> Tensor:
 
 
 def _is_compiled(G: Tensor) -> bool:
-    return KERNELS.is_compiled and backend_of(G) is None and G.dtype == torch.float32
+    return _HAS_LOOPS and backend_of(G) is None and G.dtype == torch.float32
 
 
 def _tiles(G: Tensor) -> Iterator[tuple[slice, slice]]:

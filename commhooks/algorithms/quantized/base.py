@@ -50,6 +50,7 @@ from commhooks.codecs.finite import copy_if
 from commhooks.comm.communicator import Communicator
 from commhooks.hook.base import CommHook
 from commhooks.hook.state import StateField
+from commhooks.kernels import require
 from commhooks.kernels.block_codec import Format
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
@@ -108,7 +109,7 @@ class Quantized(CommHook):
         """Raise CommHookError if a device of the parameters cannot run the kernels."""
         super().prepare(parameters, group)
         for device in {parameter.device for parameter in parameters.values()}:
-            self._codec.require(device)
+            require(device)
 
     def state_fields(self, gradient: Tensor) -> Sequence[StateField]:
         return self._errors.fields(gradient) if self.error_feedback else ()

@@ -8,8 +8,7 @@ with means over the ranks:
     results + mean of own errors + errors of averages = mean gradients
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -101,19 +100,22 @@ def _rebuild_average_errors(
     Errors of other elements that ``state`` holds are moved to ``own``.
     """
     average = own.new_zeros(part.stop - part.start, dtype=torch.float32)
-    for segment in _segments(bucket, part):
-        entry = state[segment.name]
-        begin = segment.offset + segment.start - part.start
-        error = average[begin : begin + segment.stop - segment.start]
+    for name, offset, length in zip(bucket.names, bucket.offsets, bucket.lengths, strict=True):
+        # The elements of the parameter, from its first one, that lie in the part; perhaps none.
+        start = min(max(part.start - offset, 0), length)
+        stop = min(max(part.stop - offset, start), length)
+        begin = offset + start - part.start
+        error = average[begin : begin + stop - start]
+        entry = state[name]
         if "average_error" in entry:
-            start, kept = int(entry.pop("average_start")), entry.pop("average_error")
-            if (start, start + kept.numel()) == (segment.start, segment.stop):
+            first, kept = int(entry.pop("average_start")), entry.pop("average_error")
+            if (first, first + kept.numel()) == (start, stop):
                 error.copy_(kept)
             else:
-                start += segment.offset
-                own[start : start + kept.numel()] += comm.size * kept.to(own.device)
+                first += offset
+                own[first : first + kept.numel()] += comm.size * kept.to(own.device)
         if error.numel() > 0:
-            entry["average_start"] = torch.tensor(segment.start)
+            entry["average_start"] = torch.tensor(start)
             entry["average_error"] = error
     return average
 
@@ -127,22 +129,3 @@ def _misfit(entry: Mapping[str, Tensor], numel: int) -> str | None:
         if not 0 <= start <= numel - count:
             return f"expected 0 to {numel - count}, found {start}"
     return None
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """Elements ``start`` to ``stop`` of one parameter, which is at ``offset`` in the bucket."""
-
-    name: str
-    offset: int
-    length: int
-    start: int
-    stop: int
-
-
-def _segments(bucket: GradBucket, part: slice) -> Iterator[_Segment]:
-    """Yield the segment of each parameter that lies in ``part`` of the bucket, even if empty."""
-    for name, offset, length in zip(bucket.names, bucket.offsets, bucket.lengths, strict=True):
-        start = min(max(part.start - offset, 0), length)
-        stop = min(max(part.stop - offset, start), length)
-        yield _Segment(name, offset, length, start, stop)

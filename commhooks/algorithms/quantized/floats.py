@@ -29,8 +29,6 @@ class Fp8(Biased):
         def quantize(x):                                       # x: (blocks, block_size)
             scale = x.abs().amax(1, keepdim=True) / 448        # the largest number; e5m2: 57344
             return scale * (x / scale).to(torch.float8_e4m3fn).float()  # sent: scales and 8 bits
-
-    Biased in each step but exact over steps, because errors are sent later.
     """
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
@@ -64,8 +62,6 @@ class Fp4(Biased):
     bucket is read once. MXFP4 has groups of 32, and powers of two as scales. NVFP4 costs a quarter
     of a bit more per number. E3M0 has no groups, only a scale for each 1024 numbers, and the levels
     0, 0.25, 0.5, 1, 2, 4, 8, 16.
-
-    Biased in each step but exact over steps, because errors are sent later.
     """
 
     block_size: int = field(default=1024, init=False, repr=False)

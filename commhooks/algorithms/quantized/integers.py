@@ -22,10 +22,8 @@ class Int8(Biased):
             scale = x.abs().amax(1, keepdim=True) / 127
             return scale * (x / scale).round()             # sent: the scales and the integers
 
-    The error of a number is at most half a scale, or one scale with stochastic rounding.
-
-    Biased in each step but exact over steps, because errors are sent later. Unbiased with
-    ``stochastic=True, error_feedback=False``.
+    The error of a number is at most half a scale, or one scale with stochastic rounding. Unbiased
+    with ``stochastic=True, error_feedback=False``.
     """
 
     stochastic: bool = False
@@ -73,10 +71,7 @@ class Int2(Biased):
     Two bits have four codes. Levels on both sides of zero, as ``int4`` has them, would use three.
     Here the fourth one is at the side of the largest number, which is sent exactly; numbers of the
     other sign are clamped to half of its magnitude. No number changes by more than its own
-    magnitude.
-
-    Biased in each step but exact over steps, because errors are sent later. For unbiased averages
-    in 2 bits, use ``qsgd`` with one level.
+    magnitude. For unbiased averages in 2 bits, use ``qsgd`` with one level.
     """
 
     block_size: BlockSize = 64

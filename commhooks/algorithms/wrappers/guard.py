@@ -151,7 +151,7 @@ class Guard(KnowsModel, CommHook):
         """Decide by what the step before has found. All ranks have found the same.
 
         A step that has failed begins again under the same number. What it has found is dropped,
-        because some ranks may not have it: Note [One plan] in control.py.
+        because some ranks may not have it: Note [One plan] in agreement.py.
         """
         if step != self._step:
             self._step = step

@@ -128,7 +128,9 @@ class Route(KnowsModel, CommHook):
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         buffer = bucket.buffer()
-        contribution = _empty_contribution(buffer) if comm.wants_contribution else None
+        contribution = None
+        if comm.wants_contribution:
+            contribution = torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
         if bucket.index() == 0:
             self._routing.begin_step()
         for i, part in self._routing.parts(bucket):
@@ -156,10 +158,6 @@ class Route(KnowsModel, CommHook):
             Matcher.of(str(rule), f"rules.{i}.0", self.roles)
             for i, (rule, _) in enumerate(self.rules)
         ]
-
-
-def _empty_contribution(buffer: Tensor) -> Tensor:
-    return torch.zeros_like(buffer, dtype=at_least_float32(buffer.dtype))
 
 
 class Routing:

@@ -24,14 +24,19 @@ from commhooks.codecs.finite import all_finite
 from commhooks.comm.communicator import Communicator
 from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, has_consensus, tree
-from commhooks.hook.capabilities import KeepsOwn, any_declares
+from commhooks.hook.capabilities import Flag, KeepsOwn, any_declares
 from reducer import GradBucket
-
-__all__ = ["HookTable", "check_candidate", "residual_of"]
 
 _ALL = slice(None)
 _FIELD = "error"
 _CHOOSERS = {"auto", "guard"}
+_REFUSED: Mapping[Flag, str] = {
+    "changes_parameters": "changes parameters",
+    "skips_steps": "skips steps of the training loop",
+    "spreads_parameters": "keeps state of other parameters on other ranks",
+    "has_exchanges": "goes on with exchanges between steps",
+}
+"""What keeps a hook from being a candidate, and why."""
 
 
 class HookTable(Routing):
@@ -128,19 +133,11 @@ def check_candidate(hook: CommHook, where: str) -> None:
 
     ``where``: what the user has set to this hook.
     """
-    problem = ""
+    problem = next((text for flag, text in _REFUSED.items() if any_declares(hook, flag)), "")
     if not has_consensus(hook):
         problem = "does not return the same on all ranks"
-    elif any_declares(hook, "changes_parameters"):
-        problem = "changes parameters"
-    elif any_declares(hook, "skips_steps"):
-        problem = "skips steps of the training loop"
-    elif any_declares(hook, "spreads_parameters"):
-        problem = "keeps state of other parameters on other ranks"
-    elif any_declares(hook, "has_exchanges"):
-        problem = "goes on with exchanges between steps"
     elif choosers := sorted(_CHOOSERS & {each.name for each in tree(hook)}):
-        problem = f"chooses hooks itself, in {choosers[0]!r}"
+        problem = problem or f"chooses hooks itself, in {choosers[0]!r}"
     if problem:
         raise CommHookOptionError(
             f"{where}: expected hooks that average gradients in the same step, such as int8 or "

@@ -4,8 +4,8 @@ Note [Times of a device]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 The host only launches work for a device, so its clock says nothing about hooks there. An event says
 when the device gets to its place in a stream, but later. So a moment is a number on the host and an
-event on a device, and the seconds between two moments are asked for when ranks report. Only then
-does the host wait for the device.
+event on a device, and the seconds between two moments are asked for in a later step. The host waits
+for the device only if it is so far ahead.
 """
 
 import os
@@ -18,8 +18,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 
 from commhooks.comm.communicator import PendingCollective
-
-__all__ = ["HOST", "Clock", "DeviceClock", "Moment", "Run", "clock_of", "observe"]
 
 Moment: TypeAlias = int | torch.Event
 """Nanoseconds, or an event with ``enable_timing``."""

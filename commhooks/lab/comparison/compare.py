@@ -111,7 +111,7 @@ def compare(
     _check_names(specs)
     if not any(spec.text == CAUTIOUS for spec in specs):
         specs.insert(0, hook_spec(CAUTIOUS))
-    entries = [BARE, TORCH, *(Entry(spec.text, spec.config) for spec in specs)]
+    entries = [BARE, TORCH, *map(Entry.of, specs)]
     exact = {spec.text for spec in specs if is_lossless(spec.create())}
     notes = []
     if ranks is None and world_size > cores():

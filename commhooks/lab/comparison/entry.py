@@ -12,6 +12,7 @@ from commhooks.adapters.wrapper import wrap
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.hook.capabilities import any_declares
 from commhooks.hook.registry import create
+from commhooks.hook.spec import HookLike, hook_spec
 from commhooks.lab.simulation import BASELINE
 
 
@@ -21,6 +22,12 @@ class Entry:
 
     name: str
     config: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, hook: HookLike) -> "Entry":
+        """Return the entry of a hook. Raises the errors of :func:`hook_spec`."""
+        spec = hook_spec(hook)
+        return cls(spec.text, spec.config)
 
     @property
     def changes_parameters(self) -> bool:

@@ -25,7 +25,7 @@ from commhooks.cluster.links import LinkError, ShapedLink, shaped_link
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import is_lossless
 from commhooks.hook.registry import create
-from commhooks.hook.spec import HookLike, hook_spec
+from commhooks.hook.spec import HookLike
 from commhooks.lab.comparison.compare import Report, check_model
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from commhooks.lab.comparison.experiment import Experiment, Task, timing_tasks
@@ -35,7 +35,7 @@ from commhooks.lab.machine import cores
 from commhooks.lab.models import Workload
 from commhooks.lab.units import format_rate, parse_rate
 
-_BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry("noop", {"name": "noop"}))}
+_BESIDE = {entry.name: entry for entry in (BARE, TORCH, Entry.of("noop"))}
 
 
 @dataclass(frozen=True)
@@ -301,5 +301,4 @@ def _entry(hook: HookLike | Entry, options: dict[str, Any]) -> Entry:
             hook = hook(**options)
         case _ if options:
             raise CommHookOptionError(f"expected no options beside {hook!r}, found {options}")
-    spec = hook_spec(hook)
-    return Entry(spec.text, spec.config)
+    return Entry.of(hook)

@@ -233,7 +233,7 @@ _sides: list[_RankSide] = []  # at most one
 
 def prepare(rank: int, workload: Workload) -> None:  # noqa: ARG001
     """Prepare this rank: make the model, with the same parameters and buffers on all ranks."""
-    for entry in (TORCH, Entry("plain", {"name": "allreduce"})):
+    for entry in (TORCH, Entry.of("allreduce")):
         # Load here what a first step loads, or the first entry would be charged for the memory.
         model, _ = entry.wrap(nn.Linear(1, 1))
         model(torch.ones(1, 1)).sum().backward()

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from commhooks.errors import CommHookError
-from commhooks.lab.units import format_duration, format_rate
+from commhooks.lab.units import format_bytes, format_duration, format_rate
 from commhooks.lab.verdict import cost_of_measuring, fidelity_text, kept, verdict
 
 LOOPBACK = "loopback"
@@ -180,7 +180,7 @@ class Comparison:
     @property
     def title(self) -> str:
         """The model, the number of ranks and the size of the gradients."""
-        gradients = _bytes(self.rows[0].gradient_bytes)
+        gradients = format_bytes(self.rows[0].gradient_bytes)
         return f"{self.model}, {self.world_size} ranks, {gradients} of gradients"
 
     def tables(self) -> list[list[Table]]:
@@ -341,24 +341,13 @@ _TIMES: _Columns = {
     "loss": lambda _, row: "" if row.validation_loss is None else f"{row.validation_loss:.4g}",
 }
 _COSTS: _Columns = {
-    "wire": lambda _, row: _bytes(row.wire_bytes) if row.wire_bytes else "",
+    "wire": lambda _, row: format_bytes(row.wire_bytes) if row.wire_bytes else "",
     "ratio": lambda _, row: "" if row.ratio is None else f"{row.ratio:.1f}x",
     "error": lambda _, row: "" if row.error is None else f"{row.error:.1e}",
     "fidelity": lambda _, row: fidelity_text(row.hook),
-    "memory": lambda _, row: _bytes(row.peak_bytes),
+    "memory": lambda _, row: "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
     "break-even": lambda _, row: _break_even(row.break_even_bits_per_second),
 }
-
-
-def _bytes(count: float | None) -> str:
-    """Format with a decimal unit: 3337216 -> '3.34 MB'."""
-    if count is None:
-        return ""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while float(f"{count:.3g}") >= 1000 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.3g} {units[0]}"
 
 
 def _milliseconds(seconds: float | None, spread: float | None) -> str:

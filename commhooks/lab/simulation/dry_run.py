@@ -17,10 +17,11 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -79,7 +80,7 @@ def dry_run(
     """
     with as_launched(ranks_per_node), torch.no_grad():
         hook = create(config)
-        prepare(hook, parameters, _process_group(size), roles)
+        prepare(hook, parameters, fake_group(size), roles)
         tracer = _Tracer(hook, size, ranks_per_node, is_timed=is_timed)
         kinds = _typical_steps(hook, buckets, size, first_step)
         end = time.monotonic() + _SECONDS
@@ -148,7 +149,7 @@ class _Tracer:
 
     def _trace(self, bucket: GradBucket) -> BucketTrace:
         comm = Communicator(
-            _process_group(self._size),
+            fake_group(self._size),
             step=bucket.step,
             key=bucket.key,
             seed=getattr(self._hook, "seed", 0),
@@ -218,8 +219,9 @@ def _fastest(traces: Sequence[BucketTrace]) -> BucketTrace:
     return merged(traces[::-1], min)
 
 
-def _process_group(size: int) -> dist.ProcessGroup:
-    return cast("dist.ProcessGroup", FakeGroup(size))
+def fake_group(size: int) -> dist.ProcessGroup:
+    """Return a group of ``size`` ranks, see Note [Fake groups]."""
+    return cast("dist.ProcessGroup", _FakeGroup(size))
 
 
 def _typical_steps(
@@ -263,7 +265,7 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
     steps = range(_LATE, _LATE + _PERIODS)
     try:
         hook = create(name)
-        prepare(hook, {"weight": matrix}, _process_group(size), {})
+        prepare(hook, {"weight": matrix}, fake_group(size), {})
         sent = [_sent_bytes(hook, [bucket], size, step)[0] for step in steps]
     except Exception:  # other packages' hooks may raise anything
         return None
@@ -273,27 +275,13 @@ def usual_ratio(name: str, size: int = 8, edge: int = 1024) -> float | None:
     return all_reduce_bytes(matrix.nbytes, size) * len(steps) / sum(known)
 
 
-@contextmanager
-def as_launched(ranks_per_node: int) -> Iterator[None]:
+def as_launched(ranks_per_node: int) -> AbstractContextManager[object]:
     """Set the environment of rank 0 as a launcher does, for hooks that group ranks by node."""
-    names = {"LOCAL_WORLD_SIZE": str(ranks_per_node), "LOCAL_RANK": "0"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks_per_node), LOCAL_RANK="0")
 
 
-class FakeGroup:
-    """The methods that hooks and communicators call on the model's process group.
-
-    See Note [Fake groups].
-    """
+class _FakeGroup:
+    """The methods that hooks and communicators call on the model's process group."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -305,7 +293,7 @@ class FakeGroup:
         return self._size
 
 
-class _FakeStageGroup(FakeGroup):
+class _FakeStageGroup(_FakeGroup):
     """Executes one collective among ``size`` equal ranks, and keeps the bytes that a rank passed.
 
     The methods are those of a process group that :class:`commhooks.Communicator` calls.

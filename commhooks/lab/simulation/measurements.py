@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from commhooks.hook.roles import prepare, roles_of
 from commhooks.hook.spec import HookLike, config_of
 from commhooks.lab.machine import cores
 from commhooks.lab.models import ModelError, Workload
-from commhooks.lab.simulation.dry_run import FakeGroup, as_launched, dry_run
+from commhooks.lab.simulation.dry_run import as_launched, dry_run, fake_group
 from commhooks.lab.simulation.profile import StepProfile, profile
 from commhooks.lab.simulation.study import BASELINE
 from reducer import GradBucket
@@ -210,8 +210,7 @@ def dry_run_hook(rank: int, config: Mapping[str, Any], sizes: Sequence[int]) -> 
     job = side.job
     hook = create(config)
     with as_launched(job.ranks_per_node):
-        group = cast("dist.ProcessGroup", FakeGroup(max(sizes)))
-        prepare(hook, side.parameters, group, side.roles)
+        prepare(hook, side.parameters, fake_group(max(sizes)), side.roles)
     step = side.profile(hook)
     is_native = native_of(create(config), side.alone) is not None
     side.begin_together()

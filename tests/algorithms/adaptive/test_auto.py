@@ -16,7 +16,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Auto
-from commhooks.algorithms.adaptive import control, measurement
+from commhooks.algorithms.adaptive import control, knowledge, measurement
 from commhooks.algorithms.adaptive.link import Probe
 from commhooks.algorithms.wrappers.timing import Run
 from commhooks.algorithms.wrappers.trial import relative_error
@@ -91,7 +91,7 @@ class Links:
 
     def __init__(self, stack: ExitStack) -> None:
         self.probe: Probe | None = SLOW
-        stack.enter_context(patch.object(control, "link_of", lambda *_: self.probe))
+        stack.enter_context(patch.object(knowledge, "link_of", lambda *_: self.probe))
         stack.enter_context(patch.object(control, "_SHARE", 1e9))
         stack.enter_context(patch.object(control, "_NATIVE_CHECK", 10))
         stack.enter_context(patch.object(Run, "local_seconds", property(fixed_seconds)))
@@ -182,7 +182,8 @@ def reconsider(rank: int, size: int) -> None:
         assert any("60 steps since" in decision.reason for decision in hook.history)
 
         # Errors far beyond the limit: the next check leaves the plan.
-        hook._control.candidates = replace(hook._control.candidates, limit=1e-4)
+        known = hook._control.known
+        known.candidates = replace(known.candidates, limit=1e-4)
         train(trainer, rank, range(110, 135))
         assert set(agree(hook).hook_of().values()) == {"allreduce"}
         assert any("the error of the plan is" in decision.reason for decision in hook.history)
@@ -218,7 +219,7 @@ def compare_errors(rank: int, size: int) -> None:
             found = trainer.step(gradients)
             measured = hook._measuring
             own = measured.control
-            if own.agenda is None or own.agenda.trials or not own.agenda.is_last(step):
+            if own.agenda is None or not own.agenda.is_check(step):
                 continue
             for i, squares in measured._errors.items():
                 wrong = right = 0.0
@@ -231,7 +232,7 @@ def compare_errors(rank: int, size: int) -> None:
                     wrong += float((found[name] - p).square().sum())
                     right += float(p.square().sum())
                 error = relative_error(wrong, right)
-                assert relative_error(*squares.tolist()) == pytest.approx(error, rel=1e-3, abs=1e-4)
+                assert relative_error(*squares.read()) == pytest.approx(error, rel=1e-3, abs=1e-4)
                 checked += error > 0.6
         assert checked >= 4
         assert hook.metrics()["error"] > 0.6  # more than in trials

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.algorithms.adaptive.control import Candidates, Controller
+from commhooks.algorithms.adaptive.control import Controller
 from commhooks.algorithms.adaptive.groups import Buckets, group_parameters, wire_bytes_of
+from commhooks.algorithms.adaptive.knowledge import Candidates, Knowledge, Report
 from commhooks.algorithms.adaptive.link import ALL, Probe
-from commhooks.algorithms.adaptive.messages import Report
 from commhooks.algorithms.wrappers.table import check_candidate
 from commhooks.costs.step_trace import Collective
 from commhooks.errors import CommHookOptionError
-from commhooks.planning import Group, Outcome
+from commhooks.planning import Choice, Group
 
 ELEMENTS = 1_000_000
 GROUP = Group(("w",), 0, ELEMENTS)
@@ -27,9 +27,9 @@ BUCKETS = ((("w",), 4 * ELEMENTS),)
 LIMIT = 0.3
 
 
-def outcome(group: int, hook: int, error: float, *sent: tuple[str, float]) -> Outcome:
+def outcome(hook: int, error: float, *sent: tuple[str, float]) -> Choice:
     collectives = tuple(Collective(name, nbytes, ALL) for name, nbytes in sent)
-    return Outcome(group, hook, ELEMENTS, (1e-4,) * (1 + len(sent)), collectives, error)
+    return Choice(hook, (1e-4,) * (1 + len(sent)), collectives, error, ELEMENTS)
 
 
 class TwoRanks:
@@ -41,8 +41,8 @@ class TwoRanks:
         groups: Sequence[Group] = (GROUP,),
         limit: float | int = LIMIT,
     ) -> None:
-        candidates = Candidates(("allreduce", "int4"), (True, False), (1,), limit)
-        self.ranks = [Controller(candidates, replan=500, backend="gloo", size=2) for _ in range(2)]
+        candidates = Candidates(("allreduce", "int4"), (True, False), (1,), limit, 2, "gloo")
+        self.ranks = [Controller(candidates, replan=500) for _ in range(2)]
         for rank in self.ranks:
             rank.use_buckets(buckets, groups, 2)
 
@@ -65,23 +65,22 @@ class TwoRanks:
         assert agenda is not None
         reports = []
         for i in range(2):  # the second rank is slower, and knows no norms
-            report = Report(2.0, spent_seconds, norms=[*enumerate(norms)] if i == 0 else [])
-            for group in agenda.trials:
-                report.outcomes += [
-                    outcome(group, hook, error, ("all_gather", ELEMENTS / 2))
-                    for hook in self.ranks[i].hooks_to_try(group)
-                ]
+            report = Report(2.0, spent_seconds, norms=dict(enumerate(norms)) if i == 0 else {})
+            report.outcomes = {
+                (group, hook): outcome(hook, error, ("all_gather", ELEMENTS / 2))
+                for group in agenda.trials
+                for hook in self.ranks[i].hooks_to_try(group)
+            }
             if not agenda.trials:
                 report.step_seconds, report.forward_seconds = step_seconds * (1 + i), 0.01
                 report.launches = [*launches]
                 report.probe = Probe(1e-4, 1 / rate, byte_cpu_seconds * (1 + i))
-                if self.ranks[i].is_lossy(GROUP):
-                    report.errors = [(0, error)]
+                if self.ranks[i].is_lossy(0):
+                    report.errors = {0: error}
             reports.append(report)
         before = len(self.ranks[0].history)
-        for rank in self.ranks:
-            rank.take(pickle.loads(pickle.dumps(reports)))
-        sent = pickle.dumps(self.ranks[0].decide(agenda.report + 1))
+        reports = pickle.loads(pickle.dumps(reports))
+        sent = pickle.dumps(self.ranks[0].decide(reports, agenda.report + 1))
         for rank in self.ranks:
             rank.follow(pickle.loads(sent))
         assert self.ranks[0].to_json() == self.ranks[1].to_json()
@@ -120,9 +119,8 @@ def ranks() -> TwoRanks:
 def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> None:
     ranks = TwoRanks()
     agenda: Any = ranks.ranks[0].agenda
-    assert [step for step in range(10) if agenda.is_timed(step)] == [2, 3, 4, 5]
-    assert [step for step in range(10) if agenda.is_last(step)] == [5]  # and probes
-    assert (agenda.report, agenda.probe) == (6, 2**20 // 4)
+    assert (agenda.start, agenda.report, agenda.probe) == (2, 6, 2**20 // 4)
+    assert [step for step in range(10) if agenda.is_check(step)] == [5]
     assert ranks.report() is None
     agenda = ranks.ranks[0].agenda
     assert [step for step in range(20) if agenda.is_trial(step)] == [*range(8, 16)]
@@ -146,8 +144,9 @@ def test_messages_that_keep_cores_busy_are_worth_less(byte_cpu_seconds: float, h
     ranks = TwoRanks()
     for _ in range(2):
         ranks.report(rate=1e15, byte_cpu_seconds=byte_cpu_seconds)
-    assert ranks.ranks[0].link is not None
-    assert ranks.ranks[0].link.byte_cpu_seconds == byte_cpu_seconds  # of the less busy rank
+    link = ranks.ranks[0].known.link
+    assert link is not None
+    assert link.byte_cpu_seconds == byte_cpu_seconds  # of the less busy rank
     assert ranks.hook == hook
 
 
@@ -268,15 +267,16 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     def sent(position: int, names: Sequence[str]) -> int | None:
         return wire_bytes_of(hook, names, parameters, 2) if position == 1 else None
 
-    candidates = Candidates(("allreduce", "powersgd"), (True, False), (1,), 0.3, sent)
-    control = Controller(candidates, replan=50, backend="gloo", size=2)
+    candidates = Candidates(("allreduce", "powersgd"), (True, False), (1,), 0.3, 2, "gloo", sent)
     nbytes, rows = 4 * 4096 * 64, 4096 // 16
-    control.use_buckets(((("w",), nbytes),), group_parameters([("w",)], parameters, (), {}), 0)
+    groups = group_parameters([("w",)], parameters, (), {})
+    known = Knowledge(candidates, ((("w",), nbytes),), groups)
     of_rows = [("all_reduce", 4.0 * 2 * n) for n in (rows, 64)]
-    trial = replace(outcome(0, 1, 0.1, *of_rows), elements=rows * 64)
+    trial = replace(outcome(1, 0.1, *of_rows), elements=rows * 64)
     probe = Probe(1e-4, 1e-9, 0.0)
-    control.take([Report(1.0, 0.0, 1.0, 0.1, [0.1], probe, [trial], norms=[(0, 1.0)])])
-    problem = control.problem()
+    report = Report(1.0, 0.0, 1.0, 0.1, [0.1], probe, {(0, 1): trial}, norms={0: 1.0})
+    known.take([report], [0])
+    problem = known.problem(0.3, {})
     assert problem is not None
     ((_, choice),) = (group.choices for group in problem.groups)
     assert sum(c.wire_bytes(2) for c in choice.collectives) == pytest.approx(of_matrix)
@@ -285,13 +285,17 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
 def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     ranks = TwoRanks()
     ranks.report()
-    trial = outcome(0, 1, 0.1, ("all_gather", ELEMENTS / 2))
-    other = outcome(0, 1, 0.1, ("all_reduce", 1.0))
-    control = ranks.ranks[0]
-    control.take([Report(outcomes=[trial]), Report(outcomes=[other])])
-    assert control.problem() is None
-    control.take([Report(outcomes=[trial]), Report(outcomes=[trial])])
-    problem = control.problem()
+    trial = {(0, 1): outcome(1, 0.1, ("all_gather", ELEMENTS / 2))}
+    other = {(0, 1): outcome(1, 0.1, ("all_reduce", 1.0))}
+    for reported in (other, {}):
+        assert (
+            ranks.ranks[0]
+            .decide([Report(outcomes=trial), Report(outcomes=reported)], 16)
+            .agenda.trials
+        )
+    known = ranks.ranks[0].known
+    known.take([Report(outcomes=trial), Report(outcomes=trial)], [0])
+    problem = known.problem(LIMIT, {})
     assert problem is not None
     assert len(problem.groups[0].choices) == 2
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.check import Check
 from commhooks.algorithms.adaptive.groups import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import Probe, link_of, probe_of
-from commhooks.algorithms.exact.allreduce import AllReduce
+from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.timing import HOST, Run, observe
-from commhooks.algorithms.wrappers.trial import draw_sample
+from commhooks.algorithms.wrappers.trial import Check, draw_sample
 from commhooks.hook.derived_bucket import bucket_with
 from reducer import GradBucket
 

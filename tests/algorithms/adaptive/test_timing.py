@@ -24,19 +24,23 @@ class Event:
 
     LAG = 20_000_000
     synchronized = 0
+    step = 0
 
     def __init__(self, device: object = None, *, enable_timing: bool = False) -> None:
         self.ns: int | None = None
+        self.recorded = -1
         self.is_timed = enable_timing
 
     def record(self, _: object = None) -> None:
         self.ns = time.monotonic_ns() + self.LAG
+        self.recorded = Event.step
 
     def query(self) -> bool:
         assert self.ns is not None
         return time.monotonic_ns() >= self.ns
 
     def synchronize(self) -> None:
+        assert self.recorded < Event.step, "the host waits for an event of the same step"
         Event.synchronized += not self.query()
         while not self.query():
             time.sleep(0.001)
@@ -83,9 +87,10 @@ def follow_a_device(rank: int, size: int) -> None:
         outer = commhooks.create("schedule", stages=[(0, hook)])
         trainer = Trainer(outer, PARAMETERS, bucket_cap_mb=0.02)
         for step in range(30):
+            Event.step = step
             before, reports = Event.synchronized, reports_in(hook, step)
             train(trainer, rank, range(step, step + 1))
-            assert reports or Event.synchronized == before  # the host waits for reports only
+            assert reports or Event.synchronized == before  # the host reads for reports only
         assert Event.synchronized > 0
         plan = agree(hook)
         assert set(plan.hook_of().values()) > {"allreduce"}

@@ -1,12 +1,14 @@
-"""Average in half precision. Wire: one all-reduce of 2 bytes per element.
+"""allreduce, fp16, bf16 and noop: exact averages, up to rounding, and no communication.
 
 ::
 
-    all_reduce((gradients / size).to(float16 or bfloat16)).to(gradients.dtype)
+    all_reduce(gradients / size)                                                   # allreduce
+    all_reduce((gradients / size).to(float16 or bfloat16)).to(gradients.dtype)     # fp16, bf16
+    gradients                                                                      # noop
 
-Gradients are divided by the number of ranks before the cast, so that the sum stays in range if the
-gradients do. In float16, numbers beyond 65504 become infinite on all ranks, as a gradient scaler
-expects; bfloat16 has the range of float32, and 2 digits.
+Gradients are divided by the number of ranks first, so that the sum stays in range if the gradients
+do. In float16, numbers beyond 65504 become infinite on all ranks, as a gradient scaler expects;
+bfloat16 has the range of float32, and 2 digits.
 """
 
 from dataclasses import dataclass
@@ -24,13 +26,36 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import scaled_cast
 from reducer import GradBucket
-from reducer.native import AverageHook, NativeHook
+from reducer.native import AverageHook, NativeHook, NoopHook
 
-__all__ = ["Bfloat16", "Float16"]
+__all__ = ["AllReduce", "Bfloat16", "Float16", "Noop"]
 
 _LARGE = 1 << 25
 """Bytes from which glibc gets memory from the system at each allocation, and returns it then. The
 pages of new memory take longer than the cast."""
+
+
+@register_hook("allreduce")
+@dataclass
+class AllReduce(CommHook):
+    """Average exactly, in the gradients' own dtype."""
+
+    capturable = True
+    lossless = True
+    tells_contribution = True
+    state_fields = no_state
+    wire = "one all-reduce of the gradients"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        share = bucket.buffer().div_(comm.size)
+        comm.contribute(share)
+        return await comm.all_reduce(share)
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:
+        return all_reduce_bytes(bucket.buffer().nbytes, size)
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook:
+        return AverageHook(group)
 
 
 @dataclass
@@ -92,3 +117,26 @@ class Bfloat16(_Half):
     """Average in bfloat16: half the bytes of float32, 2 digits, the range of float32."""
 
     wire_dtype = torch.bfloat16
+
+
+@register_hook("noop")
+@dataclass
+class Noop(CommHook):
+    """Send nothing: each rank keeps its own gradients. Measures all costs but communication."""
+
+    capturable = True
+    consensus = False
+    state_fields = no_state
+    wire = "nothing"
+
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:  # noqa: ARG002
+        return bucket.buffer()
+
+    def wire_bytes(self, bucket: GradBucket, size: int) -> int:  # noqa: ARG002
+        return 0
+
+    def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
+        return {}
+
+    def native(self, group: dist.ProcessGroup) -> NativeHook:  # noqa: ARG002
+        return NoopHook()

@@ -1,4 +1,4 @@
-"""A model to measure with, its input and its loss, all by name.
+"""Models to measure with, their inputs and their losses, all by name. None needs a download.
 
 A name is that of a built-in model such as ``gpt2-small``, or of a factory, as in
 ``my_package.models:make``.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from commhooks.errors import CommHookError
 from commhooks.hook.references import load_reference, reference_to
-from commhooks.lab.models.networks import GPT2Small, LSTMLanguageModel, ResNet50, Transformer
+from commhooks.lab.networks import GPT2Small, LSTMLanguageModel, ResNet50, Transformer
 
 _SEED = 20190530
 _BUILT_IN: dict[str, Callable[[], nn.Module]] = {
@@ -34,7 +34,7 @@ class Workload:
     """A model and its input, by name, so that every process makes the same ones.
 
     Args:
-        model: the name of a model, as for :func:`commhooks.lab.models.load_model`, or a function or
+        model: the name of a model, as for :func:`load_model`, or a function or
             class of a module, whose name is kept.
         input: ``package.module:factory`` of a batch, or the factory. A batch is a tensor, a tuple
             of positional arguments or a dict of keyword arguments. None: the model's own

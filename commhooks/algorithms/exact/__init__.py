@@ -1,1 +1,0 @@
-"""Hooks that average exactly, up to rounding, and a hook that communicates nothing."""
