@@ -367,12 +367,12 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
             if bucket.is_last():  # it may be a sparse one, which no runner gets
                 wait_for_all()
 
-    def all_reduce_of_fsdp(exchange: Any, *args: Any) -> None:
+    def all_reduce_of_fsdp(reduce: Any, *args: Any) -> None:
         main, own = simulation.current, simulation.new_stream()
         simulation.wait(own, simulation.position(main))
         simulation.current = own
         try:
-            exchange(*args)
+            reduce(*args)
         finally:
             simulation.current = main
             simulation.wait(main, simulation.position(own))
