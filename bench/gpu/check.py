@@ -39,7 +39,7 @@ PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootd
 CONFORMANCE = "tests/gpu/test_gpu_conformance.py"  # which takes long
 ONE_RANK = "tests/gpu/test_gpu_one_rank.py"
 TESTS = ("tests/gpu", "tests/kernels/test_block_kernels.py", "tests/kernels/test_gpu_hooks.py",
-         f"--ignore={CONFORMANCE}")  # fmt: skip
+         "tests/kernels/test_no_waiting.py", f"--ignore={CONFORMANCE}")  # fmt: skip
 # Tests of kernels for compute-sanitizer: one small test of each kind, because it is slow, and none
 # with CUDA graphs, whose memory it cannot tell apart.
 FEW = ("same_bytes_for_all and float32", "aligned", "more_tensors", "normal and float32",

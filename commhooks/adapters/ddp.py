@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.adapter import IS_TAKEN, Adapter, TorchHook
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
 from commhooks.errors import CommHookError
 from commhooks.hook.base import CommHook
@@ -38,10 +38,7 @@ class DDPAdapter(Adapter):
 
     def __init__(self, model: DistributedDataParallel) -> None:
         if model.hook_registration.is_taken:
-            raise CommHookError(
-                "the model has a hook already, from register_comm_hook(), which can neither be "
-                "replaced nor removed; use commhooks.register() instead"
-            )
+            raise CommHookError(IS_TAKEN)
         self._reducer = model.reducer
         of_buckets = self._reducer.bucket_stats()
         reduced = {

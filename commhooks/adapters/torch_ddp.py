@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from commhooks.adapters.adapter import Adapter, TorchHook
+from commhooks.adapters.adapter import IS_TAKEN, Adapter, TorchHook
 from commhooks.adapters.sparse_gradients import SparseGradients, average_rows, completed
 from commhooks.algorithms.bucket_parameters import real_view
 from commhooks.algorithms.exact import AllReduce
@@ -266,10 +266,7 @@ class TorchDDPAdapter(TorchAdapter):
         try:
             model.register_comm_hook(weakref.proxy(self), _run)
         except RuntimeError as error:
-            raise CommHookError(
-                "the model has a hook already, from register_comm_hook(), which can neither be "
-                "replaced nor removed; use commhooks.register() instead"
-            ) from error
+            raise CommHookError(IS_TAKEN) from error
 
     def _is_finalized(self) -> bool:
         try:

@@ -12,7 +12,7 @@ class HostCopy:
     """A copy of a tensor, queued on the current stream, that the host reads in a later step.
 
     All ranks must read it in the same step, so :meth:`read` waits until the copy is there. It is
-    there at once unless the host is as many steps ahead of the device.
+    there at once unless the host is that many steps ahead of the device.
     """
 
     def __init__(self, tensor: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from commhooks import native
 from commhooks.kernels import backend_of, masked
 
-__all__ = ["all_finite", "copy_if", "is_known_false", "nan_unless", "select", "zero_unless"]
+__all__ = ["all_finite", "copy_if", "is_known_false", "select"]
 
 
 def all_finite(tensor: Tensor) -> Tensor:
@@ -43,16 +43,6 @@ def copy_if(condition: Tensor, source: Tensor, out: Tensor) -> None:
         masked.copy_if(condition, source, out)
     elif condition:
         out.copy_(source)
-
-
-def nan_unless(condition: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` or a copy if ``condition`` is true, else NaN. Does not wait."""
-    return select(condition, tensor, torch.nan)
-
-
-def zero_unless(condition: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` or a copy if ``condition`` is true, else zeros. Does not wait."""
-    return select(condition, tensor, 0.0)
 
 
 def select(condition: Tensor, tensor: Tensor, other: Tensor | float) -> Tensor:

@@ -71,7 +71,7 @@ class IndexCode:
     def unpack(self, packed: Tensor, count: int | None = None) -> Tensor:
         """Return the indices, (count,) int32, on the CPU.
 
-        ``count`` is how many indices were packed, by default as many as the code is for.
+        ``count`` is how many indices were packed, by default :attr:`count`.
 
         Raises:
             RuntimeError: ``packed`` does not hold that many ascending indices below ``numel``.

@@ -18,7 +18,7 @@ Exchanges keep the rules of steps in this way:
        keep Note [Order of collectives], in the order in which they begin. A rank that waits for
        peers here, for example to connect, does not keep them waiting in a step, and vice versa.
     3. An exchange that fails publishes the reason, and all others on this rank fail with it: they
-       would overtake it. Their connections close, so nobody waits for them. The error shows in the
+       would overtake it. Their connections close, so no rank waits for them. The error shows in the
        first step that awaits one of them. That step fails on all ranks, also on those where the
        exchange has succeeded.
     4. A step that fails drops all exchanges, on all ranks, because some may have got further than

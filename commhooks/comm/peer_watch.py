@@ -3,7 +3,7 @@
 Note [Messages that never end]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 When a connection of Gloo closes, whatever waits for it fails at once, except for a message that is
-on its way at that moment: nobody is told that it has ended, so its Work completes only with the
+on its way at that moment: nothing reports that it has ended, so its Work completes only with the
 timeout (torch 2.13). A small message is on its way for no time, but one of megabytes over a slow
 link is for most of a step.
 

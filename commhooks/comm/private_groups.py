@@ -45,12 +45,12 @@ class PrivateGroups(StageGroups):
                 group.shutdown()  # its destructor would abort them
         self.disconnect()
 
-    def _make_options(self) -> Any:
-        return _options_like(self._backend.options)
+    def _make_group(self, store: Store, ranks: tuple[int, ...]) -> Any:
+        options = _options_like(self._backend.options)
+        options.group_name = f"{self._prefix} among {','.join(map(str, ranks))}"  # in logs
 
-    def _make_group(self, store: Store, rank: int, size: int) -> Any:
         def connect() -> Any:
-            group = type(self._backend)(store, rank, size, self._options)
+            group = type(self._backend)(store, ranks.index(self._rank), len(ranks), options)
             # Otherwise the first collective would, and nothing could end its wait for a peer that
             # fails to connect.
             group.eager_connect_single_device(self._device)

@@ -48,7 +48,7 @@ _POLL_SECONDS = 0.001  # between two looks for peers; doubles up to 16 times thi
 class StageGroups:
     """Gloo process groups, one per stage and subgroup, connected on first use.
 
-    Gloo completes the collectives of one group in any order, hence one group per stage: see
+    Gloo completes the collectives of one group in any order, so there is one group per stage: see
     Note [Order of collectives]. After a failure all groups are dropped: what peers have pending on
     them fails when every rank has dropped them, and the next ``epoch`` starts with new ones.
 
@@ -73,6 +73,7 @@ class StageGroups:
 
     on_loss: Callable[[int], None] | None = None
     """If it is set, it is called with the present epoch, on another thread, when a rank goes."""
+    _threads = 1  # per group, because its collectives run one at a time
 
     def __init__(
         self,
@@ -84,7 +85,6 @@ class StageGroups:
     ) -> None:
         self._backend: Any = group._get_backend(device)  # noqa: SLF001
         self._timeout: timedelta = self._backend.options._timeout  # noqa: SLF001
-        self._options = self._make_options()
         self._group_store: Store = group.get_group_store()
         self._own_store: PrefixStore | None = None
         self._purpose = purpose
@@ -146,21 +146,15 @@ class StageGroups:
         """Wait until :meth:`close` is called. Return whether it was, within these ``seconds``."""
         return self._closed.wait(seconds)
 
-    def _make_options(self) -> Any:
-        """Return the options of the groups."""
-        # One thread that serves the sockets of all groups wakes up less often than one thread per
-        # group; and one thread per group suffices, because its collectives run one at a time.
+    def _make_group(self, store: Store, ranks: tuple[int, ...]) -> Any:
+        """Return a new group, which has a process group's methods for collectives."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001
+        # One thread that serves the sockets of all groups wakes up less often than one per group.
         options._devices = self._backend.options._devices  # noqa: SLF001
         options._timeout = self._timeout  # noqa: SLF001
-        options._threads = 1  # noqa: SLF001
-        return options
-
-    def _make_group(self, store: Store, rank: int, size: int) -> Any:
-        """Return a new group, which has a process group's methods for collectives."""
-        return connect_within(
-            self._timeout, lambda: ProcessGroupGloo(store, rank, size, self._options)
-        )
+        options._threads = self._threads  # noqa: SLF001
+        place = ranks.index(self._rank), len(ranks)
+        return connect_within(self._timeout, lambda: ProcessGroupGloo(store, *place, options))
 
     def publish(self, failure: str) -> None:
         """Tell peers why this epoch ends. Only the reason of the first rank is kept."""
@@ -198,7 +192,7 @@ class StageGroups:
         try:
             self._meet(stage, name, ranks)
             store = PrefixStore(self._key(name), self._store)
-            group = self._make_group(store, ranks.index(self._rank), len(ranks))
+            group = self._make_group(store, ranks)
             if stage == 0 and self.on_loss is not None:
                 self._watch(self.on_loss, store, ranks)
             return cast("dist.ProcessGroup", group)
@@ -215,7 +209,7 @@ class StageGroups:
     def _watch(self, on_loss: Callable[[int], None], store: Store, ranks: tuple[int, ...]) -> None:
         """Connect to the neighbors among ``ranks``: Note [Messages that never end]."""
         pairs = [
-            self._make_group(PrefixStore(f"watch {pair}", store), pair.index(self._rank), 2)
+            self._make_group(PrefixStore(f"watch {pair}", store), pair)
             for pair in ring_pairs(self._rank, ranks)
         ]
         self._watches.append(PeerWatch(pairs, functools.partial(on_loss, self.epoch)))

@@ -20,7 +20,7 @@ LARGEST, SIGNED, MEAN, ROOT_MEAN, EUCLIDEAN = range(5)
 class Codes:
     """How the numbers of a block become codes of ``bits`` bits.
 
-    If ``group`` is not 0, each group of as many numbers has a scale of one byte.
+    If ``group`` is not 0, each ``group`` numbers have a scale of one byte.
     """
 
     bits: int

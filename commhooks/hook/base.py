@@ -152,7 +152,7 @@ class CommHook:
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:
         """Return how many collectives a bucket awaits at most, by the ranks that take part.
 
-        ``()`` stands for all ranks, which also end a step together. Registration connects as many
+        ``()`` stands for all ranks, which also end a step together. Registration connects that many
         stage groups; others connect in backward, when they are first awaited. By default the most
         of the nested hooks, or one collective of all ranks. Called after :meth:`prepare`.
         """

@@ -163,7 +163,7 @@ class HookExecution:
         An error that has been raised refers through its traceback to whatever the caller has,
         including the model; so the error that is raised must not be the one that is kept. Its cause
         refers to this execution, and the future to the error. The garbage collector cannot see that
-        cycle because the future is in C++, hence the future is dropped.
+        cycle because the future is in C++, so the future is dropped.
         """
         self.work = None
         future = self.future

@@ -5,8 +5,8 @@ Note [All ranks or none]
 A step that fails on one rank must fail on all; otherwise the models would silently diverge. A step
 therefore ends with a vote after its last bucket: a barrier, which a rank enters when all its
 buckets have finished. When the barrier completes, all buckets have finished on all ranks. The
-bucket that ``is_last()`` votes; where nobody knows which one is, ``end_step()`` of the runner does.
-A rank that fails, at whatever point,
+bucket that ``is_last()`` votes; where it is not known which one is, ``end_step()`` of the runner
+does. A rank that fails, at whatever point,
 
     1. publishes the reason in the store, under the current epoch;
     2. abandons its stage groups. Their connections close, and what peers have pending on them

@@ -240,7 +240,7 @@ class StatsCollector:
         return bucket.key if unit is None else unit[0]
 
     def _unit(self, bucket: GradBucket) -> tuple[str, ...] | None:
-        # Names are converted from C++, so do not ask for them in vain.
+        # Names are converted from C++, so ask for them only where they are needed.
         return self.units.get(bucket.names[0]) if self.units else None
 
     def _open(self, bucket: GradBucket) -> _Entry:

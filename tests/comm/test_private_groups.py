@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ class Config:
 class Options:
     """Has the attributes of ProcessGroupNCCL.Options."""
 
-    _timeout: float = 600.0
+    _timeout: Any = 600.0
     is_high_priority_stream: bool = False
     split_from: Any = None
     split_color: int = 0
@@ -41,9 +40,12 @@ def test_options_of_new_groups(limit: int, expected: int) -> None:
 class FakeBackend:
     """A backend whose destructor would abort what is under way, as NCCL's."""
 
-    options = SimpleNamespace(_timeout=timedelta(seconds=30))
+    options = Options(timedelta(seconds=30), group_name="default_pg")
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(
+        self, store: Any = None, rank: int = 0, size: int = 1, options: Any = None
+    ) -> None:
+        self.made_with = options
         self.calls: list[Any] = []
 
     def name(self) -> str:
@@ -77,5 +79,6 @@ def test_communicators_connect_at_once_and_are_shut_down() -> None:
     groups = PrivateGroups(group, 7, CPU)
     fake: Any = groups.open(0)
     assert fake.calls == [CPU]
+    assert fake.made_with.group_name == "commhooks/7/steps among 0"
     groups.close()
     assert fake.calls == [CPU, "shutdown"]

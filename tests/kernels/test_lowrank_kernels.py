@@ -295,15 +295,13 @@ def test_bases_of_tall_factors_that_are_not_finite_are_not_finite():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("rows", [4097, 4100])
-def test_panels_have_as_many_rows_as_columns(rows):
-    """At the highest rank, in the fewest rows."""
-    bucket = Bucket([(1, rows, 256, 256)], torch.float32)
+def test_bases_of_tall_factors_of_a_high_rank_are_orthonormal():
+    bucket = Bucket([(1, 4097, 130, 130)], torch.float32)
     factors = bucket.factors(Side.LEFT)
     with emulated():
         bases = bucket.compressor().orthonormalize(Side.LEFT, factors)
     (basis,) = bucket.plan.factors(Side.LEFT, bases)[0]
-    torch.testing.assert_close(basis.mT @ basis, torch.eye(256), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(130), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("is_emulated", [False, True])

@@ -364,7 +364,7 @@ def connecting_in_a_second(act: Callable[[], None]) -> Iterator[None]:
 
     def make_group_in_a_second(groups: StageGroups, *args: Any) -> Any:
         act()
-        groups._timeout = groups._options._timeout = timedelta(seconds=1)
+        groups._timeout = timedelta(seconds=1)
         return make_group(groups, *args)
 
     StageGroups._make_group = make_group_in_a_second  # type: ignore[method-assign]

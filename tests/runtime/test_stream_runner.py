@@ -178,9 +178,9 @@ def registered_hooks_connect(rank: int, size: int, config: dict[str, Any]) -> li
     """Return what a hook connects when it is registered; afterwards it connects nothing."""
     connect, connected = PrivateGroups._make_group, []
 
-    def record(groups: PrivateGroups, store: Any, rank: int, size: int) -> Any:
-        connected.append(f"{groups._purpose} of {size}")
-        return connect(groups, store, rank, size)
+    def record(groups: PrivateGroups, store: Any, ranks: tuple[int, ...]) -> Any:
+        connected.append(f"{groups._purpose} of {len(ranks)}")
+        return connect(groups, store, ranks)
 
     model = commhooks.DistributedDataParallel(nn.Linear(8, 8))
     with patch.object(PrivateGroups, "_make_group", record):

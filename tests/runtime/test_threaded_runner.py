@@ -109,7 +109,7 @@ def train_without_order(rank: int, size: int) -> bool:
     """Issue each collective as soon as the one before it in the same bucket has completed."""
 
     def open_first(groups: Any, stage: int, ranks: Any) -> Any:
-        groups._options._threads = 2  # as in groups that users make; with one, Gloo keeps order
+        groups._threads = 2  # as in groups that users make; with one, Gloo keeps order
         return open_group(groups, 0)
 
     open_group = StageGroups.open

@@ -367,12 +367,12 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
             if bucket.is_last():  # it may be a sparse one, which no runner gets
                 wait_for_all()
 
-    def all_reduce_of_fsdp(exchange: Any, *args: Any) -> None:
+    def all_reduce_of_fsdp(reduce: Any, *args: Any) -> None:
         main, own = simulation.current, simulation.new_stream()
         simulation.wait(own, simulation.position(main))
         simulation.current = own
         try:
-            exchange(*args)
+            reduce(*args)
         finally:
             simulation.current = main
             simulation.wait(main, simulation.position(own))
@@ -407,7 +407,7 @@ def _replacements(simulation: Simulation) -> Iterator[tuple[Any, str, Any]]:
     yield wrapped(stream_runner.StreamRunner, "__call__", packing)
     yield wrapped(threaded_runner.ThreadedRunner, "__call__", packing)
     yield wrapped(TorchAdapter, "run", torchs_bucket)
-    yield wrapped(FSDPAdapter, "_exchange", all_reduce_of_fsdp)
+    yield wrapped(FSDPAdapter, "_reduce", all_reduce_of_fsdp)
     yield wrapped(Communicator, "_pending", collective)
     yield wrapped(threaded_runner._Thread, "_main", watched)
     yield wrapped(reducer_native, "pack", native_call)

@@ -181,9 +181,7 @@ class Auto(KnowsModel, CommHook):
             if measuring is not None and measuring.begin_step(bucket.step):
                 self._use_plan()
             self._table.begin_step()
-        if measuring is None:
-            return await self._run_parts(bucket, comm)
-        return await measuring.around(self._run_parts, bucket, comm)
+        return await (self._table if measuring is None else measuring).reduce(bucket, comm)
 
     def native_at(self, step: int, group: dist.ProcessGroup) -> NativeHook | None:
         """Return what averages this step in place of this hook, None if nothing does.
@@ -326,16 +324,3 @@ class Auto(KnowsModel, CommHook):
         if spec in self._specs:
             return self._specs.index(spec)
         return self._hooks.index(hook_spec(spec).create())
-
-    async def _run_parts(self, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Let each hook average its parameters."""
-        average = bucket.buffer()
-        parts = self._table.parts(bucket)
-        for i, part in parts:
-            own = self._table.next_bucket(i, part)
-            run = self._table.run(i, own, comm.within(self._hooks[i], key=own.key))
-            found = await run
-            if len(parts) == 1:
-                return found
-            part.store(found, average)
-        return average

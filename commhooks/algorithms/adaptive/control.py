@@ -27,8 +27,8 @@ _TIMED = 3
 _TRIED = 8
 """Steps in which candidates are tried: their errors grow with what they have not sent."""
 _FIRST_CHECK = 10
-"""Steps after a new plan. Errors may grow for more steps than those of a trial: until checks are
-far enough apart, each comes after twice as many steps as the one before it."""
+"""Steps after a change of hooks. Errors may grow for more steps than those of a trial: until checks
+are far enough apart, each comes after twice as many steps as the one before it."""
 _NATIVE_CHECK = 100
 """Steps between checks of a plan that may run in C++, which checks interrupt."""
 _SHARE = 0.01
@@ -181,10 +181,8 @@ class Controller:
         if not has_tried and known.outcomes:
             reason, since = self._why_new(step), step - self.history[-1].step
             if reason is None:
-                period = min(
-                    self._period(self.plan), max(since, _FIRST_CHECK), self._replan - since
-                )
-                return self._go_on(self._later(step, period))
+                period = self._period(self.plan, step - self._last_change)
+                return self._go_on(self._later(step, min(period, self._replan - since)))
             self._reason = reason
             if since >= self._replan:
                 return self._go_on(self._try(step + 1))
@@ -204,10 +202,9 @@ class Controller:
         seconds = plan.after.step_seconds, self.known.link.byte_seconds
         decision = Decision(step, self._reason, changes, plan.error, plan.limit, *seconds)
         self._reason = f"{self._replan} steps since the last plan"
-        if not self.known.outcomes:  # it cannot pay, so nothing is measured for a long time
-            period = self._replan
-        else:
-            period = _FIRST_CHECK if changes and plan.error > 0 else self._period(plan)
+        period = self._replan  # nothing is measured for a long time if it cannot pay
+        if self.known.outcomes:
+            period = self._period(plan, 0 if changes else step - self._last_change)
         return Instructions(self._later(step, period), self._numbers(plan), plan, decision)
 
     def _why_exact(self, problem: Problem) -> str:
@@ -256,13 +253,23 @@ class Controller:
             chosen += by_norm[: _MOST_TRIED // 2]
         return Agenda(step, step + (_TRIED if chosen else 0), trials=sorted(chosen))
 
-    def _period(self, plan: Plan | None) -> int:
-        """Return the steps until the next check, such that checks take 1 % of the time."""
+    def _period(self, plan: Plan | None, since: int) -> int:
+        """Return the steps until the next check, such that checks take 1 % of the time.
+
+        ``since``: steps since the hooks have changed, after which errors grow for a while.
+        """
         times = self.known.times
-        pace = times.spent_seconds / (_SHARE * times.step_seconds)
+        period = math.ceil(times.spent_seconds / (_SHARE * times.step_seconds))
         hooks = set() if plan is None else set(plan.hook_of().values())
-        least = _NATIVE_CHECK if len(hooks) == 1 else _FIRST_CHECK
-        return min(max(math.ceil(pace), least), self._replan)
+        period = max(period, _NATIVE_CHECK if len(hooks) == 1 else _FIRST_CHECK)
+        if plan is not None and plan.error > 0:
+            period = min(period, max(since, _FIRST_CHECK))
+        return min(period, self._replan)
+
+    @property
+    def _last_change(self) -> int:
+        """The step of the last plan with other hooks than the one before it."""
+        return next((each.step for each in reversed(self.history) if each.changes), 0)
 
     def _limit(self) -> float:
         return self.known.limit(0.0 if self.plan is None else self.plan.limit)

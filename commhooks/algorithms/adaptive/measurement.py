@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise, starmap
@@ -30,8 +30,6 @@ _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
 _CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
 """Elements of each group, and of each sample, that are averaged exactly as well."""
 
-_Run = Callable[[GradBucket, Communicator], Coroutine[Any, Any, Tensor]]
-
 
 class Measurement:
     """Does what is on the agenda of ``control``.
@@ -42,7 +40,7 @@ class Measurement:
     Args:
         control: Has what was decided, and decides on rank 0.
         trials: For each hook that is tried.
-        table: The hook of each parameter.
+        table: Averages with the hook of each parameter.
         elements: Number of elements of the model.
         groups_of: Returns the groups of buckets, which are given as names of parameters.
         clock: Clock of the device of the gradients.
@@ -144,12 +142,12 @@ class Measurement:
             self.control.use_buckets(finished, groups, step)
             self._clear()
 
-    async def around(self, run: _Run, bucket: GradBucket, comm: Communicator) -> Tensor:
-        """Await the average of a bucket, with what is to be measured before and after it."""
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Return the average of a bucket. Measure before and after it what is due."""
         agenda, step = self.control.agenda, bucket.step
         self._buckets.append((tuple(bucket.names), bucket.buffer().nbytes))
         if agenda is None or self.is_idle(step):
-            return await run(bucket, comm)
+            return await self._table.reduce(bucket, comm)
         with self._spending():
             if bucket.index() == 0:
                 self._launches[step] = []
@@ -157,7 +155,7 @@ class Measurement:
             self._launches.setdefault(step, []).append(comm.launched)
             samples = self._draw_samples(agenda, bucket) if agenda.is_trial(step) else {}
             check = self._check(bucket, comm) if agenda.is_check(step) else None
-        average = await run(bucket, comm)
+        average = await self._table.reduce(bucket, comm)
         with self._spending():
             if check is not None:
                 squares = await check.squares(average, comm)
@@ -166,16 +164,10 @@ class Measurement:
                 await self._try(group, sample, comm, is_last=step == agenda.report - 1)
             if agenda.is_check(step):
                 self._measure_norms(bucket, average)
-                # Backward has ended: where it shares cores with the backend, messages would seem
-                # slower.
+                # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
-                    where = (
-                        bucket.buffer().device,
-                        comm,
-                        self._clock,
-                        self.control.candidates.backend,
-                    )
-                    self._probe = await probe(agenda.probe, *where)
+                    device, backend = bucket.buffer().device, self.control.candidates.backend
+                    self._probe = await probe(agenda.probe, device, comm, self._clock, backend)
         self._ends[step] = self._clock.now()
         return average
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from commhooks.algorithms.averaging.local_sgd import LocalSteps
 from commhooks.algorithms.bucket_parameters import pack, parameters_of
 from commhooks.algorithms.host_copy import HostCopy
-from commhooks.codecs.finite import all_finite, is_known_false, nan_unless, select
+from commhooks.codecs.finite import all_finite, is_known_false, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError, CommHookOptionError
@@ -208,7 +208,7 @@ class DiLoCo(KnowsModel, LocalSteps):
             return finite
         for name, parameter in parameters.items():
             start = parameter.detach().to(at_least_float32(parameter.dtype), copy=True)
-            anchor = nan_unless(finite, start)
+            anchor = select(finite, start, torch.nan)
             self.state[name] = {"anchor": anchor, "momentum": torch.zeros_like(anchor)}
             if self.eager:
                 self.state[name]["sent"] = torch.zeros_like(anchor)

@@ -213,23 +213,20 @@ class Hierarchical(CommHook):
         per_node = self.ranks_per_node
         if per_node == 0:
             return None  # the launcher has not been asked yet
-        nodes = size // per_node
+        own, nbytes = bucket, bucket.buffer().nbytes
         if self._is_sharded:
             shards = self._shards_of(bucket)
             own = shards.bucket(bucket, bucket.buffer().new_empty(shards.numel), self._local_rank)
-            between = self.inner.wire_bytes(own, nodes)
-            element = bucket.buffer().element_size()
-            inside = all_to_all_bytes(per_node * shards.numel * element, per_node)
-            inside += all_gather_bytes(shards.numel * element, per_node)
-            return None if between is None else inside + between
-        nbytes = bucket.buffer().nbytes
-        inside = all_reduce_bytes(nbytes, per_node)
-        if self._local_rank > 0:
-            return inside
-        between = self.inner.wire_bytes(bucket, nodes)
-        if between is None:
-            return None
-        return inside + between + broadcast_bytes(nbytes, per_node, is_root=True)
+            nbytes = own.buffer().nbytes
+            inside = all_to_all_bytes(per_node * nbytes, per_node)
+            inside += all_gather_bytes(nbytes, per_node)
+        else:
+            inside = all_reduce_bytes(nbytes, per_node)
+            if self._local_rank > 0:
+                return inside
+            inside += broadcast_bytes(nbytes, per_node, is_root=True)
+        between = self.inner.wire_bytes(own, size // per_node)
+        return None if between is None else inside + between
 
     @property
     def _is_sharded(self) -> bool:

@@ -20,12 +20,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.algorithms.averaging.without_consensus import WithoutConsensus
 from commhooks.algorithms.bucket_parameters import parameters_of, store
-from commhooks.codecs.finite import all_finite, nan_unless, select
+from commhooks.codecs.finite import all_finite, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import all_reduce_bytes
@@ -69,7 +70,7 @@ class LocalSteps(WithoutConsensus):
             return await comm.all_reduce(buffer.div_(comm.size))
         finite = await self.synchronize(bucket, comm)
         if finite is not None:
-            buffer = nan_unless(finite, buffer)
+            buffer = select(finite, buffer, torch.nan)
         if self.ranks_per_node > 1:
             node = comm.among(ranks_of_node(comm.rank, self.ranks_per_node))
             await node.all_reduce(buffer.div_(node.size))

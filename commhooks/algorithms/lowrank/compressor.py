@@ -32,7 +32,7 @@ from torch import Tensor
 from commhooks import native
 from commhooks.algorithms.bucket_memory import adopt
 from commhooks.algorithms.lowrank.matrix_plan import MatrixPlan, Side
-from commhooks.codecs.finite import all_finite, nan_unless, zero_unless
+from commhooks.codecs.finite import all_finite, select
 from commhooks.errors import CommHookError
 from commhooks.hook.base import TensorState
 from commhooks.kernels import backend_of, require
@@ -216,7 +216,7 @@ class Compressor:
         for E, G, P, Q, mean_P, mean_Q in matrices:
             apply_to_batch(E, G, (P, Q), (mean_P, mean_Q), all_finite)
         if self.plan.exact:
-            exact_mean = nan_unless(all_finite, first.mean)
+            exact_mean = select(all_finite, first.mean, torch.nan)
             torch._foreach_copy_(
                 self.plan.exact_parts(buffer), self.plan.exact_parts_behind(first.side, exact_mean)
             )
@@ -298,12 +298,12 @@ def apply_to_batch(
     if _is_compiled(G):
         native.apply_factors(E, G, *own, *mean)
         return
-    P, Q = (zero_unless(all_finite, factor) for factor in own)
-    mean_P, mean_Q = mean[0], nan_unless(all_finite, mean[1])
+    P, Q = (select(all_finite, factor, 0.0) for factor in own)
+    mean_P, mean_Q = mean[0], select(all_finite, mean[1], torch.nan)
     for matrices, rows in _tiles(G):
         G_tile, E_tile = G[matrices, rows], None if E is None else E[matrices, rows]
         if E_tile is not None:
-            E_tile.add_(zero_unless(all_finite, G_tile))
+            E_tile.add_(select(all_finite, G_tile, 0.0))
             E_tile.baddbmm_(P[matrices, rows], Q[matrices], alpha=-1)
         if G_tile.dtype == mean_Q.dtype:
             torch.bmm(mean_P[matrices, rows], mean_Q[matrices], out=G_tile)

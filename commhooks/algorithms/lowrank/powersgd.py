@@ -49,7 +49,7 @@ own gradients are finite, go on as usual.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -115,13 +115,13 @@ class PowerSGD(CommHook):
     """Seed of the random factors, which also depend on the parameter's name. All ranks need the
     same."""
 
-    _compressors: PerBucketCache[Compressor] = field(
-        default_factory=PerBucketCache, init=False, repr=False, compare=False
-    )
-
     lossless = False
     wire = "r·(n + m) elements per matrix in 2 all-reduces; one-sided: half of that, in 1"
     paper = "https://arxiv.org/abs/1905.13727"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._compressors: PerBucketCache[Compressor] = PerBucketCache()
 
     def collectives(self, rank: int, size: int) -> dict[tuple[int, ...], int]:  # noqa: ARG002
         return {(): self._half_steps}

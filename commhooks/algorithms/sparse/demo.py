@@ -23,9 +23,9 @@ it keeps lengths, and its inverse is Aᵀ·X·B.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import Tensor
@@ -119,64 +119,47 @@ class DeMo(SparseHook):
 def to_frequencies(tensors: Sequence[Tensor], side: int) -> Tensor:
     """Return the coefficients of all tensors, flat, one tile after the other."""
     parts = []
-    for i, tiling in _tilings(tensors, side):
-        tiles = tiling.cut(tensors[i])
-        rows, columns = _matrices(tiling, tiles)
-        parts.append((rows @ tiles @ columns.T).flatten())
+    for i, (rows, columns, height, width) in _tilings(tensors, side):
+        tiles = tensors[i].reshape(rows, height, columns, width).transpose(1, 2)
+        A, B = _matrices(height, width, tiles)
+        parts.append((A @ tiles @ B.T).flatten())
     return torch.cat(parts) if parts else torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def from_frequencies(coefficients: Tensor, tensors: Sequence[Tensor], side: int) -> None:
     """Write what :func:`to_frequencies` has transformed into ``tensors``."""
     start = 0
-    for i, tiling in _tilings(tensors, side):
+    for i, (rows, columns, height, width) in _tilings(tensors, side):
         stop = start + tensors[i].numel()
-        tiles = coefficients[start:stop].view(tiling.shape)
-        rows, columns = _matrices(tiling, tiles)
-        tensors[i].copy_(tiling.join(rows.T @ tiles @ columns).view(tensors[i].shape))
+        tiles = coefficients[start:stop].view(rows, columns, height, width)
+        A, B = _matrices(height, width, tiles)
+        tensors[i].copy_((A.T @ tiles @ B).transpose(1, 2).reshape(tensors[i].shape))
         start = stop
 
 
-@dataclass(frozen=True)
-class _Tiling:
-    """Rows and columns of tiles of a matrix, and the sides of a tile: Note [Tiles]."""
-
-    shape: tuple[int, int, int, int]
-
-    @classmethod
-    def of(cls, tensor: Tensor, side: int) -> "_Tiling":
-        rows = len(tensor) if tensor.dim() > 1 else 1
-        columns = tensor.numel() // rows
-        height, width = _divisor(rows, side), _divisor(columns, side)
-        return cls((rows // height, columns // width, height, width))
-
-    @property
-    def tile_elements(self) -> int:
-        return self.shape[2] * self.shape[3]
-
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Return the tiles of a tensor, (rows, columns, height, width)."""
-        rows, columns, height, width = self.shape
-        return tensor.reshape(rows, height, columns, width).transpose(1, 2)
-
-    def join(self, tiles: Tensor) -> Tensor:
-        """Return the matrix of these tiles."""
-        rows, columns, height, width = self.shape
-        return tiles.transpose(1, 2).reshape(rows * height, columns * width)
+_Tiling: TypeAlias = tuple[int, int, int, int]
+"""Rows and columns of tiles of a matrix, and the sides of a tile: Note [Tiles]."""
 
 
-def _tilings(tensors: Sequence[Tensor], side: int) -> Iterator[tuple[int, _Tiling]]:
-    """Yield the number and the tiling of each tensor with elements, those with full tiles first.
+def _tilings(tensors: Sequence[Tensor], side: int) -> list[tuple[int, _Tiling]]:
+    """Return the number and the tiling of each tensor with elements, those with full tiles first.
 
     A chunk of ``side * side`` coefficients is then one tile, except among small ones.
     """
-    tilings = [(i, _Tiling.of(t, side)) for i, t in enumerate(tensors) if t.numel() > 0]
-    yield from sorted(tilings, key=lambda item: item[1].tile_elements < side * side)
+    found = []
+    for i, tensor in enumerate(tensors):
+        if tensor.numel() > 0:
+            rows = len(tensor) if tensor.dim() > 1 else 1
+            columns = tensor.numel() // rows
+            height, width = _divisor(rows, side), _divisor(columns, side)
+            found.append((i, (rows // height, columns // width, height, width)))
+    return sorted(found, key=lambda item: item[1][2] * item[1][3] < side * side)
 
 
-def _matrices(tiling: _Tiling, tiles: Tensor) -> tuple[Tensor, Tensor]:
-    *_, height, width = tiling.shape
-    return tuple(dct_matrix(n, tiles.dtype, tiles.device) for n in (height, width))  # type: ignore[return-value]
+def _matrices(height: int, width: int, tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrices of both sides of the tiles."""
+    A, B = (dct_matrix(size, tiles.dtype, tiles.device) for size in (height, width))
+    return A, B
 
 
 @functools.lru_cache(maxsize=1024)

@@ -36,7 +36,7 @@ from commhooks.algorithms.sparse.base import (
     write_message,
 )
 from commhooks.algorithms.sparse.selection import add_and_check, scatter_add, select_largest
-from commhooks.codecs.finite import copy_if, is_known_false, nan_unless
+from commhooks.codecs.finite import copy_if, is_known_false, select
 from commhooks.codecs.index_code import IndexCode
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_gather_bytes, all_reduce_bytes
@@ -82,7 +82,7 @@ class SharedTopK(WarmedUp):
         # The sum of all ranks has to fit too; the factor 2 leaves room for rounding up.
         share = total.index_select(0, indices) / comm.size
         share = saturating_cast(share, buffer.dtype, headroom=2 * comm.size)
-        share[:1] += nan_unless(intact, flag).to(share.dtype)
+        share[:1] += select(intact, flag, torch.nan).to(share.dtype)
         if comm.wants_contribution and self.tells_contribution:
             sent = share.to(total.dtype) * comm.size
             comm.contribution = SparseVector(indices, sent, total.numel()).dense(total.dtype)
@@ -151,8 +151,8 @@ async def average_at(
     if error is not None:
         scatter_add(share.to(error.dtype) * -comm.size, indices, total)
         copy_if(all_finite, total if beta == 1 else torch.lerp(error, total, beta), error)
-    buffer.fill_(nan_unless(all_finite, buffer.new_zeros(())))
-    return buffer.index_copy_(0, indices.long(), nan_unless(all_finite, mean))
+    buffer.fill_(select(all_finite, buffer.new_zeros(()), torch.nan))
+    return buffer.index_copy_(0, indices.long(), select(all_finite, mean, torch.nan))
 
 
 @lru_cache(maxsize=1024)

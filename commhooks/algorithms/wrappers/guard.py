@@ -2,7 +2,7 @@
 
 ::
 
-    now and then:   error = |inner(p) - exact| / |exact|    # p: a sample of gradient plus residual
+    in some steps:  error = |inner(p) - exact| / |exact|    # p: a sample of gradient plus residual
                     use fallback from the next step on if error > max_error, on all ranks
     otherwise:      average = inner(gradient)
 """
@@ -40,7 +40,7 @@ _INNER, _FALLBACK = 0, 1
 @register_hook("guard")
 @dataclass
 class Guard(KnowsModel, CommHook):
-    """Measure the error of the inner hook now and then, and use another one when it is too large.
+    """Measure the error of the inner hook regularly, and use another one when it is too large.
 
     Every ``every`` steps, on one bucket in turn, an instance of the inner hook for this purpose
     averages a sample of the gradients and what the inner hook has not sent, and so does an exact
@@ -108,9 +108,7 @@ class Guard(KnowsModel, CommHook):
         sample = None
         if comm.size > 1 and bucket.index() == self._turn and self._measures(bucket.step):
             sample = self._sample(bucket, comm.size)
-        ((i, part),) = self._table.parts(bucket)
-        own = self._table.next_bucket(i, part)
-        average = await self._table.run(i, own, comm.within([self.inner, self.fallback][i]))
+        average = await self._table.reduce(bucket, comm)
         if sample is not None:
             squares = await self._trial.run(sample, comm)
             self._found[bucket.step] = HostCopy(await comm.all_gather(squares))

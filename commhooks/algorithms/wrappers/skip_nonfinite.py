@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.codecs.finite import all_finite, is_known_false, zero_unless
+from commhooks.codecs.finite import all_finite, is_known_false, select
 from commhooks.comm.communicator import Communicator
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.errors import CommHookOptionError
@@ -130,7 +130,7 @@ class SkipNonfinite(CommHook):
         if is_known_false(finite):
             return self._drop(bucket, finite)
         self._skips.of_buckets.append(finite)
-        return zero_unless(finite, average)
+        return select(finite, average, 0.0)
 
     @property
     def last_step_was_skipped(self) -> bool:

@@ -99,6 +99,17 @@ class HookTable(Routing):
         known = [residual for residual in found if residual is not None]
         return sum(known[1:], known[0]) if known else None
 
+    async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
+        """Let each hook average its parameters of a bucket."""
+        average, parts = bucket.buffer(), self.parts(bucket)
+        for i, part in parts:
+            own = self.next_bucket(i, part)
+            found = await self.run(i, own, comm.within(self._hooks[i], key=own.key))
+            if len(parts) == 1:
+                return found
+            part.store(found, average)
+        return average
+
     async def run(self, i: int, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of hook ``i``, to which some of the parameters may move."""
         moving = {name: self._moving[name] for name in bucket.names if name in self._moving}

@@ -180,6 +180,14 @@ def test_checks_come_soon_after_a_new_plan_then_take_a_hundredth_of_the_time(
     assert 200 <= checks[-1] - checks[-2] <= 205
 
 
+def test_a_plan_that_stays_for_another_link_is_checked_as_soon(ranks: TwoRanks) -> None:
+    """Its hooks have not changed, so their errors go on growing."""
+    made = ranks.step - 11
+    assert str(ranks.report(rate=7e6, spent_seconds=4.0)).startswith("the link changed")
+    assert ranks.hook == "int4"
+    assert ranks.step <= made + 2 * 11 + 3
+
+
 def test_a_plan_beyond_its_limit_is_left_at_the_next_check(ranks: TwoRanks) -> None:
     for error, times in ((0.3, 1.048), (0.33, 1.165)):  # with error feedback
         assert error / math.sqrt(1 - error**2) == pytest.approx(times * LIMIT, rel=1e-3)
