@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks import HookHandle
 from commhooks.cluster import Ranks
 from commhooks.lab.comparison import remote
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
@@ -78,6 +79,16 @@ _TORCHS = {
         ),
     )
 }
+
+
+@dataclass(frozen=True)
+class OnHost(Entry):
+    """A hook in our wrapper that averages through host memory."""
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
+        return super().wrap(module, host_memory=True, **options)
+
+
 NOOP_COPYING = TorchStyleHook("noop, copying", kind=DistributedDataParallel)
 """Our wrapper with torch's function: the engine does not know that it changes nothing."""
 

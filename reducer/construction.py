@@ -200,7 +200,9 @@ def make_reducer(
     return Reducer(
         [parameter for _, parameter in trained],
         process_group,
-        transport=connect_host(process_group, trained[0][1].device),
+        transport=(
+            connect_host(process_group, trained[0][1].device) if options.host_memory else None
+        ),
         names=[name for name, _ in trained],
         keys=numbered.keys,
         sparse=[parameter in sparse for _, parameter in trained],

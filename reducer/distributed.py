@@ -104,6 +104,8 @@ class DistributedDataParallel(TorchNames, Joinable):
             bucket.
         key_process_groups: for some of these keys, other ranks to average over, e.g. those that
             have the same experts. Their gradients are averaged exactly, whatever the hook.
+        host_memory: let ``allreduce``, ``fp16`` and ``bf16`` average through shared memory, if all
+            ranks run on one host; see docs/performance.md.
 
     Attributes:
         options: the checked options; read-only, except through the methods that change one.
@@ -154,6 +156,7 @@ class DistributedDataParallel(TorchNames, Joinable):
         stable_buckets: bool = False,
         group_key: Callable[[str, nn.Parameter], Hashable] | None = None,
         key_process_groups: Mapping[Hashable, dist.ProcessGroup] | None = None,
+        host_memory: bool = False,
     ) -> None:
         ENGINE.require("commhooks.DistributedDataParallel")
         nn.Module.__init__(self)
@@ -195,6 +198,7 @@ class DistributedDataParallel(TorchNames, Joinable):
             stable_buckets=stable_buckets,
             batched_grad_copy=batched_grad_copy,
             lazy_bucket_allocation=lazy_bucket_allocation,
+            host_memory=host_memory,
         )
         self.module_buffers = ModuleBuffers(module, self.parameters_to_ignore)
         if init_sync:

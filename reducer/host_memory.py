@@ -28,8 +28,7 @@ def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | 
     """Connect the ranks of ``group`` if they share a host; otherwise return None, on all ranks.
 
     Collective over ``group``. ``device``: that of the gradients; only those on the CPU are averaged
-    in this way, only where the backend is Gloo, and only if ``COMMHOOKS_HOST_MEMORY=1`` is in the
-    environment of every rank.
+    in this way, and only where the backend is Gloo.
     """
     if device.type != "cpu" or group.size() == 1 or not _uses_gloo(group):
         return None
@@ -61,7 +60,7 @@ def _uses_gloo(group: dist.ProcessGroup) -> bool:
 
 def _open(group: dist.ProcessGroup) -> tuple[HostGroup | None, tuple[str, ...] | None]:
     """Return what this rank offers to others, and what they must have in common with it."""
-    if sys.platform != "linux" or os.environ.get("COMMHOOKS_HOST_MEMORY") != "1":
+    if sys.platform != "linux":
         return None, None
     try:
         boot, *namespaces = _IDENTITIES

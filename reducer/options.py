@@ -110,6 +110,7 @@ class WrapperOptions:
     stable_buckets: bool
     batched_grad_copy: bool
     lazy_bucket_allocation: bool
+    host_memory: bool
 
     @property
     def bucket_bytes_cap(self) -> int:

@@ -412,7 +412,9 @@ class TorchNames(nn.Module):
         if dist.distributed_c10d._rank_not_in_group(new_process_group):  # noqa: SLF001
             return
         self.process_group = new_process_group
-        transport = connect_host(new_process_group, self.device)
+        transport = (
+            connect_host(new_process_group, self.device) if self.options.host_memory else None
+        )
         self.hook_registration.move(new_process_group, transport)
 
     def _check_manual_backward_finalization_supported(self) -> None:

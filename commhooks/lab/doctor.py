@@ -243,5 +243,4 @@ def _host_memory() -> Result:
         group.connect([group.card])
     except (RuntimeError, OSError) as error:
         return Health.ABSENT, f"{reason_of(error)}; ranks of a host average over the network"
-    state = "in use" if os.environ.get("COMMHOOKS_HOST_MEMORY") == "1" else "not in use"
-    return Health.FINE, f"available, {state} (COMMHOOKS_HOST_MEMORY=1 on every rank)"
+    return Health.FINE, "available to DistributedDataParallel(host_memory=True)"

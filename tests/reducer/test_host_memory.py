@@ -1,6 +1,7 @@
 """Ranks of one host average through memory that they share. Note [Host memory]."""
 
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -43,14 +44,7 @@ def gradients_of(rank: int, dtype: torch.dtype, step: int = 0) -> list[Tensor]:
     return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
 
 
-def on_host(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    with patch.dict(os.environ, COMMHOOKS_HOST_MEMORY="1"):
-        return DistributedDataParallel(model, **options)
-
-
-def on_gloo(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    with patch.dict(os.environ, COMMHOOKS_HOST_MEMORY="0"):
-        return DistributedDataParallel(model, **options)
+on_host = functools.partial(DistributedDataParallel, host_memory=True)
 
 
 def uses_host_memory(model: DistributedDataParallel) -> bool:
@@ -65,7 +59,7 @@ def averages(
 ) -> tuple[list[Tensor], list[Tensor]]:
     models = [
         on_host(Many(dtype), bucket_cap_mb=0.02, **options),
-        on_gloo(Many(dtype), bucket_cap_mb=0.02, **options),
+        DistributedDataParallel(Many(dtype), bucket_cap_mb=0.02, **options),
     ]
     assert [uses_host_memory(model) for model in models] == [True, False]
     for step in range(4):  # buckets are rebuilt after the first
@@ -237,12 +231,14 @@ def test_gradients_may_be_overwritten_at_once(
 
 
 def one_without(rank: int, world_size: int) -> bool:
-    model = (on_gloo if rank == 1 else on_host)(Many())
+    lacks_it = patch.object(HostGroup, "connect", side_effect=RuntimeError)
+    with lacks_it if rank == 1 else nullcontext():
+        model = on_host(Many())
     model(gradients_of(rank, torch.float32)).backward()
     return uses_host_memory(model)
 
 
-def test_one_rank_without_it_is_enough() -> None:
+def test_all_ranks_use_gloo_if_one_cannot_connect() -> None:
     assert run_ranks(one_without, 3) == [False] * 3
 
 
