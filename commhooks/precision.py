@@ -5,8 +5,6 @@ from torch import Tensor
 
 from reducer import native
 
-__all__ = ["at_least_float32", "saturating_cast", "scaled_cast"]
-
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums over ranks and steps: ``dtype``, but not less than float32."""

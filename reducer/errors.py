@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CommHookError", "CommHookPeerError"]
-
 
 class CommHookError(RuntimeError):
     """Base class of all errors of this package; also raised if a hook's own code fails."""

@@ -24,8 +24,6 @@ import torch  # loads the libraries that the compiled modules link to
 
 from reducer.errors import CommHookError
 
-__all__ = ["ENGINE", "REMEDY", "Extension", "unavailable"]
-
 REMEDY = (
     "compile commhooks for this Python and torch: `pip install --no-build-isolation "
     "--force-reinstall --no-deps .` in its source folder, or `make build`"

@@ -32,16 +32,14 @@ def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | 
     """
     if device.type != "cpu" or group.size() == 1 or not _uses_gloo(group):
         return None
-    own, identity = _open(group)
     what = "the search for ranks on this host"
-    card = None if own is None else own.card
-    found = values_of_ranks((identity, card), group, device, what)
-    identities = {of for of, _ in found}
-    if len(identities) > 1 or None in identities:
+    own = _open(group)
+    offers = values_of_ranks(own and (_identity(), own.card), group, device, what)
+    present = [offer for offer in offers if offer is not None]
+    if own is None or len(present) < len(offers) or len({identity for identity, _ in present}) > 1:
         return None
-    assert own is not None
     try:
-        own.connect([card for _, card in found])
+        own.connect([card for _, card in present])
         is_connected = True
     except (RuntimeError, OSError):
         is_connected = False
@@ -58,13 +56,17 @@ def _uses_gloo(group: dist.ProcessGroup) -> bool:
     return isinstance(backend, ProcessGroupGloo)
 
 
-def _open(group: dist.ProcessGroup) -> tuple[HostGroup | None, tuple[str, ...] | None]:
-    """Return what this rank offers to others, and what they must have in common with it."""
+def _open(group: dist.ProcessGroup) -> HostGroup | None:
+    """Return this rank's part of the group, or None if the system lacks what is needed."""
     if sys.platform != "linux":
-        return None, None
+        return None
     try:
-        boot, *namespaces = _IDENTITIES
-        identity = (Path(boot).read_text(), *map(os.readlink, namespaces))
-        return HostGroup(group.rank(), group.size()), identity
+        return HostGroup(group.rank(), group.size())
     except (RuntimeError, OSError):
-        return None, None
+        return None
+
+
+def _identity() -> tuple[str, ...]:
+    """Return what ranks of one host have in common."""
+    boot, *namespaces = _IDENTITIES
+    return Path(boot).read_text(), *map(os.readlink, namespaces)

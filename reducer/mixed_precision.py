@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from reducer.nested_tensors import map_tensors, tensors_in
 
-__all__ = ["MixedPrecision"]
-
 
 @dataclass(frozen=True)
 class MixedPrecision:

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 
 from reducer.native import Reducer
 
-__all__ = ["GradientObserver", "OverlappedOptimizer", "overlap_optimizer"]
-
 GradientObserver = Callable[[Sequence[nn.Parameter]], None]
 
 

@@ -22,8 +22,6 @@ from commhooks.lab.comparison.entry import Entry
 from commhooks.lab.units import format_rate
 from commhooks.planning import Plan
 
-__all__ = ["AUTO", "POINTS", "QUICK", "Effort", "Point", "errors_of", "measure"]
-
 AUTO = "auto"
 REFERENCE = "int4"
 """The uniform hook whose error is the limit."""

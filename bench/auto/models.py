@@ -20,8 +20,6 @@ from commhooks.lab.networks import LSTMLanguageModel, ResNet50
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import load_corpus, train_batch
 
-__all__ = ["MODELS", "Model"]
-
 Batch = tuple[Tensor, Tensor]
 _NO_RANK = 999
 """Whose data is for the first steps."""

@@ -27,8 +27,6 @@ from commhooks.lab.models import Workload
 from commhooks.planning import Plan
 from reducer import GradBucket
 
-__all__ = ["Learned", "Metered", "add", "drop", "errors", "learned", "prepare", "seconds", "sent"]
-
 _models: list[tuple[Model, nn.Module]] = []
 """At most one, and its module after its first steps."""
 _runs: dict[str, TrainingRun] = {}

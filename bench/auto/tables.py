@@ -11,19 +11,6 @@ import numpy as np
 from bench.auto.measure import AUTO, Point
 from commhooks.lab.units import format_rate
 
-__all__ = [
-    "Interval",
-    "best_uniform",
-    "change_rows",
-    "circumstances",
-    "median_interval",
-    "point_rows",
-    "ratio",
-    "steps_until_right",
-    "summary_of",
-    "title",
-]
-
 Row = dict[str, Any]
 _NEAR = 1.1
 _LEAST_TURNS = 5

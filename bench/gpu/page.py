@@ -11,8 +11,6 @@ from typing import Any
 
 from bench.tables import case_of, groups, table
 
-__all__ = ["facts", "page", "sections"]
-
 Run = Mapping[str, Any]
 
 NOT_MEASURED = "(not measured)"

@@ -23,8 +23,6 @@ from commhooks.runtime.stats import HookStats, StatsCollector
 from reducer import GradBucket
 from reducer.peers import collective
 
-__all__ = ["IS_TAKEN", "Adapter", "TorchHook"]
-
 IS_TAKEN = (
     "the model has a hook already, from register_comm_hook(), which can neither be replaced nor "
     "removed; use commhooks.register() instead"

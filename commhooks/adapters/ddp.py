@@ -19,8 +19,6 @@ from commhooks.runtime.stats import HookStats, bucket_stats
 from reducer import DistributedDataParallel
 from reducer.native import NativeHook
 
-__all__ = ["ChangesToNative", "DDPAdapter"]
-
 
 @runtime_checkable
 class ChangesToNative(Protocol):

@@ -15,8 +15,6 @@ from commhooks.adapters.torch_ddp import TorchDDPAdapter
 from commhooks.errors import CommHookError
 from reducer import DistributedDataParallel
 
-__all__ = ["adapter_of", "inner_module", "is_fully_sharded", "unwrap"]
-
 
 def _is(kind: type[nn.Module]) -> Callable[[nn.Module], bool]:
     return lambda model: isinstance(model, kind)

@@ -34,8 +34,6 @@ from reducer import GradBucket
 from reducer.construction import sparse_parameters
 from reducer.peers import collective
 
-__all__ = ["FSDPAdapter"]
-
 
 class FSDPAdapter(Adapter):
     """Runs hooks in place of the all-reduce between the replicas of a sharded model.

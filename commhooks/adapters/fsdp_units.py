@@ -33,15 +33,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = [
-    "Unit",
-    "UnitReduction",
-    "is_root",
-    "on_end_of_backward",
-    "on_optimizer_step",
-    "units_of",
-]
-
 UnitReduction = Callable[[Tensor, Any], None]
 """Reduces a flat tensor over the replicas in place; the operation is AVG or SUM."""
 

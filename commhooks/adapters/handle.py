@@ -27,16 +27,6 @@ from commhooks.runtime.side_stream import record_on_current_stream
 from commhooks.runtime.stats import HookStats
 from commhooks.state.saved import load_state, saved_state
 
-__all__ = [
-    "AnyHook",
-    "HookHandle",
-    "check_unused",
-    "handle_of",
-    "keep",
-    "register",
-    "register_with",
-]
-
 Function: TypeAlias = Callable[[Any, Any], Future[Tensor]]
 AnyHook: TypeAlias = str | CommHook | Mapping[str, Any] | Function
 

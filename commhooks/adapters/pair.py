@@ -19,9 +19,6 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.registry import create
 from reducer import GradBucket
 
-__all__ = ["CommHookState", "comm_hook"]
-
-
 _DETACHED = "an unpickled CommHookState has no module; call attach(module) before training"
 
 

@@ -13,8 +13,6 @@ from commhooks.comm.exchange import new_future
 from commhooks.comm.wire import all_gather_bytes
 from reducer.construction import sparse_parameters
 
-__all__ = ["SparseGradients", "average_rows", "completed"]
-
 
 class SparseGradients:
     """Gives gradients the form that torch's wrapper expects of them before it looks.

@@ -24,8 +24,6 @@ from commhooks.adapters.adapter import Adapter
 from commhooks.errors import CommHookError
 from commhooks.runtime.recording import Recording, Run, Span, Stage
 
-__all__ = ["merge_traces", "trace"]
-
 Event = dict[str, Any]
 
 _BACKWARD = 0  # track; that of bucket b is b + 1

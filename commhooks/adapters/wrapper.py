@@ -10,8 +10,6 @@ import reducer
 from commhooks.adapters.handle import AnyHook, register
 from commhooks.extensions import ENGINE
 
-__all__ = ["DistributedDataParallel", "wrap"]
-
 
 class DistributedDataParallel(reducer.DistributedDataParallel):
     """Wrap ``module`` so that ``loss.backward()`` averages its gradients over the ranks.

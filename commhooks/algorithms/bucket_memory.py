@@ -13,8 +13,6 @@ from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["BucketMemory", "PerBucketCache", "adopt"]
-
 _Value = TypeVar("_Value")
 
 

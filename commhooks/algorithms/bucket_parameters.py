@@ -28,8 +28,6 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["gradient_of", "pack", "parameters_of", "real_view", "store"]
-
 
 def parameters_of(bucket: GradBucket) -> list[Tensor]:
     """Return the parameters of a bucket, complex ones as real views, as their gradients are."""

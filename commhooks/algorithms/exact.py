@@ -28,8 +28,6 @@ from commhooks.precision import scaled_cast
 from reducer import GradBucket
 from reducer.native import AverageHook, NativeHook, NoopHook
 
-__all__ = ["AllReduce", "Bfloat16", "Float16", "Noop"]
-
 _LARGE = 1 << 25
 """Bytes from which glibc gets memory from the system at each allocation, and returns it then. The
 pages of new memory take longer than the cast."""

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """A copy of a tensor, queued on the current stream, that the host reads in a later step.

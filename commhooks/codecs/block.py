@@ -11,8 +11,6 @@ from commhooks.kernels import backend_of
 from commhooks.kernels.block_codec import BlockKernels, Format
 from commhooks.kernels.rotation import rotate as rotate_on_gpu
 
-__all__ = ["BlockCodec", "BlockSize", "rotate"]
-
 BlockSize = Annotated[int, Ge(32), Le(4096), MultipleOf(32)]
 """How many numbers share a scale."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from commhooks import native
 from commhooks.kernels import backend_of, masked
 
-__all__ = ["all_finite", "copy_if", "is_known_false", "select"]
-
 
 def all_finite(tensor: Tensor) -> Tensor:
     """Return whether all elements are finite: () bool on the tensor's device, true if empty.

@@ -9,8 +9,6 @@ from typing import Literal
 
 from commhooks.kernels.block_codec import Format, Norm
 
-__all__ = ["E3M0", "E4M3", "E5M2", "MXFP4", "NATURAL", "NVFP4", "integers", "signs"]
-
 E4M3 = Format("E4M3", 8)
 """``torch.float8_e4m3fn``, with torch's rounding. The scale maps the largest magnitude of a block
 to the largest number of the format, 448, so nothing overflows, and the whole range is used."""

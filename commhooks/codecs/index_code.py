@@ -25,8 +25,6 @@ from torch import Tensor
 
 from commhooks import native
 
-__all__ = ["IndexCode"]
-
 _WORD_BITS = 64
 
 

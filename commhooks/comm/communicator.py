@@ -24,8 +24,6 @@ from commhooks.comm.exchange import Exchange
 from commhooks.errors import CommHookError
 from commhooks.precision import at_least_float32
 
-__all__ = ["Communicator", "PendingCollective"]
-
 
 def _reducing(operation: ReduceOp.RedOpType) -> AllreduceOptions:
     options = AllreduceOptions()

@@ -38,8 +38,6 @@ from torch.futures import Future
 
 from commhooks.errors import CommHookError
 
-__all__ = ["NOT_BEGUN", "Exchange", "new_future"]
-
 NOT_BEGUN = (
     "expected an exchange that began in an earlier step, found one that was handed over in this "
     "step, or dropped because a step failed; forget exchanges in recover()"

@@ -35,8 +35,6 @@ Collectives among some of the ranks are counted separately: Note [Subgroups] in 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["in_turn"]
-
 
 class Pending(Protocol):
     """A collective that a hook awaits and that has not been issued."""

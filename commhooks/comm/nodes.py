@@ -7,8 +7,6 @@ import torch.distributed as dist
 
 from commhooks.errors import CommHookError
 
-__all__ = ["check_nodes", "ranks_of_node"]
-
 
 def check_nodes(
     ranks_per_node: int, group: dist.ProcessGroup, environment: Mapping[str, str] = os.environ

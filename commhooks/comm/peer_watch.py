@@ -39,8 +39,6 @@ from torch._C._distributed_c10d import Work
 
 from reducer.peers import close_connections
 
-__all__ = ["PeerWatch", "ring_pairs"]
-
 _TAG = 0
 _FOREVER = timedelta(days=10_000)
 

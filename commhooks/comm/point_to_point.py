@@ -39,14 +39,6 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Work
 from commhooks import native
 from commhooks.errors import CommHookPeerError
 
-__all__ = [
-    "BrokenConnectionError",
-    "all_gather",
-    "all_to_all",
-    "is_possible",
-    "send_and_receive",
-]
-
 _IS_COMPILED = hasattr(native, "ring_gather")
 _TAG = 0
 _AT_ONCE = timedelta(milliseconds=1)

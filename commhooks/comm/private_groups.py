@@ -14,8 +14,6 @@ from torch._C._distributed_c10d import Store
 from commhooks.comm.stage_groups import StageGroups, connect_within
 from commhooks.errors import CommHookError
 
-__all__ = ["PrivateGroups"]
-
 _MAX_CTAS = 8
 """Thread blocks of a communicator: each has channels, with buffers in the memory of the device."""
 

@@ -38,8 +38,6 @@ from commhooks.comm.peer_watch import PeerWatch, ring_pairs
 from commhooks.errors import CommHookPeerError
 from reducer.peers import close_connections, is_peer_loss
 
-__all__ = ["StageGroups", "connect_within"]
-
 _CPU = torch.device("cpu")
 
 _POLL_SECONDS = 0.001  # between two looks for peers; doubles up to 16 times this

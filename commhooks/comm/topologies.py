@@ -31,8 +31,6 @@ from typing import Literal
 
 from commhooks.errors import CommHookError
 
-__all__ = ["Permutation", "Push", "Round", "check_topology", "cycle_length", "round_at"]
-
 Permutation = Literal["ring", "exponential", "hypercube", "dissemination", "random"]
 """Topologies in which every rank receives one message per step."""
 Push = Literal["ring", "exponential", "hypercube", "dissemination", "random", "uniform"]

@@ -4,14 +4,6 @@ They are those of the algorithm that sends the fewest bytes; a backend may send 
 number of ranks. A tensor that is split into N parts counts as a multiple of N bytes, rounded up.
 """
 
-__all__ = [
-    "all_gather_bytes",
-    "all_reduce_bytes",
-    "all_to_all_bytes",
-    "broadcast_bytes",
-    "reduce_scatter_bytes",
-]
-
 
 def all_reduce_bytes(tensor_bytes: int, size: int) -> int:
     """Return 2·(N-1)·⌈n/N⌉: a reduce-scatter, then an all-gather of the parts."""

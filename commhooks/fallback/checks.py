@@ -6,8 +6,6 @@ import warnings
 from torch import Tensor
 from torch import dtype as Dtype  # noqa: N812
 
-__all__ = ["require", "require_flat", "warn_once"]
-
 
 def require(holds: bool, message: str) -> None:
     """Raise RuntimeError, as TORCH_CHECK does, unless the requirement ``holds``."""

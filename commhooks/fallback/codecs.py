@@ -12,8 +12,6 @@ from torch import Tensor
 from commhooks.fallback.checks import require, warn_once
 from commhooks.fallback.codes import BlockRandom, Floats, codes_named, find_scales
 
-__all__ = ["CpuBlockCodec", "rotate"]
-
 _MOST_NUMBERS = 1 << 14  # at a time: what is computed from them stays in caches and in the heap
 _BLOCK_MULTIPLE = 32
 _GROUPED_MULTIPLE = 128

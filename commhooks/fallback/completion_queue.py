@@ -8,8 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["CompletionQueue"]
-
 Tokens = queue.SimpleQueue[int]
 Works = queue.SimpleQueue[tuple[Any, int] | None]
 

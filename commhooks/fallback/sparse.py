@@ -10,16 +10,6 @@ from torch import Tensor
 from commhooks.fallback.checks import require, require_flat, warn_once
 from commhooks.fallback.codes import random_bits
 
-__all__ = [
-    "draw_indices",
-    "pack_indices",
-    "scatter_add",
-    "select_above",
-    "select_largest",
-    "select_largest_of_chunks",
-    "unpack_indices",
-]
-
 _MOST_ELEMENTS = 2**31 - 1
 
 _WORD_BITS = 64

@@ -56,8 +56,6 @@ from commhooks.hook.options import instances_in, option_names, to_json, validate
 from commhooks.hook.state import StateField, entry_problem
 from reducer import GradBucket
 
-__all__ = ["CommHook", "TensorState", "check_nesting", "has_consensus", "is_lossless", "tree"]
-
 TensorState = dict[str, dict[str, Tensor]]
 
 

@@ -38,24 +38,6 @@ from commhooks.errors import CommHookError
 from commhooks.hook.state import StateField
 from reducer.native import NativeHook
 
-__all__ = [
-    "DividesParameters",
-    "Flag",
-    "KeepsBucketState",
-    "KeepsOwn",
-    "KeysBuckets",
-    "KnowsModel",
-    "Native",
-    "Role",
-    "all_declare",
-    "any_declares",
-    "bucket_key_of",
-    "check_capabilities",
-    "declares",
-    "native_of",
-    "nested_parameters_of",
-]
-
 Flag: TypeAlias = Literal[
     "capturable",
     "changes_parameters",

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from reducer import GradBucket
 
-__all__ = ["BucketPart", "Progress", "bucket_with"]
-
 
 def bucket_with(
     bucket: GradBucket,

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 
-__all__ = ["Fidelity", "fidelity_of"]
-
 
 @dataclass(frozen=True)
 class Fidelity:

@@ -28,27 +28,6 @@ import torch
 
 from commhooks.errors import CommHookError, CommHookOptionError
 
-__all__ = [
-    "Ge",
-    "Gt",
-    "Le",
-    "Lt",
-    "Made",
-    "MinLen",
-    "MultipleOf",
-    "OptionInfo",
-    "check_names",
-    "constraints_of",
-    "convert",
-    "describe_options",
-    "instances_in",
-    "option_names",
-    "parsers",
-    "to_json",
-    "type_name",
-    "validate",
-]
-
 Instance = TypeVar("Instance")
 
 

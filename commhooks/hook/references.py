@@ -9,8 +9,6 @@ from typing import Any
 
 from commhooks.errors import CommHookError
 
-__all__ = ["import_module", "load_reference", "reference_to"]
-
 
 def import_module(name: str, where: str = "") -> ModuleType:
     """Import a module, or a file whose name ends with ``.py``. Raises CommHookError.

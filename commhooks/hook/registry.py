@@ -20,16 +20,6 @@ from commhooks.hook.fidelity import Fidelity, fidelity_of
 from commhooks.hook.options import OptionInfo, check_names, describe_options, parsers
 from commhooks.hook.references import load_reference, reference_to
 
-__all__ = [
-    "HookInfo",
-    "available",
-    "create",
-    "declared_candidates",
-    "describe",
-    "portable_config",
-    "register_hook",
-]
-
 ENTRY_POINTS = "commhooks.hooks"
 
 Kind = TypeVar("Kind", bound=type[CommHook])

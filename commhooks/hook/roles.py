@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.capabilities import KnowsModel, Role
 
-__all__ = ["prepare", "roles_of"]
-
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 

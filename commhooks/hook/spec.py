@@ -27,16 +27,6 @@ from commhooks.errors import CommHookError, CommHookOptionError, reason_of
 from commhooks.hook.base import CommHook, tree
 from commhooks.hook.registry import available, create, portable_config
 
-__all__ = [
-    "HookLike",
-    "HookSpec",
-    "config_of",
-    "hook_spec",
-    "parse_hook_specs",
-    "spec_of",
-    "split_hook_specs",
-]
-
 _NAME = re.compile(
     r"""([\w./-]+ (?::[A-Za-z_][\w.]*(?=\s*(?:$|[:,])))?)  # a name, or module:Class
         (?:[:,](.*))?                                      # options""",

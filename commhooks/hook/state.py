@@ -13,8 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["AcrossRanks", "StateField", "entry_problem", "no_state"]
-
 AcrossRanks = Literal["own", "averageable", "same"]
 """What other ranks have in the same field: nothing to do with this rank's numbers; numbers that can
 be replaced by their mean over the ranks, as errors can; or the same numbers."""

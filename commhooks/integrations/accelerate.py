@@ -27,8 +27,6 @@ from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
 from commhooks.state.files import load_states, save_states
 
-__all__ = ["CommHookKwargs", "keep_hook_states", "prepare"]
-
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, hook: AnyHook, /, **options: Any

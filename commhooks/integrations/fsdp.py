@@ -34,8 +34,6 @@ from commhooks.hook.registry import create
 from commhooks.kernels import require
 from reducer.peers import collective
 
-__all__ = ["QuantizedReduceScatter", "quantize_reduce_scatter", "register"]
-
 
 def register(
     model: nn.Module,

@@ -23,8 +23,6 @@ except ImportError as error:
 
 from commhooks.integrations.lightning_parts import FabricStrategy, HookCallback, TrainerStrategy
 
-__all__ = ["CommHookCallback", "CommHooksStrategy", "FabricCommHooksStrategy"]
-
 
 class CommHooksStrategy(TrainerStrategy, DDPStrategy):
     """The Trainer's ``DDPStrategy`` on our wrapper, with a hook.

@@ -20,8 +20,6 @@ from commhooks.hook.base import CommHook
 from commhooks.state.files import KEY, GatheredState, add_state, load_state_of
 from reducer import DistributedDataParallel
 
-__all__ = ["FabricStrategy", "HookCallback", "TrainerStrategy"]
-
 _TORCH_HOOKS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 

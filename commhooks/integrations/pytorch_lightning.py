@@ -12,8 +12,6 @@ except ImportError as error:
 
 from commhooks.integrations.lightning_parts import FabricStrategy, HookCallback, TrainerStrategy
 
-__all__ = ["CommHookCallback", "CommHooksStrategy", "FabricCommHooksStrategy"]
-
 
 class CommHooksStrategy(TrainerStrategy, DDPStrategy):
     """See :class:`commhooks.integrations.lightning.CommHooksStrategy`."""

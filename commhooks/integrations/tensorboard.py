@@ -24,8 +24,6 @@ from weakref import WeakKeyDictionary
 from commhooks.adapters.handle import HookHandle
 from commhooks.hook.base import CommHook, tree
 
-__all__ = ["TakesNotes", "log_stats"]
-
 
 @runtime_checkable
 class TakesNotes(Protocol):

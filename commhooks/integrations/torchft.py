@@ -51,8 +51,6 @@ from commhooks.runtime.stats import HookStats
 from reducer import GradBucket
 from reducer.construction import sparse_parameters
 
-__all__ = ["DistributedDataParallel"]
-
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Average the gradients of a replica over the replicas of a torchft Manager, by a hook.

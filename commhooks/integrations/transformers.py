@@ -28,8 +28,6 @@ from commhooks.adapters.handle import AnyHook, HookHandle, handle_of, register
 from commhooks.errors import CommHookError
 from commhooks.state.files import load_states, save_states
 
-__all__ = ["CommHookCallback"]
-
 
 class CommHookCallback(TrainerCallback):
     """Registers a hook when training begins, and keeps its state in the Trainer's checkpoints.

@@ -12,8 +12,6 @@ from commhooks.errors import CommHookError
 from commhooks.kernels.launcher import launch
 from commhooks.kernels.source import TYPES, Source
 
-__all__ = ["SOURCE", "BlockKernels", "Format", "Norm"]
-
 _ENCODERS = (
     *(f"Levels<{bits}, {stochastic}>" for bits in (2, 4, 8) for stochastic in ("false", "true")),
     *("E4M3", "E5M2", "E3M0", "Mxfp4", "Nvfp4", "Natural", "Sign"),

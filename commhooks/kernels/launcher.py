@@ -10,19 +10,6 @@ from commhooks.errors import CommHookError
 from commhooks.kernels.loader import CudaBackend
 from commhooks.kernels.source import Source
 
-__all__ = [
-    "BACKENDS",
-    "STREAMING_BLOCKS",
-    "THREADS",
-    "Argument",
-    "Backend",
-    "backend_of",
-    "blocks_for",
-    "launch",
-    "require",
-    "streaming_blocks",
-]
-
 THREADS = 256
 """Threads per block, unless a launch says otherwise."""
 

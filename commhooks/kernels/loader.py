@@ -18,8 +18,6 @@ from commhooks.errors import CommHookError
 from commhooks.kernels.nvrtc import compile_source, nvrtc, options_for
 from commhooks.kernels.source import Source
 
-__all__ = ["CudaBackend"]
-
 
 class CudaBackend:
     """Runs kernels on CUDA devices, and compiles each one when it is first launched.

@@ -5,8 +5,6 @@ from torch import Tensor
 from commhooks.kernels.launcher import launch, streaming_blocks
 from commhooks.kernels.source import Source, kernel_name
 
-__all__ = ["SOURCE", "copy_if"]
-
 SOURCE = Source("masked.cu", (kernel_name("copy_if"),))
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from commhooks.errors import CommHookError
 from commhooks.kernels.source import DIRECTORY, Source
 
-__all__ = ["Compiled", "compile_source", "nvrtc", "options_for"]
-
 
 @cache
 def nvrtc() -> Any:

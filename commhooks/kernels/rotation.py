@@ -5,8 +5,6 @@ from torch import Tensor
 from commhooks.kernels.launcher import THREADS, blocks_for, launch
 from commhooks.kernels.source import TYPES, Source, kernel_name
 
-__all__ = ["SOURCE", "rotate"]
-
 SOURCE = Source("rotation.cu", tuple(kernel_name("rotate", type_) for type_ in TYPES.values()))
 
 _ROTATION = 128  # as in codecs/rotation.h

@@ -13,8 +13,6 @@ from commhooks.errors import CommHookError
 from commhooks.kernels.launcher import THREADS, Argument, blocks_for, launch, streaming_blocks
 from commhooks.kernels.source import TYPES, Source, kernel_name
 
-__all__ = ["SOURCE", "add_and_check", "check_gradient", "select_above", "select_largest"]
-
 _KERNELS = ("begin", "mark", "refine", "count", "list", "add_and_check")
 SOURCE = Source(
     "selection.cu",

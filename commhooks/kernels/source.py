@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DIRECTORY", "ELEMENTS", "TYPES", "Source", "kernel_name"]
-
 DIRECTORY = Path(__file__).parent
 """The directory of the sources, to which their ``#include`` lines are relative."""
 

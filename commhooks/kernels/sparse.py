@@ -15,17 +15,6 @@ from commhooks.kernels.selection import check_gradient
 from commhooks.kernels.source import ELEMENTS, TYPES, Source, kernel_name
 from commhooks.precision import at_least_float32
 
-__all__ = [
-    "SOURCE",
-    "Received",
-    "correct_momentum",
-    "draw_indices",
-    "pack",
-    "receive",
-    "scatter_add",
-    "store_mean",
-]
-
 _OF_NUMBERS = ("scatter_add", "correct_momentum")
 SOURCE = Source(
     "sparse.cu",

@@ -12,8 +12,6 @@ from commhooks.errors import CommHookError
 from commhooks.runtime.execution import ExchangeExecution, HookExecution
 from commhooks.runtime.executor import Executor, Watch
 
-__all__ = ["ExchangeScheduler"]
-
 
 class ExchangeScheduler:
     """Runs exchanges in the order in which they begin.

@@ -23,8 +23,6 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import describe_loss
 
-__all__ = ["EndOfStep", "ExchangeExecution", "HookExecution", "check_capture"]
-
 _NO_RESULT = torch.empty(0)
 
 

@@ -14,8 +14,6 @@ from commhooks.comm.stage_groups import StageGroups
 from commhooks.errors import CommHookError, CommHookPeerError
 from commhooks.runtime.execution import HookExecution
 
-__all__ = ["Executor", "Owner", "Watch"]
-
 Watch = Callable[[Work, Callable[[], None], int], None]
 """Called with a work, a function and a stage. Must arrange that the function is called on the
 executor's thread when the work has completed, with or without an error."""

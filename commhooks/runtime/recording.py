@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Recording", "Run", "Span", "Stage"]
-
 
 @dataclass(slots=True)
 class Stage:

@@ -15,8 +15,6 @@ from commhooks.runtime.stream_runner import StreamRunner
 from commhooks.runtime.threaded_runner import ThreadedRunner
 from reducer import GradBucket
 
-__all__ = ["Runner", "make_runner"]
-
 
 class Runner(Protocol):
     """Runs one hook on bucket after bucket. The reducer can call it in place of a torch hook."""

@@ -39,8 +39,6 @@ from commhooks.runtime.executor import Executor, Watch
 from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 
-__all__ = ["Exchanges", "HookScheduler", "Phase", "StepState"]
-
 
 class Phase(Enum):
     """Where a step stands on this rank; see :class:`StepState`."""

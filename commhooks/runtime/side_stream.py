@@ -27,8 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "record_on_current_stream"]
-
 
 class SideStream:
     """A context in which work is enqueued on a separate stream. On the CPU it does nothing.

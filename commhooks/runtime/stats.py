@@ -10,8 +10,6 @@ from commhooks.comm.wire import all_reduce_bytes
 from commhooks.runtime.recording import Run
 from reducer import GradBucket
 
-__all__ = ["KEPT_STEPS", "BucketStats", "HookStats", "StatsCollector", "bucket_stats"]
-
 KEPT_STEPS = 1000
 """The number of steps that are kept one by one, for statistics of the last ones."""
 

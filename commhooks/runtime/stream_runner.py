@@ -20,8 +20,6 @@ from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 from reducer.peers import is_peer_loss
 
-__all__ = ["StreamRunner"]
-
 SENDS_ALONE = False
 """Whether collectives of one rank are issued. For tests on one device, which has one rank."""
 

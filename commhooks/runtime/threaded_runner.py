@@ -33,8 +33,6 @@ from commhooks.runtime.side_stream import SideStream
 from commhooks.runtime.stats import StatsCollector
 from reducer import GradBucket
 
-__all__ = ["ThreadedRunner"]
-
 _GRACE_SECONDS = 2.0
 """Most of what is on its way when a peer goes fails or completes within this time."""
 

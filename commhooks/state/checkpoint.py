@@ -21,8 +21,6 @@ from commhooks.state.layout import Source, layout_of
 if TYPE_CHECKING:  # it takes seconds to import
     from torch.distributed.checkpoint.storage import StorageReader
 
-__all__ = ["HookState"]
-
 _FIELDS = ("version", "hook", "step")
 
 

@@ -13,8 +13,6 @@ from commhooks.hook.base import CommHook
 from commhooks.hook.capabilities import KeepsBucketState, declares, nested_parameters_of
 from commhooks.hook.state import StateField, entry_problem
 
-__all__ = ["HookPart", "count", "merge", "parts_of", "put"]
-
 
 @dataclass(frozen=True)
 class HookPart:

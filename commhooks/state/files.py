@@ -14,17 +14,6 @@ from commhooks.errors import CommHookStateError
 from commhooks.hook.base import CommHook
 from commhooks.state.layout import Ranks
 
-__all__ = [
-    "KEY",
-    "GatheredState",
-    "Handle",
-    "add_state",
-    "load_state_of",
-    "load_states",
-    "save_states",
-    "warn_of_no_state",
-]
-
 KEY = "commhooks"
 """The key of the state in the checkpoints of other libraries."""
 

@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Layout", "Ranks", "Source", "layout_of", "rows_of"]
-
 
 class Ranks(Protocol):
     """The ranks that train a model together, as its adapter knows them."""

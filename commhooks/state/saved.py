@@ -15,8 +15,6 @@ from commhooks.state.entries import count, merge, parts_of, put
 from commhooks.state.layout import Layout, Ranks, Source, layout_of
 from commhooks.state.spread import Key, Spread
 
-__all__ = ["load_state", "saved_state"]
-
 VERSION = 2
 _TYPES = {"version": int, "hook": str, "step": int, "state": Mapping, "tensors": Mapping}
 _MOST_STEPS = 2**62  # the reducer counts in 64 bits

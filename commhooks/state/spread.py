@@ -20,8 +20,6 @@ from commhooks.state.entries import HookPart, parts_of, put
 from commhooks.state.layout import Layout, Ranks, Source, layout_of, rows_of
 from reducer.peers import collective
 
-__all__ = ["Key", "Spread"]
-
 Key: TypeAlias = tuple[str, ...]
 """The path of a hook, a parameter or bucket, and a field."""
 

@@ -49,8 +49,6 @@ from commhooks.hook.state import AcrossRanks, StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["DiLoCo", "Turns", "runs_of"]
-
 
 @register_hook("diloco")
 @dataclass

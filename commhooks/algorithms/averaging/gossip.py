@@ -36,8 +36,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
 
-__all__ = ["Gossip", "PeerToPeer"]
-
 
 class PeerToPeer(WithoutConsensus):
     """A hook with which each rank sends to one other rank per step, given by a topology.

@@ -66,8 +66,6 @@ from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["BucketShards", "Hierarchical", "shard_of"]
-
 
 @register_hook("hierarchical")
 @dataclass

@@ -35,8 +35,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
 
-__all__ = ["LocalSGD", "LocalSteps"]
-
 
 @dataclass
 class LocalSteps(WithoutConsensus):

@@ -40,8 +40,6 @@ from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["PushSum"]
-
 
 @register_hook("push_sum")
 @dataclass

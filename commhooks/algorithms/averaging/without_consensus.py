@@ -15,8 +15,6 @@ from commhooks.hook.base import CommHook
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["WithoutConsensus"]
-
 
 @dataclass
 class WithoutConsensus(CommHook):

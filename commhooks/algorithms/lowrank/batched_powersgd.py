@@ -33,8 +33,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from reducer import GradBucket
 
-__all__ = ["BatchedPowerSGD", "plan_of_bucket"]
-
 # How much longer or shorter than the side of a square: n + m is at most 1.06 times the square's.
 _RANGE = math.sqrt(2)
 

@@ -39,16 +39,6 @@ from commhooks.kernels import backend_of, require
 from commhooks.kernels.lowrank import MAX_RANK, Matrix, MatrixKernels
 from commhooks.precision import at_least_float32
 
-__all__ = [
-    "Compressor",
-    "HalfStep",
-    "apply_to_batch",
-    "deflate_batch",
-    "draw_factor",
-    "orthonormal_basis",
-    "project_batch",
-]
-
 # A tile of M, E and G fits in a core's second-level cache, so that the passes that make it and use
 # it read the main memory once.
 _TILE_ELEMENTS = 1 << 17

@@ -12,8 +12,6 @@ from itertools import chain, pairwise
 
 from torch import Tensor
 
-__all__ = ["MatrixBatch", "MatrixPlan", "RankRule", "Side", "matrix_shape"]
-
 RankRule = Callable[[int, int], int]
 """The rank r at which a matrix of n rows and m columns is compressed; 0 to send it uncompressed."""
 

@@ -71,8 +71,6 @@ from commhooks.hook.state import StateField
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["PowerSGD"]
-
 
 @register_hook("powersgd")
 @dataclass

@@ -55,8 +55,6 @@ from commhooks.kernels.block_codec import Format
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Biased", "Quantized"]
-
 
 @dataclass
 class Quantized(CommHook):

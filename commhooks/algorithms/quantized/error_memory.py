@@ -19,8 +19,6 @@ from commhooks.hook.base import TensorState
 from commhooks.hook.state import StateField
 from reducer import GradBucket
 
-__all__ = ["ErrorMemory", "part_length", "part_of"]
-
 
 def part_length(numel: int, size: int) -> int:
     """Return the length of the first part of ``size``; the last parts may be shorter, or empty.

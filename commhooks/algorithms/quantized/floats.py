@@ -16,8 +16,6 @@ from commhooks.codecs.formats import E3M0, E4M3, E5M2, MXFP4, NVFP4
 from commhooks.hook.registry import register_hook
 from commhooks.kernels.block_codec import Format
 
-__all__ = ["Fp4", "Fp8"]
-
 
 @register_hook("fp8")
 @dataclass

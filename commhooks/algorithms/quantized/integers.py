@@ -8,8 +8,6 @@ from commhooks.codecs.formats import integers
 from commhooks.hook.registry import register_hook
 from commhooks.kernels.block_codec import Format
 
-__all__ = ["Int2", "Int4", "Int8"]
-
 
 @register_hook("int8")
 @dataclass

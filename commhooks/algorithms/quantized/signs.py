@@ -8,8 +8,6 @@ from commhooks.codecs.formats import signs
 from commhooks.hook.registry import register_hook
 from commhooks.kernels.block_codec import Format
 
-__all__ = ["OneBit", "SignSGD"]
-
 
 @register_hook("onebit")
 @dataclass

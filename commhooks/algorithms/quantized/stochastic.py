@@ -14,8 +14,6 @@ from commhooks.hook.options import Ge, Le
 from commhooks.hook.registry import register_hook
 from commhooks.kernels.block_codec import Format
 
-__all__ = ["QSGD", "Natural", "TernGrad"]
-
 
 @register_hook("qsgd")
 @dataclass

@@ -45,17 +45,6 @@ from commhooks.kernels import sparse as kernels
 from commhooks.precision import at_least_float32, saturating_cast
 from reducer import GradBucket
 
-__all__ = [
-    "GatheredVectors",
-    "SparseHook",
-    "SparseVector",
-    "WarmedUp",
-    "gather",
-    "gather_bytes",
-    "to_memory_dtype",
-    "write_message",
-]
-
 
 @dataclass
 class SparseHook(CommHook):

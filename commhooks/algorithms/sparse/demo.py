@@ -45,8 +45,6 @@ from commhooks.hook.options import Ge, Gt, Le
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 
-__all__ = ["DeMo", "dct_matrix", "from_frequencies", "to_frequencies"]
-
 
 @register_hook("demo")
 @dataclass

@@ -45,8 +45,6 @@ from commhooks.kernels import backend_of
 from commhooks.kernels import sparse as kernels
 from reducer import GradBucket
 
-__all__ = ["DGC", "correct_momentum"]
-
 
 @register_hook("dgc")
 @dataclass

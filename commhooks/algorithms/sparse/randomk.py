@@ -37,8 +37,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
-__all__ = ["RandomK"]
-
 
 @register_hook("randomk")
 @dataclass

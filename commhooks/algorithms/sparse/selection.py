@@ -15,16 +15,6 @@ from commhooks import native
 from commhooks.kernels import backend_of, selection
 from commhooks.kernels import sparse as kernels
 
-__all__ = [
-    "add_and_check",
-    "draw_indices",
-    "kept_elements",
-    "scatter_add",
-    "select_above",
-    "select_largest",
-    "select_largest_of_chunks",
-]
-
 
 def kept_elements(density: float, numel: int) -> int:
     """Return ``density * numel`` as an integer, at least 1 unless there are no elements."""

@@ -47,8 +47,6 @@ from commhooks.kernels import sparse as kernels
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
-__all__ = ["SharedTopK", "average_at"]
-
 _NO_VALUES = torch.float16
 """Kernels write and read indices with values; these are zeros, and are not sent."""
 

@@ -28,8 +28,6 @@ from commhooks.hook.options import Gt, Lt
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 
-__all__ = ["Threshold"]
-
 
 @register_hook("threshold")
 @dataclass

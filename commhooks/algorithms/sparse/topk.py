@@ -36,8 +36,6 @@ from commhooks.hook.options import Ge, Le
 from commhooks.hook.registry import register_hook
 from reducer import GradBucket
 
-__all__ = ["TopK"]
-
 
 @register_hook("topk")
 @dataclass

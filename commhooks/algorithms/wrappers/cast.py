@@ -17,8 +17,6 @@ from commhooks.hook.state import no_state
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
-__all__ = ["Cast"]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -41,8 +41,6 @@ from commhooks.hook.state import StateField
 from commhooks.precision import saturating_cast
 from reducer import GradBucket
 
-__all__ = ["ErrorFeedback"]
-
 
 @register_hook("error_feedback")
 @dataclass

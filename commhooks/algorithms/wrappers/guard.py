@@ -28,8 +28,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import StateField
 from reducer import GradBucket
 
-__all__ = ["Guard"]
-
 _LOG = logging.getLogger("commhooks")
 _STATE_KEY = "0000000000000000"
 """In the form of a bucket's key, because the state is that of no parameter."""

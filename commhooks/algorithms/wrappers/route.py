@@ -33,8 +33,6 @@ from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
-__all__ = ["Matcher", "Predicate", "Route", "Routing", "Rule", "choose"]
-
 Predicate: TypeAlias = Callable[[str, Tensor], bool]
 """Whether a rule matches a parameter, given its name and the parameter."""
 

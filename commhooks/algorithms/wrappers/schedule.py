@@ -19,8 +19,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
 
-__all__ = ["Schedule"]
-
 
 @register_hook("schedule")
 @dataclass

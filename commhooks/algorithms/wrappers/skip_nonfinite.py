@@ -46,8 +46,6 @@ from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from reducer import GradBucket
 
-__all__ = ["SkipNonfinite"]
-
 
 @register_hook("skip_nonfinite")
 @dataclass
