@@ -80,7 +80,7 @@ def facts(results: Path) -> dict[str, str]:
     races = {race: courses_of(_race(results, race)) for race in RACES}
     found |= _links(_newest(results, "*-links.json")["cells"])
     found |= _kernels(_newest(results, "*-kernels.json")["benchmarks"])
-    found |= _averaging(_newest(results, "*-hooks-and-averaging.json")["benchmarks"])
+    found |= _averaging(_newest(results, "*-2-cores-averaging.json")["benchmarks"])
     found |= _comparison(_newest(results, "*-compare-1gbit.json")["rows"])
     found |= _torch_hooks(_newest(results, "*-torch-hooks.json"))
     found |= gpu_page.facts(_newest_gpu_check(results))
@@ -283,12 +283,22 @@ def _kernels(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _averaging(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
-    def span(model: str) -> str:
-        found = [row for row in benchmarks if row["name"].startswith(f"test_averaging[{model}")]
-        ratios = [row["extra_info"]["ratio_to_torch"] for row in found]
+    """Return the spans of shares of torch's step over both gradient modes."""
+
+    def span(model: str, hook: str) -> str:
+        found = [row for row in benchmarks if row["name"].startswith(f"test_averaging[{model}-")]
+        ratios = [
+            row["extra_info"]["ratio_to_torch"]
+            for row in found
+            if row["extra_info"]["hook"] == hook
+        ]
         return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
-    return {"averaging large": span("transformer-151MB"), "averaging small": span("2000x256")}
+    return {
+        f"averaging {size}{way}": span(model, f"allreduce{way}")
+        for size, model in (("large", "Transformer"), ("small", "ManySmall"))
+        for way in ("", ", host memory")
+    }
 
 
 def _comparison(measured: list[dict[str, Any]]) -> dict[str, str]:
