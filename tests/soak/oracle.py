@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from soak.faults import RAISED
 from soak.outcome import Outcome
 from soak.ranks import End
-from soak.training import TIMEOUT
+from soak.training import LAST_STEP, TIMEOUT
 from soak.trial import ABRUPT, DELAYS, IN_HOOK, Trial
 
 __all__ = ["complaints", "needs_reference"]
@@ -53,8 +53,8 @@ def complaints(trial: Trial, ends: Sequence[End], reference: Sequence[End] | Non
 
 def _errors(trial: Trial, ends: Sequence[End]) -> Iterator[str]:
     fault, victim = trial.fault, ends[trial.fault.rank].outcome
-    if fault.kind == "kill at any time" and victim is not None and victim.done:
-        return  # it had trained to the end before that
+    if fault.kind == "kill at any time" and LAST_STEP in ends[fault.rank].log:
+        return  # the others may have ended without it
     injected = victim.injected_at if victim else None
     happened = injected is not None or (fault.kind in ABRUPT and ends[fault.rank].code != 0)
     soft = fault.kind in RAISED and fault.place in IN_HOOK

@@ -18,7 +18,10 @@ from soak.models import MODELS
 from soak.outcome import Outcome
 from soak.trial import IN_HOOK, Trial
 
-__all__ = ["TIMEOUT", "train"]
+__all__ = ["LAST_STEP", "TIMEOUT", "train"]
+
+LAST_STEP = "This is the last step."
+"""What a rank prints: the others may have all that they need from it soon, and go on without it."""
 
 TIMEOUT = 10.0
 """The timeout of the process group, in seconds."""
@@ -93,6 +96,8 @@ def _train(rank: int, trial: Trial, folder: Path, first: int, outcome: Outcome) 
                 return
             injector.wrap(handle.hook)
         injector.step = step
+        if step == trial.steps - 1:
+            print(LAST_STEP, flush=True)
         begin = time.monotonic()
         try:
             _step(trial, rank, step, model, module, optimizer, injector)

@@ -117,6 +117,12 @@ def draw(seed: int) -> Trial:
         rng.randint(1, steps - 3),
         rng.choice(_PLACES),
     )
+    accumulate = rng.choice((1, 1, 2))
+    replaces = rng.random() < 0.25
+    replacement = (rng.randint(1, steps - 2), _hook(rng, world_size)) if replaces else None
+    checkpoint = rng.randint(1, steps - 1) if resumes else None
+    if not torch_ddp:
+        options["host_memory"] = rng.random() < 0.5
     return Trial(
         seed,
         world_size,
@@ -125,10 +131,10 @@ def draw(seed: int) -> Trial:
         options,
         hook,
         steps,
-        rng.choice((1, 1, 2)),
+        accumulate,
         fault,
-        (rng.randint(1, steps - 2), _hook(rng, world_size)) if rng.random() < 0.25 else None,
-        rng.randint(1, steps - 1) if resumes else None,
+        replacement,
+        checkpoint,
     )
 
 
