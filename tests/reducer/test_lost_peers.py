@@ -62,13 +62,17 @@ def quiet(**options: Any) -> DistributedDataParallel:
 # `die()` ends the last rank. What the others do next raises.
 
 
-def average(die: Die, hook: str = "") -> None:
-    model = quiet(bucket_cap_mb=0.00005)
+def average(die: Die, hook: str = "", **options: Any) -> None:
+    model = quiet(bucket_cap_mb=0.00005, **options)
     if hook:
         commhooks.register(model, hook)
     step(model)
     die()
     step(model)
+
+
+def average_on_host(die: Die) -> None:
+    average(die, host_memory=True)
 
 
 def average_in_half(die: Die) -> None:
@@ -90,14 +94,18 @@ def sparse_average(die: Die) -> None:
     model(torch.ones(2, dtype=torch.long)).sum().backward()
 
 
-def manual_finalization(die: Die) -> None:
-    model = quiet()
+def manual_finalization(die: Die, **options: Any) -> None:
+    model = quiet(**options)
     model.require_manual_backward_finalization = True
     step(model)
     die()
     model.finalize_backward()
     step(model)
     model.finalize_backward()
+
+
+def manual_finalization_on_host(die: Die) -> None:
+    manual_finalization(die, host_memory=True)
 
 
 def rebuild(die: Die) -> None:
@@ -245,11 +253,13 @@ def torch_ddp(die: Die) -> None:
 
 UNDER_WAY: dict[Callable[[Die], None], str] = {
     average: "the average of bucket 0 (parameters second.bias ... second.weight) at step 1",
+    average_on_host: "the average of bucket 0 (parameters second.bias ... second.weight) at step 1",
     average_in_half: "the average of bucket 0",
     average_in_bfloat16: "the average of bucket 0",
     hook_in_python: "hook Int8",
     sparse_average: "the average of bucket 0 (parameters weight) at step 1",
-    manual_finalization: "the end of a step",
+    manual_finalization: "the average of bucket 0",
+    manual_finalization_on_host: "the end of a step",  # the averages were there before
     rebuild: "the agreement on the order of gradients",
     rebuild_with_noop: "the agreement on the order of gradients",
     buffers: "the broadcast of 1 tensors of rank 0",
@@ -308,9 +318,10 @@ def test_the_others_raise_the_same_error(
         assert raised.seconds < LIMIT_SECONDS / 2
 
 
-def test_a_rank_that_stops(ranks: DyingRanks) -> None:
+@pytest.mark.parametrize("act", [average, average_on_host])
+def test_a_rank_that_stops(ranks: DyingRanks, act: Callable[[Die], None]) -> None:
     """A rank that waits for the whole time-out ends the wait of the others."""
-    found = ranks.run(average, how="stopped", timeout=1.0)
+    found = ranks.run(act, how="stopped", timeout=1.0)
     for raised in found:
         assert raised.kind == "CommHookPeerError", raised
         assert "rank 2 failed, left or did not answer" in raised.text
@@ -318,7 +329,7 @@ def test_a_rank_that_stops(ranks: DyingRanks) -> None:
     assert any("Timed out waiting" in raised.text for raised in found)
 
 
-def average_with_patience(die: Die) -> None:
+def average_with_patience(die: Die, host_memory: bool) -> None:
     """Let rank 1 wait for the others longer than they wait for the last rank."""
 
     def die_and_wait() -> None:
@@ -326,13 +337,16 @@ def average_with_patience(die: Die) -> None:
         if dist.get_rank() == 1:
             set_timeout(LIMIT_SECONDS)
 
-    average(die_and_wait)
+    average(die_and_wait, host_memory=host_memory)
 
 
-def test_a_rank_that_only_the_peers_lost() -> None:
+@pytest.mark.parametrize("host_memory", [False, True])
+def test_a_rank_that_only_the_peers_lost(host_memory: bool) -> None:
     """Both neighbours of rank 1 in the ring lose rank 3, and tell in their notes."""
     with DyingRanks(4) as ranks:
-        late, closed, later = ranks.run(average_with_patience, how="stopped", timeout=1.0)
+        late, closed, later = ranks.run(
+            average_with_patience, host_memory, how="stopped", timeout=1.0
+        )
     assert "Connection closed by peer" in closed.text
     for raised in (late, closed, later):
         assert "rank 3 failed, left or did not answer" in raised.text
