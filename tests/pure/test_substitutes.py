@@ -48,7 +48,7 @@ def test_same_names_and_arguments(extension: Any) -> None:
         node, found = stub[name], getattr(module, name)
         if isinstance(node, ast.FunctionDef):
             assert arguments(node) == list(inspect.signature(found).parameters), name
-        elif name != "Reducer":
+        elif name not in ("Reducer", "HostGroup"):  # neither works without the extension
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and not method.decorator_list:
                     expected = inspect.signature(getattr(found, method.name)).parameters
