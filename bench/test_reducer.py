@@ -1,4 +1,4 @@
-"""The reducer against torch's: backward of two models, both gradient modes, 2 and 4 ranks on a host.
+"""The reducer against torch's: backward of two models, both gradient modes, on one host.
 
 ``ratio_to_torch`` in extra_info is that of steps; ``backward_seconds`` has the backwards alone.
 """
