@@ -25,8 +25,7 @@ from commhooks.lab.interfaces import (
     interfaces,
     is_down,
 )
-from reducer.extension import REMEDY, Extension
-from reducer.native import HostGroup
+from reducer.extension import ENGINE, REMEDY, Extension
 
 _PYTHON = ((3, 11), (3, 13))
 _TORCH = ((2, 11), (2, 15))
@@ -238,6 +237,10 @@ def _links() -> Result:
 
 def _host_memory() -> Result:
     """Connect this process with itself."""
+    if not ENGINE.is_compiled:
+        return Health.ABSENT, "needs the extension reducer._C"
+    from reducer.native import HostGroup  # which fails if the extension is broken
+
     try:
         group = HostGroup(0, 1)
         group.connect([group.card])

@@ -228,6 +228,7 @@ class Auto(KnowsModel, CommHook):
         return (StateField("json", "same", (None,), torch.uint8),)
 
     def state_dict(self) -> dict[str, Any]:
+        self._table.drop_sent()
         if self._control is not None and self._control.plan is not None:
             text = bytearray(json.dumps(self._control.to_json()).encode())
             self.state = {_STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}

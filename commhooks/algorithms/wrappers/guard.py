@@ -134,6 +134,10 @@ class Guard(KnowsModel, CommHook):
     def bucket_fields(self) -> Sequence[StateField]:
         return (StateField("since", "same", (), torch.int64),)
 
+    def state_dict(self) -> dict[str, Any]:
+        self._table.drop_sent()
+        return super().state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._use()

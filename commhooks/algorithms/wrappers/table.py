@@ -45,8 +45,8 @@ class HookTable(Routing):
     A parameter *moves* in the first step in which a hook gets it while another one still has state
     of it. The residual is added to its gradient, and becomes zero on the device when the new hook
     has returned finite numbers; until then it stays where it was, so that no failure loses it. The
-    host learns of it in the next step, and drops the state then. So nothing but the table and the
-    states of the hooks needs to be saved. See Note [Residuals].
+    host learns of it in the next step, or when it saves the state, and drops the state then. So
+    nothing but the table and the states of the hooks needs to be saved. See Note [Residuals].
     """
 
     def __init__(self, hooks: Sequence[CommHook], table: Mapping[str, int]) -> None:
@@ -60,6 +60,10 @@ class HookTable(Routing):
 
     def begin_step(self) -> None:
         super().begin_step()
+        self.drop_sent()
+
+    def drop_sent(self) -> None:
+        """Drop the states of residuals that have been sent. Call it before states are saved."""
         sent, self._sent = self._sent, []
         gone = {id(entry) for is_sent, entries in sent if is_sent.read() for entry in entries}
         if gone:
