@@ -81,6 +81,7 @@ def facts(results: Path) -> dict[str, str]:
     found |= _links(_newest(results, "*-links.json")["cells"])
     found |= _kernels(_newest(results, "*-kernels.json")["benchmarks"])
     found |= _averaging(_newest(results, "*-2-cores-averaging.json")["benchmarks"])
+    found |= _four_ranks(_newest(results, "*-averaging-4-ranks.json")["benchmarks"])
     found |= _comparison(_newest(results, "*-compare-1gbit.json")["rows"])
     found |= _torch_hooks(_newest(results, "*-torch-hooks.json"))
     found |= gpu_page.facts(_newest_gpu_check(results))
@@ -299,6 +300,11 @@ def _averaging(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
         for size, model in (("large", "Transformer"), ("small", "ManySmall"))
         for way in ("", ", host memory")
     }
+
+
+def _four_ranks(benchmarks: list[dict[str, Any]]) -> dict[str, str]:
+    found = {row["extra_info"]["hook"]: row["extra_info"]["ratio_to_torch"] for row in benchmarks}
+    return {"averaging of four, host memory": f"{found['allreduce, host memory']:.2f}"}
 
 
 def _comparison(measured: list[dict[str, Any]]) -> dict[str, str]:

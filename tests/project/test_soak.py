@@ -4,6 +4,7 @@ import pytest
 from soak.oracle import complaints
 from soak.outcome import Outcome
 from soak.ranks import End
+from soak.training import LAST_STEP
 from soak.trial import Fault, Trial, draw
 
 OURS = "CommHookPeerError"
@@ -14,8 +15,9 @@ def trial(kind: str, place: str) -> Trial:
     return Trial(0, 2, "mlp", False, {}, {"name": "int8"}, 4, 1, fault, None, None)
 
 
-def good(**changes: object) -> End:
-    return End(Outcome(**{"digests": {0: "a"}, "done": True, **changes}), 0, 1.0)  # type: ignore[arg-type]
+def good(log: str = "", **changes: object) -> End:
+    outcome = Outcome(**{"digests": {0: "a"}, "done": True, **changes})  # type: ignore[arg-type]
+    return End(outcome, 0, 1.0, log)
 
 
 def failed(kind: str, text: str = "", **changes: object) -> End:
@@ -31,7 +33,13 @@ ENDS = {
     "a death": ("kill", "in", [End(None, -9, 1.0), failed(OURS)], ""),
     "another error": ("kill", "in", [End(None, -9, 1.0), failed("RuntimeError")], "expected Comm"),
     "a death after the end": (
-        "kill at any time", "in", [good(injected_at=1.0), good()], "",
+        "kill at any time", "in", [good(injected_at=1.0, log=LAST_STEP), good()], "",
+    ),
+    "a death in the last step": (
+        "kill at any time", "in", [End(None, -9, 1.0, LAST_STEP), good()], "",
+    ),
+    "a death before it": (
+        "kill at any time", "in", [End(None, -9, 1.0), good()], "did not notice",
     ),
     "no error": ("kill", "in", [End(None, -9, 1.0), good()], "did not notice"),
     "a late error": (
