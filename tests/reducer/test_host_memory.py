@@ -356,9 +356,10 @@ def patient(rank: int, world_size: int) -> float:
         transport.set_look_around(timedelta(minutes=1))
     gradients = gradients_of(rank, torch.float32)
     start = time.monotonic()
-    for _ in range(200):
+    for _ in range(100):
         for model in models:
             model(gradients).backward()
+            dist.barrier()  # nobody rings here
     return time.monotonic() - start
 
 
@@ -412,3 +413,37 @@ def fails_together(rank: int, world_size: int) -> None:
 
 def test_a_failed_step_starts_clean() -> None:
     run_ranks(fails_together, 2)
+
+
+def fails_while_another_reads(rank: int, world_size: int) -> None:
+    options = {"bucket_cap_mb": 1, "stable_buckets": True, "broadcast_buffers": False}
+    model = on_host(Overwriting(), **options)
+    model.require_manual_backward_finalization = True
+    finished: list[int] = []
+
+    def fail_at_the_end(indices: list[int]) -> None:
+        finished.extend(indices)
+        if len(finished) == 4:
+            raise ZeroDivisionError
+
+    def be_late(indices: list[int]) -> None:
+        finished.extend(indices)
+        if len(finished) == 1:
+            time.sleep(0.5)  # the other rank packs its next step meanwhile
+
+    model(1.0 + rank).backward()
+    dist.barrier()
+    model.reducer.set_observer(be_late if rank else fail_at_the_end)
+    with nullcontext() if rank else pytest.raises(ZeroDivisionError):
+        model.finalize_backward()
+    model.reducer.set_observer(None)
+    for expected in (1.5, 10.5):
+        for p in model.parameters():
+            assert torch.equal(p.grad, torch.full_like(p, expected))  # type: ignore[arg-type]
+        model.zero_grad()
+        model(10.0 + rank).backward()
+        model.finalize_backward()
+
+
+def test_a_failed_step_leaves_its_averages_to_the_others() -> None:
+    run_ranks(fails_while_another_reads, 2)
