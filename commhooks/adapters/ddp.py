@@ -132,7 +132,8 @@ class DDPAdapter(Adapter):
         ]
         steps = max((counts["steps"] for counts in of_buckets), default=0)
         all_steps = max(steps, self.steps - self._first_step)
-        transport = self._reducer.transport if self._is_native else None
+        is_sent = self._is_native and any(counts["packed_bytes"] for counts in of_buckets)
+        transport = self._reducer.transport if is_sent else None
         name = "process group" if transport is None else transport.name
         return HookStats.of(steps, buckets, size, left_out=all_steps - steps, transport=name)
 

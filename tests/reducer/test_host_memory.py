@@ -447,3 +447,21 @@ def fails_while_another_reads(rank: int, world_size: int) -> None:
 
 def test_a_failed_step_leaves_its_averages_to_the_others() -> None:
     run_ranks(fails_while_another_reads, 2)
+
+
+def ways(rank: int, world_size: int) -> list[str]:
+    model = on_host(Many())
+    handle = commhooks.register(model, "allreduce")
+    found = [model._get_ddp_logging_data()["transport"]]
+    for hook in ("allreduce", "bf16", "int8", "noop"):
+        handle.replace(hook)
+        for _ in range(2):
+            model(gradients_of(rank, torch.float32)).backward()
+        found.append(handle.stats().transport)
+        assert ("host memory" in str(handle.stats())) == (found[-1] == "host memory")
+    return found
+
+
+def test_statistics_and_logging_data_say_which_way_a_step_went() -> None:
+    expected = ["host memory"] * 3 + ["process group"] * 2
+    assert run_ranks(ways, 2) == [expected] * 2
