@@ -1,6 +1,7 @@
 #include "host/arena.h"
 
 #include <cerrno>
+#include <string>
 #include <system_error>
 
 #include <fcntl.h>
@@ -29,7 +30,10 @@ File anonymous_file() {
 // Reserves the memory: without it a write would end the process if memory is exhausted.
 void extend(int file, int64_t offset, size_t bytes) {
   if (const int error = posix_fallocate(file, offset, static_cast<off_t>(bytes))) {
-    throw_error("posix_fallocate", error);
+    const std::string what = "cannot share " + std::to_string(bytes) +
+        " bytes with the other ranks of this host (posix_fallocate); free memory, or leave out "
+        "host_memory=True";
+    throw_error(what.c_str(), error);
   }
 }
 

@@ -81,11 +81,6 @@ void sum_as(const std::vector<const void*>& sources, void* destination, int64_t 
 
 }  // namespace
 
-bool can_sum(c10::ScalarType dtype) {
-  return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kHalf ||
-      dtype == c10::kBFloat16;
-}
-
 void sum(
     const std::vector<const void*>& sources,
     void* destination,
@@ -101,7 +96,7 @@ void sum(
     case c10::kBFloat16:
       return sum_as<Converted<bfloat16_to_float, float_to_bfloat16>>(sources, destination, numel);
     default:
-      TORCH_INTERNAL_ASSERT(false, "can_sum() is false for ", dtype);
+      TORCH_INTERNAL_ASSERT(false, "Packing does not take ", dtype);
   }
 }
 

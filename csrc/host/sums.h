@@ -7,12 +7,9 @@
 
 namespace commhooks {
 
-// Whether `sum` takes this dtype: fp64, fp32, fp16 and bf16.
-bool can_sum(c10::ScalarType dtype);
-
 // destination[i] = (sources[0][i] + sources[1][i]) + sources[2][i] + ... for `numel` elements, in
-// fp64 for fp64 and in fp32 for others, rounded once. The destination may be one of the sources.
-// Runs on ATen's threads.
+// fp64 for fp64 and in fp32 for fp32, fp16 and bf16, rounded once; packing takes no other dtypes.
+// The destination may be one of the sources. Runs on ATen's threads.
 void sum(
     const std::vector<const void*>& sources,
     void* destination,
