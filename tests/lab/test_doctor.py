@@ -190,3 +190,17 @@ def test_an_extension_for_cuda(monkeypatch: pytest.MonkeyPatch, extension: str) 
     finding = find(extension)
     assert finding.health is Health.FINE
     assert finding.found == f"compiled against torch {torch.__version__}, for CUDA 13.0"
+
+
+def test_memory_that_ranks_of_a_host_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reducer._C")
+    assert find("host memory").health is Health.FINE
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("pidfd_open: Operation not permitted")
+
+    monkeypatch.setattr("reducer.native.HostGroup.connect", refuse)
+    finding = find("host memory")
+    assert finding.health is Health.ABSENT
+    assert "pidfd_open" in finding.found
+    assert "over the network" in finding.found
