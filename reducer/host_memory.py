@@ -37,11 +37,11 @@ def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | 
     what = "the search for ranks on this host"
     own, identity = _open(), _identity()
     offers = values_of_ranks(own and (identity, own.card), group, device, what)
+    present = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
     is_connected = False
-    if own is not None and all(offers):
-        on_host = {rank: offer[1] for rank, offer in enumerate(offers) if offer[0] == identity}
+    if own is not None and len(present) == len(offers):
         with suppress(RuntimeError, OSError):
-            own.connect(on_host)
+            own.connect({rank: card for rank, (of, card) in present.items() if of == identity})
             is_connected = True
     are_connected = all(values_of_ranks(is_connected, group, device, what))
     return own if own is not None and are_connected and len(own.ranks) > 1 else None
