@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,20 +25,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torchft.local_sgd
 from torch import nn
+from torchft.coordination import LighthouseServer
 
+import commhooks
 from bench import files
-from bench.fidelity.tasks import Bytes
+from bench.fidelity.tasks import TASKS
 from commhooks.comm.wire import all_reduce_bytes
+from commhooks.integrations.torchft import DistributedDataParallel
 from commhooks.lab.machine import describe_machine
 
 SEEDS = 10
 STEPS = 151  # the last one ends a period
+SEQUENCES = 2  # per group and step
 PERIOD = 10
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 KILLED_IN = (15, 75)  # steps
 BACK_AT = 95
 """The step in which the others wait until the killed group has started again, off the clock."""
+CONTEXT = multiprocessing.get_context("forkserver")
 METHODS: dict[str, dict[str, Any] | None] = {
     "torchft": None,
     "diloco": {"name": "diloco", "period": PERIOD, **OUTER},
@@ -61,12 +67,6 @@ class Run:
     killed_at: int
 
 
-class Small(Bytes):
-    """The task with small batches, because groups share a machine."""
-
-    _BATCH = 2
-
-
 def all_runs() -> list[Run]:
     """Return the runs: with and without a death, by every method, and one group alone."""
     runs = []
@@ -81,12 +81,13 @@ def all_runs() -> list[Run]:
 def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dict[str, Any]:
     """Train one group. Return its loss, the bytes it sent, and the median time of a step."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    from examples.train_elastic import connect
+    from examples.train_elastic import connect  # its neighbors are found by their names
 
-    task = Small()
+    task = TASKS["bytes"]
+    data = task.make_data(sequences=SEQUENCES)
     recipe = task.recipes[task.usual]
     torch.manual_seed(run.seed)
-    net = task.model()
+    net = data.model()
     (optimizer,) = recipe.optimizers(net)
     step = 0
 
@@ -116,13 +117,13 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
         for settings in optimizer.param_groups:
             settings["lr"] = recipe.options["lr"] * min((step + 1) / 25, 1 - step / STEPS)
         optimizer.zero_grad()
-        task.loss(method.model, task.batch(run.seed, step, group)).backward()
+        method.model(*data.batch(run.seed, step, group)).backward()
         nn.utils.clip_grad_norm_(net.parameters(), recipe.max_norm)
         optimizer.step()
         step += 1
         times.append(time.monotonic() - start)
     with torch.no_grad():
-        loss = task.loss(net, task.validation(0, 1)).item()
+        loss = net(*data.validation(0, 1)).item()
     return {
         "loss": loss,
         "sent_bytes": method.sent_bytes(),
@@ -135,13 +136,9 @@ def train(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> dic
 
 class _Hook:
     def __init__(self, run: Run, manager: Any, replicas: Any, net: nn.Module, _: Any) -> None:
-        from commhooks.integrations.torchft import DistributedDataParallel
-
         self.model = DistributedDataParallel(manager, replicas, net, METHODS[run.method])
 
     def sent_bytes(self) -> float:
-        import commhooks
-
         handle = commhooks.handle_of(self.model)
         assert handle is not None
         stats = handle.stats()
@@ -150,8 +147,6 @@ class _Hook:
 
 class _Torchft:
     def __init__(self, run: Run, manager: Any, _: Any, net: nn.Module, optimizer: Any) -> None:
-        from torchft.local_sgd import DiLoCo
-
         self.model = net
         self._sent = 0
         all_reduce = manager.allreduce
@@ -164,7 +159,7 @@ class _Torchft:
         outer = torch.optim.SGD(
             net.parameters(), OUTER["outer_lr"], OUTER["outer_momentum"], nesterov=True
         )
-        DiLoCo(manager, [net], optimizer, outer, PERIOD).__enter__()
+        torchft.local_sgd.DiLoCo(manager, [net], optimizer, outer, PERIOD).__enter__()
 
     def sent_bytes(self) -> float:
         return self._sent
@@ -172,9 +167,6 @@ class _Torchft:
 
 def measure(run: Run) -> dict[str, Any]:
     """Train all groups, and the killed one again. Return the means over those that finish."""
-    os.environ["RUST_LOG"] = "error"  # read when the lighthouse is loaded
-    from torchft.coordination import LighthouseServer
-
     lighthouse = LighthouseServer(
         bind="[::]:0",
         min_replicas=1,
@@ -185,25 +177,31 @@ def measure(run: Run) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
 
-        def start(group: int, life: int) -> subprocess.Popen[bytes]:
-            given = {"run": asdict(run), "group": group, "life": life, "folder": name}
-            given["lighthouse"] = lighthouse.address()
-            command = [sys.executable, "-m", "bench.elastic", "--group", json.dumps(given)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
-            process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        def start(group: int, life: int) -> Any:
+            arguments = run, group, life, folder, lighthouse.address()
+            process = CONTEXT.Process(target=_train_and_tell, args=arguments)
+            process.start()
             stack.callback(process.kill)
             return process
 
         processes = [start(group, 0) for group in range(run.groups)]
         if run.killed_at >= 0:
-            processes[-1].wait(300)
+            processes[-1].join(300)
             processes[-1] = start(run.groups - 1, 1)
         for process in processes:
-            if process.wait(300) != 0:
-                raise RuntimeError(f"a group of {run} failed")
+            process.join(300)
+            if process.exitcode != 0:
+                raise RuntimeError(f"a group of {run} failed: {process.exitcode}")
         found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     lighthouse.shutdown()
     return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+
+
+def _train_and_tell(run: Run, group: int, life: int, folder: Path, lighthouse: str) -> None:
+    torch.set_num_threads(1)
+    found = train(run, group, life, folder, lighthouse)
+    (folder / f"{group}.json").write_text(json.dumps(found))
+    os._exit(0)  # threads of the manager would wait for other groups
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,19 +224,11 @@ def kind_of(record: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure what the file lacks, or, in a process of :func:`measure`, train one group."""
+    """Measure what the file lacks."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path, nargs="?")
-    parser.add_argument("--group", help=argparse.SUPPRESS)
+    parser.add_argument("path", type=Path)
     args = parser.parse_args()
-    if args.group:
-        given = json.loads(args.group)
-        folder = Path(given["folder"])
-        found = train(
-            Run(**given["run"]), given["group"], given["life"], folder, given["lighthouse"]
-        )
-        (folder / f"{given['group']}.json").write_text(json.dumps(found))
-        os._exit(0)  # threads of the manager would wait for other groups
+    CONTEXT.set_forkserver_preload(["bench.elastic"])
     document = files.load(args.path, {"machine": describe_machine(), "runs": []})
     for run in all_runs():
         if not any(asdict(run).items() <= record.items() for record in document["runs"]):

@@ -396,15 +396,15 @@ def _check(hook: CommHook, manager: Manager) -> None:
     is_elastic = isinstance(hook, Elastic)
     for each in tree(hook):
         is_outer = is_elastic and each is hook
-        if hasattr(each, "ranks_per_node") and not (is_outer and each.ranks_per_node == 1):
-            raise CommHookError(
-                f"hook {each!r} needs equal nodes, and the number of replicas changes with each "
-                "quorum"
-            )
         if not is_outer and (not each.consensus or declares(each, "changes_parameters")):
             raise CommHookError(
                 f"hook {each!r} lets models differ between replicas, but a new replica gets the "
                 "model of one of them; use a hook that averages gradients, `local_sgd` or `diloco`"
+            )
+        if hasattr(each, "ranks_per_node") and not (is_outer and each.ranks_per_node == 1):
+            raise CommHookError(
+                f"hook {each!r} needs equal nodes, and the number of replicas changes with each "
+                "quorum"
             )
     if is_elastic and manager._use_async_quorum:  # noqa: SLF001
         raise CommHookError(

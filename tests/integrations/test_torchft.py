@@ -89,7 +89,7 @@ def check_steps(found: list[dict[str, Any]], rtol: float) -> None:
     [
         ({"name": "allreduce"}, 0.0),
         ({"name": "int8", "error_feedback": True}, 0.05),
-        ({"name": "error_feedback", "inner": "int8"}, 0.05),
+        ({"name": "error_feedback", "inner": "bf16"}, 0.05),
         ({"name": "topk", "density": 0.5}, 1.0),
         ({"name": "powersgd", "rank": 6, "start_step": 0, "min_compression_rate": 1.0}, 0.7),
         ({"name": "schedule", "stages": [[0, "allreduce"], [3, "int8"]]}, 0.05),

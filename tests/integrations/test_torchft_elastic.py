@@ -4,9 +4,11 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from support import elastic_replica
 from support.elastic_replica import Plan
 from torchft.coordination import LighthouseServer
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_elastic.py"
 TIMEOUT = 240.0
 TOGETHER = 4
 """Steps in which all have to take part before a run may end."""
@@ -203,3 +206,50 @@ def check_return(plans: list[Plan]) -> Found:
         assert {line["participants"] for line in each} == {count - 1, count}
         assert sum(not line["committed"] for line in each if line["step"] < back[0]["step"]) <= 2
     return found
+
+
+@contextmanager
+def site(number: int, address: str, steps: int) -> Iterator[subprocess.Popen[str]]:
+    options = {"site": number, "lighthouse": address, "steps": steps, "print-every": 1}
+    options |= {"layers": 1, "width": 16, "block-size": 16, "batch-size": 2}
+    command = [sys.executable, str(EXAMPLE), "--hook-option", "period=5"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        timer = threading.Timer(TIMEOUT, process.kill)  # ends what is read from it
+        timer.start()
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            process.kill()
+
+
+def step_of(process: subprocess.Popen[str], sites: int, *, after: int = 0) -> int:
+    """Return the number of the first step that so many sites take together."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        found = re.match(r"step (\d+): (\d+) sites, loss \d", line)
+        if found and int(found[2]) == sites and int(found[1]) > after:
+            return int(found[1])
+    raise AssertionError(f"no step of {sites} sites after step {after}")
+
+
+def test_sites_of_the_example_come_and_go() -> None:
+    with lighthouse() as address, site(0, address, 10**9) as stays:
+        with site(1, address, 10**9) as dies:
+            died_at = step_of(dies, 2, after=20)
+        alone_at = step_of(stays, 1, after=died_at)
+        with site(1, address, 10**9) as back:
+            assert step_of(back, 2) > alone_at
+            step_of(stays, 2, after=alone_at)
+
+
+def test_the_example_ends_and_tells_what_it_has_sent() -> None:
+    with lighthouse() as address, site(0, address, 12) as alone:
+        output, _ = alone.communicate(timeout=TIMEOUT)
+        assert alone.returncode == 0
+        assert "step 12: 1 sites" in output
+        assert "means per step" in output
