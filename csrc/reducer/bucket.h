@@ -164,7 +164,7 @@ class Bucket {
   bool grads_are_views_;
   TransportPtr transport_;
   int64_t numel_;
-  std::unique_ptr<Copier> copier_;
+  Copier copier_;
   std::shared_ptr<const GradientStore> store_ = local_gradients();
   at::Tensor flat_;                // in the dtype of the gradients; allocated when first needed
   std::vector<at::Tensor> views_;  // of flat_, one per `.grad`

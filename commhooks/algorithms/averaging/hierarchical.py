@@ -74,7 +74,7 @@ from commhooks.errors import CommHookOptionError
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import any_declares
 from commhooks.hook.derived_bucket import bucket_with
-from commhooks.hook.options import Ge
+from commhooks.hook.options import Limits
 from commhooks.hook.registry import register_hook
 from commhooks.hook.state import no_state
 from commhooks.precision import at_least_float32
@@ -108,7 +108,7 @@ class Hierarchical(CommHook):
 
     inner: CommHook = "allreduce"  # type: ignore[assignment]  # becomes a hook
     """The hook that averages over nodes; by default exactly."""
-    ranks_per_node: Annotated[int, Ge(0)] = 0
+    ranks_per_node: Annotated[int, Limits(ge=0)] = 0
     """L; node i has the i-th L ranks. 0: the number that the launcher gives in LOCAL_WORLD_SIZE,
     which the option has once the hook is registered."""
     sharded: bool = True
