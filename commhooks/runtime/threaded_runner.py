@@ -97,8 +97,10 @@ class ThreadedRunner:
         return self._launch(HookExecution(self._hook, bucket, self._group))
 
     def connect(self, stages: Mapping[tuple[int, ...], int]) -> None:
-        """Connect these stage groups, before the thread starts."""
+        """Connect these stage groups, before the threads start."""
         self._thread.groups.connect(stages)
+        if any_declares(self._hook, "has_exchanges"):
+            self._exchanges.thread.groups.connect(stages)
 
     def end_step(self, index: int, step: int) -> Future[Tensor]:
         """Vote after ``index`` buckets without a last one. Errors as for a bucket."""

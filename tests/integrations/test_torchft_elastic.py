@@ -176,6 +176,11 @@ def test_a_replica_dies_in_the_middle_of_an_average(
     assert lost[0] or lost[1]
 
 
+def test_a_replica_dies_in_the_first_average(tmp_path: Path) -> None:
+    plans = plans_of(HOOKS["delay"], tmp_path, 2, pause=0.02)
+    check_return([plans[0], replace(plans[1], dies_at=3)], has_momentum=False)
+
+
 @pytest.mark.parametrize("name", ["local_sgd", "int8", "delay"])
 def test_sharded_replicas_train_together(tmp_path: Path, name: str) -> None:
     found = run(plans_of(HOOKS[name], tmp_path, 2, steps=14, shards=2))
@@ -190,7 +195,7 @@ def test_a_sharded_replica_dies_and_comes_back(tmp_path: Path, name: str) -> Non
     check_return([*plans[:-2], *(replace(plan, dies_at=13) for plan in plans[-2:])])
 
 
-def check_return(plans: list[Plan]) -> Found:
+def check_return(plans: list[Plan], *, has_momentum: bool = True) -> Found:
     """Check that a death costs survivors one average, and that who is back has what they have."""
     hook, count = plans[0].hook, plans[0].replicas
     found = run(plans)
@@ -199,7 +204,8 @@ def check_return(plans: list[Plan]) -> Found:
     dead, *_ = [found.pop((count - 1, 0, shard)) for shard in range(plans[0].shards)]
     assert back[0]["step"] > dead[-1]["step"]
     assert {line["participants"] for line in back if line["committed"]} == {count}
-    assert back[0]["has_momentum"] == (hook["name"] == "diloco" and not hook.get("eager"))
+    if has_momentum:
+        assert back[0]["has_momentum"] == (hook["name"] == "diloco" and not hook.get("eager"))
     for each in found.values():
         steps = [line["step"] for line in each]
         assert steps == sorted(set(steps))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.comm.exchange import Exchange
+from commhooks.comm.stage_groups import StageGroups
 from commhooks.testing.probe import Trainer, draw_gradients
 
 DELAY = 2
@@ -234,3 +235,26 @@ def join_while_busy(rank: int, size: int) -> bool | None:
 
 def test_join_ends_when_exchanges_are_over(run_ranks: Any) -> None:
     assert run_ranks(join_while_busy, 2) == [False] * 2
+
+
+def connect_first(rank: int, size: int) -> None:
+    connected = []
+    connect = StageGroups._connect
+
+    def note(groups: StageGroups, stage: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        connected.append(threading.current_thread())
+        return connect(groups, stage, ranks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageGroups, "_connect", note)
+        model = commhooks.DistributedDataParallel(torch.nn.Linear(3, 2))
+        handle = commhooks.register(model, "diloco", period=2, delay=1)
+        for _ in range(5):
+            model(torch.ones(1, 3)).sum().backward()
+        assert handle.stats().total.wire_bytes
+    assert set(connected) == {threading.main_thread()}
+
+
+def test_exchanges_are_connected_before_training(run_ranks: Any) -> None:
+    """Otherwise a rank that has died in the meantime is only noticed after the time-out."""
+    run_ranks(connect_first, 2)
