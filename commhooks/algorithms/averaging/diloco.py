@@ -430,7 +430,8 @@ def kept(hook: CommHook, keys: Sequence[str]) -> list[Kept]:
 def restore(entries: Sequence[Kept]) -> None:
     """Undo what has happened to entries since :func:`kept` returned them."""
     for hook, key, entry in entries:
-        hook.state.pop(key, None)
+        # Another dict, as when a state is loaded: hooks drop what they have made from the former.
+        hook.state = {k: e for k, e in hook.state.items() if k != key}
         if entry is not None:
             hook.state[key] = entry
 

@@ -108,8 +108,9 @@ class LocalSteps(WithoutConsensus):
         with torch.no_grad():
             for name, (parameter, value, entry) in self._before.items():
                 parameter.copy_(value)
-                self.state.pop(name, None)
-                if entry is not None:
+                if entry is None:
+                    self.state.pop(name, None)
+                else:
                     self.state[name] = entry
         self._before.clear()
 
