@@ -61,12 +61,15 @@ def small_batch() -> Tensor:
     return ThreeLayers.example_input()[:8]
 
 
-@pytest.mark.parametrize("sharded", ["true", "false"])
-@pytest.mark.parametrize("inner", ["allreduce", "int8", "int4", "(powersgd:rank=4,start_step=0)"])
-def test_hierarchical(hook_benchmark: HookBenchmarks, inner: str, sharded: str) -> None:
-    """Measure both forms on 2 nodes of 2 ranks; each rank has a link to the other node."""
-    hook = entry_of(f"hierarchical:inner={inner},ranks_per_node=2,sharded={sharded}")
-    place: dict[str, Any] = {"world_size": 4, "link": "1gbit", "hosts_per_node": 2, "steps": 12}
+@pytest.mark.parametrize("form", ["{0}", "{1}", "{1},sharded=false"])
+@pytest.mark.parametrize("inner", ["allreduce", "int8", "int4", "powersgd:rank=4,start_step=0"])
+def test_two_hosts(hook_benchmark: HookBenchmarks, inner: str, form: str) -> None:
+    """Measure hooks and both forms of ``hierarchical`` around them on 2 hosts of 2 ranks.
+
+    ``hierarchical``: at most 0.72 of plain averaging, around ``int8`` at most 0.85 of ``int8``.
+    """
+    hook = entry_of(form.format(inner, f"hierarchical:inner=({inner}),ranks_per_node=2"))
+    place: dict[str, Any] = {"world_size": 4, "link": "1gbit", "ranks_per_host": 2, "steps": 12}
     wrapper = {"bucket_cap_mb": 8}
     hook_benchmark(hook, model=ThreeLayers, batch=small_batch, wrapper=wrapper, **place)
 
