@@ -158,7 +158,7 @@ class HostFloor(Entry):
         def at_the_end(_: torch.Tensor) -> None:
             torch.autograd.Variable._execution_engine.queue_callback(average)
 
-        def watch(_: nn.Module, inputs: object, output: torch.Tensor) -> None:  # noqa: ARG001
+        def watch(_: nn.Module, inputs: object, output: torch.Tensor) -> None:
             output.register_hook(at_the_end)
 
         model.register_forward_hook(watch)
