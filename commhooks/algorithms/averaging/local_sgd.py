@@ -51,6 +51,10 @@ class LocalSteps(WithoutConsensus):
 
     changes_parameters = True
 
+    def models_agree(self, step: int) -> bool:
+        """Return whether all ranks have the same model before this step."""
+        return step <= self.start_step
+
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
         super().prepare(parameters, group)
