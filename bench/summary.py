@@ -214,7 +214,7 @@ def race_table(race: Race) -> str:
 
 
 def _speed_ups(race: Race, hook: str) -> list[str]:
-    """Return how many times faster than plain averaging and ``bf16`` a hook is."""
+    """Return the speed-ups of a hook over plain averaging and over ``bf16``."""
     others = [other for other in (PLAIN, "bf16") if other in race.arrivals]
     return [_times(race.speed_up(hook, other)) for other in others]
 
