@@ -22,7 +22,7 @@ from bench.fidelity.runs import Record, mean, measured_tasks, plain_runs, rows, 
 from bench.fidelity.tasks import TASKS
 from bench.gpu import page as gpu_page
 from bench.plots import Draw
-from bench.slow_link import PLAIN, courses_of
+from bench.slow_link import Race
 from bench.tables import groups, quantity, table
 from commhooks.lab.units import format_rate
 
@@ -55,7 +55,8 @@ def _comparison(document: Document) -> Iterator[str]:
     notes = "\n".join(f"- {note}" for note in document.get("notes", ()))
     yield f"{document['model']}, {document['world_size']} ranks."
     yield notes
-    columns = ["hook", "step_seconds", "to_torch", "exposed_seconds", "floor_seconds", "wire_bytes"]
+    columns = ["hook", "step_seconds", "to_torch", "exposed_seconds", "floor_seconds"]
+    columns += ["predicted_seconds", "wire_bytes"]
     columns += ["ratio", "error", "peak_bytes", "validation_loss"]
     by_link: dict[str, list[Document]] = {}
     for row in document["rows"]:
@@ -67,7 +68,7 @@ def _comparison(document: Document) -> Iterator[str]:
 
 
 def _predictions(document: Document) -> Iterator[str]:
-    """Render what ``python -m bench.predictions`` writes: predictions beside measurements."""
+    """Render predictions beside measurements, in the form that they had before comparisons."""
     cells = document["cells"]
     errors = [cell["predicted_seconds"] / cell["measured_seconds"] - 1 for cell in cells]
     sizes = [abs(error) for error in errors]
@@ -94,19 +95,19 @@ def _predictions(document: Document) -> Iterator[str]:
 
 def _slow_link(document: Document) -> Iterator[str]:
     """Render what ``python -m bench.slow_link`` writes: trainings over a slow link."""
-    about, courses = document["about"], courses_of(document)
-    plain = courses[PLAIN].lowest
-    bare = [seconds for course in courses.values() for seconds in course.bare_step_seconds]
+    race = Race.of(document)
+    bare = [seconds for each in race.courses.values() for seconds in each.bare_step_seconds]
     yield (
-        f"{about['parameters'] / 1e6:.1f} million parameters, {about['ranks']} ranks on "
-        f"{about['cpu']}, {about['cores']} cores, {format_rate(about['bits_per_second'])}, "
-        f"torch {about['torch']}. Plain averaging reached its lowest validation loss, "
-        f"{plain.validation_loss:.4f}, after {plain.step} steps and {plain.seconds:.0f} s. A "
-        f"training step of each rank alone took {quantity('seconds', min(bare))} to "
-        f"{quantity('seconds', max(bare))}, median {quantity('seconds', statistics.median(bare))}, "
-        "before and after the trainings."
+        f"{race.about['parameters'] / 1e6:.1f} million parameters, {race.about['ranks']} ranks on "
+        f"{race.about['cpu']}, {race.about['cores']} cores, "
+        f"{format_rate(race.about['bits_per_second'])}, torch {race.about['torch']}. Plain "
+        "averaging reached its lowest validation loss, "
+        f"{race.goal.validation_loss:.4f}, after {race.goal.step} steps and "
+        f"{race.goal.seconds:.0f} s. A training step of each rank alone took "
+        f"{quantity('seconds', min(bare))} to {quantity('seconds', max(bare))}, median "
+        f"{quantity('seconds', statistics.median(bare))}, before and after the trainings."
     )
-    yield summary.race_table(courses)
+    yield summary.race_table(race)
 
 
 def _trainings(document: Document) -> Iterator[str]:
@@ -164,7 +165,7 @@ KINDS: dict[str, tuple[set[str], Callable[[Document], Iterator[str]]]] = {
     "pytest-benchmark": ({"benchmarks", "machine_info"}, _benchmarks),
     "bench.fidelity": ({"runs", "about"}, _trainings),
     "commhooks compare": ({"rows", "model", "world_size"}, _comparison),
-    "bench.predictions": ({"cells"}, _predictions),
+    "predictions": ({"cells"}, _predictions),
     "bench.auto": ({"points", "rate_changes"}, _auto),
     "bench.slow_link": ({"courses"}, _slow_link),
     "bench.torch_hooks": ({"rows", "tried"}, _torch_hooks),

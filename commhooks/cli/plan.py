@@ -27,8 +27,7 @@ from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import measure_groups
 from commhooks.lab.simulation import BASELINE, NCCL, Job
 from commhooks.lab.verdict import cost_of_measuring
-from commhooks.planning import merged, solve
-from commhooks.planning.plan import table_of
+from commhooks.planning import solve
 
 _EXACT = ("@1d", "@embedding")
 
@@ -102,31 +101,31 @@ def plan(
         ranks_per_node=cluster.ranks_per_node,
         bucket_cap_mb=cluster.bucket_cap_mb,
     )
-    hooks = [*specs, error] if isinstance(error, HookSpec) else specs
+    texts = [spec.text for spec in specs]
+    hooks = [*specs, error] if isinstance(error, HookSpec) and error.text not in texts else specs
     rules = [rule.strip() for rule in exact.split(",") if rule.strip()]
     start = time.monotonic()
     with Console(stderr=True).status(f"measuring {model} with {len(specs)} hooks"):
         measured = measure_groups(job, hooks, rules, cluster.world_size)
     measuring_seconds = time.monotonic() - start
     speed = cluster.speed_for(measured.alone_seconds)
-    if isinstance(error, HookSpec) and len(specs) in measured.reasons:
-        raise CommHookError(f"--error {error}: {measured.reasons[len(specs)]}")
-    reasons |= {specs[i].text: why for i, why in measured.reasons.items()}
+    if isinstance(error, HookSpec) and error.text in measured.reasons:
+        raise CommHookError(f"--error {error}: {measured.reasons[error.text]}")
+    reasons |= measured.reasons
     problem = measured.problem(
-        [str(spec) for spec in specs],
+        texts,
         network,
         NCCL() if cluster.backend == "nccl" else measured.gloo,
         cores=cluster.cores_of_rank,
         speed=speed,
-        error=error if isinstance(error, float) else measured.error_of(len(specs)),
+        error=error if isinstance(error, float) else measured.error_of(error.text),
     )
     found = solve(problem)
     if save is not None:
         found.save(save)
     draw("draw_steps", problem, found, path=plot)
-    rows = found.rows if all_groups else merged(found.rows)
-    click.echo(f"{cluster.title(model, speed)}\n\n{table_of(rows, found.elements)}\n")
-    click.echo(found.summary)
+    table = found.table(all_groups=all_groups)
+    click.echo(f"{cluster.title(model, speed)}\n\n{table}\n\n{found.summary}")
     console = Console()
     saved = found.before.exposed_seconds
     console.print(cost_of_measuring(measuring_seconds, saved), highlight=False)

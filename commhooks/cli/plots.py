@@ -16,7 +16,7 @@ from commhooks.costs.timeline import Span
 from commhooks.lab.comparison import Comparison, Row
 from commhooks.lab.simulation import Study
 from commhooks.lab.units import format_rate
-from commhooks.planning import Plan, Problem, timelines
+from commhooks.planning import Plan, Problem
 
 GRAY = "#7f8794"
 """Of text and axes, and of what is only shown for comparison."""
@@ -205,7 +205,7 @@ _OF_BUCKETS = ("#3b82c4", "#5aa9e6")
 
 def draw_steps(problem: Problem, plan: Plan, path: Path) -> None:
     """Draw a step before and after, bucket by bucket."""
-    before, after = timelines(problem, plan)
+    before, after = problem.spans({}), problem.spans(plan.hook_of())
     figure = Figure(figsize=(10, 5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     _draw_spans(upper, before, f"plain averaging: {plan.before.step_seconds * 1e3:.0f} ms a step")

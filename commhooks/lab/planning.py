@@ -11,6 +11,8 @@ as are planned for show seconds and bytes.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 import torch
@@ -30,11 +32,12 @@ from commhooks.errors import CommHookError, reason_of
 from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.derived_bucket import BucketPart, bucket_with
 from commhooks.hook.registry import create
-from commhooks.hook.spec import HookLike, config_of
+from commhooks.hook.spec import HookSpec
 from commhooks.lab.simulation.dry_run import dry_run
 from commhooks.lab.simulation.measurements import Job, RankSide, measure_gloo
 from commhooks.planning import Choice, Group, Problem
-from commhooks.planning.problem import overheads_of
+from commhooks.planning.problem import Outcomes, overheads_of, relative
+from commhooks.precision import at_least_float32
 from reducer import GradBucket
 
 _RANKS = 2
@@ -43,34 +46,30 @@ _TIMEOUT_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of a job."""
+    """The measurements of a job. Hooks are given by the texts of their specs."""
 
     groups: tuple[Group, ...]
-    outcomes: Mapping[tuple[int, int], Choice]
-    """What hooks do with groups, by the positions of both; without those that cannot average it."""
+    outcomes: Outcomes
+    """What hooks do with groups; without those that cannot average a group."""
     step: StepTrace
     """A step without hooks."""
     gloo: Gloo
-    reasons: Mapping[int, str]
-    """Why hooks can average no group, by their position."""
+    reasons: Mapping[str, str]
+    """Why hooks can average no group."""
 
     @property
     def alone_seconds(self) -> float:
         """The time of a step without communication on this machine."""
         return self.step.forward_seconds + self.step.backward_seconds
 
-    def error_of(self, hook: int) -> float:
+    def error_of(self, hook: str) -> float:
         """Return the relative error of one hook for all parameters.
 
         Groups that it cannot average are averaged exactly.
         """
-        total = math.fsum(group.norm**2 for group in self.groups)
-        lost = math.fsum(
-            (outcome.error * self.groups[i].norm) ** 2
-            for (i, position), outcome in self.outcomes.items()
-            if position == hook
-        )
-        return math.sqrt(lost / total) if total else 0.0
+        of_hook = {i: each.error for (i, its), each in self.outcomes.items() if its == hook}
+        squares = ((error * self.groups[i].norm) ** 2 for i, error in of_hook.items())
+        return relative(squares, (group.norm for group in self.groups))
 
     def problem(
         self,
@@ -82,36 +81,32 @@ class Measured:
         speed: float,
         error: float,
     ) -> Problem:
-        """Return the problem of choosing from ``hooks``, the first of the measured ones.
+        """Return the problem of choosing from ``hooks``, plain averaging first.
 
         The ranks compute ``speed`` times as fast as this machine.
         """
-        step = self.step.faster(speed)
         outcomes = {
             key: merged_work([each], lambda seconds: seconds[0] / speed)
             for key, each in self.outcomes.items()
         }
-        overheads = overheads_of(outcomes, len(hooks))
-        choices: dict[int, list[Choice]] = {i: [] for i in range(len(self.groups))}
-        for (i, hook), outcome in sorted(outcomes.items()):
-            group = self.groups[i]
-            if hook == 0 or (hook < len(hooks) and not group.is_exact):
-                choices[i].append(outcome.scaled(group.elements, overheads[hook]))
-        return Problem(
-            hooks=tuple(hooks),
-            overheads=overheads,
-            groups=tuple(replace(self.groups[i], choices=tuple(choices[i])) for i in choices),
-            buckets=step.buckets,
-            forward_seconds=step.forward_seconds,
-            network=network,
-            backend=backend,
-            cores=cores,
-            error=error,
+        overheads = overheads_of(outcomes, hooks)
+        groups = (
+            replace(
+                group,
+                choices={
+                    hook: outcomes[i, hook].scaled(group.elements, overheads[hook])
+                    for hook in (hooks[:1] if group.is_exact else hooks)
+                    if (i, hook) in outcomes
+                },
+            )
+            for i, group in enumerate(self.groups)
         )
+        step = self.step.faster(speed)
+        return Problem(overheads, tuple(groups), step, network, backend, cores, error)
 
 
 def measure_groups(
-    job: Job, hooks: Sequence[HookLike], exact: Sequence[str], world_size: int
+    job: Job, hooks: Sequence[HookSpec], exact: Sequence[str], world_size: int
 ) -> Measured:
     """Measure with two ranks on this machine, which takes seconds to minutes.
 
@@ -130,27 +125,24 @@ def measure_groups(
     """
     exact_names(exact, {}, None)  # before processes start
     planned = job, tuple(exact), world_size
-    reasons: dict[int, str] = {}
-    outcomes: dict[tuple[int, int], Choice] = {}
-    norms: dict[int, float] = {}
+    reasons: dict[str, str] = {}
+    outcomes: dict[tuple[int, str], Choice] = {}
     with Ranks(_RANKS, timeout=_TIMEOUT_SECONDS) as ranks:
         gloo = measure_gloo(ranks)
         groups, step = ranks(_prepare, *planned)[0]
-        for hook, config in enumerate(map(config_of, hooks)):
+        for hook in hooks:
             try:
-                found, refusal = ranks(_measure, hook, config)[0]
+                found, refusal = ranks(_measure, hook.config)[0]
             except Exception as error:
-                if hook == 0:
+                if hook is hooks[0]:
                     raise
                 found, refusal = {}, reason_of(error)
                 ranks.restart()
                 ranks(_prepare, *planned)
-            outcomes |= {(i, hook): outcome for i, (outcome, _) in found.items()}
-            norms |= {i: norm for i, (_, norm) in found.items()}
+            outcomes |= {(i, hook.text): outcome for i, outcome in found.items()}
             if not found:
-                reasons[hook] = refusal
-    known = (replace(group, norm=norms[i]) for i, group in enumerate(groups))
-    return Measured(tuple(known), outcomes, step, gloo, reasons)
+                reasons[hook.text] = refusal
+    return Measured(groups, outcomes, step, gloo, reasons)
 
 
 @dataclass
@@ -174,81 +166,83 @@ def _prepare(
     return side.groups, side.step.trace
 
 
-def _measure(
-    rank: int,  # noqa: ARG001
-    hook: int,
-    config: Mapping[str, Any],
-) -> tuple[dict[int, tuple[Choice, float]], str]:
-    return _sides[0].measure(hook, config)
+def _measure(rank: int, config: Mapping[str, Any]) -> tuple[dict[int, Choice], str]:  # noqa: ARG001
+    return _sides[0].measure(config)
 
 
-class _Side:
+class _Side(RankSide):
     """The model on this rank, one step of it, and its groups."""
 
     def __init__(self, rank: int, job: Job, exact: Sequence[str], world_size: int) -> None:
-        self._job, self._world_size = job, world_size
-        side = RankSide(rank, job, _RANKS)
-        self._roles = side.roles
-        apart = exact_names(exact, side.parameters, side.roles)
-        self.step = side.profile(_Apart(apart))
+        super().__init__(rank, job, _RANKS)
+        self._world_size = world_size
+        self._group = cast("dist.ProcessGroup", dist.group.WORLD)
+        apart = exact_names(exact, self.parameters, self.roles)
+        self.step = self.profile(_Apart(apart))
         names = [bucket.names for bucket in self.step.buckets]
-        self.groups = group_parameters(names, side.parameters, apart, side.roles)
+        groups = group_parameters(names, self.parameters, apart, self.roles)
+        self.groups = tuple(replace(group, norm=self._norm(group)) for group in groups)
         known = dry_run_sizes([world_size], job.ranks_per_node)
         self._sizes = [world_size] if world_size in known else known
         self._traces: dict[object, BucketTrace] = {}
         """Traces of dry runs, which groups of the same shapes share."""
 
-    def measure(
-        self, hook: int, config: Mapping[str, Any]
-    ) -> tuple[dict[int, tuple[Choice, float]], str]:
-        """Return what a hook does with each group that it can average, and the norm of its average.
+    def measure(self, config: Mapping[str, Any]) -> tuple[dict[int, Choice], str]:
+        """Return what a hook does with each group that it can average.
 
         The text says why it cannot average the others.
         """
-        found, refusal = dict[int, tuple[Choice, float]](), ""
+        found, refusal = dict[int, Choice](), ""
         for i, group in enumerate(self.groups):
-            bucket = self.step.buckets[group.bucket]
-            members = [bucket.names.index(name) for name in group.names]
-            gradients = BucketPart(bucket, members).bucket(0, is_last=True)
+            gradients = self._gradients(group)
             parameters = dict(zip(gradients.names, gradients.parameters(), strict=True))
             try:
                 made = create(config)
                 with torch.no_grad():
-                    wrong, right = self._squares(made, gradients, parameters)
+                    error = self._error(made, gradients, parameters)
                     trace = self._trace(config, gradients, parameters)
             except CommHookError as failure:  # on all ranks alike
                 refusal = refusal or reason_of(failure)
                 continue
-            error = 0.0 if is_lossless(made) else relative_error(wrong, right)
-            done = trace.local_seconds, trace.collectives
-            found[i] = Choice(hook, *done, error, group.elements), math.sqrt(right)
+            error = 0.0 if is_lossless(made) else error
+            found[i] = Choice(trace.local_seconds, trace.collectives, error, group.elements)
         return found, refusal
 
-    def _squares(
+    def _gradients(self, group: Group) -> GradBucket:
+        bucket = self.step.buckets[group.bucket]
+        members = [bucket.names.index(name) for name in group.names]
+        return BucketPart(bucket, members).bucket(0, is_last=True)
+
+    def _norm(self, group: Group) -> float:
+        """Return the norm of the average gradient."""
+        flat = self._gradients(group).buffer()
+        average = flat.to(at_least_float32(flat.dtype), copy=True).div_(_RANKS)
+        dist.all_reduce(average)
+        return math.sqrt(average.double().square().sum())
+
+    def _error(
         self, hook: CommHook, gradients: GradBucket, parameters: Mapping[str, Tensor]
-    ) -> tuple[float, float]:
-        """Average a bucket, which does not change, and return the squared norms of a trial.
+    ) -> float:
+        """Average a bucket, which does not change, and return the relative error.
 
         Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
         """
-        together = cast("dist.ProcessGroup", dist.group.WORLD)
-        trial, step = Trial(hook), self._job.first_step
-        trial.prepare(parameters, together, self._roles)
+        trial, step = Trial(hook), self.job.first_step
+        trial.prepare(parameters, self._group, self.roles)
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
-        coroutine = trial.run(sample, Communicator(together, step=step, key=sample.key, seed=0))
+        coroutine = trial.run(sample, Communicator(self._group, step=step, key=sample.key))
         while True:
             try:
                 pending = coroutine.send(None)
             except StopIteration as stop:
-                wrong, right = stop.value.tolist()
-                return wrong, right
+                return relative_error(*stop.value.tolist())
             if isinstance(pending, Exchange) or pending.members:
                 coroutine.close()
                 raise CommHookError(
                     f"hook {hook!r} cannot be planned: expected a hook that averages among all "
                     "ranks in the same step"
                 )
-            pending.run(together)
+            pending.run(self._group)
 
     def _trace(
         self,
@@ -259,20 +253,11 @@ class _Side:
         """Return what the hook does with a bucket in a typical step."""
         key = str(config), tuple(tuple(gradient.shape) for gradient in gradients.gradients())
         if key not in self._traces:
-            job = self._job
+            nodes, first = self.job.ranks_per_node, self.job.first_step
+            run = partial(dry_run, config, [gradients], parameters, self.roles)
             by_size = {
-                size: dry_run(
-                    config,
-                    [gradients],
-                    parameters,
-                    self._roles,
-                    size=size,
-                    ranks_per_node=job.ranks_per_node,
-                    first_step=job.first_step,
-                )
-                for size in self._sizes
+                size: run(size=size, ranks_per_node=nodes, first_step=first) for size in self._sizes
             }
-            kinds = DryRuns(by_size, job.ranks_per_node).at(self._world_size)
-            _, typical = max(kinds, key=lambda kind: kind[0])
+            _, typical = max(DryRuns(by_size, nodes).at(self._world_size), key=itemgetter(0))
             self._traces[key] = typical.buckets[0]
         return self._traces[key]

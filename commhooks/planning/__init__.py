@@ -10,7 +10,7 @@ docs/design/2026-11-22-auto.md.
 
 from commhooks.planning.plan import Plan, Row, merged
 from commhooks.planning.problem import Choice, Group, Problem
-from commhooks.planning.solver import solve, timelines
+from commhooks.planning.solver import solve
 
 __all__ = [
     "Choice",
@@ -20,5 +20,4 @@ __all__ = [
     "Row",
     "merged",
     "solve",
-    "timelines",
 ]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from commhooks.planning.problem import Assignment, Choice, Problem
+from commhooks.planning.problem import Assignment, Problem
 
 _KEPT = 16
 """Assignments of each way that the timeline compares."""
@@ -33,11 +33,11 @@ def proposals(problem: Problem) -> list[Assignment]:
 
 
 class _Move(NamedTuple):
-    """Other choices for some groups of a bucket, by the positions of the groups."""
+    """Other hooks for some groups of a bucket, by the positions of the groups."""
 
     saved: float
     loss: float
-    picks: Mapping[int, Choice]
+    hooks: Mapping[int, str]
 
 
 _Value = Callable[[_Move], tuple[float, float]]
@@ -53,51 +53,44 @@ def _seconds_alone(move: _Move) -> tuple[float, float]:
 
 
 class _Bucket:
-    """The groups of a bucket by their positions, and the choices picked for them."""
+    """The groups of a bucket by their positions, and the hooks picked for them."""
 
     def __init__(self, problem: Problem, index: int) -> None:
         self._groups = {i: g for i, g in enumerate(problem.groups) if g.bucket == index}
-        self.picked = {i: group.exact for i, group in self._groups.items()}
-        self._growing: dict[tuple[int, int], float] = {}
-        self._fixed: dict[int, float] = {}
-        for i, choice in ((i, c) for i, group in self._groups.items() for c in group.choices):
-            self._growing[i, choice.hook] = problem.sending_seconds(choice) + choice.seconds
-            fixed = problem.fixed_seconds(choice)
-            self._fixed[choice.hook] = max(fixed, self._fixed.get(choice.hook, 0.0))
+        self.picked = dict.fromkeys(self._groups, problem.plain)
+        self._growing: dict[tuple[int, str], float] = {}
+        self._fixed: dict[str, float] = {}
+        self._contracted: dict[str, list[int]] = {}
+        for i, group in self._groups.items():
+            for hook in group.choices:
+                fixed, self._growing[i, hook] = problem.costs(group, hook)
+                self._fixed[hook] = max(fixed, self._fixed.get(hook, 0.0))
+                contracted = self._contracted.setdefault(hook, [])
+                contracted += [i] if group.choices[hook].error < 1 else []
 
-    def seconds(self, picked: Mapping[int, Choice]) -> float:
-        growing = math.fsum(self._growing[i, choice.hook] for i, choice in picked.items())
-        return growing + math.fsum(self._fixed[h] for h in {c.hook for c in picked.values()})
+    def seconds(self, hooks: Mapping[int, str]) -> float:
+        growing = math.fsum(map(self._growing.__getitem__, hooks.items()))
+        return growing + math.fsum(self._fixed[hook] for hook in {*hooks.values()})
 
-    def moves(self) -> Iterator[_Move]:
-        """Yield the moves that save seconds."""
-        before = self.seconds(self.picked)
-        for picks in self._changes():
-            given = math.fsum(
-                self._groups[i].loss(choice) - self._groups[i].loss(self.picked[i])
-                for i, choice in picks.items()
-            )
-            saved = before - self.seconds(self.picked | picks)
-            if saved > 0:
-                yield _Move(saved, given, picks)
+    def moves(self, by: _Value) -> list[_Move]:
+        """Return the moves that save seconds, the best first."""
+        found, before = [], self.seconds(self.picked)
+        for hooks in self._changes():
+            groups = {i: self._groups[i] for i in hooks}
+            loss = math.fsum(g.loss(hooks[i]) - g.loss(self.picked[i]) for i, g in groups.items())
+            saved = before - self.seconds(self.picked | hooks)
+            found += [_Move(saved, loss, hooks)] if saved > 0 else []
+        return sorted(found, key=by, reverse=True)
 
-    def _changes(self) -> Iterator[dict[int, Choice]]:
-        """Yield other choices for each group alone, and one hook for all or those of one hook."""
-        others = [
-            (i, choice)
-            for i, group in self._groups.items()
-            for choice in group.choices
-            if choice.error < 1 and choice.hook != self.picked[i].hook
-        ]
-        yield from ({i: choice} for i, choice in others)
-        kinds = sorted({choice.hook for choice in self.picked.values()})
+    def _changes(self) -> Iterator[dict[int, str]]:
+        """Yield another hook for each group alone, for those of one hook, and for all."""
+        kinds = sorted({*self.picked.values()})
+        some_kinds = [kinds, *([kind] for kind in kinds if len(kinds) > 1)]
         for hook in self._fixed:
-            for only in (None, *(kinds if len(kinds) > 1 else ())):
-                some = {
-                    i: choice
-                    for i, choice in others
-                    if choice.hook == hook and only in (None, self.picked[i].hook)
-                }
+            can = [i for i in self._contracted[hook] if self.picked[i] != hook]
+            yield from ({i: hook} for i in can)
+            for only in some_kinds:
+                some = {i: hook for i in can if self.picked[i] in only}
                 if len(some) > 1:
                     yield some
 
@@ -105,10 +98,10 @@ class _Bucket:
 def _way(problem: Problem, by: _Value) -> Iterator[Assignment]:
     """Yield exact averages, and the assignment after each move."""
     left = problem.allowed_loss
-    buckets = [_Bucket(problem, i) for i in range(len(problem.buckets))]
-    moves = [sorted(bucket.moves(), key=by, reverse=True) for bucket in buckets]
-    assignment = dict(enumerate(problem.exact))
-    yield problem.exact
+    buckets = [_Bucket(problem, i) for i in range(len(problem.step.buckets))]
+    moves = [bucket.moves(by) for bucket in buckets]
+    assignment = dict.fromkeys(range(len(problem.groups)), problem.plain)
+    yield tuple(assignment.values())
     for _ in range(4 * len(problem.groups)):  # each is moved a few times at most
         late = range(_first_late(problem, buckets), len(buckets))
         best = {i: next((m for m in moves[i] if m.loss <= left), None) for i in late}
@@ -116,10 +109,10 @@ def _way(problem: Problem, by: _Value) -> Iterator[Assignment]:
         if not allowed:
             return
         move, i = max(allowed, key=lambda pair: by(pair[0]))
-        buckets[i].picked |= move.picks
-        moves[i] = sorted(buckets[i].moves(), key=by, reverse=True)
+        buckets[i].picked |= move.hooks
+        moves[i] = buckets[i].moves(by)
         left -= move.loss
-        assignment |= move.picks
+        assignment |= move.hooks
         yield tuple(assignment.values())
 
 
@@ -127,7 +120,7 @@ def _first_late(problem: Problem, buckets: list[_Bucket]) -> int:
     """Return the last bucket that begins as soon as backward has completed it."""
     finish = ready = 0.0
     first = 0
-    for i, (bucket, times) in enumerate(zip(buckets, problem.buckets, strict=True)):
+    for i, (bucket, times) in enumerate(zip(buckets, problem.step.buckets, strict=True)):
         ready += times.backward_seconds
         if finish <= ready:
             first = i

@@ -11,10 +11,11 @@ from typing import Any
 
 from commhooks.costs.records import from_json
 from commhooks.costs.timeline import Timing
-from commhooks.errors import CommHookError, CommHookStateError
+from commhooks.errors import CommHookStateError
 
 _FORMAT = 1
 """The version of the JSON that :meth:`Plan.to_json` returns."""
+_EXPECTED = "expected a plan as `commhooks plan --save` writes it, found"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,33 @@ class Plan:
         return math.fsum(row.wire_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        """Return a table with a row for equal groups, such as those of a model's equal layers."""
-        return f"{table_of(merged(self.rows), self.elements)}\n\n{self.summary}"
+        """Return the table and the summary."""
+        return f"{self.table()}\n\n{self.summary}"
+
+    def table(self, *, all_groups: bool = False) -> str:
+        """Return a table with one row for equal groups, such as those of a model's equal layers.
+
+        ``all_groups``: with a row for each of them.
+        """
+        heads = ("group", "params", "hook", "MB sent", "ms alone", "error", "why")
+        cells = (
+            (
+                row.label,
+                f"{row.elements / max(self.elements, 1):.1%}",
+                row.hook,
+                f"{row.wire_bytes / 1e6:.3f}",
+                f"{row.seconds * 1e3:.2f}",
+                f"{row.error:.3g}",
+                row.why,
+            )
+            for row in (self.rows if all_groups else merged(self.rows))
+        )
+        lines = [heads, *cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        sides = "<><>>><"  # numbers on the right
+        return "\n".join(
+            "  ".join(map("{:{}{}}".format, line, sides, widths)).rstrip() for line in lines
+        )
 
     @property
     def summary(self) -> str:
@@ -97,20 +123,15 @@ class Plan:
         """Read what :meth:`to_json` returned. Raises CommHookStateError for anything else."""
         try:
             fields = dict(data)
-            if (found := fields.pop("format")) != _FORMAT:
-                raise CommHookStateError(
-                    f"expected a plan of format {_FORMAT}, found format {found!r}; make it again "
-                    "with this version of commhooks"
-                )
-            return from_json(cls, fields)
+            if (found := fields.pop("format")) == _FORMAT:
+                return from_json(cls, fields)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CommHookError):
-                raise
-            text = repr(data)
-            raise CommHookStateError(
-                f"expected a plan as `commhooks plan --save` writes it, found {text[:60]} "
-                f"({type(error).__name__}: {error}); make it again"
-            ) from error
+            text = f"{repr(data)[:60]} ({type(error).__name__}: {error}); make it again"
+            raise CommHookStateError(f"{_EXPECTED} {text}") from error
+        raise CommHookStateError(
+            f"expected a plan of format {_FORMAT}, found format {found!r}; make it again with this "
+            "version of commhooks"
+        )
 
     def save(self, path: Path | str) -> None:
         """Write the plan to a file."""
@@ -121,12 +142,16 @@ class Plan:
         """Read a file that :meth:`save` wrote. Raises CommHookStateError if it cannot be read."""
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except CommHookStateError as error:
-            raise CommHookStateError(f"{path}: {error}") from error
         except (OSError, ValueError) as error:
-            raise CommHookStateError(
-                f"{path}: expected a plan as `commhooks plan --save` writes it, found {error}"
-            ) from error
+            is_ours = isinstance(error, CommHookStateError)
+            text = error if is_ours else f"{_EXPECTED} {error}"
+            raise CommHookStateError(f"{path}: {text}") from error
+
+    @classmethod
+    def exact(cls, reason: str) -> "Plan":
+        """Return a plan without rows, in which all parameters are averaged exactly."""
+        no_time = Timing(0.0, 0.0, 0.0, 0)
+        return cls((), no_time, no_time, 0.0, 0.0, reason)
 
 
 def label_of(names: Sequence[str]) -> str:
@@ -150,31 +175,6 @@ def merged(rows: Sequence[Row]) -> list[Row]:
         key = (tuple(_pattern(name) for name in row.names), row.hook, row.elements)
         alike.setdefault(key, []).append(row)
     return [_one(each) if len(each) > 1 else each[0] for each in alike.values()]
-
-
-def table_of(rows: Sequence[Row], elements: int) -> str:
-    """Return a table of ``rows``. ``elements``: of the whole model."""
-    heads = ("group", "params", "hook", "MB sent", "ms alone", "error", "why")
-    table = [
-        heads,
-        *(
-            (
-                row.label,
-                f"{row.elements / max(elements, 1):.1%}",
-                row.hook,
-                f"{row.wire_bytes / 1e6:.3f}",
-                f"{row.seconds * 1e3:.2f}",
-                f"{row.error:.3g}",
-                row.why,
-            )
-            for row in rows
-        ),
-    ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    sides = "<><>>><"  # numbers on the right
-    return "\n".join(
-        "  ".join(map("{:{}{}}".format, cells, sides, widths)).rstrip() for cells in table
-    )
 
 
 def _one(rows: Sequence[Row]) -> Row:

@@ -1,8 +1,8 @@
-"""What there is to choose from, in numbers, and what a choice for each group costs."""
+"""What there is to choose from, in numbers, and what a hook for each group costs."""
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from commhooks.costs.backends import Backend
@@ -17,14 +17,12 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Choice:
-    """What one hook does with one group of parameters, or has done with a sample of it.
+    """What a hook does with one group of parameters, or has done with a sample of it.
 
     ``local_seconds`` and ``collectives`` are as in :class:`BucketTrace`: of a sample, all of the
     hook's own work; in ``Group.choices``, the part that grows with the group.
     """
 
-    hook: int
-    """The position of the hook in ``Problem.hooks``."""
     local_seconds: tuple[float, ...]
     collectives: tuple[Collective, ...]
     error: float
@@ -53,21 +51,25 @@ class Choice:
         return replace(scaled, elements=elements)
 
 
-def overheads_of(outcomes: Mapping[tuple[int, int], Choice], hooks: int) -> tuple[float, ...]:
+Outcomes: TypeAlias = Mapping[tuple[int, str], Choice]
+"""What hooks have done with groups or samples of them, by the group's position and the hook."""
+
+
+def overheads_of(outcomes: Outcomes, hooks: Iterable[str]) -> dict[str, float]:
     """Return the seconds of a run of each hook on nothing, by what it has done with samples.
 
     On a line through the fewest and the most elements. If there are not twice as many, which does
     not tell the costs apart, half of the time counts.
     """
-    found = []
-    for hook in range(hooks):
-        points = [(c.elements, c.seconds) for c in outcomes.values() if c.hook == hook]
+    found = {}
+    for hook in hooks:
+        points = [(c.elements, c.seconds) for (_, its), c in outcomes.items() if its == hook]
         (least, shortest), (most, longest) = min(points or [(0, 0.0)]), max(points or [(0, 0.0)])
         at_zero = shortest / 2
         if most > 0 and most >= 2 * least:
             at_zero = shortest - (longest - shortest) * least / (most - least)
-        found.append(min(shortest, max(0.0, at_zero)))
-    return tuple(found)
+        found[hook] = min(shortest, max(0.0, at_zero))
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,22 +83,17 @@ class Group:
     """Whether only plain averaging is allowed."""
     norm: float = math.nan
     """The norm of the average gradient, if it is known."""
-    choices: tuple[Choice, ...] = ()
-    """At most one per hook; at least one has an error of 0."""
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    """What hooks do with the group, plain averaging among them."""
 
     @property
     def label(self) -> str:
         """A name for tables, such as ``attention.*.weight x12``."""
         return label_of(self.names)
 
-    @property
-    def exact(self) -> Choice:
-        """The first exact choice: plain averaging."""
-        return next(choice for choice in self.choices if choice.error == 0)
-
-    def loss(self, choice: Choice) -> float:
+    def loss(self, hook: str) -> float:
         """Return the group's part of the sum of squared errors."""
-        return squared_error(choice.error, self.norm)
+        return squared_error(self.choices[hook].error, self.norm)
 
 
 def squared_error(error: float, norm: float) -> float:
@@ -110,28 +107,32 @@ def squared_error(error: float, norm: float) -> float:
     return (error * norm) ** 2 / (1 - error**2) if error < 1 else math.inf
 
 
-Assignment: TypeAlias = tuple[Choice, ...]
-"""One of its choices for each group."""
+def relative(squares: Iterable[float], norms: Iterable[float]) -> float:
+    """Return the root of the sum of ``squares``, relative to the norm of all groups together."""
+    total = math.fsum(norm**2 for norm in norms)
+    return math.sqrt(math.fsum(squares) / total) if total else 0.0
+
+
+Assignment: TypeAlias = tuple[str, ...]
+"""The hook of each group."""
 
 
 @dataclass(frozen=True)
 class Problem:
     """Choose a hook for each group so that a step is short and its average is close enough.
 
-    The limit on errors is ``sum(group.loss(choice)) <= error**2 * sum(group.norm**2)`` over all
+    The limit on errors is ``sum(group.loss(hook)) <= error**2 * sum(group.norm**2)`` over all
     groups.
 
     Raises CommHookOptionError for numbers that do not belong together.
     """
 
-    hooks: tuple[str, ...]
-    """Specs as on the command line, such as ``powersgd:rank=4``."""
-    overheads: tuple[float, ...]
-    """For each hook, the seconds that one run costs, whatever the size of its bucket."""
+    overheads: Mapping[str, float]
+    """The hooks, as specs such as ``powersgd:rank=4``, plain averaging first, and the seconds that
+    one run of each costs, whatever the size of its bucket."""
     groups: tuple[Group, ...]
-    buckets: tuple[BucketTrace, ...]
-    """Without a hook, in the order in which backward completes them."""
-    forward_seconds: float
+    step: StepTrace
+    """A step without hooks. Its buckets are in the order in which backward completes them."""
     network: Network
     backend: Backend
     cores: float
@@ -143,8 +144,6 @@ class Problem:
         wrong = ""
         if not self.error >= 0:
             wrong = f"error: expected a limit of at least 0, found {self.error}"
-        elif len(self.overheads) != len(self.hooks):
-            wrong = f"expected one overhead for each of {self.hooks}, found {self.overheads}"
         elif len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             wrong = f"parameter {twice!r} is in two groups"
@@ -152,24 +151,24 @@ class Problem:
             raise CommHookOptionError(wrong)
 
     def _wrong_in(self, group: Group) -> str:
-        hooks, errors = [c.hook for c in group.choices], [c.error for c in group.choices]
+        errors = {hook: choice.error for hook, choice in group.choices.items()}
         wrong = ""
-        if not 0 <= group.bucket < len(self.buckets):
-            wrong = f"expected a bucket below {len(self.buckets)}, found {group.bucket}"
+        if not 0 <= group.bucket < len(self.step.buckets):
+            wrong = f"expected a bucket below {len(self.step.buckets)}, found {group.bucket}"
         elif not 0 <= group.norm < math.inf:
             wrong = f"expected a finite norm, found {group.norm}"
-        elif not set(hooks) <= set(range(len(self.hooks))) or len(set(hooks)) < len(hooks):
-            wrong = f"expected choices of different hooks of {len(self.hooks)}, found {hooks}"
-        elif 0 not in errors or not all(error >= 0 for error in errors):
-            wrong = f"expected errors of at least 0, one of them 0, found {errors}"
-        elif any(len(c.local_seconds) != len(c.collectives) + 1 for c in group.choices):
+        elif self.plain not in errors or not errors.keys() <= self.overheads.keys():
+            wrong = f"expected choices of {', '.join(self.overheads)}, found {list(errors)}"
+        elif errors[self.plain] != 0 or not all(error >= 0 for error in errors.values()):
+            wrong = f"expected errors of at least 0, that of {self.plain} 0, found {errors}"
+        elif any(len(c.local_seconds) != len(c.collectives) + 1 for c in group.choices.values()):
             wrong = "expected local seconds before, between and after the collectives"
         return wrong and f"group {group.label!r}: {wrong}"
 
     @property
-    def exact(self) -> Assignment:
+    def plain(self) -> str:
         """Plain averaging."""
-        return tuple(group.exact for group in self.groups)
+        return next(iter(self.overheads))
 
     @property
     def allowed_loss(self) -> float:
@@ -177,47 +176,39 @@ class Problem:
         total = math.fsum(group.norm**2 for group in self.groups)
         return (self.error * (1 + _ROUNDING)) ** 2 * total
 
-    def uniform(self, hook: int) -> Assignment:
+    def uniform(self, hook: str) -> Assignment:
         """Return one hook for all groups that it contracts; the others are averaged exactly."""
-        return tuple(
-            next((c for c in g.choices if c.hook == hook and c.error < 1), g.exact)
-            for g in self.groups
-        )
+        contracts = (hook in g.choices and g.choices[hook].error < 1 for g in self.groups)
+        return tuple(hook if each else self.plain for each in contracts)
 
     def assignment(self, hooks: Mapping[str, str]) -> Assignment | None:
         """Return the assignment in which parameters have these hooks; None if there is none.
 
         Parameters that are not in it are averaged exactly.
         """
-        found = []
+        found = list[str]()
         for group in self.groups:
-            specs = {hooks.get(name, self.hooks[group.exact.hook]) for name in group.names}
-            found += [c for c in group.choices if {self.hooks[c.hook]} == specs]
+            specs = {hooks.get(name, self.plain) for name in group.names}
+            found += specs & group.choices.keys() if len(specs) == 1 else ()
         return tuple(found) if len(found) == len(self.groups) else None
 
     def error_of(self, assignment: Assignment) -> float:
         """Return |average - exact| over all groups, relative to the norm of the average."""
-        total = math.fsum(group.norm**2 for group in self.groups)
-        lost = math.fsum(map(Group.loss, self.groups, assignment))
-        return math.sqrt(lost / total) if total else 0.0
+        return relative(map(Group.loss, self.groups, assignment), (g.norm for g in self.groups))
 
     def allows(self, assignment: Assignment) -> bool:
         """Return whether the error is allowed, and that of each group is below 1."""
+        choices = (g.choices[hook] for g, hook in zip(self.groups, assignment, strict=True))
         lost = math.fsum(map(Group.loss, self.groups, assignment))
-        return lost <= self.allowed_loss and all(choice.error < 1 for choice in assignment)
+        return lost <= self.allowed_loss and all(choice.error < 1 for choice in choices)
 
-    def fixed_seconds(self, choice: Choice) -> float:
-        """Return the seconds of a run that do not depend on its groups."""
-        return self.overheads[choice.hook] + math.fsum(
-            self._seconds(replace(each, tensor_bytes=0.0)) for each in choice.collectives
-        )
-
-    def sending_seconds(self, choice: Choice) -> float:
-        """Return the time that the bytes of a group add to its collectives."""
-        return math.fsum(
-            self._seconds(each) - self._seconds(replace(each, tensor_bytes=0.0))
-            for each in choice.collectives
-        )
+    def costs(self, group: Group, hook: str) -> tuple[float, float]:
+        """Return the seconds of a run of the hook on nothing, and those that the group adds."""
+        choice = group.choices[hook]
+        empty = (replace(each, tensor_bytes=0.0) for each in choice.collectives)
+        waiting = math.fsum(map(self._seconds, empty))
+        sending = math.fsum(map(self._seconds, choice.collectives)) - waiting
+        return self.overheads[hook] + waiting, sending + choice.seconds
 
     def _seconds(self, collective: Collective) -> float:
         """Return the time of a collective that shares nothing with others."""
@@ -233,27 +224,39 @@ class Problem:
         trace = self.step_trace(assignment)
         return replay(trace, self.network, self.backend, self.cores, spans)
 
+    def spans(self, hooks: Mapping[str, str]) -> list[Span]:
+        """Return what happens in a step in which parameters have these hooks."""
+        assignment, spans = self.assignment(hooks), list[Span]()
+        if assignment is None:
+            raise ValueError("the hooks are those of a plan for another problem")
+        self.replay(assignment, spans)
+        return spans
+
     def step_trace(self, assignment: Assignment) -> StepTrace:
         """Return what a rank does in a step.
 
-        The hooks of a bucket run one after the other, in the order of ``hooks``. A hook that
+        The hooks of a bucket run one after the other, in the order of ``overheads``. A hook that
         several groups of a bucket chose runs once, with the sum of their bytes.
         """
-        runs: dict[tuple[int, int, Hashable], list[Choice]] = {}
-        for group, choice in zip(self.groups, assignment, strict=True):
-            alike = tuple((each.operation, each.members) for each in choice.collectives)
-            runs.setdefault((group.bucket, choice.hook, alike), []).append(choice)
-        in_order = sorted(runs.items(), key=lambda run: run[0][:2])
-        buckets = []
-        for index, bucket in enumerate(self.buckets):
-            local, collectives, hooks = [0.0], list[Collective](), set[int]()
-            for (_, hook, _), choices in (run for run in in_order if run[0][0] == index):
+        chosen: list[dict[str, list[Choice]]] = [{} for _ in self.step.buckets]
+        for group, hook in zip(self.groups, assignment, strict=True):
+            chosen[group.bucket].setdefault(hook, []).append(group.choices[hook])
+        buckets = tuple(map(self._with_hooks, self.step.buckets, chosen))
+        return replace(self.step, buckets=buckets, is_native=False)
+
+    def _with_hooks(
+        self, bucket: BucketTrace, chosen: Mapping[str, Sequence[Choice]]
+    ) -> BucketTrace:
+        local, collectives = [0.0], list[Collective]()
+        for hook in filter(chosen.__contains__, self.overheads):
+            runs: dict[object, list[Choice]] = {}
+            for choice in chosen[hook]:
+                alike = tuple((each.operation, each.members) for each in choice.collectives)
+                runs.setdefault(alike, []).append(choice)
+            local[-1] += self.overheads[hook]
+            for choices in runs.values():
                 together = merged_work(choices, math.fsum, math.fsum)
                 local[-1] += together.local_seconds[0]
-                local[-1] += 0.0 if hook in hooks else self.overheads[hook]
                 local += together.local_seconds[1:]
                 collectives += together.collectives
-                hooks.add(hook)
-            done = tuple(local), tuple(collectives)
-            buckets.append(replace(bucket, local_seconds=done[0], collectives=done[1]))
-        return StepTrace(tuple(buckets), self.forward_seconds, is_native=False)
+        return replace(bucket, local_seconds=tuple(local), collectives=tuple(collectives))

@@ -5,13 +5,13 @@ decides among its proposals, all uniform plans, plain averaging and the plan in 
 """
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import replace
 
-from commhooks.costs.timeline import Span
 from commhooks.planning.greedy import proposals
 from commhooks.planning.plan import Plan, Row
-from commhooks.planning.problem import Assignment, Choice, Group, Problem
+from commhooks.planning.problem import Assignment, Group, Problem
 
 LEAST_SAVING = 0.05
 """The part of a step that a plan saves over the one in use, or it is not taken."""
@@ -32,11 +32,11 @@ def solve(problem: Problem, in_use: Mapping[str, str] | None = None) -> Plan:
     A plan has only choices with errors below 1: with error feedback, an error of at least 1 may
     grow from step to step.
     """
-    plain = problem.exact
+    plain = problem.uniform(problem.plain)
     if reason := _why_exact(problem):
         return plan_of(problem, plain, reason)
     used, name = problem.assignment(in_use or {}), "the plan in use"
-    uniform = map(problem.uniform, range(len(problem.hooks)))
+    uniform = map(problem.uniform, problem.overheads)
     candidates = [plain, *proposals(problem), *filter(problem.allows, uniform)]
     if used is None or not problem.allows(used) or used == plain:
         used, name = plain, "plain averaging"
@@ -58,16 +58,16 @@ def _why_exact(problem: Problem) -> str:
     """Return why there is nothing to choose, or an empty text."""
     if problem.network.size == 1:
         return "Average exactly: there is one rank, so nothing is sent."
-    if all(len(group.choices) == 1 for group in problem.groups):
+    others = [(g, hook) for g in problem.groups for hook in g.choices if hook != problem.plain]
+    if not others:
         return "Average exactly: there is no other candidate."
-    others = [(g, c) for g in problem.groups for c in g.choices if c is not g.exact]
-    allowed = problem.allowed_loss
-    if any(c.error == 0 or (c.error < 1 and g.loss(c) <= allowed) for g, c in others):
+    losses = [(g.choices[hook].error >= 1, g.loss(hook), hook, g) for g, hook in others]
+    grows, loss, hook, group = min(losses, key=operator.itemgetter(0, 1))
+    if not grows and loss <= problem.allowed_loss:
         return ""
-    group, choice = min(others, key=lambda pair: (pair[0].loss(pair[1]), pair[1].error))
     return (
         f"Average exactly: no other candidate keeps the error within {problem.error:.3g}; the "
-        f"nearest, {problem.hooks[choice.hook]}, has {choice.error:.3g} on {group.label}."
+        f"nearest, {hook}, has {group.choices[hook].error:.3g} on {group.label}."
     )
 
 
@@ -75,7 +75,7 @@ def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
     """Return the plan of an assignment."""
     return Plan(
         rows=tuple(_row(problem, *p) for p in zip(problem.groups, assignment, strict=True)),
-        before=problem.replay(problem.exact),
+        before=problem.replay(problem.uniform(problem.plain)),
         after=problem.replay(assignment),
         error=problem.error_of(assignment),
         limit=problem.error,
@@ -83,11 +83,9 @@ def plan_of(problem: Problem, assignment: Assignment, reason: str) -> Plan:
     )
 
 
-def _row(problem: Problem, group: Group, choice: Choice) -> Row:
-    alone, plain = (
-        problem.fixed_seconds(each) + problem.sending_seconds(each) + each.seconds
-        for each in (choice, group.exact)
-    )
+def _row(problem: Problem, group: Group, hook: str) -> Row:
+    choice = group.choices[hook]
+    alone, plain = (math.fsum(problem.costs(group, each)) for each in (hook, problem.plain))
     if len(group.choices) == 1:
         why = "only candidate"
     elif choice.error == 0:
@@ -97,7 +95,7 @@ def _row(problem: Problem, group: Group, choice: Choice) -> Row:
     return Row(
         names=group.names,
         bucket=group.bucket,
-        hook=problem.hooks[choice.hook],
+        hook=hook,
         elements=group.elements,
         wire_bytes=math.fsum(c.wire_bytes(problem.network.nodes) for c in choice.collectives),
         seconds=alone,
@@ -107,17 +105,6 @@ def _row(problem: Problem, group: Group, choice: Choice) -> Row:
     )
 
 
-def timelines(problem: Problem, plan: Plan) -> tuple[list[Span], list[Span]]:
-    """Return what happens in a step with plain averaging, and with a plan for this problem."""
-    assignment = problem.assignment(plan.hook_of())
-    if assignment is None:
-        raise ValueError("the plan was made for another problem")
-    before, after = list[Span](), list[Span]()
-    problem.replay(problem.exact, before)
-    problem.replay(assignment, after)
-    return before, after
-
-
 def without_contention(problem: Problem, in_use: Mapping[str, str]) -> Problem:
     """Return ``problem`` with the launches of a backward that shares its cores with nothing.
 
@@ -125,16 +112,17 @@ def without_contention(problem: Problem, in_use: Mapping[str, str]) -> Problem:
     more. So all are made shorter, until with these hooks the timeline launches the last bucket
     when it was measured. ``in_use`` is as in :func:`solve`.
     """
-    assignment = problem.assignment(in_use)
-    measured = math.fsum(bucket.backward_seconds for bucket in problem.buckets)
-    if assignment is None or not measured > 0:
+    measured = math.fsum(bucket.backward_seconds for bucket in problem.step.buckets)
+    if problem.assignment(in_use) is None or not measured > 0:
         return problem
     found, share = problem, 1.0
     for _ in range(_ITERATIONS):
-        spans: list[Span] = []
-        found.replay(assignment, spans)
+        spans = found.spans(in_use)
         launched = max(span.end for span in spans if span.work == "backward")
         share = min(share * measured / launched, 1.0)
-        buckets = (replace(b, backward_seconds=b.backward_seconds * share) for b in problem.buckets)
-        found = replace(problem, buckets=tuple(buckets))
+        buckets = tuple(
+            replace(bucket, backward_seconds=bucket.backward_seconds * share)
+            for bucket in problem.step.buckets
+        )
+        found = replace(problem, step=replace(problem.step, buckets=buckets))
     return found

@@ -31,8 +31,8 @@ File anonymous_file() {
 void extend(int file, int64_t offset, size_t bytes) {
   if (const int error = posix_fallocate(file, offset, static_cast<off_t>(bytes))) {
     const std::string what = "cannot share " + std::to_string(bytes) +
-        " bytes with the other ranks of this host (posix_fallocate); free memory, or leave out "
-        "host_memory=True";
+        " bytes with the other ranks of this host (posix_fallocate); free memory, or pass "
+        "host_memory=False";
     throw_error(what.c_str(), error);
   }
 }

@@ -187,8 +187,14 @@ struct HostGroup::Peer {
 
 // Memory of a bucket, and what of the peers' is mapped for it.
 struct HostGroup::Memory {
-  Memory(std::unique_ptr<Arena::Piece> owned, int rank, int size, bool in_place)
-      : piece(std::move(owned)),
+  Memory(
+      std::weak_ptr<HostGroup> of,
+      std::unique_ptr<Arena::Piece> owned,
+      int rank,
+      int size,
+      bool in_place)
+      : group(std::move(of)),
+        piece(std::move(owned)),
         in_place(in_place),
         slice_bytes(round_up_to_pages((piece->bytes() + size - 1) / size)),
         average(piece->bytes()),
@@ -209,6 +215,7 @@ struct HostGroup::Memory {
     return {begin, std::min(slice_bytes, piece->bytes() - begin)};
   }
 
+  const std::weak_ptr<HostGroup> group;
   const std::unique_ptr<Arena::Piece> piece;
   const bool in_place;
   const size_t slice_bytes;
@@ -324,17 +331,15 @@ class HostGroup::Result final : public PendingResult {
 
 // ------------------------------------------------------------------------------------ connecting
 
-HostGroup::HostGroup(int rank, int size)
-    : rank_(rank),
-      size_(size),
-      arena_(Arena::of_process()),
+HostGroup::HostGroup()
+    : arena_(Arena::of_process()),
       control_piece_(arena_->allocate(sizeof(Control))),
       control_(*new (control_piece_->data()) Control) {
   control_.nonce = random_number();
 }
 
-std::shared_ptr<HostGroup> HostGroup::create(int rank, int size) {
-  std::shared_ptr<HostGroup> group(new HostGroup(rank, size));
+std::shared_ptr<HostGroup> HostGroup::create() {
+  std::shared_ptr<HostGroup> group(new HostGroup);
   const std::lock_guard lock(groups_mutex);
   all_groups().push_back(group);
   return group;
@@ -355,20 +360,22 @@ HostGroup::Card HostGroup::card() const {
   return {getpid(), arena_->file(), control_piece_->offset(), control_.nonce};
 }
 
-void HostGroup::connect(const std::vector<Card>& cards) {
-  std::vector<Peer> peers;
-  for (const Card& card : cards) {
+void HostGroup::connect(const std::map<int64_t, Card>& cards) {
+  for (const auto& [rank, card] : cards) {
     File arena = open_file_of(card.process, card.file);
     Window first_page(arena.descriptor(), 0, page_bytes());
     Window control(arena.descriptor(), card.offset, control_piece_->bytes());
-    peers.push_back(
+    if (card.nonce == control_.nonce) {
+      rank_ = static_cast<int>(peers_.size());
+    }
+    ranks_.push_back(rank);
+    peers_.push_back(
         {std::move(arena), watch_process(card.process), std::move(first_page), std::move(control)});
     // Another process may have got this id in another namespace of processes.
     TORCH_CHECK(
-        peers.back().control().nonce == card.nonce, "Process ", card.process,
-        " is not the rank that published its memory.");
+        peers_.back().control().nonce == card.nonce, "Process ", card.process, " is not rank ",
+        rank, ", which published its memory.");
   }
-  peers_ = std::move(peers);
 }
 
 // -------------------------------------------------------------------------------------- averaging
@@ -376,9 +383,30 @@ void HostGroup::connect(const std::vector<Card>& cards) {
 at::Tensor HostGroup::allocate(int64_t numel, c10::ScalarType dtype, bool in_place) {
   const size_t bytes = numel * c10::elementSize(dtype);
   auto memory = std::make_shared<Memory>(
-      arena_->allocate(std::max<size_t>(bytes, 1)), rank_, size_, in_place);
+      weak_from_this(), arena_->allocate(std::max<size_t>(bytes, 1)), rank_, size(), in_place);
   char* data = memory->piece->data();
   return tensor_over(data, std::move(memory), numel, dtype);
+}
+
+std::shared_ptr<HostGroup> HostGroup::of(const at::Tensor& tensor) {
+  const auto memory = owner_of<Memory>(tensor);
+  return memory ? memory->group.lock() : nullptr;
+}
+
+int64_t HostGroup::offset_of(const at::Tensor& tensor) const {
+  const auto memory = owner_of<Memory>(tensor);
+  TORCH_CHECK(memory, "Expected a tensor in memory that ranks of this host share.");
+  const Arena::Piece& piece = *memory->piece;
+  return piece.offset() + (static_cast<const char*>(tensor.const_data_ptr()) - piece.data());
+}
+
+at::Tensor HostGroup::tensor_at(int64_t index, int64_t offset, const at::Tensor& like) const {
+  const auto page = static_cast<int64_t>(page_bytes());
+  const int64_t begin = offset / page * page;
+  const size_t bytes = round_up_to_pages(offset - begin + std::max<size_t>(like.nbytes(), 1));
+  auto window = std::make_shared<Window>(peers_.at(index).arena.descriptor(), begin, bytes);
+  char* data = window->data() + (offset - begin);
+  return tensor_over(data, std::move(window), like.numel(), like.scalar_type());
 }
 
 std::unique_ptr<PendingResult> HostGroup::average(
@@ -449,7 +477,7 @@ bool HostGroup::sum_next_locked() {
   const auto [begin, bytes] = operation.slice(rank_);
   if (bytes > 0) {
     std::vector<const void*> inputs;
-    for (int rank = 0; rank < size_; ++rank) {
+    for (int rank = 0; rank < size(); ++rank) {
       inputs.push_back(
           rank == rank_ ? operation.data() + begin : operation.memory->inputs[rank]->data());
     }
@@ -465,13 +493,13 @@ bool HostGroup::sum_next_locked() {
 void HostGroup::map_peers(Operation& operation) {
   Memory& memory = *operation.memory;
   const auto own = memory.slice(rank_);
-  for (int rank = 0; rank < size_; ++rank) {
+  for (int rank = 0; rank < size(); ++rank) {
     const Peer& peer = peers_[rank];
     const Place& place = peer.control().place(operation.number);
     TORCH_CHECK(
         place.matches(operation.place), "Ranks average different buckets: expected ",
-        operation.place.describe(), " as on rank ", rank_, ", found ", place.describe(),
-        " on rank ", rank, ". A step may have failed on some ranks only.");
+        operation.place.describe(), " as on rank ", ranks_[rank_], ", found ", place.describe(),
+        " on rank ", ranks_[rank], ". A step may have failed on some ranks only.");
     if (rank == rank_ || memory.offsets[rank] == place.offset) {
       continue;
     }
@@ -495,7 +523,7 @@ bool HostGroup::copy_next_locked(std::vector<std::shared_ptr<Operation>>& done) 
     return false;
   }
   if (operation.memory->in_place) {
-    for (int rank = 0; rank < size_; ++rank) {
+    for (int rank = 0; rank < size(); ++rank) {
       if (const auto [begin, bytes] = operation.slice(rank); rank != rank_) {
         copy(operation.memory->average.data() + begin, operation.data() + begin, bytes);
       }
@@ -558,10 +586,10 @@ void HostGroup::wait(const std::function<bool()>& condition, milliseconds timeou
 
 // Returns the loss of a peer, if there is one. `looks_around`: whether to ask for dead processes.
 std::string HostGroup::find_loss(bool looks_around) const {
-  for (int rank = 0; rank < size_; ++rank) {
+  for (int rank = 0; rank < size(); ++rank) {
     const Peer& peer = peers_[rank];
     if (rank != rank_ && (peer.control().is_closed || (looks_around && has_ended(peer.process)))) {
-      return c10::str("Connection closed by peer: rank ", rank, " (host memory)");
+      return c10::str("Connection closed by peer: rank ", ranks_[rank], " (host memory)");
     }
   }
   return {};
@@ -571,10 +599,10 @@ std::string HostGroup::describe_late() const {
   const int64_t operations = control_.packed;
   for (const auto counter :
        {&Control::packed, &Control::summed, &Control::copied, &Control::read}) {
-    std::vector<int> late;
-    for (int rank = 0; rank < size_; ++rank) {
+    std::vector<int64_t> late;
+    for (int rank = 0; rank < size(); ++rank) {
       if ((peers_[rank].control().*counter).load() < operations) {
-        late.push_back(rank);
+        late.push_back(ranks_[rank]);
       }
     }
     if (!late.empty()) {

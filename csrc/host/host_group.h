@@ -9,6 +9,7 @@
 #include <chrono>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -55,15 +56,30 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   };
 
   // Throws std::system_error if the system lacks what is needed.
-  static std::shared_ptr<HostGroup> create(int rank, int size);
+  static std::shared_ptr<HostGroup> create();
+  // Returns the group that has allocated `tensor`; null if there is none.
+  static std::shared_ptr<HostGroup> of(const at::Tensor& tensor);
   ~HostGroup() override;
 
   Card card() const;
-  // Maps the memory of the ranks with these cards. Throws std::exception if that fails.
-  void connect(const std::vector<Card>& cards);
+  // Maps the memory of the ranks of this host, this one included; `cards` has their numbers in the
+  // process group. Throws std::exception if that fails.
+  void connect(const std::map<int64_t, Card>& cards);
+  const std::vector<int64_t>& ranks() const {
+    return ranks_;
+  }
+
+  // A tensor of `allocate` as other ranks find it. Whoever reads it has to agree with its rank on
+  // when.
+  int64_t offset_of(const at::Tensor& tensor) const;
+  // Maps the tensor at `offset` of the `index`-th rank, of the dtype and size of `like`.
+  at::Tensor tensor_at(int64_t index, int64_t offset, const at::Tensor& like) const;
 
   const char* name() const override {
     return "host memory";
+  }
+  int size() const override {
+    return static_cast<int>(ranks_.size());
   }
   at::Tensor allocate(int64_t numel, c10::ScalarType dtype, bool in_place) override;
   std::unique_ptr<PendingResult> average(
@@ -86,7 +102,7 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   using Clock = std::chrono::steady_clock;
   using Counter = std::atomic<int64_t>;
 
-  HostGroup(int rank, int size);
+  HostGroup();
 
   static void progress_all();
   void progress();
@@ -103,12 +119,13 @@ class HostGroup final : public Transport, public std::enable_shared_from_this<Ho
   void fail(const std::string& why);
   void check_failed_locked() const;
 
-  const int rank_;
-  const int size_;
   const std::shared_ptr<Arena> arena_;
   const std::unique_ptr<Arena::Piece> control_piece_;
   Control& control_;
-  std::vector<Peer> peers_;  // one per rank, this one included
+  // The ranks of this host, this one included, which is `peers_[rank_]`.
+  int rank_ = 0;
+  std::vector<int64_t> ranks_;  // in the process group
+  std::vector<Peer> peers_;
 
   std::atomic<std::chrono::milliseconds> look_around_{std::chrono::milliseconds(20)};
 

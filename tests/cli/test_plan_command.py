@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from commhooks.algorithms.adaptive import candidates
 from commhooks.cli import plan as command
 from commhooks.cli.commands import commands
+from commhooks.hook.spec import HookSpec, hook_spec
 from commhooks.lab.planning import Measured, measure_groups
 from commhooks.lab.simulation import Job
 from commhooks.planning import Plan
@@ -59,7 +60,8 @@ def test_errors_are_those_of_averages_of_different_gradients(measured: Measured)
         names = sorted(name for i in some for name in measured.groups[i].names)
         assert names == [f"0.{kind}", f"2.{kind}", f"3.{kind}"]
     for i in weights:
-        plain, int8, powersgd, int4 = (measured.outcomes[i, hook].error for hook in range(4))
+        hooks = ("allreduce", "int8", "powersgd:rank=2,start_step=0", "int4")
+        plain, int8, powersgd, int4 = (measured.outcomes[i, hook].error for hook in hooks)
         assert plain == 0
         assert 0 < int8 < int4 < 0.5
         assert powersgd < 1
@@ -113,18 +115,20 @@ def test_candidates_that_fail_are_left_out() -> None:
 
 
 def test_candidates_that_end_their_process_or_refuse_all_groups() -> None:
-    configs: tuple[dict[str, Any], ...] = (
-        {"name": "allreduce"},
-        {"name": "failing", "how": "die"},
-        {"name": "failing", "how": "refuse"},
-        {"name": "int8"},
-    )
-    found = measure_groups(Job("support.failing:net"), configs, (), world_size=4)
-    assert found.reasons[1] == "rank 1 of 2 died with exit code 7"
-    assert found.reasons[2] == "not this model"
-    assert list(found.reasons) == [1, 2]
-    assert {(i, hook) for i in range(len(found.groups)) for hook in (0, 3)} == set(found.outcomes)
-    assert all(found.outcomes[i, 0].error == 0 for i in range(len(found.groups)))
+    hooks = [
+        hook_spec("allreduce"),
+        HookSpec("dying", {"name": "failing", "how": "die"}),
+        HookSpec("refusing", {"name": "failing", "how": "refuse"}),
+        hook_spec("int8"),
+    ]
+    found = measure_groups(Job("support.failing:net"), hooks, (), world_size=4)
+    assert found.reasons == {
+        "dying": "rank 1 of 2 died with exit code 7",
+        "refusing": "not this model",
+    }
+    positions = range(len(found.groups))
+    assert {(i, hook) for i in positions for hook in ("allreduce", "int8")} == set(found.outcomes)
+    assert all(found.outcomes[i, "allreduce"].error == 0 for i in positions)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from commhooks.planning import Choice
 from commhooks.planning.problem import overheads_of
 
 
-def outcome(elements: int, seconds: float, hook: int = 0) -> Choice:
+def outcome(elements: int, seconds: float) -> Choice:
     sent = Collective("all_gather", 2.0 * elements, everyone)
-    return Choice(hook, (seconds / 4, 3 * seconds / 4), (sent,), 0.1, elements)
+    return Choice((seconds / 4, 3 * seconds / 4), (sent,), 0.1, elements)
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,15 @@ def outcome(elements: int, seconds: float, hook: int = 0) -> Choice:
     ],
 )
 def test_the_time_of_a_run_on_nothing(points: list[tuple[int, float]], overhead: float) -> None:
-    outcomes = {(i, 1): outcome(*point, hook=1) for i, point in enumerate(points)}
-    assert overheads_of(outcomes, 2) == (0.0, pytest.approx(overhead))
+    outcomes = {(i, "half"): outcome(*point) for i, point in enumerate(points)}
+    expected = {"allreduce": 0.0, "half": pytest.approx(overhead)}
+    assert overheads_of(outcomes, ("allreduce", "half")) == expected
 
 
 def test_the_rest_grows_with_the_elements_and_bytes_as_the_formula_says() -> None:
-    choice = outcome(1000, 4e-3, hook=2).scaled(3000, 1e-3)
+    choice = outcome(1000, 4e-3).scaled(3000, 1e-3)
     assert choice.local_seconds == pytest.approx((9e-3 / 4, 3 * 9e-3 / 4))
-    assert (choice.hook, choice.error, choice.collectives[0].tensor_bytes) == (2, 0.1, 6000.0)
+    assert (choice.error, choice.collectives[0].tensor_bytes) == (0.1, 6000.0)
     other = outcome(1000, 4e-3).scaled(3000, 9.0, sent=0.5)
     assert other.local_seconds == (0.0, 0.0)
     assert other.collectives[0].tensor_bytes == 1000.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.planning_problems import everyone, group, problem_of, random_problem
+from support.planning_problems import everyone, group, problem_of, random_problem, step_of
 
 from commhooks.costs.backends import Gloo
 from commhooks.costs.step_trace import Collective
@@ -24,13 +24,10 @@ seeds = st.integers(0, 10_000)
 def assignments(problem: Problem, limit: float) -> Iterator[Assignment]:
     """All assignments with errors within ``limit``, those of each group below 1."""
     for assignment in itertools.product(*(g.choices for g in problem.groups)):
-        contracts = all(choice.error < 1 for choice in assignment)
+        pairs = zip(problem.groups, assignment, strict=True)
+        contracts = all(g.choices[hook].error < 1 for g, hook in pairs)
         if contracts and problem.error_of(assignment) <= limit:
             yield assignment
-
-
-def chosen(problem: Problem, *positions: int) -> Assignment:
-    return tuple(g.choices[i] for g, i in zip(problem.groups, positions, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -38,7 +35,7 @@ def test_what_the_greedy_rule_proposes_is_within_5_percent_of_the_best(seed: int
     problem = random_problem(seed, buckets=2, groups=2, hooks=4)
     allowed = set(assignments(problem, problem.error * (1 + 1e-9)))
     proposed = proposals(problem)
-    assert problem.exact in proposed
+    assert problem.uniform(problem.plain) in proposed
     assert set(proposed) <= allowed
     best, found = (
         min(problem.replay(each).step_seconds for each in some) for some in (allowed, proposed)
@@ -48,10 +45,10 @@ def test_what_the_greedy_rule_proposes_is_within_5_percent_of_the_best(seed: int
 
 def test_a_large_group_is_not_left_exact_because_small_ones_have_used_up_the_limit():
     """Though they save more for their errors, for which a rule by that alone takes them first."""
-    small = group("small", 10**5, half(10**5, 0.02, share=0.01))
-    large = group("large", 10**7, half(10**7, 0.2))
+    small = group("small", 10**5, half=half(10**5, 0.02, share=0.01))
+    large = group("large", 10**7, half=half(10**7, 0.2))
     problem = problem_of(small, large, error=0.1444)
-    both, one = (problem.error_of(chosen(problem, i, 1)) for i in (1, 0))
+    both, one = (problem.error_of((small, "half")) for small in ("half", "allreduce"))
     assert both > problem.error > one
     assert specs(solve(problem)) == ["allreduce", "half"]
 
@@ -76,10 +73,10 @@ def test_no_plan_leaves_the_limit(seed: int):
     assert all(row.error < 1 for row in plan.rows)
 
 
-def half(elements: int, error: float, hook: int = 1, share: float = 0.5) -> Choice:
+def half(elements: int, error: float, share: float = 0.5) -> Choice:
     """A choice that sends a share of the bytes and computes nothing."""
     sent = Collective("all_reduce", 4 * elements * share, everyone)
-    return Choice(hook, (0.0, 0.0), (sent,), error)
+    return Choice((0.0, 0.0), (sent,), error)
 
 
 def specs(plan: Plan) -> list[str]:
@@ -87,23 +84,25 @@ def specs(plan: Plan) -> list[str]:
 
 
 def test_an_error_of_1_or_more_is_never_chosen():
-    small = group("small", 10**6, half(10**6, 1.0), norm=1e-6)
-    large = group("large", 10**6, half(10**6, 0.01))
+    small = group("small", 10**6, half=half(10**6, 1.0), norm=1e-6)
+    large = group("large", 10**6, half=half(10**6, 0.01))
     problem = problem_of(small, large, error=0.1)
     assert specs(solve(problem)) == ["allreduce", "half"]
-    fits = replace(small, choices=(small.choices[0], half(10**6, 0.99)))
+    fits = group("small", 10**6, half=half(10**6, 0.99), norm=1e-6)
     assert specs(solve(problem_of(fits, large, error=0.1))) == ["half", "half"]
 
 
 def test_a_little_time_is_not_worth_an_error():
-    last = group("last", 10**7, half(10**7, 0.01), half(10**7, 0.09, hook=2, share=0.49), bucket=0)
+    last = group(
+        "last", 10**7, half=half(10**7, 0.01), less=half(10**7, 0.09, share=0.49), bucket=0
+    )
     problem = problem_of(last, error=0.1, hooks=("allreduce", "half", "less"), backward=(0.5,))
     assert specs(solve(problem)) == ["half"]
 
 
 def test_communication_that_backward_hides_stays_exact():
-    hidden = group("hidden", 10**7, half(10**7, 0.01), bucket=0)
-    exposed = group("exposed", 10**7, half(10**7, 0.01), bucket=1)
+    hidden = group("hidden", 10**7, half=half(10**7, 0.01), bucket=0)
+    exposed = group("exposed", 10**7, half=half(10**7, 0.01), bucket=1)
     plan = solve(problem_of(hidden, exposed, error=0.1, backward=(0.01, 1.0)))
     assert specs(plan) == ["allreduce", "half"]
     assert plan.rows[0].why == "others save too little"
@@ -112,20 +111,20 @@ def test_communication_that_backward_hides_stays_exact():
 
 
 def test_of_equally_fast_plans_the_more_exact_is_taken():
-    one = group("one", 10**6, half(10**6, 0.05), half(10**6, 0.01, hook=2))
+    one = group("one", 10**6, half=half(10**6, 0.05), closer=half(10**6, 0.01))
     plan = solve(problem_of(one, error=0.1, hooks=("allreduce", "half", "closer")))
     assert specs(plan) == ["closer"]
 
 
 @pytest.mark.parametrize(("share", "taken"), [(0.94, ["half"]), (0.955, ["allreduce"])])
 def test_a_plan_is_taken_if_it_saves_a_twentieth_of_a_step(share: float, taken: list[str]):
-    one = group("one", 10**7, half(10**7, 0.01, share=share))
+    one = group("one", 10**7, half=half(10**7, 0.01, share=share))
     problem = problem_of(one, error=0.1, backward=(0.0,), forward=0.0)
     assert specs(solve(problem)) == taken
 
 
 def test_a_plan_in_use_stays_unless_another_saves_a_twentieth_of_a_step():
-    one = group("one", 10**7, half(10**7, 0.05, share=0.5), half(10**7, 0.05, 2, share=0.49))
+    one = group("one", 10**7, half=half(10**7, 0.05, share=0.5), less=half(10**7, 0.05, share=0.49))
     problem = problem_of(one, error=0.1, hooks=("allreduce", "half", "less"))
     assert specs(solve(problem)) == ["less"]
     kept = solve(problem, {"one": "half"})
@@ -135,13 +134,13 @@ def test_a_plan_in_use_stays_unless_another_saves_a_twentieth_of_a_step():
 
 
 def test_a_plan_in_use_goes_when_it_is_no_longer_within_the_limit():
-    one = group("one", 10**7, half(10**7, 0.05), half(10**7, 0.01, hook=2, share=0.9))
+    one = group("one", 10**7, half=half(10**7, 0.05), closer=half(10**7, 0.01, share=0.9))
     problem = problem_of(one, error=0.02, hooks=("allreduce", "half", "closer"))
     assert specs(solve(problem, {"one": "half"})) == ["closer"]
 
 
 def test_a_plan_in_use_goes_when_plain_averaging_is_as_fast():
-    one = group("one", 10**6, half(10**6, 0.05), bucket=0)
+    one = group("one", 10**6, half=half(10**6, 0.05), bucket=0)
     last = group("last", 1, bucket=1)
     problem = problem_of(one, last, error=0.1, backward=(0.01, 1.0))
     assert specs(solve(problem, {"one": "half", "last": "allreduce"})) == ["allreduce"] * 2
@@ -156,32 +155,30 @@ def test_launches_that_were_measured_beside_messages_are_not_slowed_down_twice(
         problem.replay(assignment, spans)
         return [span.end for span in spans if span.work == "backward"]
 
-    two = (group(name, 10**7, half(10**7, 0.01), bucket=i) for i, name in enumerate("ab"))
+    two = (group(name, 10**7, half=half(10**7, 0.01), bucket=i) for i, name in enumerate("ab"))
     alone = replace(
         problem_of(*two, error=0.1, backward=(0.1, 0.1)),
         backend=Gloo(0.0, 0.0, byte_cpu_seconds=5e-9),
         cores=1.0,
     )
-    picked = (1, 1) if in_use else (0, 0)
-    first, last = launches(alone, chosen(alone, *picked))
+    picked = ("half", "half") if in_use else ("allreduce", "allreduce")
+    first, last = launches(alone, picked)
     assert last > 2.2 * first  # the second bucket shares its core with the messages of the first
-    measured = replace(
-        alone,
-        buckets=tuple(replace(bucket, backward_seconds=last / 2) for bucket in alone.buckets),
-    )
+    buckets = [replace(bucket, backward_seconds=last / 2) for bucket in alone.step.buckets]
+    measured = replace(alone, step=step_of(buckets, 0.01))
     found = without_contention(measured, in_use)
-    assert launches(found, chosen(found, *picked))[-1] == pytest.approx(last, rel=0.01)
-    assert without_contention(replace(measured, cores=8.0), in_use).buckets == measured.buckets
+    assert launches(found, picked)[-1] == pytest.approx(last, rel=0.01)
+    assert without_contention(replace(measured, cores=8.0), in_use).step == measured.step
     assert without_contention(measured, {"a": "unknown"}) == measured
 
 
 def test_a_hook_that_several_groups_choose_runs_once():
-    two = [group(name, 1000, half(1000, 0.01)) for name in "ab"]
-    problem = replace(problem_of(*two, error=0.1), overheads=(0.5, 0.25))
-    (bucket,) = problem.step_trace(chosen(problem, 1, 1)).buckets
+    two = [group(name, 1000, half=half(1000, 0.01)) for name in "ab"]
+    problem = replace(problem_of(*two, error=0.1), overheads={"allreduce": 0.5, "half": 0.25})
+    (bucket,) = problem.step_trace(("half", "half")).buckets
     assert bucket.collectives == (Collective("all_reduce", 4000, everyone),)
     assert bucket.local_seconds == (0.25, 0.0)
-    (bucket,) = problem.step_trace(chosen(problem, 0, 1)).buckets
+    (bucket,) = problem.step_trace(("allreduce", "half")).buckets
     assert [each.tensor_bytes for each in bucket.collectives] == [4000, 2000]
     assert bucket.local_seconds == (0.5, 0.25, 0.0)
 
@@ -197,12 +194,12 @@ def test_a_hook_that_several_groups_choose_runs_once():
     ],
 )
 def test_what_cannot_be_chosen_is_averaged_exactly(change: dict[str, float], reason: str):
-    one = group("one", 10**6, half(10**6, 0.01))
+    one = group("one", 10**6, half=half(10**6, 0.01))
     problem = problem_of(one, error=change.get("error", 0.1))
     if "network" in change:
         problem = replace(problem, network=replace(problem.network, size=1))
     if "groups" in change:
-        groups = (replace(one, choices=one.choices[:1]),) if change["groups"] else ()
+        groups = (group("one", 10**6),) if change["groups"] else ()
         problem = replace(problem, groups=groups)
     plan = solve(problem)
     assert set(specs(plan)) <= {"allreduce"}
@@ -211,6 +208,6 @@ def test_what_cannot_be_chosen_is_averaged_exactly(change: dict[str, float], rea
 
 
 def test_gradients_of_zeros_are_within_every_limit():
-    plan = solve(problem_of(group("one", 10**6, half(10**6, 0.5), norm=0.0), error=0.1))
+    plan = solve(problem_of(group("one", 10**6, half=half(10**6, 0.5), norm=0.0), error=0.1))
     assert specs(plan) == ["half"]
     assert plan.error == 0

@@ -23,15 +23,13 @@ from torch import Tensor
 from commhooks.algorithms.adaptive.candidates import (
     check_names,
     default_candidates,
-    exact_plan,
     hook_of_spec,
     hooks_of_plan,
     plan_of,
 )
-from commhooks.algorithms.adaptive.control import Controller, Decision
 from commhooks.algorithms.adaptive.groups import exact_names, group_parameters, wire_bytes_of
-from commhooks.algorithms.adaptive.knowledge import Candidates
 from commhooks.algorithms.adaptive.measurement import Measurement
+from commhooks.algorithms.adaptive.planner import Candidates, Course, Decision, Planner
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.route import Rule
 from commhooks.algorithms.wrappers.table import HookTable, check_candidate
@@ -43,7 +41,7 @@ from commhooks.hook.base import CommHook, is_lossless
 from commhooks.hook.capabilities import KnowsModel, declares, native_of
 from commhooks.hook.options import Limits, Made
 from commhooks.hook.registry import register_hook
-from commhooks.hook.spec import hook_spec, spec_of
+from commhooks.hook.spec import spec_of
 from commhooks.hook.state import StateField
 from commhooks.planning import Plan
 from reducer import GradBucket
@@ -115,9 +113,11 @@ class Auto(KnowsModel, CommHook):
         self._parameters: Mapping[str, Tensor] = {}
         self._exact_names: set[str] = set()
         if self.plan is not None:
-            self.candidates = hooks_of_plan(self.plan, self.name)
-        elif self.candidates is None:
-            self.candidates = default_candidates()
+            own = hooks_of_plan(self.plan, self.name)
+            self.candidates = [*own.values()]
+        else:
+            self.candidates = default_candidates() if self.candidates is None else self.candidates
+            own = {spec_of(hook): hook for hook in self.candidates}
         for i, hook in enumerate(self.candidates):
             check_candidate(hook, f"option 'candidates.{i}' of hook {self.name!r}")
         if isinstance(self.error, CommHook):
@@ -126,16 +126,15 @@ class Auto(KnowsModel, CommHook):
             raise CommHookOptionError(
                 f"option 'error' of hook {self.name!r}: expected at least 0, found {self.error}"
             )
-        self._hooks: list[CommHook] = [AllReduce()]
-        self._hooks += [h for h in self.candidates if type(h) is not AllReduce]
-        self._specs = [spec_of(hook) for hook in self._hooks]
-        self._table = HookTable(self._hooks, {})
+        self._hooks: dict[str, CommHook] = {AllReduce.name: AllReduce()} | own
+        """By specs, the exact one first."""
+        self._table = HookTable([*self._hooks.values()], {})
         exact_names(self.exact, {}, self.roles)
 
     @property
     def checks_finite(self) -> bool:
         """Whether one of the hooks checks."""
-        return any(declares(hook, "checks_finite") for hook in self._hooks)
+        return any(declares(hook, "checks_finite") for hook in self._hooks.values())
 
     @property
     def times_launches(self) -> bool:
@@ -143,32 +142,28 @@ class Auto(KnowsModel, CommHook):
         return not self._is_frozen
 
     @property
-    def _control(self) -> Controller | None:
-        """What decides."""
-        return None if self._measuring is None else self._measuring.control
-
-    @property
     def history(self) -> list[Decision]:
         """The plans that were made, with their steps and reasons."""
-        return [] if self._control is None else self._control.history
+        return [] if self._measuring is None else [*self._measuring.course.history]
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Prepare each candidate, and leave out those that cannot average this model.
 
         Raises CommHookError for such a candidate if the user has named the candidates.
         """
-        former = self._control if self._parameters.keys() == parameters.keys() else None
+        former = self._measuring if self._parameters.keys() == parameters.keys() else None
         self._measuring = None
         self._parameters = parameters
+        self._exact_names = exact_names(self.exact, parameters, self.roles)
         usable = self._prepare_candidates(parameters, group)
         if self.plan is not None and self._is_frozen:
             check_names(self.plan, parameters, self.name)
         elif group.size() == 1:
-            self.plan = exact_plan("Average exactly: there is one rank, so nothing is sent.")
+            self.plan = Plan.exact("Average exactly: there is one rank, so nothing is sent.")
         else:
             self._measuring = self._measurement(usable, parameters, group)
             if former is not None:
-                self._measuring.load(former.to_json())
+                self._measuring.load(former.course)
         self._use_plan()
 
     def bucket_key(self, parameter: str) -> Hashable:
@@ -193,7 +188,7 @@ class Auto(KnowsModel, CommHook):
         is_idle = measuring is None or measuring.is_idle(step)
         if len(hooks) != 1 or not is_idle or self._table.is_moving:
             return None
-        return native_of(self._hooks[hooks.pop()], group)
+        return native_of(list(self._hooks.values())[hooks.pop()], group)
 
     def notes(self) -> list[tuple[int, str]]:
         return [(each.step, str(each)) for each in self.history]
@@ -204,10 +199,11 @@ class Auto(KnowsModel, CommHook):
 
     def wire_bytes(self, bucket: GradBucket, size: int) -> int | None:
         """Return what the hooks of a fixed plan send; otherwise it depends on what is measured."""
-        if self._control is not None:
+        if self._measuring is not None:
             return None
+        hooks = list(self._hooks.values())
         costs = [
-            self._hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
+            hooks[i].wire_bytes(part.bucket(0, is_last=True), size)
             for i, part in self._table.parts(bucket)
         ]
         known = [cost for cost in costs if cost is not None]
@@ -229,8 +225,8 @@ class Auto(KnowsModel, CommHook):
 
     def state_dict(self) -> dict[str, Any]:
         self._table.drop_sent()
-        if self._control is not None and self._control.plan is not None:
-            text = bytearray(json.dumps(self._control.to_json()).encode())
+        if self._measuring is not None and self._measuring.course.plan is not None:
+            text = bytearray(json.dumps(self._measuring.course.to_json()).encode())
             self.state = {_STATE_KEY: {"json": torch.frombuffer(text, dtype=torch.uint8)}}
         return super().state_dict()
 
@@ -239,14 +235,14 @@ class Auto(KnowsModel, CommHook):
         if self._measuring is None:
             self._table.refresh()
             return
-        data: Mapping[str, Any] = {"plan": None, "history": []}
+        course = Course()
         try:
-            if _STATE_KEY in self.state:
-                data = json.loads(bytes(self.state[_STATE_KEY]["json"].tolist()))
-            self._measuring.load(data)
+            if entry := self.state.get(_STATE_KEY):
+                course = Course.from_json(json.loads(bytes(entry["json"].tolist())))
+            self._measuring.load(course)
+            self._use_plan()
         except (KeyError, TypeError, ValueError) as error:
             raise CommHookStateError(f"the saved plan of hook {self.name!r}: {error}") from error
-        self._use_plan()
 
     def to_config(self) -> dict[str, Any]:
         plan = self.plan.to_json() if self._is_frozen and self.plan is not None else None
@@ -256,15 +252,14 @@ class Auto(KnowsModel, CommHook):
 
     def _prepare_candidates(
         self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup
-    ) -> list[int]:
-        """Return the positions of the hooks that can average this model."""
-        self._exact_names = exact_names(self.exact, parameters, self.roles)
+    ) -> list[str]:
+        """Return the hooks that can average this model."""
         is_default = self.candidates == default_candidates()
         usable = []
-        for i, hook in enumerate(self._hooks):
+        for spec, hook in self._hooks.items():
             try:
                 hook.prepare(parameters, group)
-                usable.append(i)
+                usable.append(spec)
             except CommHookError:
                 if not is_default:
                     raise
@@ -273,55 +268,51 @@ class Auto(KnowsModel, CommHook):
         return usable
 
     def _measurement(
-        self, usable: Sequence[int], parameters: Mapping[str, Tensor], group: dist.ProcessGroup
+        self, usable: Sequence[str], parameters: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> Measurement:
-        hooks = list(self._hooks)
-        limit: float | int = 0.0
-        if not isinstance(self.error, CommHook):
-            limit = float(self.error)
-        elif not is_lossless(self.error):
-            limit = hooks.index(self.error) if self.error in hooks else len(hooks)
-            hooks = hooks if self.error in hooks else [*hooks, self.error]
-        tried = [*usable, *({limit} - {*usable} if isinstance(limit, int) else ())]
         if not isinstance(group, dist.ProcessGroup):
             raise CommHookError(
                 f"hook {self.name!r} chooses by the times of its own collectives, so it cannot be "
                 "simulated, nor be inside hierarchical; use `commhooks plan`, or give it a `plan`"
             )
+        hooks = {spec: self._hooks[spec] for spec in usable}
+        limit: float | str = 0.0
+        if not isinstance(self.error, CommHook):
+            limit = float(self.error)
+        elif not is_lossless(self.error):
+            limit = spec_of(self.error)
+            hooks.setdefault(limit, self.error)
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
         candidates = Candidates(
-            self._specs,
-            [is_lossless(hook) for hook in hooks],
-            tried,
+            usable,
+            {spec for spec, hook in hooks.items() if is_lossless(hook)},
             limit,
             size=group.size(),
             backend=group._get_backend(device).name(),  # noqa: SLF001
-            sent=lambda i, names: wire_bytes_of(hooks[i], names, parameters, group.size()),
+            sent=lambda spec, names: wire_bytes_of(hooks[spec], names, parameters, group.size()),
         )
-        trials = {i: Trial(hooks[i]) for i in tried}
+        trials = {spec: Trial(hook) for spec, hook in hooks.items()}
         for trial in trials.values():
             trial.prepare(parameters, group, self.roles)
+
+        def planner_of(buckets: Sequence[Sequence[str]], nbytes: int) -> Planner:
+            roles = self.roles or {}
+            groups = group_parameters(buckets, parameters, self._exact_names, roles)
+            return Planner(candidates, groups, nbytes, replan=self.replan)
+
         return Measurement(
-            Controller(candidates, replan=self.replan),
+            planner_of,
             trials,
             self._table,
             elements=sum(parameter.numel() for parameter in parameters.values()),
-            groups_of=lambda buckets: group_parameters(
-                buckets, parameters, self._exact_names, self.roles or {}
-            ),
             clock=clock_of(device),
             rank=group.rank(),
         )
 
     def _use_plan(self) -> None:
-        if self._control is not None:
+        if self._measuring is not None:
             not_yet = "Average exactly: nothing has been measured yet."
-            self.plan = self._control.plan or exact_plan(not_yet)
+            self.plan = self._measuring.course.plan or Plan.exact(not_yet)
         hook_of = {} if self.plan is None else self.plan.hook_of()
-        positions = {spec: self._position(spec) for spec in {*hook_of.values()}}
-        self._table.change({n: positions.get(hook_of.get(n, ""), 0) for n in self._parameters})
-
-    def _position(self, spec: str) -> int:
-        if spec in self._specs:
-            return self._specs.index(spec)
-        return self._hooks.index(hook_spec(spec).create())
+        positions = {spec: i for i, spec in enumerate(self._hooks)}
+        self._table.change({n: positions[hook_of.get(n, AllReduce.name)] for n in self._parameters})

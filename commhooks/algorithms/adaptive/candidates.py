@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from commhooks.costs.timeline import Timing
 from commhooks.errors import CommHookError, CommHookOptionError
 from commhooks.hook.base import CommHook
 from commhooks.hook.registry import declared_candidates
@@ -55,23 +54,12 @@ def plan_of(value: Any) -> Any:
         raise ValueError(str(error)) from error
 
 
-def exact_plan(reason: str) -> Plan:
-    """Return a plan without groups: all parameters are averaged exactly."""
-    no_time = Timing(0.0, 0.0, 0.0, 0)
-    return Plan((), no_time, no_time, 0.0, 0.0, reason)
-
-
-def hooks_of_plan(plan: Plan, owner: str) -> list[CommHook]:
-    """Return the hooks of a plan, in the order of the groups. Raises CommHookOptionError."""
-    hooks: list[CommHook] = []
-    for spec in dict.fromkeys(row.hook for row in plan.rows):
-        try:
-            hook = hook_spec(spec).create()
-        except CommHookError as error:
-            raise CommHookOptionError(f"option 'plan' of hook {owner!r}: {error}") from error
-        if hook not in hooks:
-            hooks.append(hook)
-    return hooks
+def hooks_of_plan(plan: Plan, owner: str) -> dict[str, CommHook]:
+    """Return the hooks of a plan by their specs. Raises CommHookOptionError."""
+    try:
+        return {spec: hook_spec(spec).create() for spec in {row.hook: None for row in plan.rows}}
+    except CommHookError as error:
+        raise CommHookOptionError(f"option 'plan' of hook {owner!r}: {error}") from error
 
 
 def check_names(plan: Plan, parameters: Collection[str], owner: str) -> None:

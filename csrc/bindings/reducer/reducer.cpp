@@ -2,6 +2,7 @@
 #include "bindings/reducer/python_hook.h"
 #include "bindings/reducer/register.h"
 #include "host/host_group.h"
+#include "host/sums.h"
 #include "reducer/native_hooks.h"
 
 #include <pybind11/chrono.h>
@@ -99,12 +100,25 @@ void await_after_backward(
 }
 
 void connect(
-    HostGroup& group, const std::vector<std::tuple<int64_t, int64_t, int64_t, uint64_t>>& cards) {
-  std::vector<HostGroup::Card> of_ranks;
-  for (const auto& [process, file, offset, nonce] : cards) {
-    of_ranks.push_back({process, file, offset, nonce});
+    HostGroup& group,
+    const std::map<int64_t, std::tuple<int64_t, int64_t, int64_t, uint64_t>>& cards) {
+  std::map<int64_t, HostGroup::Card> of_ranks;
+  for (const auto& [rank, card] : cards) {
+    of_ranks[rank] = std::make_from_tuple<HostGroup::Card>(card);
   }
   without_gil([&] { group.connect(of_ranks); });
+}
+
+void mean_of(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
+  std::vector<const void*> sources;
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK(
+        tensor.is_contiguous() && tensor.numel() == out.numel() && tensor.dtype() == out.dtype(),
+        "Expected tensors that are contiguous, with the size and dtype of the result.");
+    sources.push_back(tensor.const_data_ptr());
+  }
+  const double scale = 1.0 / static_cast<double>(tensors.size());
+  sum(sources, out.data_ptr(), out.numel(), out.scalar_type(), scale);
 }
 
 double seconds(Span::Clock::time_point time) {
@@ -189,9 +203,9 @@ A way for ranks to average that needs the memory of the buckets.)")
       .def_property_readonly("name", &Transport::name);
 
   py::class_<HostGroup, Transport, std::shared_ptr<HostGroup>>(module, "HostGroup", R"(
-Averages among `size` ranks of one host, through memory that they share. csrc/host/host_group.h
-describes how. Raises RuntimeError if the system lacks what is needed.)")
-      .def(py::init(&HostGroup::create), py::arg("rank"), py::arg("size"), release_gil())
+Ranks of one host, which average through memory that they share. csrc/host/host_group.h describes
+how. Raises RuntimeError if the system lacks what is needed.)")
+      .def(py::init(&HostGroup::create), release_gil())
       .def_property_readonly(
           "card",
           [](const HostGroup& group) {
@@ -199,7 +213,28 @@ describes how. Raises RuntimeError if the system lacks what is needed.)")
             return py::make_tuple(card.process, card.file, card.offset, card.nonce);
           },
           "What the other ranks need to know to connect.")
-      .def("connect", &connect, py::arg("cards"), "Connect with the ranks that have these cards.")
+      .def("connect", &connect, py::arg("cards"), R"(
+Connect the ranks of this host, by their numbers in the process group.)")
+      .def_property_readonly("ranks", &HostGroup::ranks)
+      .def_static("of", &HostGroup::of, py::arg("tensor"), R"(
+Return the group in whose memory `tensor` is, or None.)")
+      .def(
+          "allocate",
+          [](HostGroup& group, int64_t numel, c10::ScalarType dtype) {
+            return group.allocate(numel, dtype, false);
+          },
+          py::arg("numel"), py::arg("dtype"), release_gil(), R"(
+Return uninitialized memory, flat.)")
+      .def("offset_of", &HostGroup::offset_of, py::arg("tensor"), R"(
+Return the place of `tensor`, of this group, as `tensor_at` of other ranks takes it.)")
+      .def(
+          "tensor_at", &HostGroup::tensor_at, py::arg("index"), py::arg("offset"), py::arg("like"),
+          release_gil(), R"(
+Map the memory of the `index`-th of `ranks` at `offset`, as a flat tensor like `like`. Its rank goes
+on to use it: agree with it on who writes when.)")
+      .def_static("mean_of", &mean_of, py::arg("tensors"), py::arg("out"), release_gil(), R"(
+Write the mean of flat tensors, of the dtype and size of `out`, to it. Half precision is summed in
+fp32.)")
       .def("set_look_around", &HostGroup::set_look_around, py::arg("interval"));
 
   py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import commhooks
 from commhooks.algorithms import Auto
-from commhooks.algorithms.adaptive import control, knowledge, measurement
+from commhooks.algorithms.adaptive import measurement, planner
 from commhooks.algorithms.adaptive.link import Probe
+from commhooks.algorithms.adaptive.planner import Agenda
 from commhooks.algorithms.wrappers.timing import Run
 from commhooks.algorithms.wrappers.trial import relative_error
 from commhooks.costs.timeline import Timing
@@ -91,9 +92,9 @@ class Links:
 
     def __init__(self, stack: ExitStack) -> None:
         self.probe: Probe | None = SLOW
-        stack.enter_context(patch.object(knowledge, "link_of", lambda *_: self.probe))
-        stack.enter_context(patch.object(control, "_SHARE", 1e9))
-        stack.enter_context(patch.object(control, "_NATIVE_CHECK", 10))
+        stack.enter_context(patch.object(planner, "link_of", lambda *_: self.probe))
+        stack.enter_context(patch.object(planner, "_SHARE", 1e9))
+        stack.enter_context(patch.object(planner, "_NATIVE_CHECK", 10))
         stack.enter_context(patch.object(Run, "local_seconds", property(fixed_seconds)))
 
 
@@ -111,9 +112,14 @@ def train(trainer: Trainer, rank: int, steps: range, *, scale: float = 1.0) -> d
     return found
 
 
+def agenda_of(hook: Any) -> Agenda | None:
+    found: Agenda | None = hook._measuring.course.agenda
+    return found
+
+
 def agree(hook: Any) -> Plan:
     """Check that all ranks have the same plan, history and agenda; return the plan."""
-    own = hook.plan.to_json(), hook.history, hook._control.agenda, hook._table.table
+    own = hook.plan.to_json(), hook.history, agenda_of(hook), hook._table.table
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, own)
     assert all(other == own for other in others)
@@ -182,8 +188,8 @@ def reconsider(rank: int, size: int) -> None:
         assert any("60 steps since" in decision.reason for decision in hook.history)
 
         # Errors far beyond the limit: the next check leaves the plan.
-        known = hook._control.known
-        known.candidates = replace(known.candidates, limit=1e-4)
+        own = hook._measuring._planner
+        own.candidates = replace(own.candidates, limit=1e-4)
         train(trainer, rank, range(110, 135))
         assert set(agree(hook).hook_of().values()) == {"allreduce"}
         assert any("the error of the plan is" in decision.reason for decision in hook.history)
@@ -218,12 +224,11 @@ def compare_errors(rank: int, size: int) -> None:
             rests = {name: hook._table.residual(size, name, g) for name, g in gradients.items()}
             found = trainer.step(gradients)
             measured = hook._measuring
-            own = measured.control
-            if own.agenda is None or not own.agenda.is_check(step):
+            if not (agenda := agenda_of(hook)) or not agenda.is_check(step):
                 continue
-            for i, squares in measured._errors.items():
+            for i, squares in measured._found.errors.items():
                 wrong = right = 0.0
-                for name in own.groups[i].names:
+                for name in measured._planner.groups[i].names:
                     rest = rests[name]
                     p = gradients[name].clone()
                     if rest is not None:
@@ -249,7 +254,7 @@ def decide_alone(rank: int, size: int) -> None:
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         links.probe = Probe(1e-5, 1e-5 * (1 + 5 * rank), 0.0)  # ranks derive other problems
         if rank == 1:
-            solver = stack.enter_context(patch.object(control, "solve"))
+            solver = stack.enter_context(patch.object(planner, "solve"))
             solver.return_value = plan_of(dict.fromkeys(SHAPES, "bf16"))
         train(trainer, rank, range(60))
         assert len(set(agree(hook).hook_of().values())) > 1
@@ -313,8 +318,7 @@ def send_all(rank: int, size: int) -> None:
     ]
     hook = Auto(plan=plan_of(dict.fromkeys(SHAPES, order[0])))
     hooks = [hook_spec(spec).create() for spec in order]
-    hook._hooks = [hooks[-1], *hooks[:-1]]
-    hook._table._hooks = hook._hooks
+    hook._table._hooks = [hooks[-1], *hooks[:-1]]
     trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.03)
     sums = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     exact = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
@@ -326,12 +330,12 @@ def send_all(rank: int, size: int) -> None:
         }
         hook._table.change(table)
         if step == 6:  # nothing is lost by a failed step
-            reductions = [each.reduce for each in hook._hooks]
-            for each in hook._hooks:
+            reductions = [each.reduce for each in hook._table._hooks]
+            for each in hook._table._hooks:
                 each.reduce = fail  # type: ignore[method-assign]
             with pytest.raises(commhooks.CommHookError):
                 trainer.step(draw_gradients(PARAMETERS, rank, step))
-            for each, reduction in zip(hook._hooks, reductions, strict=True):
+            for each, reduction in zip(hook._table._hooks, reductions, strict=True):
                 each.reduce = reduction  # type: ignore[method-assign]
         found = trainer.step(draw_gradients(PARAMETERS, rank, step))
         for name in SHAPES:
@@ -341,7 +345,7 @@ def send_all(rank: int, size: int) -> None:
     for name in SHAPES:
         error = (sums[name] - exact[name]).norm() / exact[name].norm()
         assert error < 1e-5, (name, error)
-    assert not any(each.state for each in hook._hooks[1:])
+    assert not any(each.state for each in hook._table._hooks[1:])
 
 
 def test_residuals_follow_a_parameter_to_its_next_hook(run_ranks: Any) -> None:
@@ -362,7 +366,7 @@ def resume_fixed(rank: int, size: int) -> None:
     for step in range(4, 30):
         found = [train(each, rank, range(step, step + 1)) for each in (first, resumed)]
         assert same_bits(*found), step
-    assert again._control is None
+    assert again._measuring is None
     assert again.metrics() == {}
     assert set(again.plan.hook_of().values()) == {"int4", "powersgd:rank=2", "allreduce", "bf16"}
 

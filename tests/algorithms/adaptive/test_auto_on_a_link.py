@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import commhooks
-from commhooks.algorithms.adaptive import control
+from commhooks.algorithms.adaptive import planner
 from commhooks.cluster import Ranks
 from commhooks.cluster.links import ShapedLink, burst_bytes, shaped_link, unavailable
 
@@ -23,7 +23,7 @@ _training: dict[str, Any] = {}
 
 
 def begin(rank: int) -> None:
-    control._SHARE = 0.1  # steps take far less time than those of a real training
+    planner._SHARE = 0.1  # steps take far less time than those of a real training
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     model = commhooks.DistributedDataParallel(net, bucket_cap_mb=2)

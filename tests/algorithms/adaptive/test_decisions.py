@@ -1,8 +1,9 @@
-"""What ranks decide by their reports: two controllers, without processes."""
+"""What is decided by the reports of two ranks, without processes."""
 
+import json
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,39 +13,51 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks.algorithms.adaptive.control import Controller
-from commhooks.algorithms.adaptive.groups import Buckets, group_parameters, wire_bytes_of
-from commhooks.algorithms.adaptive.knowledge import Candidates, Knowledge, Report
+from commhooks.algorithms.adaptive.groups import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import ALL, Probe
+from commhooks.algorithms.adaptive.planner import (
+    Agenda,
+    Candidates,
+    Course,
+    Planner,
+    Report,
+    Times,
+)
 from commhooks.algorithms.wrappers.table import check_candidate
-from commhooks.costs.step_trace import Collective
+from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.errors import CommHookOptionError
 from commhooks.planning import Choice, Group
 
 ELEMENTS = 1_000_000
 GROUP = Group(("w",), 0, ELEMENTS)
-BUCKETS = ((("w",), 4 * ELEMENTS),)
 LIMIT = 0.3
 
 
-def outcome(hook: int, error: float, *sent: tuple[str, float]) -> Choice:
+def outcome(error: float, *sent: tuple[str, float]) -> Choice:
     collectives = tuple(Collective(name, nbytes, ALL) for name, nbytes in sent)
-    return Choice(hook, (1e-4,) * (1 + len(sent)), collectives, error, ELEMENTS)
+    return Choice((1e-4,) * (1 + len(sent)), collectives, error, ELEMENTS)
 
 
 class TwoRanks:
-    """The controllers of two ranks, which exchange reports and instructions as ranks do."""
+    """A planner, to which two ranks report, and the course that they follow."""
 
     def __init__(
         self,
-        buckets: Buckets = BUCKETS,
         groups: Sequence[Group] = (GROUP,),
-        limit: float | int = LIMIT,
+        limit: float | str = LIMIT,
+        saved: Any = None,
+        hooks: Sequence[str] = ("allreduce", "int4"),
+        sent: Callable[[str, Sequence[str]], int | None] = lambda *_: None,
     ) -> None:
-        candidates = Candidates(("allreduce", "int4"), (True, False), (1,), limit, 2, "gloo")
-        self.ranks = [Controller(candidates, replan=500) for _ in range(2)]
-        for rank in self.ranks:
-            rank.use_buckets(buckets, groups, 2)
+        candidates = Candidates(hooks, {"allreduce"}, limit, 2, "gloo", sent)
+        self.planner = Planner(candidates, groups, 4 * ELEMENTS, replan=500)
+        before = Course() if saved is None else Course.from_json(json.loads(json.dumps(saved)))
+        self.course = self.planner.begin(before, 2)
+
+    @property
+    def agenda(self) -> Agenda:
+        assert self.course.agenda is not None
+        return self.course.agenda
 
     def report(
         self,
@@ -61,38 +74,31 @@ class TwoRanks:
 
         ``error``: of int4, in trials or in use.
         """
-        agenda = self.ranks[0].agenda
-        assert agenda is not None
-        reports = []
-        for i in range(2):  # the second rank is slower, and knows no norms
-            report = Report(2.0, spent_seconds, norms=dict(enumerate(norms)) if i == 0 else {})
+        agenda, reports = self.agenda, []
+        for i in range(2):  # the second rank is slower
+            report = Report(spent_seconds, norms=dict(enumerate(norms)))
             report.outcomes = {
-                (group, hook): outcome(hook, error, ("all_gather", ELEMENTS / 2))
-                for group in agenda.trials
-                for hook in self.ranks[i].hooks_to_try(group)
+                (group, hook): outcome(error, ("all_gather", ELEMENTS / 2))
+                for group, hooks in agenda.trials.items()
+                for hook in set(hooks) - {"allreduce"}
             }
             if not agenda.trials:
-                report.step_seconds, report.forward_seconds = step_seconds * (1 + i), 0.01
-                report.launches = [*launches]
+                buckets = tuple(BucketTrace(4 * ELEMENTS, each, 0.0) for each in launches)
+                step = StepTrace(buckets, 0.01, is_native=False)
+                report.times = Times(step_seconds * (1 + i), step, 2.0)
                 report.probe = Probe(1e-4, 1 / rate, byte_cpu_seconds * (1 + i))
-                if self.ranks[i].is_lossy(0):
-                    report.errors = {0: error}
+                report.errors = dict.fromkeys(agenda.checked[:1], error)
             reports.append(report)
-        before = len(self.ranks[0].history)
+        before = len(self.course.history)
         reports = pickle.loads(pickle.dumps(reports))
-        sent = pickle.dumps(self.ranks[0].decide(reports, agenda.report + 1))
-        for rank in self.ranks:
-            rank.follow(pickle.loads(sent))
-        assert self.ranks[0].to_json() == self.ranks[1].to_json()
-        assert self.ranks[0].agenda == self.ranks[1].agenda
-        found = self.ranks[0].history[before:]
+        decided = self.planner.decide(reports, self.course, agenda.report + 1)
+        self.course = pickle.loads(pickle.dumps(decided))
+        found = self.course.history[before:]
         return found[0].reason if found else None
 
     @property
     def hooks(self) -> dict[str, str]:
-        plan = self.ranks[0].plan
-        assert plan is not None
-        return plan.hook_of()
+        return self.course.hook_of()
 
     @property
     def hook(self) -> str:
@@ -101,9 +107,7 @@ class TwoRanks:
     @property
     def step(self) -> int:
         """When the next report is due."""
-        agenda = self.ranks[0].agenda
-        assert agenda is not None
-        return agenda.report
+        return self.agenda.report
 
 
 @pytest.fixture
@@ -118,20 +122,20 @@ def ranks() -> TwoRanks:
 
 def test_steps_are_timed_then_candidates_are_tried_then_there_is_a_plan() -> None:
     ranks = TwoRanks()
-    agenda: Any = ranks.ranks[0].agenda
+    agenda = ranks.agenda
     assert (agenda.start, agenda.report, agenda.probe) == (2, 6, 2**20 // 4)
     assert [step for step in range(10) if agenda.is_check(step)] == [5]
     assert ranks.report() is None
-    agenda = ranks.ranks[0].agenda
+    agenda = ranks.agenda
     assert [step for step in range(20) if agenda.is_trial(step)] == [*range(8, 16)]
-    assert (agenda.trials, agenda.report) == ([0], 16)
+    assert (agenda.trials, agenda.report) == ({0: ["allreduce", "int4"]}, 16)
     assert ranks.report() == "the first plan"
     assert ranks.hook == "int4"
     assert ranks.step == 28  # a check soon: residuals may grow
 
 
 def test_what_all_ranks_know_together(ranks: TwoRanks) -> None:
-    metrics = ranks.ranks[1].metrics
+    metrics = ranks.course.metrics
     assert metrics["step_seconds"] == 2.0  # of the slowest
     assert metrics["link_megabits_per_second"] == pytest.approx(80)
     assert metrics["limit"] == LIMIT
@@ -144,9 +148,6 @@ def test_messages_that_keep_cores_busy_are_worth_less(byte_cpu_seconds: float, h
     ranks = TwoRanks()
     for _ in range(2):
         ranks.report(rate=1e15, byte_cpu_seconds=byte_cpu_seconds)
-    link = ranks.ranks[0].known.link
-    assert link is not None
-    assert link.byte_cpu_seconds == byte_cpu_seconds  # of the less busy rank
     assert ranks.hook == hook
 
 
@@ -154,7 +155,7 @@ def test_nothing_is_tried_where_no_hook_can_save_enough() -> None:
     ranks = TwoRanks()
     assert ranks.report(rate=1e9) == "the first plan"
     assert ranks.hook == "allreduce"
-    assert "a hook that sends nothing saves 0.2% of a step" in str(ranks.ranks[0].plan)
+    assert "a hook that sends nothing saves 0.2% of a step" in str(ranks.course.plan)
     assert ranks.step > 500
     assert ranks.report(rate=1e7) is None  # it looks again, and now tries the candidates
     assert ranks.report() == "500 steps since the last plan"
@@ -170,7 +171,7 @@ def test_checks_come_soon_after_a_new_plan_then_take_a_hundredth_of_the_time(
     ranks: TwoRanks,
 ) -> None:
     """Errors grow for some steps with what hooks have not sent."""
-    made, checks = ranks.ranks[0].history[0].step, [ranks.step]
+    made, checks = ranks.course.history[0].step, [ranks.step]
     while checks[-1] < made + 400:
         assert ranks.report(spent_seconds=4.0) is None  # two steps
         checks.append(ranks.step)
@@ -199,10 +200,7 @@ def test_a_plan_beyond_its_limit_is_left_at_the_next_check(ranks: TwoRanks) -> N
 def test_what_a_hook_has_lost_on_one_group_counts_for_all() -> None:
     """Trials of it on the other group have shown less."""
     parameters = {"v": torch.zeros(1000, 1000), "w": torch.zeros(1000, 1000)}
-    ranks = TwoRanks(
-        tuple(((name,), 4 * ELEMENTS) for name in "wv"),
-        group_parameters(["w", "v"], parameters, (), {}),
-    )
+    ranks = TwoRanks(group_parameters(["w", "v"], parameters, (), {}))
     for _ in range(2):
         ranks.report(norms=(1.0, 0.3), launches=(0.01, 0.01))
     assert ranks.hooks == {"w": "int4", "v": "int4"}
@@ -217,10 +215,10 @@ def test_a_fifth_of_the_rate_is_a_reason(ranks: TwoRanks, small: float, large: f
 
 
 def test_every_so_many_steps_candidates_are_tried_again(ranks: TwoRanks) -> None:
-    made = ranks.ranks[0].history[0].step
-    while not (agenda := ranks.ranks[0].agenda) or not agenda.trials:
+    made = ranks.course.history[0].step
+    while not ranks.agenda.trials:
         assert ranks.report() is None
-    assert made + 500 <= agenda.start <= made + 520
+    assert made + 500 <= ranks.agenda.start <= made + 520
     assert ranks.report(error=0.9) == "500 steps since the last plan"
     assert ranks.hook == "int4"  # what it has lost in use counts
 
@@ -234,35 +232,29 @@ def test_gradients_that_are_not_finite_are_tried_again() -> None:
 
 
 def test_a_resumed_run_keeps_its_plan_and_measures_again(ranks: TwoRanks) -> None:
-    saved = ranks.ranks[0].to_json()
-    resumed = TwoRanks()
-    for rank in resumed.ranks:
-        rank.load(saved)
-        rank.use_buckets(BUCKETS, [GROUP], 100)
+    saved = ranks.course.to_json()
+    resumed = TwoRanks(saved=saved)
     assert resumed.hook == "int4"
-    assert resumed.ranks[0].metrics["error"] == ranks.ranks[0].metrics["error"]
+    assert resumed.course.metrics["error"] == ranks.course.metrics["error"]
     assert resumed.report() is None
     assert resumed.hook == "int4"
     assert resumed.report() == "new buckets, or a resumed run"
     assert resumed.hook == "int4"
-    assert [each.to_json()["history"][:1] for each in resumed.ranks] == [saved["history"]] * 2
+    assert resumed.course.to_json()["history"][:1] == saved["history"]
 
 
 def test_the_limit_is_the_error_of_the_reference_on_the_whole_model() -> None:
     """Also on the parameters that stay exact, where the reference alone would have an error."""
     parameters = {name: torch.zeros(1000, 1000) for name in ("tokens", "w")}
-    buckets = ((tuple(parameters), 8 * ELEMENTS),)
     groups = group_parameters([tuple(parameters)], parameters, {"tokens"}, {})
-    ranks = TwoRanks(buckets, groups, limit=1)
+    ranks = TwoRanks(groups, limit="int4")
     ranks.report(norms=(3.0, 4.0))
-    assert ranks.ranks[0].agenda is not None
-    assert sorted(ranks.ranks[0].agenda.trials) == [0, 1]
+    assert ranks.agenda.trials == {0: ["int4"], 1: ["allreduce", "int4"]}
     ranks.report(norms=(3.0, 4.0), error=0.2)
-    assert ranks.ranks[1].metrics["limit"] == pytest.approx(0.2)
-    numbers = TwoRanks(buckets, groups)  # a number needs no reference
+    assert ranks.course.metrics["limit"] == pytest.approx(0.2)
+    numbers = TwoRanks(groups)  # a number needs no reference
     numbers.report(norms=(3.0, 4.0))
-    assert numbers.ranks[0].agenda is not None
-    assert [groups[i].names for i in numbers.ranks[0].agenda.trials] == [("w",)]
+    assert [groups[i].names for i in numbers.agenda.trials] == [("w",)]
 
 
 def test_bytes_of_a_group_are_those_of_the_formula() -> None:
@@ -272,40 +264,34 @@ def test_bytes_of_a_group_are_those_of_the_formula() -> None:
     of_matrix = 4 * 2 * (4096 + 64)
     assert wire_bytes_of(hook, ["w"], parameters, 2) == of_matrix  # two ranks: each number once
 
-    def sent(position: int, names: Sequence[str]) -> int | None:
-        return wire_bytes_of(hook, names, parameters, 2) if position == 1 else None
+    def sent(spec: str, names: Sequence[str]) -> int | None:
+        return wire_bytes_of(hook, names, parameters, 2) if spec == "powersgd" else None
 
-    candidates = Candidates(("allreduce", "powersgd"), (True, False), (1,), 0.3, 2, "gloo", sent)
-    nbytes, rows = 4 * 4096 * 64, 4096 // 16
-    groups = group_parameters([("w",)], parameters, (), {})
-    known = Knowledge(candidates, ((("w",), nbytes),), groups)
+    groups, rows = group_parameters([("w",)], parameters, (), {}), 4096 // 16
+    ranks = TwoRanks(groups, sent=sent, hooks=("allreduce", "powersgd"))
+    ranks.report()
     of_rows = [("all_reduce", 4.0 * 2 * n) for n in (rows, 64)]
-    trial = replace(outcome(1, 0.1, *of_rows), elements=rows * 64)
-    probe = Probe(1e-4, 1e-9, 0.0)
-    report = Report(1.0, 0.0, 1.0, 0.1, [0.1], probe, {(0, 1): trial}, norms={0: 1.0})
-    known.take([report], [0])
-    problem = known.problem(0.3, {})
-    assert problem is not None
-    ((_, choice),) = (group.choices for group in problem.groups)
-    assert sum(c.wire_bytes(2) for c in choice.collectives) == pytest.approx(of_matrix)
+    trial = {(0, "powersgd"): replace(outcome(0.1, *of_rows), elements=rows * 64)}
+    ranks.course = ranks.planner.decide([Report(outcomes=trial)], ranks.course, 16)
+    assert ranks.hook == "powersgd"
+    assert ranks.course.plan is not None
+    assert ranks.course.plan.wire_bytes == pytest.approx(of_matrix)
 
 
 def test_a_trial_counts_if_all_ranks_have_done_the_same() -> None:
     ranks = TwoRanks()
     ranks.report()
-    trial = {(0, 1): outcome(1, 0.1, ("all_gather", ELEMENTS / 2))}
-    other = {(0, 1): outcome(1, 0.1, ("all_reduce", 1.0))}
+    trial = {(0, "int4"): outcome(0.1, ("all_gather", ELEMENTS / 2))}
+    other = {(0, "int4"): outcome(0.1, ("all_reduce", 1.0))}
     for reported in (other, {}):
-        assert (
-            ranks.ranks[0]
-            .decide([Report(outcomes=trial), Report(outcomes=reported)], 16)
-            .agenda.trials
-        )
-    known = ranks.ranks[0].known
-    known.take([Report(outcomes=trial), Report(outcomes=trial)], [0])
-    problem = known.problem(LIMIT, {})
-    assert problem is not None
-    assert len(problem.groups[0].choices) == 2
+        reports = [Report(outcomes=trial), Report(outcomes=reported)]
+        again = ranks.planner.decide(reports, ranks.course, 16)
+        assert again.plan is None
+        assert again.agenda is not None
+        assert again.agenda.trials
+    reports = [Report(outcomes=trial), Report(outcomes=trial)]
+    ranks.course = ranks.planner.decide(reports, ranks.course, 16)
+    assert ranks.hook == "int4"
 
 
 # ----------------------------------------------------------------------------------- candidates

@@ -8,13 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, train
+from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agenda_of, agree, train
 from torch import Tensor
 
 import commhooks
 from commhooks.algorithms.adaptive import link, measurement
-from commhooks.algorithms.adaptive.knowledge import Knowledge
 from commhooks.algorithms.adaptive.link import Probe
+from commhooks.algorithms.adaptive.planner import Planner
 from commhooks.algorithms.wrappers.table import residual_of
 from commhooks.algorithms.wrappers.trial import Trial, squares_of
 from commhooks.hook.spec import hook_spec
@@ -29,7 +29,7 @@ def probe(rank: int, size: int) -> list[tuple[int, bool]]:
 
     async def note(*arguments: Any) -> Any:
         of = hook._measuring
-        last = max(group.bucket for group in of.control.groups)
+        last = max(group.bucket for group in of._planner.groups)
         found.append((of._step, len(of._buckets) == last + 1 > 1))
         time.sleep(0.4)
         return await link.probe(*arguments)
@@ -37,17 +37,17 @@ def probe(rank: int, size: int) -> list[tuple[int, bool]]:
     with ExitStack() as stack:
         Links(stack)
         stack.enter_context(patch.object(measurement, "probe", note))
-        take = stack.enter_context(patch.object(Knowledge, "take", autospec=True))
+        decide = stack.enter_context(patch.object(Planner, "decide", autospec=True))
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS, bucket_cap_mb=0.02)
         train(trainer, rank, range(6))
-        agenda = hook._control.agenda
-        train(trainer, rank, range(6, agenda.report + 2))
-        reports = take.call_args.args[1] if rank == 0 else []  # which decides
+        decide.side_effect = lambda _planner, _reports, course, _step: course
+        train(trainer, rank, range(6, agenda_of(hook).report + 2))
+        reports = decide.call_args.args[1] if rank == 0 else []  # which decides
         assert len(reports) == (0 if rank else size)
         for report in reports:
             assert isinstance(report.probe, Probe)
-            assert report.forward_seconds < 0.3  # without the probe
+            assert report.times.step.forward_seconds < 0.3  # without the probe
     return found
 
 
@@ -67,16 +67,16 @@ def try_topk(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=[TOPK])
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not hook._measuring._outcomes:
+        while not hook._measuring._found.outcomes:
             trainer.step(draw_gradients(PARAMETERS, rank, step))
             step += 1
-        agenda = hook._control.agenda
+        agenda = agenda_of(hook)
         steps = [draw_gradients(PARAMETERS, rank, i) for i in range(agenda.start, agenda.report)]
         assert len(steps) > 4
-        for (group, position), outcome in hook._measuring._outcomes.items():
-            if position == 0:
+        for (group, spec), outcome in hook._measuring._found.outcomes.items():
+            if spec == "allreduce":
                 continue
-            names = hook._control.groups[group].names
+            names = hook._measuring._planner.groups[group].names
             alone: Any = hook_spec(TOPK).create()
             alone_on = Trainer(alone, {name: PARAMETERS[name] for name in names})
             for gradients in steps:
@@ -109,7 +109,7 @@ def fail_in_trials(rank: int, size: int) -> None:
         hook: Any = commhooks.create("auto", error=0.3, candidates=CANDIDATES)
         trainer = Trainer(hook, PARAMETERS)
         step = 0
-        while not (hook._control.agenda and hook._control.agenda.is_trial(step)):
+        while not ((agenda := agenda_of(hook)) and agenda.is_trial(step)):
             train(trainer, rank, range(step, step + 1))
             step += 1
         train(trainer, rank, range(step, step + 2))

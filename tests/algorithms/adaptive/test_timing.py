@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agree, train
+from algorithms.adaptive.test_auto import CANDIDATES, PARAMETERS, Links, agenda_of, agree, train
 
 import commhooks
 from commhooks.algorithms.adaptive import auto
@@ -98,7 +98,7 @@ def follow_a_device(rank: int, size: int) -> None:
 
 
 def reports_in(hook: Any, step: int) -> bool:
-    agenda = hook._control.agenda
+    agenda = agenda_of(hook)
     return agenda is not None and step >= agenda.report
 
 
