@@ -87,7 +87,7 @@ def facts(results: Path) -> dict[str, str]:
         **found,
         "races": _of_all_races(races),
         "headline": _headline(races[HEADLINE], record),
-        **_links(cells(results)),
+        **links(cells(results)),
         **_kernels(newest(results, "*-kernels.json")["benchmarks"]),
         **_averaging(newest(results, "*-2-cores-averaging.json")["benchmarks"]),
         **_four_ranks(newest(results, "*-averaging-4-ranks.json")["benchmarks"]),
@@ -280,7 +280,8 @@ def _cells(comparison: Document) -> list[dict[str, Any]]:
     ]
 
 
-def _links(found: Sequence[Document]) -> dict[str, str]:
+def links(found: Sequence[Document]) -> dict[str, str]:
+    """Return the number of cells, and how far predictions are off."""
     errors = [abs(cell["predicted_seconds"] / cell["measured_seconds"] - 1) for cell in found]
     return {
         "cells": str(len(found)),

@@ -36,12 +36,12 @@ def connect_host(group: dist.ProcessGroup, device: torch.device) -> HostGroup | 
         return None
     what = "the search for ranks on this host"
     own, identity = _open(), _identity()
-    offers = values_of_ranks(own and (identity, own.card), group, device, what)
+    offers = values_of_ranks(own and (identity, own.address), group, device, what)
     present = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
     is_connected = False
     if own is not None and len(present) == len(offers):
         with suppress(RuntimeError, OSError):
-            own.connect({rank: card for rank, (of, card) in present.items() if of == identity})
+            own.connect({rank: address for rank, (of, address) in present.items() if of == identity})
             is_connected = True
     are_connected = all(values_of_ranks(is_connected, group, device, what))
     return own if own is not None and are_connected and len(own.ranks) > 1 else None

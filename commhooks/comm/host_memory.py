@@ -24,37 +24,22 @@ def host_of(buffer: Tensor, ranks: Sequence[int]) -> HostGroup | None:
     return host if host is not None and set(ranks) <= set(host.ranks) else None
 
 
-class PeerTensors:
-    """The tensors of the ranks of ``comm``, in memory of ``host``; one per rank, of equal sizes."""
+async def share(
+    own: Tensor, comm: Communicator, host: HostGroup, *, is_withheld: bool = False
+) -> list[Tensor] | None:
+    """Return the tensors of all ranks of ``comm``, flat and by rank, once all have come here.
 
-    def __init__(self, host: HostGroup, comm: Communicator) -> None:
-        self._host = host
-        self._places = [host.ranks.index(rank) for rank in comm.ranks]
-        self._offsets = [_WITHHELD] * comm.size
-        self._tensors: list[Tensor | None] = [None] * comm.size
+    They are not copies: a rank must not write to ``own``, in memory of ``host``, before the others
+    have read it, which it learns from a later collective. ``is_withheld``: whether all ranks get
+    None, because this one has nothing to share.
+    """
+    offset = _WITHHELD if is_withheld else host.offset_of(own)
+    offsets = (await comm.all_gather(torch.tensor([offset]))).view(-1).tolist()
+    if _WITHHELD in offsets:
+        return None
+    return host.tensors_at(dict(zip(comm.ranks, offsets, strict=True)), own)
 
-    async def gather(
-        self, own: Tensor, comm: Communicator, *, is_withheld: bool = False
-    ) -> list[Tensor | None]:
-        """Return the tensors of all ranks by rank, flat, once all ranks have come here.
 
-        They are not copies: a rank must not write into ``own`` before the others have read it,
-        which it learns from a later collective. ``is_withheld``: whether the ranks get None instead
-        of the tensor of this rank.
-        """
-        offset = _WITHHELD if is_withheld else self._host.offset_of(own)
-        offsets = (await comm.all_gather(torch.tensor([offset]))).view(-1).tolist()
-        for rank, offset in enumerate(offsets):
-            if offset != self._offsets[rank]:
-                self._offsets[rank] = offset
-                self._tensors[rank] = (
-                    None
-                    if offset == _WITHHELD
-                    else self._host.tensor_at(self._places[rank], offset, own)
-                )
-        return list(self._tensors)
-
-    @staticmethod
-    def wire_bytes(size: int) -> int:
-        """Return what a rank sends in :meth:`gather` among ``size`` ranks."""
-        return all_gather_bytes(torch.int64.itemsize, size)
+def share_bytes(size: int) -> int:
+    """Return the bytes that :func:`share` sends among ``size`` ranks."""
+    return all_gather_bytes(torch.int64.itemsize, size)

@@ -243,7 +243,7 @@ def _host_memory() -> Result:
 
     try:
         group = HostGroup()
-        group.connect({0: group.card})
+        group.connect({0: group.address})
     except (RuntimeError, OSError) as error:
         return Health.ABSENT, f"{reason_of(error)}; ranks of a host average over the network"
     return Health.FINE, "ranks of this host average through shared memory"

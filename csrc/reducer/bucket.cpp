@@ -72,14 +72,14 @@ at::Tensor Bucket::view(const at::Tensor& flat, size_t position) const {
       flat, layout_->parameters[position], static_cast<int64_t>(layout_->offsets[position]));
 }
 
-at::Tensor Bucket::memory(c10::ScalarType dtype, bool in_place) const {
-  return transport_ ? transport_->allocate(numel_, dtype, in_place)
+at::Tensor Bucket::memory(c10::ScalarType dtype) const {
+  return transport_ ? transport_->allocate(numel_, dtype)
                     : at::empty({numel_}, at::TensorOptions().dtype(dtype).device(device()));
 }
 
 const at::Tensor& Bucket::flat() {
   if (!flat_.defined()) {
-    flat_ = memory(dtype(), grads_are_views_);
+    flat_ = memory(dtype());
     if (grads_are_views_) {
       views_.clear();
       for (size_t i = 0; i < indices_.size(); ++i) {
@@ -97,7 +97,7 @@ const at::Tensor& Bucket::packed(const PackFormat& format) {
     return flat();
   }
   if (!wire_.defined() || wire_.scalar_type() != wire_dtype) {
-    wire_ = memory(wire_dtype, false);
+    wire_ = memory(wire_dtype);
   }
   return wire_;
 }
@@ -223,8 +223,7 @@ at::Tensor Bucket::pack(const PackFormat& format) {
   }
   if (store_->is_nowhere()) {
     // Gradients may be views of the bucket's own memory.
-    const auto wire_dtype = format.dtype.value_or(dtype());
-    return memory(wire_dtype, grads_are_views_ && wire_dtype == dtype()).zero_();
+    return memory(format.dtype.value_or(dtype())).zero_();
   }
   for (size_t i = 0; i < indices_.size(); ++i) {
     if (!gathered_[i]) {

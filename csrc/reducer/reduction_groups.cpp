@@ -50,12 +50,6 @@ void ReductionGroups::begin_step() {
   }
 }
 
-void ReductionGroups::end_step() const {
-  for (const ReductionGroup& group : groups_) {
-    group.hook->end_step();
-  }
-}
-
 void ReductionGroups::abandon() const {
   for (const ReductionGroup& group : groups_) {
     group.hook->abandon();

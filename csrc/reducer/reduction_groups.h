@@ -82,8 +82,6 @@ class ReductionGroups {
   }
 
   void begin_step();
-  // Calls `end_step` of all hooks.
-  void end_step() const;
   // Calls `abandon` of all hooks.
   void abandon() const;
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import DistributedDataParallel
-from commhooks.comm.host_memory import PeerTensors
+from commhooks.comm.host_memory import share_bytes
 from commhooks.comm.wire import all_reduce_bytes
 from commhooks.testing import run_ranks
 from reducer.native import HostGroup
@@ -97,7 +97,7 @@ def sent_bytes(rank: int, world_size: int) -> float | None:
 
 def test_only_places_are_sent_inside_a_node() -> None:
     shard = 4 * 6 * 4 // 2
-    expected = all_reduce_bytes(shard, 2) + 2 * PeerTensors.wire_bytes(2)
+    expected = all_reduce_bytes(shard, 2) + 2 * share_bytes(2)
     assert run_ranks(sent_bytes, 4) == [expected] * 4
 
 

@@ -260,9 +260,9 @@ def test_ranks_with_networks_of_their_own_are_hosts_of_their_own() -> None:
     assert run_ranks(other_network, 2) == [False, False]
 
 
-def wrong_cards(rank: int, world_size: int) -> None:
+def wrong_addresses(rank: int, world_size: int) -> None:
     group = HostGroup()
-    process, file, offset, nonce = group.card
+    process, file, offset, nonce = group.address
     with pytest.raises(RuntimeError, match="is not rank 0"):
         group.connect({0: (process, file, offset, nonce + 1)})
     with pytest.raises(RuntimeError, match="No such file"):
@@ -270,7 +270,7 @@ def wrong_cards(rank: int, world_size: int) -> None:
 
 
 def test_memory_is_known_by_a_nonce() -> None:
-    run_ranks(wrong_cards, 2)
+    run_ranks(wrong_addresses, 2)
 
 
 # ------------------------------------------------------------------------------- memory and trust
@@ -279,7 +279,7 @@ def test_memory_is_known_by_a_nonce() -> None:
 def shared_bytes(model: DistributedDataParallel) -> int:
     transport = model.reducer.transport
     assert isinstance(transport, HostGroup)
-    return Path(f"/proc/self/fd/{transport.card[1]}").stat().st_blocks * 512
+    return Path(f"/proc/self/fd/{transport.address[1]}").stat().st_blocks * 512
 
 
 def memory_of_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[int]:
@@ -312,7 +312,7 @@ def nothing_in_the_file_system(rank: int, world_size: int) -> list[str]:
     model(1.0).backward()
     transport = model.reducer.transport
     assert isinstance(transport, HostGroup)
-    own = Path(f"/proc/self/fd/{transport.card[1]}").readlink()
+    own = Path(f"/proc/self/fd/{transport.address[1]}").readlink()
     return [str(own), *(path.name for path in Path("/dev/shm").glob("*commhooks*"))]
 
 
@@ -353,7 +353,7 @@ def patient(rank: int, world_size: int) -> float:
     for model in models:
         transport = model.reducer.transport
         assert isinstance(transport, HostGroup)
-        transport.set_look_around(timedelta(minutes=1))
+        transport.set_liveness_interval(timedelta(minutes=1))
     gradients = gradients_of(rank, torch.float32)
     start = time.monotonic()
     for _ in range(100):

@@ -62,7 +62,7 @@ from torch import Tensor
 from commhooks.algorithms.bucket_memory import PerBucketCache
 from commhooks.algorithms.bucket_parameters import gradient_of, parameters_of, real_view
 from commhooks.comm.communicator import Communicator
-from commhooks.comm.host_memory import PeerTensors, host_of
+from commhooks.comm.host_memory import host_of, share, share_bytes
 from commhooks.comm.nodes import check_nodes, ranks_of_node
 from commhooks.comm.wire import (
     all_gather_bytes,
@@ -126,7 +126,7 @@ class Hierarchical(CommHook):
         self._local_rank = 0  # in its node, whose first rank sends the most
         self._node: Sequence[int] = ()  # its ranks
         self._shards: PerBucketCache[BucketShards] = PerBucketCache()
-        self._memory: PerBucketCache[_NodeMemory] = PerBucketCache()
+        self._in_host_memory: PerBucketCache[Tensor] = PerBucketCache()  # shards
         if any_declares(self.inner, "changes_parameters"):
             raise CommHookOptionError(
                 f"option 'inner' of hook {self.name!r}: expected a hook that averages gradients; "
@@ -148,7 +148,7 @@ class Hierarchical(CommHook):
     @property
     def transport(self) -> str:
         """The way that the last steps have averaged inside nodes."""
-        return "host memory in nodes" if self._memory else "process group"
+        return "host memory in nodes" if self._in_host_memory else "process group"
 
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
@@ -217,16 +217,22 @@ class Hierarchical(CommHook):
     ) -> Tensor:
         """See Note [Shards in host memory]."""
         buffer, shards = bucket.buffer(), self._shards_of(bucket)
-        memory = self._memory.get(bucket, self.state)
-        memory = memory or self._memory.put(bucket, _NodeMemory.of(host, node, shards, buffer))
-        shard = memory.shard
+        shard = self._in_host_memory.get(bucket, self.state)
+        if shard is None:
+            shard = host.allocate(shards.numel, buffer.dtype)
+            self._in_host_memory.put(bucket, shard)
         is_withheld = self.checks_finite and not bucket.all_finite()
-        buffers = await memory.buffers.gather(buffer, node, is_withheld=is_withheld)
-        shards.mean(buffers, node.rank, shard)
+        buffers = await share(buffer, node, host, is_withheld=is_withheld)
+        if buffers is None:
+            shard.fill_(torch.nan)
+        else:
+            shards.mean(buffers, node.rank, shard)
 
         average = await self._average_between(bucket, comm, node, shard)
         shard.copy_(average.view(-1))
-        shards.collect(await memory.shards.gather(shard, node), buffer)
+        parts = await share(shard, node, host)
+        assert parts is not None
+        shards.collect(parts, buffer)
         return buffer
 
     async def _average_between(
@@ -265,7 +271,7 @@ class Hierarchical(CommHook):
             own = shards.bucket(bucket, bucket.buffer().new_empty(shards.numel), self._local_rank)
             nbytes = own.buffer().nbytes
             if host_of(bucket.buffer(), self._node):
-                inside = 2 * PeerTensors.wire_bytes(per_node)
+                inside = 2 * share_bytes(per_node)
             else:
                 inside = all_to_all_bytes(per_node * nbytes, per_node)
                 inside += all_gather_bytes(nbytes, per_node)
@@ -298,23 +304,6 @@ class _Nodes:
 
     def size(self) -> int:
         return self._group.size() // self._ranks_per_node
-
-
-@dataclass
-class _NodeMemory:
-    """What the ranks of a node see of each other, for one bucket."""
-
-    buffers: PeerTensors
-    shards: PeerTensors
-    shard: Tensor
-    """That of this rank."""
-
-    @classmethod
-    def of(
-        cls, host: HostGroup, node: Communicator, shards: "BucketShards", buffer: Tensor
-    ) -> "_NodeMemory":
-        shard = host.allocate(shards.numel, buffer.dtype)
-        return cls(PeerTensors(host, node), PeerTensors(host, node), shard)
 
 
 class _Piece(NamedTuple):
@@ -360,20 +349,15 @@ class BucketShards:
             if rest.numel() > 0:
                 rest.copy_(columns[len(whole), : rest.numel()])
 
-    def mean(self, flats: Sequence[Tensor | None], rank: int, shard: Tensor) -> None:
-        """Write the mean of ``rank``'s rows of ``flats`` to its shard; NaN if one is missing."""
-        present = [flat for flat in flats if flat is not None]
-        if len(present) < len(flats):
-            shard.fill_(torch.nan)
-            return
+    def mean(self, flats: Sequence[Tensor], rank: int, shard: Tensor) -> None:
+        """Write the mean of ``rank``'s rows of ``flats`` to its shard."""
         for rows, own, padding in self._rows_of(rank):
-            HostGroup.mean_of([flat[rows] for flat in present], shard[own])
+            HostGroup.mean_of([flat[rows] for flat in flats], shard[own])
             shard[padding].zero_()
 
-    def collect(self, shards: Sequence[Tensor | None], flat: Tensor) -> None:
+    def collect(self, shards: Sequence[Tensor], flat: Tensor) -> None:
         """Copy the shards of all ranks back to the gradients ``flat``."""
         for rank, shard in enumerate(shards):
-            assert shard is not None
             for rows, own, _ in self._rows_of(rank):
                 flat[rows].copy_(shard[own])
 

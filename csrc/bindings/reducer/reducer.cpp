@@ -101,10 +101,10 @@ void await_after_backward(
 
 void connect(
     HostGroup& group,
-    const std::map<int64_t, std::tuple<int64_t, int64_t, int64_t, uint64_t>>& cards) {
-  std::map<int64_t, HostGroup::Card> of_ranks;
-  for (const auto& [rank, card] : cards) {
-    of_ranks[rank] = std::make_from_tuple<HostGroup::Card>(card);
+    const std::map<int64_t, std::tuple<int64_t, int64_t, int64_t, uint64_t>>& addresses) {
+  std::map<int64_t, HostGroup::Address> of_ranks;
+  for (const auto& [rank, address] : addresses) {
+    of_ranks[rank] = std::make_from_tuple<HostGroup::Address>(address);
   }
   without_gil([&] { group.connect(of_ranks); });
 }
@@ -207,35 +207,30 @@ Ranks of one host, which average through memory that they share. csrc/host/host_
 how. Raises RuntimeError if the system lacks what is needed.)")
       .def(py::init(&HostGroup::create), release_gil())
       .def_property_readonly(
-          "card",
+          "address",
           [](const HostGroup& group) {
-            const HostGroup::Card card = group.card();
-            return py::make_tuple(card.process, card.file, card.offset, card.nonce);
+            const HostGroup::Address address = group.address();
+            return py::make_tuple(address.process, address.file, address.offset, address.nonce);
           },
           "What the other ranks need to know to connect.")
-      .def("connect", &connect, py::arg("cards"), R"(
+      .def("connect", &connect, py::arg("addresses"), R"(
 Connect the ranks of this host, by their numbers in the process group.)")
       .def_property_readonly("ranks", &HostGroup::ranks)
       .def_static("of", &HostGroup::of, py::arg("tensor"), R"(
 Return the group in whose memory `tensor` is, or None.)")
-      .def(
-          "allocate",
-          [](HostGroup& group, int64_t numel, c10::ScalarType dtype) {
-            return group.allocate(numel, dtype, false);
-          },
-          py::arg("numel"), py::arg("dtype"), release_gil(), R"(
+      .def("allocate", &HostGroup::allocate, py::arg("numel"), py::arg("dtype"), release_gil(), R"(
 Return uninitialized memory, flat.)")
       .def("offset_of", &HostGroup::offset_of, py::arg("tensor"), R"(
-Return the place of `tensor`, of this group, as `tensor_at` of other ranks takes it.)")
+Return the place of `tensor`, of this group, as `tensors_at` of other ranks takes it.)")
       .def(
-          "tensor_at", &HostGroup::tensor_at, py::arg("index"), py::arg("offset"), py::arg("like"),
-          release_gil(), R"(
-Map the memory of the `index`-th of `ranks` at `offset`, as a flat tensor like `like`. Its rank goes
-on to use it: agree with it on who writes when.)")
+          "tensors_at", &HostGroup::tensors_at, py::arg("offsets"), py::arg("own"), release_gil(),
+          R"(
+Return the tensors that ranks have at these offsets, like `own`, by rank. They are not copies: agree
+with the ranks on who writes when.)")
       .def_static("mean_of", &mean_of, py::arg("tensors"), py::arg("out"), release_gil(), R"(
 Write the mean of flat tensors, of the dtype and size of `out`, to it. Half precision is summed in
 fp32.)")
-      .def("set_look_around", &HostGroup::set_look_around, py::arg("interval"));
+      .def("set_liveness_interval", &HostGroup::set_liveness_interval, py::arg("interval"));
 
   py::class_<AverageHook, Hook, std::shared_ptr<AverageHook>>(module, "AverageHook", R"(
 Average by one all-reduce on `process_group`, in `wire_dtype` (None: the dtype of the gradients).)")
