@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -27,6 +28,8 @@ import commhooks
 from commhooks import HookHandle
 from commhooks.lab.comparison.entry import BARE, TORCH, Entry
 from reducer import DistributedDataParallel
+from reducer.host_memory import connect_host
+from reducer.native import HostGroup
 
 EXACT = 1e-6  # float32, summed in a different order
 HALF = 2**-7  # two roundings of 8 bits
@@ -125,6 +128,41 @@ class OnHost(Entry):
 
     def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
         return super().wrap(module, host_memory=True, **options)
+
+
+@dataclass(frozen=True)
+class HostFloor(Entry):
+    """``noop``, and at the end of backward one sum of as many bytes in host memory."""
+
+    def wrap(self, module: nn.Module, **options: Any) -> tuple[nn.Module, HookHandle | None]:
+        model, handle = super().wrap(module, **options)
+        assert dist.group.WORLD is not None
+        host = connect_host(dist.group.WORLD, torch.device("cpu"))
+        assert host is not None
+        own = host.allocate(sum(p.numel() for p in module.parameters()), torch.float32).fill_(1.0)
+        places: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(places, host.offset_of(own))
+        buckets = [
+            each.chunk(len(places)) for each in host.tensors_at(dict(enumerate(places)), own)
+        ]
+
+        def average() -> None:
+            rank = dist.get_rank()
+            dist.barrier()
+            HostGroup.mean_of([slices[rank] for slices in buckets], buckets[rank][rank])
+            dist.barrier()
+            for other, slices in enumerate(buckets):
+                if other != rank:
+                    buckets[rank][other].copy_(slices[other])
+
+        def at_the_end(_: torch.Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(average)
+
+        def watch(_: nn.Module, inputs: object, output: torch.Tensor) -> None:
+            output.register_hook(at_the_end)
+
+        model.register_forward_hook(watch)
+        return model, handle
 
 
 def entry_of(name: str) -> Entry:

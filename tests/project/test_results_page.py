@@ -18,13 +18,12 @@ from commhooks.cli.plots import color_of
 
 def test_the_page_is_up_to_date() -> None:
     """If not: ``make results``. Marks hide no text."""
-    made = page.make_pages()
-    for path, text in made.texts.items():
+    for path, text in page.make_pages().items():
         assert (page.ROOT / path).read_text() == text, path
         # What follows a comment at the start of a line is no Markdown.
         assert not re.search(r"^[-\s]*<!--=.*-->.", text, re.M), path
     stored = {path.name for path in (page.DOCS / "results").glob("*.svg")}
-    assert stored == set(made.plots)
+    assert stored == set(summary.plots(page.RESULTS))
 
 
 def test_marks_are_filled_in() -> None:

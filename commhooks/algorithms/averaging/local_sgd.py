@@ -57,6 +57,10 @@ class LocalSteps(WithoutConsensus):
         # Parameters by name, with their values and states before steps that are not committed.
         self._before: dict[str, tuple[Tensor, Tensor, dict[str, Tensor] | None]] = {}
 
+    def models_agree(self, step: int) -> bool:
+        """Return whether all ranks have the same model before this step."""
+        return step <= self.start_step
+
     def prepare(self, parameters: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raise CommHookError unless the ranks can be divided into equal nodes."""
         super().prepare(parameters, group)
