@@ -58,7 +58,7 @@ def lighthouse() -> Iterator[str]:
         min_replicas=1,
         join_timeout_ms=10_000,
         quorum_tick_ms=20,
-        heartbeat_timeout_ms=1_000,
+        heartbeat_timeout_ms=2_000,
     )
     try:
         yield server.address()
@@ -203,7 +203,9 @@ def check_return(plans: list[Plan], *, has_momentum: bool = True) -> Found:
     back, *_ = [found.pop((count - 1, 1, shard)) for shard in range(plans[0].shards)]
     dead, *_ = [found.pop((count - 1, 0, shard)) for shard in range(plans[0].shards)]
     assert back[0]["step"] > dead[-1]["step"]
-    assert {line["participants"] for line in back if line["committed"]} == {count}
+    # At the end of a run the others may leave first.
+    committed = [line["participants"] for line in back if line["committed"]][:TOGETHER]
+    assert committed == [count] * TOGETHER
     if has_momentum:
         assert back[0]["has_momentum"] == (hook["name"] == "diloco" and not hook.get("eager"))
     for each in found.values():
