@@ -227,8 +227,7 @@ class _Side(RankSide):
 
         Its collectives run one after the other. Raises CommHookError if the hook cannot average it.
         """
-        trial, step = Trial(hook), self.job.first_step
-        trial.prepare(parameters, self._group, self.roles)
+        trial, step = Trial(hook, parameters, self._group, self.roles), self.job.first_step
         sample = bucket_with(gradients, gradients.buffer().clone(), step=step)
         coroutine = trial.run(sample, Communicator(self._group, step=step, key=sample.key))
         while True:

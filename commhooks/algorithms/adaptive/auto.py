@@ -291,9 +291,7 @@ class Auto(KnowsModel, CommHook):
             backend=group._get_backend(device).name(),  # noqa: SLF001
             sent=lambda spec, names: wire_bytes_of(hooks[spec], names, parameters, group.size()),
         )
-        trials = {spec: Trial(hook) for spec, hook in hooks.items()}
-        for trial in trials.values():
-            trial.prepare(parameters, group, self.roles)
+        trials = {s: Trial(hook, parameters, group, self.roles) for s, hook in hooks.items()}
 
         def planner_of(buckets: Sequence[Sequence[str]], nbytes: int) -> Planner:
             roles = self.roles or {}

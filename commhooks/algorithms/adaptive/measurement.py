@@ -18,7 +18,7 @@ from commhooks.algorithms.adaptive.link import ALL, Probe, probe, tensor_bytes
 from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report, Times
 from commhooks.algorithms.host_copy import HostCopy
 from commhooks.algorithms.wrappers.table import HookTable
-from commhooks.algorithms.wrappers.timing import Clock, Moment, Run, observe
+from commhooks.algorithms.wrappers.timing import Clock, Moment, Run
 from commhooks.algorithms.wrappers.trial import Check, Trial, draw_sample, relative_error
 from commhooks.comm.communicator import Communicator
 from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
@@ -120,8 +120,7 @@ class Measurement:
         self._table = table
         self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
         self._clock = clock
-        self._rank = rank
-        self._agreement = Agreement(self._decide)
+        self._agreement = Agreement(self._decide, rank)
         self._step = -1
         self._followed = -1
         """The step from which on ranks follow the present course."""
@@ -185,7 +184,7 @@ class Measurement:
                 nbytes = [nbytes for _, nbytes in self._planned]
                 size = self._planner.candidates.size
                 report = self._found.report(agenda, self._clock, nbytes, size)
-                self._agreement.begin(report, rank=self._rank)
+                self._agreement.begin(report)
         return self.course.plan != before.plan
 
     def _decide(self, reports: Sequence[Report], step: int) -> Course:
@@ -215,19 +214,17 @@ class Measurement:
                 await self._agreement.send(comm, bucket.buffer().device)
             found.launches.setdefault(step, []).append(comm.launched)
             samples = self._draw_samples(agenda, bucket, groups) if agenda.is_trial(step) else {}
-            check = None
-            if agenda.is_check(step):
-                lossy = {i: group.names for i, group in groups.items() if i in agenda.checked}
-                check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
+            is_check = agenda.is_check(step)
+            lossy = {i: g.names for i, g in groups.items() if is_check and i in agenda.checked}
+            check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
         average = await self._table.reduce(bucket, comm)
         with self._spending():
-            if check is not None:
-                squares = await check.squares(average, comm)
-                found.errors |= {i: HostCopy(pair) for i, pair in squares.items()}
+            squares = await check.squares(average, comm)
+            found.errors |= {i: HostCopy(pair) for i, pair in squares.items()}
             for group, sample in samples.items():
                 for hook in agenda.trials[group]:
                     await self._try(group, hook, sample, comm, is_last=step == agenda.report - 1)
-            if agenda.is_check(step):
+            if is_check:
                 self._measure_norms(bucket, groups, average)
                 # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
@@ -270,12 +267,12 @@ class Measurement:
     ) -> None:
         """Let a hook average a sample, with what it has not sent in the steps before."""
         trial, run = self._trials[hook], Run(self._clock)
-        names, residual = {group: sample.names}, partial(trial.residual, comm.size)
-        check = Check.of(sample, names, residual, _CHECKED_IN_TRIALS) if is_last else None
-        average = await observe(trial.average(sample, comm), run)
-        if check is not None:
-            squares = HostCopy((await check.squares(average, comm))[group])
-            self._found.outcomes[group, hook] = sample.buffer().numel(), run, squares
+        names = {group: sample.names} if is_last else {}
+        check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
+        average = await run.observe(trial.average(sample, comm))
+        for squares in (await check.squares(average, comm)).values():
+            outcome = sample.buffer().numel(), run, HostCopy(squares)
+            self._found.outcomes[group, hook] = outcome
 
     def _measure_norms(
         self, bucket: GradBucket, groups: Mapping[int, Group], average: Tensor
