@@ -36,12 +36,10 @@ class Agreement(Generic[_Answer]):
 
     Args:
         decide: Called on rank 0 with the reports of all ranks and the number of the step.
-        rank: This rank.
     """
 
-    def __init__(self, decide: Callable[[Sequence[Any], int], _Answer], rank: int) -> None:
+    def __init__(self, decide: Callable[[Sequence[Any], int], _Answer]) -> None:
         self._decide = decide
-        self._rank = rank
         self._bytes = _LEAST_BYTES
         self.cancel()
 
@@ -49,8 +47,8 @@ class Agreement(Generic[_Answer]):
         """Forget what was sent. All ranks have to."""
         self._message: bytes | None = None
         self._has_gathered = False
-        self._sent: tuple[int, HostCopy] | None = None
-        """In which step the last message was sent, and its result."""
+        self._sent: tuple[int, int, HostCopy] | None = None
+        """In which step the last message was sent, by which rank, and its result."""
 
     @property
     def is_open(self) -> bool:
@@ -66,7 +64,8 @@ class Agreement(Generic[_Answer]):
         sent, self._sent = self._sent, None
         if sent is None or sent[0] == step:
             return None
-        found, size = bytes(sent[1].read()), self._bytes
+        _, rank, copy = sent
+        found, size = bytes(copy.read()), self._bytes
         messages = [found[i : i + size] for i in range(0, len(found), size)]
         longest = _HEADER + max(int.from_bytes(each[:_HEADER]) for each in messages)
         if longest > size:
@@ -78,7 +77,7 @@ class Agreement(Generic[_Answer]):
             answer: _Answer = known[0]
             return answer
         self._has_gathered = True
-        self._message = pickle.dumps(self._decide(known, step) if self._rank == 0 else None)
+        self._message = pickle.dumps(self._decide(known, step) if rank == 0 else None)
         return None
 
     async def send(self, comm: Communicator, device: torch.device) -> None:
@@ -93,4 +92,4 @@ class Agreement(Generic[_Answer]):
             tensor = tensor.pin_memory()  # or the host would wait for the copy
         collective = comm.broadcast if self._has_gathered else comm.all_gather
         found = await collective(tensor.to(device, non_blocking=True))
-        self._sent = comm.step, HostCopy(found.view(-1))
+        self._sent = comm.step, comm.rank, HostCopy(found.view(-1))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from reducer import GradBucket
 _AFTER_WARM_UPS = 1 << 30
 """A step in which hooks send what they send for most of the training."""
 
-Buckets = tuple[tuple[tuple[str, ...], int], ...]
+Buckets: TypeAlias = list[tuple[list[str], int]]
 """The names of the parameters and the bytes of each bucket of a step."""
 
 

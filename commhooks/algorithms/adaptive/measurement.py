@@ -3,9 +3,9 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.agreement import Agreement
+from commhooks.algorithms.adaptive.groups import Buckets
 from commhooks.algorithms.adaptive.link import ALL, Probe, probe, tensor_bytes
 from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report, Times
 from commhooks.algorithms.host_copy import HostCopy
@@ -39,55 +40,13 @@ class _Found:
     """Of the buckets of each step."""
     ends: dict[int, Moment] = field(default_factory=dict)
     """When the last bucket of each step was averaged."""
-    outcomes: dict[tuple[int, str], tuple[int, Run, HostCopy]] = field(default_factory=dict)
-    """Of trials, by group and hook: elements, times, and squared norms."""
+    outcomes: dict[tuple[int, str], tuple[Choice, Run, HostCopy]] = field(default_factory=dict)
+    """Of trials, by group and hook: what is known at once, times, and squared norms."""
     errors: dict[int, HostCopy] = field(default_factory=dict)
     norms: dict[int, HostCopy] = field(default_factory=dict)
     probe: Callable[[], Probe] | None = None
     spent_ns: int = 0
     """Taken by measuring."""
-
-    def report(self, agenda: Agenda, clock: Clock, buckets: Sequence[int], size: int) -> Report:
-        """Return what was measured, all of it in earlier steps.
-
-        ``buckets``: their bytes. ``size``: the number of ranks.
-        """
-        return Report(
-            self.spent_ns * 1e-9,
-            None if agenda.trials else self._times(agenda, clock, buckets),
-            self.probe and self.probe(),
-            {
-                key: Choice(
-                    run.local_seconds,
-                    tuple(
-                        Collective(name, tensor_bytes(name, sent, size), ALL)
-                        for name, sent in run.collectives
-                    ),
-                    relative_error(*squares.read()),
-                    elements,
-                )
-                for key, (elements, run, squares) in self.outcomes.items()
-            },
-            {i: relative_error(*pair.read()) for i, pair in self.errors.items()},
-            {i: math.sqrt(square.read()) for i, square in self.norms.items()},
-        )
-
-    def _times(self, agenda: Agenda, clock: Clock, buckets: Sequence[int]) -> Times | None:
-        """Return the median of the steps that were timed, None if there is none."""
-        launches, seconds = self.launches, clock.seconds
-        steps = range(agenda.start, agenda.report - 1)
-        timed = [s for s in steps if s in self.ends and launches.get(s) and launches.get(s + 1)]
-        if not timed:
-            return None
-        gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
-        between = [0.0, *map(median, zip(*gaps, strict=True))]
-        after = (max(seconds(self.ends[s], launches[s + 1][0]), 0.0) for s in timed)
-        traces = tuple(BucketTrace(*pair, 0.0) for pair in zip(buckets, between, strict=True))
-        return Times(
-            median(seconds(launches[s][0], launches[s + 1][0]) for s in timed),
-            StepTrace(traces, median(after), is_native=False),
-            clock.cores(),
-        )
 
 
 class Measurement:
@@ -97,30 +56,26 @@ class Measurement:
     not wait, unless it is a step ahead of the device.
 
     Args:
-        planner_of: Returns what decides for some buckets, given the names of their parameters and
-            their bytes together.
+        planner_of: Returns what decides for the buckets of a step.
         trials: For each hook that is tried.
         table: Averages with the hook of each parameter.
-        elements: Number of elements of the model.
         clock: Clock of the device of the gradients.
-        rank: This rank of the group.
     """
 
     def __init__(
         self,
-        planner_of: Callable[[Sequence[Sequence[str]], int], Planner],
+        planner_of: Callable[[Buckets], Planner],
         trials: Mapping[str, Trial],
         table: HookTable,
-        elements: int,
         clock: Clock,
-        rank: int,
     ) -> None:
         self._planner_of = planner_of
         self._trials = trials
         self._table = table
-        self._sample_size = int(min(max(elements * _SAMPLE_SHARE, _LEAST_SAMPLE), _MOST_SAMPLE))
         self._clock = clock
-        self._agreement = Agreement(self._decide, rank)
+        self._agreement = Agreement(
+            lambda reports, step: self._planner.decide(reports, self.course, step)
+        )
         self._step = -1
         self._followed = -1
         """The step from which on ranks follow the present course."""
@@ -130,13 +85,13 @@ class Measurement:
     def load(self, course: Course) -> None:
         """Take over a plan and its history, and measure from the beginning."""
         self.course = Course(course.plan, course.history)
-        self._planner: Planner | None = None
-        self._buckets: list[tuple[list[str], int]] = []
-        """The names of the parameters and the bytes of each bucket of the present step."""
-        self._former = self._buckets
-        """Buckets of the step before it."""
-        self._planned = self._buckets
+        self._buckets: Buckets = []
+        """Those of the present step so far."""
+        self._former: Buckets = []
+        """Those of the step before it."""
+        self._planned: Buckets = []
         """Those that the planner is for."""
+        self._planner = self._planner_of([])
         self._clear()
 
     def _clear(self) -> None:
@@ -180,25 +135,15 @@ class Measurement:
             if agenda is not None and step == agenda.start:
                 self._begin_trials()
             if agenda is not None and step >= agenda.report and not self._agreement.is_open:
-                assert self._planner is not None
-                nbytes = [nbytes for _, nbytes in self._planned]
-                size = self._planner.candidates.size
-                report = self._found.report(agenda, self._clock, nbytes, size)
-                self._agreement.begin(report)
+                self._agreement.begin(self._report(agenda))
         return self.course.plan != before.plan
-
-    def _decide(self, reports: Sequence[Report], step: int) -> Course:
-        assert self._planner is not None
-        return self._planner.decide(reports, self.course, step)
 
     def _look_at_buckets(self, step: int) -> None:
         """Measure from the beginning if the same new buckets came twice."""
         former, self._former = self._former, self._buckets
-        names, planned = ([each for each, _ in some] for some in (self._buckets, self._planned))
-        if names and names != planned and self._buckets == former:
+        if self._buckets == former and self._buckets not in ([], self._planned):
             self._clear()
-            self._planned = self._buckets
-            self._planner = self._planner_of(names, sum(nbytes for _, nbytes in self._buckets))
+            self._planned, self._planner = former, self._planner_of(former)
             self.course = self._planner.begin(self.course, step)
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
@@ -207,28 +152,29 @@ class Measurement:
         self._buckets.append((bucket.names, bucket.buffer().nbytes))
         if agenda is None or self.is_idle(step):
             return await self._table.reduce(bucket, comm)
-        groups = self._groups_in(bucket)
+        names, every = set(bucket.names), enumerate(self._planner.groups)
+        groups = {i: group for i, group in every if names.issuperset(group.names)}
+        is_check = agenda.is_check(step)
+        lossy = {i: g.names for i, g in groups.items() if is_check and i in agenda.checked}
+        tried = {i: groups[i] for i in agenda.trials if i in groups and agenda.is_trial(step)}
         with self._spending():
             if bucket.index() == 0:
                 found.launches[step] = []
                 await self._agreement.send(comm, bucket.buffer().device)
             found.launches.setdefault(step, []).append(comm.launched)
-            samples = self._draw_samples(agenda, bucket, groups) if agenda.is_trial(step) else {}
-            is_check = agenda.is_check(step)
-            lossy = {i: g.names for i, g in groups.items() if is_check and i in agenda.checked}
+            samples = {i: self._draw_sample(agenda, bucket, i) for i in tried}
             check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
         average = await self._table.reduce(bucket, comm)
         with self._spending():
             squares = await check.squares(average, comm)
             found.errors |= {i: HostCopy(pair) for i, pair in squares.items()}
-            for group, sample in samples.items():
-                for hook in agenda.trials[group]:
-                    await self._try(group, hook, sample, comm, is_last=step == agenda.report - 1)
+            for i, sample in samples.items():
+                for hook in agenda.trials[i]:
+                    await self._try(i, hook, sample, comm, is_last=step == agenda.report - 1)
             if is_check:
                 self._measure_norms(bucket, groups, average)
                 # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
-                    assert self._planner is not None
                     device, backend = bucket.buffer().device, self._planner.candidates.backend
                     found.probe = await probe(agenda.probe, device, comm, self._clock, backend)
         found.ends[step] = self._clock.now()
@@ -244,23 +190,13 @@ class Measurement:
         for trial in self._trials.values():
             trial.begin()
 
-    def _groups_in(self, bucket: GradBucket) -> dict[int, Group]:
-        """Return the groups of a bucket by their positions."""
-        names, groups = set(bucket.names), () if self._planner is None else self._planner.groups
-        return {i: group for i, group in enumerate(groups) if names.issuperset(group.names)}
-
-    def _draw_samples(
-        self, agenda: Agenda, bucket: GradBucket, groups: Mapping[int, Group]
-    ) -> dict[int, GradBucket]:
-        """Return samples of the bucket's groups that hooks are tried on."""
-        last = len(agenda.trials) - 1
-        return {
-            i: draw_sample(
-                bucket, groups[i].names, self._sample_size, index=index, is_last=index == last
-            )
-            for index, i in enumerate(agenda.trials)
-            if i in groups
-        }
+    def _draw_sample(self, agenda: Agenda, bucket: GradBucket, group: int) -> GradBucket:
+        """Return a sample of a group that hooks are tried on."""
+        groups, trials = self._planner.groups, list(agenda.trials)
+        share = sum(each.elements for each in groups) * _SAMPLE_SHARE
+        size = int(min(max(share, _LEAST_SAMPLE), _MOST_SAMPLE))
+        index, is_last = trials.index(group), group == trials[-1]
+        return draw_sample(bucket, groups[group].names, size, index=index, is_last=is_last)
 
     async def _try(
         self, group: int, hook: str, sample: GradBucket, comm: Communicator, *, is_last: bool
@@ -271,8 +207,12 @@ class Measurement:
         check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
         average = await run.observe(trial.average(sample, comm))
         for squares in (await check.squares(average, comm)).values():
-            outcome = sample.buffer().numel(), run, HostCopy(squares)
-            self._found.outcomes[group, hook] = outcome
+            collectives = tuple(
+                Collective(name, tensor_bytes(name, sent, comm.size), ALL)
+                for name, sent in run.collectives
+            )
+            choice = Choice((), collectives, math.nan, sample.buffer().numel())
+            self._found.outcomes[group, hook] = choice, run, HostCopy(squares)
 
     def _measure_norms(
         self, bucket: GradBucket, groups: Mapping[int, Group], average: Tensor
@@ -283,6 +223,41 @@ class Measurement:
         for i, group in groups.items():
             norms = torch._foreach_norm([views[name] for name in group.names])  # noqa: SLF001
             self._found.norms[i] = HostCopy(torch.stack(norms).double().square().sum())
+
+    def _report(self, agenda: Agenda) -> Report:
+        """Return what was measured, all of it in earlier steps."""
+        found = self._found
+        return Report(
+            found.spent_ns * 1e-9,
+            None if agenda.trials else self._times(agenda),
+            found.probe and found.probe(),
+            {
+                key: replace(
+                    choice, local_seconds=run.local_seconds, error=relative_error(*squares.read())
+                )
+                for key, (choice, run, squares) in found.outcomes.items()
+            },
+            {i: relative_error(*squares.read()) for i, squares in found.errors.items()},
+            {i: math.sqrt(square.read()) for i, square in found.norms.items()},
+        )
+
+    def _times(self, agenda: Agenda) -> Times | None:
+        """Return the median of the steps that were timed, None if there is none."""
+        launches, ends, seconds = self._found.launches, self._found.ends, self._clock.seconds
+        steps = range(agenda.start, agenda.report - 1)
+        timed = [s for s in steps if s in ends and launches.get(s) and launches.get(s + 1)]
+        if not timed:
+            return None
+        gaps = [list(starmap(seconds, pairwise(launches[s]))) for s in timed]
+        between = [0.0, *map(median, zip(*gaps, strict=True))]
+        buckets = zip(self._planned, between, strict=True)
+        traces = tuple(BucketTrace(nbytes, gap, 0.0) for (_, nbytes), gap in buckets)
+        after = (max(seconds(ends[s], launches[s + 1][0]), 0.0) for s in timed)
+        return Times(
+            median(seconds(launches[s][0], launches[s + 1][0]) for s in timed),
+            StepTrace(traces, median(after), is_native=False),
+            self._clock.cores(),
+        )
 
     @contextmanager
     def _spending(self) -> Iterator[None]:

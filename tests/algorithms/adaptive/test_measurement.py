@@ -88,7 +88,8 @@ def try_topk(rank: int, size: int) -> None:
             exact = torch.cat([p[name].view(-1) for name in names])
             dist.all_reduce(exact.div_(size))
             found = torch.cat([average[name].view(-1) for name in names])
-            assert outcome[2].read() == pytest.approx(squares_of(found, exact).tolist(), rel=1e-3)
+            _, _, squares = outcome
+            assert squares.read() == pytest.approx(squares_of(found, exact).tolist(), rel=1e-3)
 
 
 def test_trials_have_what_was_not_sent_in_the_steps_before(run_ranks: Any) -> None:

@@ -17,11 +17,9 @@ from commhooks.algorithms.adaptive.agreement import Agreement
 class Agreeing(commhooks.CommHook):
     """Sends what is due, and keeps what was decided, with the step in which it was there."""
 
-    rank: int
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.agreement: Agreement[Any] = Agreement(self.decide, self.rank)
+        self.agreement: Agreement[Any] = Agreement(self.decide)
         self.found: list[tuple[int, Any]] = []
 
     def decide(self, reports: Sequence[Any], step: int) -> Any:
@@ -50,7 +48,7 @@ def begin(hooks: Sequence[Agreeing], *reports: object) -> None:
 @pytest.mark.parametrize("length", [1, 100_000])
 def test_ranks_learn_in_the_same_step_what_rank_0_has_decided(length: int) -> None:
     """A longer message than those before takes a step more, and only once."""
-    hooks = [Agreeing(0), Agreeing(1)]
+    hooks = [Agreeing(), Agreeing()]
     begin(hooks, "a" * length, "b")
     take(hooks, *range(10))
     decided, known = (1, 2) if length == 1 else (2, 3)
@@ -65,7 +63,7 @@ def test_ranks_learn_in_the_same_step_what_rank_0_has_decided(length: int) -> No
 
 def test_a_step_that_has_failed_sends_its_message_again() -> None:
     """What it has sent counts for nothing: other ranks may not have it."""
-    hooks = [Agreeing(0), Agreeing(1)]
+    hooks = [Agreeing(), Agreeing()]
     begin(hooks, "a", "b")
     take(hooks, 0, 0, 1, 1, 1)
     assert all(hook.found == [] for hook in hooks)
@@ -74,7 +72,7 @@ def test_a_step_that_has_failed_sends_its_message_again() -> None:
 
 
 def test_what_was_cancelled_is_not_decided() -> None:
-    hooks = [Agreeing(0), Agreeing(1)]
+    hooks = [Agreeing(), Agreeing()]
     begin(hooks, "a", "b")
     take(hooks, 0)
     for hook in hooks:
