@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.groups import exact_names, group_parameters
+from commhooks.algorithms.adaptive.choices import exact_names, group_parameters
 from commhooks.algorithms.wrappers.trial import Trial, relative_error
 from commhooks.cluster import Ranks
 from commhooks.comm.communicator import Communicator

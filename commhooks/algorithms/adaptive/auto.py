@@ -17,17 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.candidates import (
+from commhooks.algorithms.adaptive.choices import (
+    Buckets,
     check_names,
     default_candidates,
+    exact_names,
+    group_parameters,
     hook_of_spec,
     hooks_of_plan,
     plan_of,
-)
-from commhooks.algorithms.adaptive.groups import (
-    Buckets,
-    exact_names,
-    group_parameters,
     wire_bytes_of,
 )
 from commhooks.algorithms.adaptive.measurement import Measurement
@@ -96,7 +94,7 @@ class Auto(KnowsModel, CommHook):
     """The limit: relative to the norm of the exact average, or a hook whose error on the whole
     model is the limit."""
     candidates: list[Candidate] | None = None
-    """The hooks to choose from, besides plain averaging. None: those of candidates.py, and hooks of
+    """The hooks to choose from, besides plain averaging. None: those of choices.py, and hooks of
     other packages with ``is_candidate``."""
     exact: list[Rule] = field(default_factory=lambda: ["@1d", "@embedding"])
     """Rules, as those of ``route``, for parameters that are always averaged exactly."""

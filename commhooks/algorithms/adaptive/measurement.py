@@ -3,18 +3,18 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from commhooks.algorithms.adaptive.agreement import Agreement
-from commhooks.algorithms.adaptive.groups import Buckets
+from commhooks.algorithms.adaptive.choices import Buckets
 from commhooks.algorithms.adaptive.link import ALL, Probe, probe, tensor_bytes
 from commhooks.algorithms.adaptive.planner import Agenda, Course, Planner, Report, Times
 from commhooks.algorithms.host_copy import HostCopy
@@ -26,27 +26,12 @@ from commhooks.costs.step_trace import BucketTrace, Collective, StepTrace
 from commhooks.planning import Choice, Group
 from reducer import GradBucket
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _LOG = logging.getLogger("commhooks")
 _LEAST_SAMPLE, _MOST_SAMPLE, _SAMPLE_SHARE = 1 << 14, 1 << 20, 1 / 64
 _CHECKED, _CHECKED_IN_TRIALS = 1 << 11, 1 << 14
 """Elements of each group, and of each sample, that are averaged exactly as well."""
-
-
-@dataclass
-class _Found:
-    """What was measured for an agenda. On a device, most of it is read when it is reported."""
-
-    launches: dict[int, list[Moment]] = field(default_factory=dict)
-    """Of the buckets of each step."""
-    ends: dict[int, Moment] = field(default_factory=dict)
-    """When the last bucket of each step was averaged."""
-    outcomes: dict[tuple[int, str], tuple[Choice, Run, HostCopy]] = field(default_factory=dict)
-    """Of trials, by group and hook: what is known at once, times, and squared norms."""
-    errors: dict[int, HostCopy] = field(default_factory=dict)
-    norms: dict[int, HostCopy] = field(default_factory=dict)
-    probe: Callable[[], Probe] | None = None
-    spent_ns: int = 0
-    """Taken by measuring."""
 
 
 class Measurement:
@@ -79,7 +64,7 @@ class Measurement:
         self._step = -1
         self._followed = -1
         """The step from which on ranks follow the present course."""
-        self._spent_ns = self._first_ns = self._elapsed_ns = 0
+        self._spent_ns = self._first_ns = 0
         self.load(Course())
 
     def load(self, course: Course) -> None:
@@ -95,13 +80,21 @@ class Measurement:
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what is in the last report."""
+        """Begin another report."""
         self._agreement.cancel()
-        self._found = _Found()
+        self._report = Report()
+        self._reads: list[Callable[[], None]] = []
+        """Each puts into the report what was measured, and waits for a device."""
+        self._probe: Callable[[], Probe] | None = None
+        self._launches: dict[int, list[Moment]] = {}
+        """Of the buckets of each step."""
+        self._ends: dict[int, Moment] = {}
+        """When the last bucket of each step was averaged."""
 
     def metrics(self) -> dict[str, float]:
         """Return numbers about the plan and the link, and the share of the time of this."""
-        share = {"planning_share": self._spent_ns / self._elapsed_ns} if self._elapsed_ns else {}
+        elapsed_ns = time.monotonic_ns() - self._first_ns
+        share = {"planning_share": self._spent_ns / elapsed_ns} if self._first_ns else {}
         return self.course.metrics | share
 
     def is_idle(self, step: int) -> bool:
@@ -120,7 +113,6 @@ class Measurement:
         Nothing here waits for another rank. See Note [One plan] in agreement.py.
         """
         self._first_ns = self._first_ns or time.monotonic_ns()
-        self._elapsed_ns = time.monotonic_ns() - self._first_ns
         before = self.course
         with self._spending():
             if (course := self._agreement.begin_step(step)) is not None:
@@ -135,7 +127,7 @@ class Measurement:
             if agenda is not None and step == agenda.start:
                 self._begin_trials()
             if agenda is not None and step >= agenda.report and not self._agreement.is_open:
-                self._agreement.begin(self._report(agenda))
+                self._agreement.begin(self.report(agenda))
         return self.course.plan != before.plan
 
     def _look_at_buckets(self, step: int) -> None:
@@ -148,7 +140,7 @@ class Measurement:
 
     async def reduce(self, bucket: GradBucket, comm: Communicator) -> Tensor:
         """Return the average of a bucket. Measure before and after it what is due."""
-        agenda, step, found = self.course.agenda, bucket.step, self._found
+        agenda, step, report = self.course.agenda, bucket.step, self._report
         self._buckets.append((bucket.names, bucket.buffer().nbytes))
         if agenda is None or self.is_idle(step):
             return await self._table.reduce(bucket, comm)
@@ -159,15 +151,15 @@ class Measurement:
         tried = {i: groups[i] for i in agenda.trials if i in groups and agenda.is_trial(step)}
         with self._spending():
             if bucket.index() == 0:
-                found.launches[step] = []
+                self._launches[step] = []
                 await self._agreement.send(comm, bucket.buffer().device)
-            found.launches.setdefault(step, []).append(comm.launched)
+            self._launches.setdefault(step, []).append(comm.launched)
             samples = {i: self._draw_sample(agenda, bucket, i) for i in tried}
             check = Check.of(bucket, lossy, partial(self._table.residual, comm.size), _CHECKED)
         average = await self._table.reduce(bucket, comm)
         with self._spending():
-            squares = await check.squares(average, comm)
-            found.errors |= {i: HostCopy(pair) for i, pair in squares.items()}
+            for i, squares in (await check.squares(average, comm)).items():
+                self._put(report.errors, i, squares, lambda pair: relative_error(*pair))
             for i, sample in samples.items():
                 for hook in agenda.trials[i]:
                     await self._try(i, hook, sample, comm, is_last=step == agenda.report - 1)
@@ -176,14 +168,14 @@ class Measurement:
                 # Backward has ended. It may share cores with messages, and make them seem slower.
                 if bucket.is_last() and agenda.probe:
                     device, backend = bucket.buffer().device, self._planner.candidates.backend
-                    found.probe = await probe(agenda.probe, device, comm, self._clock, backend)
-        found.ends[step] = self._clock.now()
+                    self._probe = await probe(agenda.probe, device, comm, self._clock, backend)
+        self._ends[step] = self._clock.now()
         return average
 
     def recover(self) -> None:
         """Forget what may differ between ranks, because the step has failed on some rank."""
-        self._found.launches.clear()
-        self._found.ends.clear()
+        self._launches.clear()
+        self._ends.clear()
         self._begin_trials()
 
     def _begin_trials(self) -> None:
@@ -206,13 +198,17 @@ class Measurement:
         names = {group: sample.names} if is_last else {}
         check = Check.of(sample, names, partial(trial.residual, comm.size), _CHECKED_IN_TRIALS)
         average = await run.observe(trial.average(sample, comm))
-        for squares in (await check.squares(average, comm)).values():
+
+        def outcome(pair: Sequence[float]) -> Choice:
             collectives = tuple(
                 Collective(name, tensor_bytes(name, sent, comm.size), ALL)
                 for name, sent in run.collectives
             )
-            choice = Choice((), collectives, math.nan, sample.buffer().numel())
-            self._found.outcomes[group, hook] = choice, run, HostCopy(squares)
+            elements = sample.buffer().numel()
+            return Choice(run.local_seconds, collectives, relative_error(*pair), elements)
+
+        for squares in (await check.squares(average, comm)).values():
+            self._put(self._report.outcomes, (group, hook), squares, outcome)
 
     def _measure_norms(
         self, bucket: GradBucket, groups: Mapping[int, Group], average: Tensor
@@ -222,28 +218,27 @@ class Measurement:
         views = {name: flat[i : i + length] for name, i, length in places}
         for i, group in groups.items():
             norms = torch._foreach_norm([views[name] for name in group.names])  # noqa: SLF001
-            self._found.norms[i] = HostCopy(torch.stack(norms).double().square().sum())
+            self._put(self._report.norms, i, torch.stack(norms).double().square().sum(), math.sqrt)
 
-    def _report(self, agenda: Agenda) -> Report:
+    def _put(
+        self, into: dict[_Key, _Value], key: _Key, found: Tensor, value: Callable[[Any], _Value]
+    ) -> None:
+        """Put a value into the report in a later step, given what was ``found``."""
+        copy = HostCopy(found)
+        self._reads.append(lambda: into.update({key: value(copy.read())}))
+
+    def report(self, agenda: Agenda) -> Report:
         """Return what was measured, all of it in earlier steps."""
-        found = self._found
-        return Report(
-            found.spent_ns * 1e-9,
-            None if agenda.trials else self._times(agenda),
-            found.probe and found.probe(),
-            {
-                key: replace(
-                    choice, local_seconds=run.local_seconds, error=relative_error(*squares.read())
-                )
-                for key, (choice, run, squares) in found.outcomes.items()
-            },
-            {i: relative_error(*squares.read()) for i, squares in found.errors.items()},
-            {i: math.sqrt(square.read()) for i, square in found.norms.items()},
-        )
+        for read in self._reads:
+            read()
+        self._report.probe = self._probe and self._probe()
+        if not agenda.trials:
+            self._report.times = self._times(agenda)
+        return self._report
 
     def _times(self, agenda: Agenda) -> Times | None:
         """Return the median of the steps that were timed, None if there is none."""
-        launches, ends, seconds = self._found.launches, self._found.ends, self._clock.seconds
+        launches, ends, seconds = self._launches, self._ends, self._clock.seconds
         steps = range(agenda.start, agenda.report - 1)
         timed = [s for s in steps if s in ends and launches.get(s) and launches.get(s + 1)]
         if not timed:
@@ -268,4 +263,4 @@ class Measurement:
         finally:
             spent = time.monotonic_ns() - start
             self._spent_ns += spent
-            self._found.spent_ns += spent
+            self._report.spent_seconds += spent * 1e-9

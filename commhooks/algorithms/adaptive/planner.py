@@ -114,11 +114,11 @@ class Report:
     """Taken by measuring."""
     times: Times | None = None
     probe: Probe | None = None
-    outcomes: Mapping[tuple[int, str], Choice] = field(default_factory=dict)
+    outcomes: dict[tuple[int, str], Choice] = field(default_factory=dict)
     """Results of trials, by group and hook."""
-    errors: Mapping[int, float] = field(default_factory=dict)
+    errors: dict[int, float] = field(default_factory=dict)
     """Errors of the hooks in use, by group; as :attr:`norms`, the same on all ranks."""
-    norms: Mapping[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
     """Norms of the averages, by group."""
 
 

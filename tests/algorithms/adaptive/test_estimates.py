@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.algorithms.adaptive.groups import group_parameters, wire_bytes_of
+from commhooks.algorithms.adaptive.choices import group_parameters, wire_bytes_of
 from commhooks.algorithms.adaptive.link import Probe, link_of, probe_of
 from commhooks.algorithms.exact import AllReduce
 from commhooks.algorithms.wrappers.timing import HOST, Run
